@@ -1,0 +1,230 @@
+"""Pretrain the small Llama that the demo patches: byte-level BPE, 256 tokens of context, Python source.
+
+    python recipes/pretrain_tiny.py recipes/configs/pretrain_tiny.yaml
+
+The run saves its state every few minutes, written aside and renamed; started again, it goes on where it stopped.
+The learning rate warms up, stays, and falls to zero over the last `decay_steps`: while it stays, `steps` may be
+changed between two starts. A part of the sequences carries a span twice, with a gap between, so that attending far
+back is worth something and retrieval can be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from rope_patch.evaluation.corpora import standard_library
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class Config:
+    output: str
+    vocab_size: int
+    context: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    batch_size: int
+    steps: int
+    warmup_steps: int
+    decay_steps: int
+    learning_rate: float
+    weight_decay: float
+    repeat_probability: float
+    repeat_span: tuple[int, int]
+    save_every_seconds: float
+    evaluate_every: int
+    seed: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    config = Config(**yaml.safe_load(parser.parse_args().config.read_text()))
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)
+
+    tokenizer = train_tokenizer(config, output)
+    stream = tokenise(tokenizer, "train")
+    held_out = tokenise(tokenizer, "held_out")
+
+    torch.manual_seed(config.seed)
+    model = LlamaForCausalLM(llama_config(config, tokenizer))
+    optimizer = make_optimizer(model, config)
+    step = restore(output, model, optimizer)
+    log = (output / "log.jsonl").open("a", buffering=1)
+    saved, started = time.monotonic(), time.monotonic()
+
+    bar = tqdm(total=config.steps, initial=step, unit="step", mininterval=10)
+    while step < config.steps:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        loss = train_step(model, optimizer, draw_batch(stream, step, config))
+        step += 1
+        bar.update()
+        if step % config.evaluate_every == 0 or step == config.steps:
+            row = {
+                "step": step,
+                "tokens": step * config.batch_size * config.context,
+                "train_nll": round(loss, 4),
+                "held_out_nll": round(evaluate(model, held_out, config), 4),
+                "learning_rate": optimizer.param_groups[0]["lr"],
+                "seconds": round(time.monotonic() - started),
+            }
+            log.write(json.dumps(row) + "\n")
+            bar.set_postfix(train=row["train_nll"], held_out=row["held_out_nll"])
+        if time.monotonic() - saved > config.save_every_seconds:
+            save_state(output, model, optimizer, step)
+            saved = time.monotonic()
+    save_state(output, model, optimizer, step)
+    export(output, model, tokenizer)
+
+
+def train_tokenizer(config: Config, output: Path) -> PreTrainedTokenizerFast:
+    """A byte-level BPE, trained once and kept beside the checkpoint."""
+    path = output / "tokenizer.json"
+    if not path.exists():
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=config.vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        bpe.train_from_iterator(standard_library("train")["text"], trainer)
+        bpe.save(str(path))
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(path), bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+
+
+def tokenise(tokenizer: PreTrainedTokenizerFast, split: str) -> torch.Tensor:
+    """All documents of the split as one stream of token ids, each closed by the end-of-text token."""
+    encodings = tokenizer(list(standard_library(split)["text"]), add_special_tokens=False)["input_ids"]
+    return torch.tensor([token for ids in encodings for token in [*ids, tokenizer.eos_token_id]])
+
+
+def llama_config(config: Config, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.heads,
+        max_position_embeddings=config.context,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def make_optimizer(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    gains = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(step: int, config: Config) -> float:
+    warmup = (step + 1) / config.warmup_steps
+    decay = (config.steps - step) / config.decay_steps
+    return config.learning_rate * min(1.0, warmup, decay)
+
+
+def draw_batch(stream: torch.Tensor, step: int, config: Config) -> torch.Tensor:
+    """Random crops, `(batch, context + 1)`; some carry a span from elsewhere twice. A function of the step alone."""
+    random = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=random))
+
+    rows = torch.stack(
+        [
+            stream[start : start + config.context + 1]
+            for start in torch.randint(len(stream) - config.context - 1, (config.batch_size,), generator=random)
+        ]
+    )
+    for row in rows:
+        if torch.rand((), generator=random) < config.repeat_probability:
+            length = integer(*config.repeat_span)
+            origin = integer(0, len(stream) - length)
+            first = integer(0, len(row) - 2 * length)
+            second = integer(first + length, len(row) - length)
+            row[first : first + length] = stream[origin : origin + length]
+            row[second : second + length] = stream[origin : origin + length]
+    return rows
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> float:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = next_token_loss(model, rows)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if not math.isfinite(loss.item()):
+        raise SystemExit("the loss is not finite: the last saved state is intact, lower the learning rate")
+    return loss.item()
+
+
+def next_token_loss(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, held_out: torch.Tensor, config: Config, windows: int = 64) -> float:
+    starts = torch.linspace(0, len(held_out) - config.context - 1, windows).long()
+    rows = torch.stack([held_out[start : start + config.context + 1] for start in starts])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return sum(next_token_loss(model, part).item() for part in rows.split(16)) / (windows // 16)
+
+
+def save_state(output: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    aside = output / "state.pt.tmp"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, aside)
+    os.replace(aside, output / "state.pt")
+
+
+def restore(output: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    path = output / "state.pt"
+    if not path.exists():
+        return 0
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"]
+
+
+def export(output: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The Hugging Face folder: weights stored in bfloat16 (half the size), declared float32 so that they load as such."""
+    folder = output / "checkpoint"
+    rounded = LlamaForCausalLM(model.config)
+    rounded.load_state_dict(model.state_dict())
+    rounded.to(torch.bfloat16).save_pretrained(folder)
+    declared = json.loads((folder / "config.json").read_text())
+    declared["dtype"] = "float32"
+    (folder / "config.json").write_text(json.dumps(declared, indent=2, sort_keys=True) + "\n")
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Attention functions over regions: `oracle` is the meaning, the others are faster and equal it."""

@@ -1,0 +1,31 @@
+"""The oracle, a block of queries at a time: memory linear in the length, any mask, any positions, any region."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rope_patch.attention import oracle
+from rope_patch.attention.inputs import AttentionInputs
+
+SCORES_PER_BLOCK = 2**22
+"""How many scores of one head a block of queries may hold at once."""
+
+
+def attend(inputs: AttentionInputs) -> torch.Tensor:
+    """Output of `oracle.attend`, `(batch, heads, q_len, value_dim)`.
+
+    Where gradients are wanted, each block is computed again in the backward pass, so that its scores are not kept.
+    """
+    rows = max(1, SCORES_PER_BLOCK // inputs.kv_length)
+    if rows >= inputs.q_length:
+        return oracle.attend(inputs)[0]
+    blocks = (inputs.rows(start, min(start + rows, inputs.q_length)) for start in range(0, inputs.q_length, rows))
+    return torch.cat([_block(block) for block in blocks], dim=2)
+
+
+def _block(inputs: AttentionInputs) -> torch.Tensor:
+    tensors = [inputs.value, *(tensor for branch in inputs.branches for tensor in (branch.query, branch.key))]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return checkpoint(lambda: oracle.attend(inputs)[0], use_reentrant=False)
+    return oracle.attend(inputs)[0]

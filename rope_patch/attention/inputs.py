@@ -1,0 +1,92 @@
+"""What an attention function is given, in one object that all of them share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.schemes.base import Region
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Queries and keys as they are rotated for one region; `region` None stands for all pairs.
+
+    Attributes:
+        query: `(batch, heads, q_len, head_dim)`.
+        key: `(batch, kv_heads, kv_len, head_dim)`.
+    """
+
+    region: Region | None
+    query: torch.Tensor
+    key: torch.Tensor
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """One attention call.
+
+    Attributes:
+        branches: the rotated queries and keys of each region.
+        value: `(batch, kv_heads, kv_len, value_dim)`.
+        query_positions, key_positions: integer, `(batch or 1, q_len)` and `(batch or 1, kv_len)`.
+        mask: `(batch or 1, heads or 1, q_len, kv_len)`, boolean (True is attended) or added to the scores. None means
+            causal by slot where `causal`, else everything.
+        causal: whether keys after the query are hidden when there is no mask.
+        query_start: slot of the first query among the keys.
+        scaling: multiplies the scores.
+        bias: from distances m - n, `(batch, q, k)`, to `(heads, batch, q, k)` float32; added after scaling.
+        softcap: c in c tanh(s / c), applied to the scaled scores before any bias or mask; None for none.
+        sinks: one extra score per head that takes part in the softmax and carries no value; None for none.
+        dropout: probability, applied to the attention weights.
+    """
+
+    branches: tuple[Branch, ...]
+    value: torch.Tensor
+    query_positions: torch.Tensor
+    key_positions: torch.Tensor
+    mask: torch.Tensor | None
+    causal: bool
+    query_start: int | torch.Tensor
+    scaling: float
+    bias: Callable[[torch.Tensor], torch.Tensor] | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    dropout: float = 0.0
+
+    @property
+    def q_length(self) -> int:
+        return self.branches[0].query.shape[2]
+
+    @property
+    def kv_length(self) -> int:
+        return self.value.shape[2]
+
+    def visible(self) -> torch.Tensor | None:
+        """Boolean `(1, 1, q_len, kv_len)` by slot where there is no mask and the model is causal; None otherwise."""
+        if self.mask is not None or not self.causal or (self.q_length == 1 and self.kv_length == 1):
+            return None
+        device = self.value.device
+        queries = torch.arange(self.q_length, device=device)[:, None] + self.query_start
+        return (torch.arange(self.kv_length, device=device) <= queries)[None, None]
+
+    def rows(self, start: int, stop: int) -> AttentionInputs:
+        """The same call for the queries `start` to `stop` alone, without the keys that none of them can see."""
+        keys = slice(None)
+        if self.mask is None and self.causal and isinstance(self.query_start, int):
+            keys = slice(0, self.query_start + stop)
+        branches = tuple(
+            Branch(branch.region, branch.query[:, :, start:stop], branch.key[:, :, keys]) for branch in self.branches
+        )
+        return dataclasses.replace(
+            self,
+            branches=branches,
+            value=self.value[:, :, keys],
+            query_positions=self.query_positions[:, start:stop],
+            key_positions=self.key_positions[:, keys],
+            mask=None if self.mask is None else self.mask[:, :, start:stop],
+            query_start=self.query_start + start,
+        )

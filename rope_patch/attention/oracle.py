@@ -1,0 +1,68 @@
+"""Dense attention over regions: the meaning. Every other path has to equal it."""
+
+from __future__ import annotations
+
+import torch
+
+from rope_patch.attention.inputs import AttentionInputs
+
+
+def attend(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """o_m = sum_n softmax_n(s(m, n)) v_n, computed in float32 at least, with the whole score matrix in memory.
+
+    A query that sees no key at all (a pad) gets the mean of all values: finite, and read by nobody.
+
+    Returns:
+        output `(batch, heads, q_len, value_dim)` in the dtype of the values, and the attention weights
+        `(batch, heads, q_len, kv_len)`.
+    """
+    scores = _scores(inputs)
+    if inputs.sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        sinks = inputs.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    weights = torch.nn.functional.dropout(weights, p=inputs.dropout)
+    value = inputs.value.to(weights.dtype)
+    output = _per_kv_head(weights, value.shape[1]) @ value[:, :, None]
+    return output.flatten(1, 2).to(inputs.value.dtype), weights
+
+
+def _scores(inputs: AttentionInputs) -> torch.Tensor:
+    """s(m, n) with hidden pairs at the lowest number, `(batch, heads, q_len, kv_len)`."""
+    m, n = inputs.query_positions[:, None, :, None], inputs.key_positions[:, None, None, :]
+    seen = inputs.visible()
+    scores, covered = None, None
+    for branch in inputs.branches:
+        products = _products(branch.query, branch.key) * inputs.scaling
+        if branch.region is None:
+            scores = products
+            continue
+        inside = branch.region.contains(m, n)
+        scores = products if scores is None else torch.where(inside, products, scores)
+        covered = inside if covered is None else covered | inside
+    assert scores is not None  # for the type checker: there is at least one branch
+    if inputs.softcap is not None:
+        scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
+    if inputs.bias is not None:
+        scores = scores + inputs.bias((m - n)[:, 0]).transpose(0, 1).to(scores.dtype)
+    if inputs.mask is not None and inputs.mask.dtype != torch.bool:
+        scores = scores + inputs.mask.to(scores.dtype)
+    elif inputs.mask is not None:
+        seen = inputs.mask
+    for condition in (seen, covered):
+        if condition is not None:
+            scores = scores.masked_fill(~condition, torch.finfo(scores.dtype).min)
+    return scores
+
+
+def _products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """<q_m, k_n>, each key head serving its group of query heads without being repeated."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    grouped = _per_kv_head(query.to(dtype), key.shape[1])
+    return (grouped @ key.to(dtype)[:, :, None].transpose(-1, -2)).flatten(1, 2)
+
+
+def _per_kv_head(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """`(batch, heads, ...)` to `(batch, kv_heads, heads per kv head, ...)`."""
+    return x.unflatten(1, (kv_heads, -1))

@@ -1,0 +1,97 @@
+"""What was changed on a model, remembered so that it can be taken back exactly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+
+class Changes:
+    """A log of changes, undone last first. Plain data: it can be copied and pickled together with the model."""
+
+    def __init__(self) -> None:
+        self._log: list[tuple[Any, str, bool, Any]] = []
+        self._forks: list[ConfigFork] = []
+
+    def set(self, target: Any, name: str, value: Any) -> None:
+        """`setattr`, remembered."""
+        own = {**vars(target), **target._buffers} if isinstance(target, nn.Module) else vars(target)
+        self._log.append((target, name, name in own, own.get(name)))
+        setattr(target, name, value)
+
+    def hook(self, module: nn.Module, hook: Any) -> None:
+        """`register_forward_pre_hook(with_kwargs=True)`, remembered."""
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        self._log.append((module, "", True, hook))
+
+    def fork_configs(self, modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
+        """Give these modules configs of their own; those that shared one still do.
+
+        Returns:
+            the new configs. `settle_configs` is to be called once they say what they should.
+        """
+        holders = [module for module in modules if isinstance(vars(module).get("config"), PreTrainedConfig)]
+        copies: dict[int, Any] = {}
+        for module in holders:
+            copy.deepcopy(module.config, copies)  # one memo, so that nested configs stay shared
+        for module in holders:
+            original = module.config
+            fork = copies[id(original)]
+            if all(known.fork is not fork for known in self._forks):
+                self._forks.append(ConfigFork(original, fork))
+            self.set(module, "config", fork)
+        return [known.fork for known in self._forks]
+
+    def settle_configs(self) -> None:
+        """From here on, what changes in a forked config is the user's doing and outlives the undoing."""
+        for fork in self._forks:
+            fork.settle()
+
+    def undo(self) -> None:
+        """Set everything back; a tensor follows the device and dtype of the one it replaces."""
+        while self._log:
+            target, name, existed, value = self._log.pop()
+            if not name:
+                _remove_hook(target, value)
+            elif not existed:
+                delattr(target, name)
+            else:
+                current = getattr(target, name)
+                if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
+                    value = value.to(current)
+                setattr(target, name, value)
+        while self._forks:
+            self._forks.pop().join()
+
+
+class ConfigFork:
+    """A config and the copy that stands in for it while a model is patched."""
+
+    def __init__(self, original: PreTrainedConfig, fork: PreTrainedConfig) -> None:
+        self.original = original
+        self.fork = fork
+        self._settled: dict[str, Any] = copy.copy(vars(fork))
+
+    def settle(self) -> None:
+        """Remember what the copy says now."""
+        self._settled = copy.copy(vars(self.fork))
+
+    def join(self) -> None:
+        """Carry what the user changed meanwhile to the original, and leave the copy saying what the original says."""
+        for name, value in vars(self.fork).items():
+            if name not in self._settled or self._settled[name] is not value:
+                vars(self.original)[name] = value
+        vars(self.fork).clear()
+        vars(self.fork).update(vars(self.original))
+
+
+def _remove_hook(module: nn.Module, hook: Any) -> None:
+    for key, registered in list(module._forward_pre_hooks.items()):
+        if registered is hook:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)

@@ -1,0 +1,68 @@
+"""Every error that the library raises on its own account.
+
+All derive from `RopePatchError` and from the builtin that fits, so both styles of `except` work.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RopePatchError(Exception):
+    """Base of all errors of this library."""
+
+
+class UnknownScheme(RopePatchError, KeyError):
+    """A scheme name that is not registered."""
+
+    # KeyError prints the repr of its argument; the sentence is meant to be read
+    __str__ = Exception.__str__
+
+
+class InvalidField(RopePatchError, ValueError):
+    """A scheme's field is unknown, missing, of the wrong type or out of range."""
+
+
+class UnsupportedModel(RopePatchError, TypeError):
+    """The model has no seam that a scheme could be mounted on, and the message says which is missing."""
+
+
+class AlreadyPatched(RopePatchError, ValueError):
+    """The model carries a scheme already; nothing is replaced silently."""
+
+
+class NotPatched(RopePatchError, ValueError):
+    """The model carries no scheme."""
+
+
+class SlotConflict(RopePatchError, ValueError):
+    """Two schemes of one composition want to own the same slot."""
+
+
+class UnsupportedPositions(RopePatchError, ValueError):
+    """Positions, masks or caches of a form that the scheme's attention cannot honour."""
+
+
+class NotExpressible(RopePatchError, ValueError):
+    """A scheme that the `rope_parameters` of Transformers cannot say."""
+
+
+class NothingToPatch(RopePatchError, ValueError):
+    """The scheme would leave every layer of this model as it is."""
+
+
+class CorpusError(RopePatchError, ValueError):
+    """There is no text where the corpus was said to be."""
+
+
+class EvaluationError(RopePatchError, ValueError):
+    """A measurement that cannot be made as asked."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The tail of a message: the closest known name, if any is close, and all that are allowed."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    suggestion = f"did you mean {close[0]!r}? " if close else ""
+    return f"{suggestion}allowed: {', '.join(known) or 'none'}"

@@ -1,0 +1,1 @@
+"""Measuring: perplexity against length, corpora and reports."""

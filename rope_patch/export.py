@@ -1,0 +1,82 @@
+"""Schemes in the words of Transformers' own `rope_parameters`, and the other way round."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from rope_patch.errors import NotExpressible, UnsupportedModel
+from rope_patch.models.base import read_stack
+from rope_patch.models.config import rope_entries, training_length
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.registry import list_schemes, scheme_class
+from rope_patch.typing import RotarySpec
+
+# what an entry says of the checkpoint, whatever the scheme
+_KEPT = ("rope_theta", "partial_rotary_factor")
+
+
+def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
+    """The `rope_parameters` that make plain Transformers, and whatever reads its configs, compute this scheme.
+
+    Args:
+        scheme: with static frequencies, or Transformers' own length-dependent ones.
+        config: of the checkpoint, unpatched; it is not changed. Where it nests the parameters by layer type, only
+            `full_attention` is scaled.
+
+    Returns:
+        a dict for `config.rope_parameters`.
+
+    Raises:
+        NotExpressible: with the reason, when Transformers has no words for the scheme.
+    """
+    parameters = copy.deepcopy(config.rope_parameters)
+    exported = parameters
+    for layer_type, entry in rope_entries(config).items():
+        if layer_type not in (None, "full_attention"):
+            continue
+        spec = RotarySpec(_rotary_dim(config, entry), entry["rope_theta"], training_length(config))
+        said = {key: entry[key] for key in _KEPT if key in entry} | scheme.rope_parameters(spec)
+        if layer_type is None:
+            exported = said
+        else:
+            exported[layer_type] = said
+    return exported
+
+
+def is_expressible(scheme: Scheme, config: Any) -> bool:
+    """Whether `export_rope_parameters` would succeed."""
+    try:
+        export_rope_parameters(scheme, config)
+    except NotExpressible:
+        return False
+    return True
+
+
+def native_scheme(model: nn.Module) -> Scheme:
+    """The scheme that the checkpoint itself uses, read from its config. Applying it changes nothing.
+
+    Raises:
+        UnsupportedModel: when the model has no rotary stack, or uses a type that no scheme here stands for.
+    """
+    return scheme_of_config(read_stack(model).config)
+
+
+def scheme_of_config(config: Any) -> Scheme:
+    """The scheme that `config.rope_parameters` describes, of full attention where they differ by layer type."""
+    entries = rope_entries(config)
+    entry = entries.get("full_attention") or next(iter(entries.values()))
+    rope_type = entry.get("rope_type", "default")
+    for cls in map(scheme_class, list_schemes()):
+        if cls.rope_type == rope_type:
+            fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+            return cls(**{key: value for key, value in entry.items() if key in fields and value is not None})
+    raise UnsupportedModel(f"rope_type {rope_type!r} of this checkpoint has no scheme of its own here")
+
+
+def _rotary_dim(config: Any, entry: dict[str, Any]) -> int:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(head_dim * entry.get("partial_rotary_factor", 1.0))

@@ -1,0 +1,1 @@
+"""Model families: where their seams are, measured on the model itself."""

@@ -1,0 +1,196 @@
+"""Measuring how an attention module rotates, instead of tabulating it by family.
+
+The module itself is run on four random tokens with tables chosen by us, and the queries and keys that reach its
+attention function are compared. With cos 1 and sin 0 nothing turns; with cos 0 and sin 1 every pair makes a quarter
+turn, which shows each dimension's partner and sign; with tables of zeros and ones that spell the binary digits of
+their own column, each dimension shows which column it reads. All of that is exact in any dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rope_patch.errors import UnsupportedModel
+from rope_patch.rotary import RotaryLayout
+
+_PROBE = "rope_patch_probe"
+_TOKENS = 4
+
+
+class Tables(Protocol):
+    """What the probe needs of a set of rotary tables."""
+
+    @property
+    def inv_freq(self) -> torch.Tensor: ...
+
+    def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def measure_layout(name: str, module: nn.Module, rotary: Tables) -> RotaryLayout | None:
+    """The rotary layout of a self-attention module; None where its queries and keys do not depend on the tables.
+
+    Args:
+        name: for the messages.
+        module: the attention module; its weights, mode and hooks are left as they were.
+        rotary: the tables that it is given.
+
+    Raises:
+        UnsupportedModel: when the measurement does not come out clean, e.g. for a norm after the rotation.
+    """
+    columns = _frequency_of_column(name, rotary)
+    width = len(columns)
+    digits = torch.tensor([[column >> bit & 1 for column in range(width)] for bit in range(width.bit_length())])
+    one, zero = torch.ones(1, width), torch.zeros(1, width)
+    random = torch.Generator().manual_seed(0)
+    cos_check, sin_check = torch.randn(2, 1, width // 2 if _doubled(columns) else width, generator=random)
+    cos_check, sin_check = cos_check[:, list(columns)], sin_check[:, list(columns)]
+
+    cos = torch.cat([one, zero, digits, 0 * digits, cos_check])
+    sin = torch.cat([zero, one, 0 * digits, digits, sin_check])
+    query, key = _run(module, cos, sin)
+
+    bits = len(digits)
+    layout = None
+    for states in (query, key):
+        still, turned, by_cos, by_sin, checked = states.split([1, 1, bits, bits, 1])
+        found = _read_layout(name, still[0], turned[0], by_cos, by_sin, columns)
+        if states is key and found != layout:
+            raise UnsupportedModel(f"{name}: queries and keys are rotated in different layouts")
+        layout = found
+        if layout is not None:
+            order = [columns.index(frequency) for frequency in range(len(layout.first))]
+            expected = layout.rotate(still, cos_check[:, order].to(still), sin_check[:, order].to(still))
+            tolerance = 8 * torch.finfo(still.dtype).eps * float(still.abs().max() * cos_check.abs().max())
+            if (expected - checked).abs().max() > tolerance:
+                raise UnsupportedModel(f"{name}: something follows the rotation of queries and keys (a norm, a scale)")
+    return layout
+
+
+def _frequency_of_column(name: str, rotary: Tables) -> tuple[int, ...]:
+    """Which frequency each column of the model's own cos and sin tables belongs to."""
+    count = rotary.inv_freq.shape[-1]
+    positions = torch.arange(1, 17)[None]
+    try:
+        cos, sin = (table[0] for table in rotary.tables(positions))
+    except Exception as error:  # a rotary module with another signature, e.g. positions in three dimensions
+        raise UnsupportedModel(f"{name}: its rotary tables cannot be read: {type(error).__name__}: {error}") from error
+    orders = {
+        count: [tuple(range(count))],
+        2 * count: [tuple(range(count)) * 2, tuple(i // 2 for i in range(2 * count))],
+    }
+    for order in orders.get(cos.shape[-1], []):
+        first = [order.index(i) for i in range(count)]
+        if torch.equal(cos[:, first][:, list(order)], cos) and torch.equal(sin[:, first][:, list(order)], sin):
+            return order
+    raise UnsupportedModel(f"{name}: rotary tables of width {cos.shape[-1]} for {count} frequencies")
+
+
+def _doubled(columns: tuple[int, ...]) -> bool:
+    return len(set(columns)) < len(columns)
+
+
+def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys `(settings, heads, tokens, head_dim)` for tables `(settings, width)`."""
+    captured: list[torch.Tensor] = []
+
+    def capture(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        captured.extend((query.detach().clone(), key.detach().clone()))
+        return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+    parameter = next(module.parameters())
+    dtype = parameter.dtype if parameter.dtype.is_floating_point else torch.get_default_dtype()
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, _TOKENS, module.config.hidden_size, generator=random)
+    hidden = hidden.expand(len(cos), -1, -1).to(parameter.device, dtype)
+    tables = [table[:, None].expand(-1, _TOKENS, -1).to(hidden) for table in (cos, sin)]
+    arguments = {
+        "hidden_states": hidden,
+        "position_embeddings": tuple(tables),
+        "attention_mask": None,
+        "position_ids": torch.arange(_TOKENS, device=hidden.device)[None],
+    }
+    accepted = inspect.signature(module.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    arguments = {key: value for key, value in arguments.items() if takes_any or key in accepted}
+    try:
+        with _probing(module, capture), torch.no_grad():
+            module(**arguments)
+    except Exception as error:  # whatever a family raises, it means that the seam is not the one we know
+        raise UnsupportedModel(
+            f"{type(module).__name__} cannot be measured: {type(error).__name__}: {error}"
+        ) from error
+    if len(captured) != 2:
+        raise UnsupportedModel(f"{type(module).__name__} does not call the attention interface of Transformers")
+    return captured[0], captured[1]
+
+
+@contextlib.contextmanager
+def _probing(module: nn.Module, capture: Any) -> Iterator[None]:
+    """Let the module call `capture` as its attention function, in evaluation mode; put everything back."""
+    config, modes = module.config, [(child, child.training) for child in module.modules()]
+    probing = copy.copy(config)
+    probing._attn_implementation_internal = _PROBE
+    ALL_ATTENTION_FUNCTIONS[_PROBE] = capture
+    try:
+        module.config = probing
+        module.eval()
+        yield
+    finally:
+        module.config = config
+        for child, mode in modes:
+            child.training = mode
+        del ALL_ATTENTION_FUNCTIONS[_PROBE]
+
+
+def _read_layout(
+    name: str,
+    still: torch.Tensor,
+    turned: torch.Tensor,
+    by_cos: torch.Tensor,
+    by_sin: torch.Tensor,
+    columns: tuple[int, ...],
+) -> RotaryLayout | None:
+    """The layout from `(heads, tokens, head_dim)` states and from those under binary tables."""
+    signature, quarter = still.flatten(0, 1), turned.flatten(0, 1)
+    rotated = [i for i in range(signature.shape[-1]) if not torch.equal(signature[:, i], quarter[:, i])]
+    if not rotated:
+        return None
+    firsts: dict[int, int] = {}
+    seconds: dict[int, int] = {}
+    for i in rotated:
+        plus = (signature == quarter[:, i, None]).all(0).nonzero().flatten().tolist()
+        minus = (signature == -quarter[:, i, None]).all(0).nonzero().flatten().tolist()
+        if len(plus) + len(minus) != 1:
+            raise UnsupportedModel(f"{name}: dimension {i} of the heads has no clear partner in the rotation")
+        by_own = columns[_spelled(name, by_cos[..., i], still[..., i])]
+        if columns[_spelled(name, by_sin[..., i], turned[..., i])] != by_own:
+            raise UnsupportedModel(f"{name}: dimension {i} of the heads reads cos and sin of different frequencies")
+        # a quarter turn of the pair (a, b) is (-b, a): the dimension that turned negative is the first
+        first, second = (i, minus[0]) if minus else (plus[0], i)
+        if firsts.setdefault(by_own, first) != first or seconds.setdefault(by_own, second) != second:
+            raise UnsupportedModel(f"{name}: frequency {by_own} turns more than one pair of dimensions")
+    order = sorted(firsts)
+    if order != sorted(seconds) or order != list(range(len(order))) or 2 * len(order) != len(rotated):
+        raise UnsupportedModel(f"{name}: the pairs of the rotation do not come out clean")
+    return RotaryLayout(tuple(firsts[i] for i in order), tuple(seconds[i] for i in order))
+
+
+def _spelled(name: str, digits: torch.Tensor, reference: torch.Tensor) -> int:
+    """The column whose binary digits are spelled by where `(bits, heads, tokens)` equals the reference or zero."""
+    column = 0
+    for bit, values in enumerate(digits):
+        if torch.equal(values, reference):
+            column |= 1 << bit
+        elif values.any():
+            raise UnsupportedModel(f"{name}: queries and keys do not follow the rotary tables exactly")
+    return column

@@ -1,0 +1,150 @@
+"""Where a scheme is mounted on a model, and the mounting itself.
+
+`plan_mounts` decides, as a pure function. `rotary` gives the model's own rotary module other tables: the cost is zero.
+`late` lets queries and keys reach attention unrotated (the cache keeps unrotated keys) and scores them there. Late is
+the meaning; rotary equals it where it applies.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Literal
+
+from rope_patch.changes import Changes
+from rope_patch.errors import InvalidField, NothingToPatch, did_you_mean
+from rope_patch.late import AttentionMode, LateAttention, LateForward, SharedTables, register_attention
+from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
+from rope_patch.positions import Identity
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.compose import Compose
+from rope_patch.schemes.rope import NoPE
+
+Mount = Literal["auto", "late"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be done to which layer.
+
+    Attributes:
+        scheme: the scheme with its defaults filled in, and with `nope` beside a bias that replaces the rotation.
+        rotary: the layer types whose tables change (None for the one set of all layers).
+        late: indices of the layers whose attention is replaced.
+        rotate_late: whether queries and keys reach those layers unrotated.
+        late_frequencies: whether the late layers compute the scheme's frequencies, instead of reading the model's.
+        left_alone: index and reason of every layer that stays as it is.
+    """
+
+    scheme: Scheme
+    rotary: tuple[str | None, ...]
+    late: tuple[int, ...]
+    rotate_late: bool
+    late_frequencies: bool
+    left_alone: dict[int, str]
+
+    def mounts(self) -> str:
+        """The mounts in one phrase, for `describe`."""
+        used = ["rotary"] * bool(self.rotary) + ["late"] * bool(self.late)
+        return " + ".join(used) or "none"
+
+
+def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
+    """Derive from the slots of a scheme where it goes.
+
+    Raises:
+        NothingToPatch: when every layer would stay as it is.
+        InvalidField: for an unknown `mount`, or a field that does not fit the checkpoint.
+    """
+    if mount not in ("auto", "late"):
+        raise InvalidField(f"mount={mount!r}: {did_you_mean(str(mount), ('auto', 'late'))}")
+    scheme = scheme.resolve(stack.checkpoint)
+    if "bias" in scheme.slots and "frequencies" not in scheme.slots:
+        scheme = Compose(scheme, NoPE())
+    left_alone = {layer.index: reason for layer in stack.layers if (reason := _reason_to_leave(layer, stack))}
+    touched = [layer for layer in stack.layers if layer.index not in left_alone]
+    if not touched:
+        reasons = "; ".join(sorted(set(left_alone.values())))
+        raise NothingToPatch(f"{scheme} would change no layer of {type(stack.module).__name__}: {reasons}")
+
+    owns_frequencies = "frequencies" in scheme.slots
+    moves_positions = "segments" in scheme.slots and any(
+        not (isinstance(region.query_map, Identity) and isinstance(region.key_map, Identity))
+        for region in scheme.segments()
+    )
+    tables_are_ours = all(
+        layer.index not in left_alone or layer.layout is None or layer.rotary not in {t.rotary for t in touched}
+        for layer in stack.layers
+    )
+    by_rotary = owns_frequencies and not scheme.length_dependent and mount == "auto" and tables_are_ours
+    rotate_late = moves_positions or mount == "late" or (owns_frequencies and not by_rotary)
+    needs_late = rotate_late or bool(scheme.slots - {"frequencies"})
+    return Plan(
+        scheme=scheme,
+        rotary=tuple(dict.fromkeys(layer.rotary.layer_type for layer in touched)) if by_rotary else (),
+        late=tuple(layer.index for layer in touched) if needs_late else (),
+        rotate_late=rotate_late,
+        late_frequencies=owns_frequencies and not by_rotary,
+        left_alone=left_alone,
+    )
+
+
+def _reason_to_leave(layer: AttentionLayer, stack: Stack) -> str:
+    if layer.layout is None:
+        return "layer without positions"
+    if layer.sliding_window is not None and layer.sliding_window <= stack.training_length:
+        return f"sliding window of {layer.sliding_window} within the training length of {stack.training_length}"
+    return ""
+
+
+def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> None:
+    """Carry a plan out. On an error the caller undoes `changes`."""
+    for rotary in stack.rotary:
+        if rotary.layer_type in plan.rotary:
+            _install_rotary(plan.scheme, rotary, stack, changes)
+    if not plan.late:
+        return
+    register_attention()
+    shared = SharedTables()
+    changes.hook(stack.module, LateForward(shared))
+    for layer in stack.layers:
+        if layer.index in plan.late:
+            _install_late(plan, layer, stack, attention, shared, changes)
+
+
+def _install_rotary(scheme: Scheme, rotary: RotaryTables, stack: Stack, changes: Changes) -> None:
+    frequencies = scheme.frequencies(stack.rotary_spec(rotary))
+    inv_freq = frequencies.inv_freq.to(rotary.inv_freq)
+    for name in ("inv_freq", "original_inv_freq"):
+        if hasattr(rotary.module, rotary.attribute(name)):
+            changes.set(rotary.module, rotary.attribute(name), inv_freq.clone())
+    changes.set(rotary.module, rotary.attribute("attention_scaling"), frequencies.attention_scaling)
+    # the tables no longer follow the length: Transformers must not compute them anew
+    if rotary.layer_type is None:
+        changes.set(rotary.module, "rope_type", "default")
+    else:
+        changes.set(rotary.module, "rope_type", {**rotary.module.rope_type, rotary.layer_type: "default"})
+
+
+def _install_late(
+    plan: Plan,
+    layer: AttentionLayer,
+    stack: Stack,
+    attention: AttentionMode,
+    shared: SharedTables,
+    changes: Changes,
+) -> None:
+    hook = LateAttention(
+        scheme=plan.scheme,
+        layer=layer,
+        spec=stack.rotary_spec(layer.rotary),
+        rotate=plan.rotate_late,
+        own_frequencies=plan.late_frequencies,
+        attention=attention,
+        shared=shared,
+        config=layer.module.config,
+    )
+    config = copy.copy(layer.module.config)
+    config._attn_implementation_internal = hook.implementation
+    changes.set(layer.module, "config", config)
+    changes.hook(layer.module, hook)

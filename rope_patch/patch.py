@@ -1,0 +1,154 @@
+"""Patching a loaded model in place, and taking it back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar, get_args
+
+from torch import nn
+
+from rope_patch.changes import Changes
+from rope_patch.errors import AlreadyPatched, InvalidField, NotPatched, did_you_mean
+from rope_patch.export import export_rope_parameters, is_expressible
+from rope_patch.late import AttentionMode, LateAttention, release_attention
+from rope_patch.models.base import Stack, read_stack
+from rope_patch.mounts import Mount, Plan, install, plan_mounts
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.registry import as_scheme
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_HANDLE = "_rope_patch_handle"
+
+
+class PatchHandle:
+    """A model under a scheme. As a context manager it takes the scheme back on leaving the block.
+
+    Attributes:
+        model: the patched model.
+        scheme: the scheme as it was asked for.
+        plan: where it was mounted.
+        stack: the part of the model that it was mounted on, as it was read before.
+    """
+
+    def __init__(self, model: nn.Module, scheme: Scheme, plan: Plan, stack: Stack, changes: Changes) -> None:
+        self.model = model
+        self.scheme = scheme
+        self.plan = plan
+        self.stack = stack
+        self._changes = changes
+
+    def remove(self) -> None:
+        """Restore the model bit for bit.
+
+        Raises:
+            NotPatched: when this handle was removed already.
+        """
+        if vars(self.stack.module).get(_HANDLE) is not self:
+            raise NotPatched(f"{type(self.model).__name__} does not carry {self.scheme} any more")
+        _take_back(self.stack, self._changes)
+
+    def __enter__(self) -> PatchHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if vars(self.stack.module).get(_HANDLE) is self:
+            self.remove()
+
+    def __repr__(self) -> str:
+        return f"<{type(self.model).__name__} under {self.scheme}, mounted {self.plan.mounts()}>"
+
+
+def patch(
+    model: nn.Module,
+    *schemes: str | Scheme,
+    mount: Mount = "auto",
+    attention: AttentionMode = "auto",
+    **fields: Any,
+) -> PatchHandle:
+    """Let a loaded model use another position scheme. Nothing but this model object changes.
+
+    Args:
+        model: a Transformers model, also inside PEFT or another wrapper.
+        *schemes: names (`"yarn"`, `"rerope:window=512+logn"`) or scheme objects; several are composed.
+        mount: `"auto"`, or `"late"` to rotate inside attention whatever the scheme, the slow and literal way.
+        attention: `"auto"`, `"oracle"` for the dense definition, `"chunked"` for the same with linear memory.
+        **fields: the scheme's fields, beside exactly one name.
+
+    Returns:
+        a handle with `remove()`, also usable in a `with` statement.
+
+    Raises:
+        UnknownScheme, InvalidField, SlotConflict: the scheme is not right.
+        UnsupportedModel: the model has no seam for it.
+        NothingToPatch: no layer would change.
+        AlreadyPatched: the model carries a scheme; `unpatch` it first.
+        In every case the model is as it was.
+
+    Example:
+        >>> with patch(model, "rerope", window=512):
+        ...     model.generate(**inputs)
+    """
+    scheme = as_scheme(schemes, fields)
+    if attention not in get_args(AttentionMode):
+        raise InvalidField(f"attention={attention!r}: {did_you_mean(str(attention), get_args(AttentionMode))}")
+    if isinstance(model, nn.Module) and (handle := find_handle(model)) is not None:
+        raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}; unpatch it before applying {scheme}")
+    stack = read_stack(model)
+    plan = plan_mounts(scheme, stack, mount)
+    changes = Changes()
+    handle = PatchHandle(model, scheme, plan, stack, changes)
+    try:
+        _name_in_config(model, stack, scheme, plan, changes)
+        install(plan, stack, attention, changes)
+        changes.set(stack.module, _HANDLE, handle)
+    except BaseException:
+        _take_back(stack, changes)
+        raise
+    return handle
+
+
+def unpatch(model: Model) -> Model:
+    """Restore a patched model exactly: forwards, hooks, buffers, config, attention choice, registries.
+
+    Returns:
+        the model.
+
+    Raises:
+        NotPatched: when it carries no scheme.
+    """
+    handle = find_handle(model)
+    if handle is None:
+        raise NotPatched(f"{type(model).__name__} carries no scheme")
+    handle.remove()
+    return model
+
+
+def find_handle(model: nn.Module) -> PatchHandle | None:
+    """The handle of a patched model, also from inside or outside a wrapper around it; None where there is none."""
+    return next((vars(module)[_HANDLE] for module in model.modules() if _HANDLE in vars(module)), None)
+
+
+def _take_back(stack: Stack, changes: Changes) -> None:
+    hooks = [hook for layer in stack.layers for hook in layer.module._forward_pre_hooks.values()]
+    changes.undo()
+    for hook in hooks:
+        if isinstance(hook, LateAttention):
+            release_attention(hook)
+
+
+def _name_in_config(model: nn.Module, stack: Stack, scheme: Scheme, plan: Plan, changes: Changes) -> None:
+    """Give this model configs of its own (other models may share the ones it had) that name the scheme.
+
+    A scheme that Transformers has words for is also said in them, so that it survives without this library.
+    """
+    native = copy.deepcopy(stack.config.rope_parameters)
+    exported = export_rope_parameters(scheme, stack.config) if _says_it_all(scheme, stack, plan) else native
+    for config in changes.fork_configs(model.modules()):
+        config.rope_patch = {"scheme": scheme.to_dict(), "rope_parameters": native}
+    stack.config.rope_parameters = exported
+    changes.settle_configs()
+
+
+def _says_it_all(scheme: Scheme, stack: Stack, plan: Plan) -> bool:
+    return bool(plan.rotary) and not plan.late and is_expressible(scheme, stack.config)

@@ -1,0 +1,74 @@
+"""Where each key stands: positions of the slots of a cache, and maps from positions to positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+def key_positions(
+    query_positions: torch.Tensor, kv_length: int, query_start: int | torch.Tensor | None
+) -> torch.Tensor:
+    """Positions of all keys that the attention function receives.
+
+    Without a past they are the positions of the queries, packed rows included. With a past the slots of the new
+    tokens carry the positions of the queries; older slots count down from the first query, later ones (the empty tail
+    of a static cache) count up from the last. Counting up from the first column would be wrong: left pads share a
+    position.
+
+    Args:
+        query_positions: `(batch, q_len)`, integer.
+        kv_length: number of key slots.
+        query_start: slot of the first query among the keys; None without a cache.
+
+    Returns:
+        `(batch, kv_length)`, integer.
+    """
+    q_length = query_positions.shape[-1]
+    if query_start is None and kv_length == q_length:
+        return query_positions
+    start = 0 if query_start is None else query_start
+    steps = torch.arange(kv_length, device=query_positions.device) - start
+    inside = steps.clamp(0, q_length - 1)
+    return query_positions[:, inside] + (steps - inside)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """phi(m) = m."""
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions
+
+
+@dataclass(frozen=True)
+class Constant:
+    """phi(m) = c, the same for every token."""
+
+    value: float
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(positions, self.value, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Interpolated:
+    """phi(m) = m / factor + shift."""
+
+    factor: float
+    shift: float = 0.0
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions / self.factor + self.shift
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """phi(m) = floor(m / group_size) + shift."""
+
+    group_size: int
+    shift: float = 0.0
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions.div(self.group_size, rounding_mode="floor") + self.shift

@@ -1,0 +1,103 @@
+"""Rotations: frequencies, tables and the layouts in which checkpoints pair their dimensions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+def inverse_frequencies(dim: int, base: float | torch.Tensor) -> torch.Tensor:
+    """theta_i = b^(-2i/d), float32, `(d/2,)`; `(batch, d/2)` for a `base` of shape `(batch, 1)`.
+
+    The order of operations is that of Transformers, so the tables are the same to the last bit.
+    Source: RoFormer, 2104.09864, section 3.2.2.
+    """
+    device = base.device if isinstance(base, torch.Tensor) else None
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
+    return 1.0 / (base**exponents)
+
+
+def rotation_tables(
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    attention_scaling: float | torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of position times frequency, broadcastable over heads.
+
+    Args:
+        positions: `(batch, length)`, integer or fractional.
+        inv_freq: `(d/2,)` or `(batch, d/2)`.
+        attention_scaling: number, or `(batch, 1)`.
+        dtype: of the returned tables; angles are computed in float32, as Transformers does.
+
+    Returns:
+        cos and sin, each `(batch, 1, length, d/2)`.
+    """
+    angles = positions[..., None].float() * inv_freq.float()[..., None, :]
+    if isinstance(attention_scaling, torch.Tensor):
+        attention_scaling = attention_scaling[..., None]
+    cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling
+    return cos[:, None].to(dtype), sin[:, None].to(dtype)
+
+
+@dataclass(frozen=True)
+class RotaryLayout:
+    """Which dimensions of a head turn together, and how fast: pair p turns (x[first_p], x[second_p]) by angle p.
+
+    Attributes:
+        first, second: indices of the two dimensions of each pair, ordered by frequency index.
+    """
+
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+
+    @cached_property
+    def half_split_offset(self) -> int | None:
+        """Start of the rotated dimensions when they are [first half, second half], as in Llama; None otherwise."""
+        pairs, start = len(self.first), self.first[0]
+        is_half_split = self.first == tuple(range(start, start + pairs)) and self.second == tuple(
+            range(start + pairs, start + 2 * pairs)
+        )
+        return start if is_half_split else None
+
+    @cached_property
+    def interleaved_offset(self) -> int | None:
+        """Start of the rotated dimensions when pairs are neighbours, as in GPT-J and Cohere; None otherwise."""
+        pairs, start = len(self.first), self.first[0]
+        even = tuple(range(start, start + 2 * pairs, 2))
+        return start if self.first == even and self.second == tuple(i + 1 for i in even) else None
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """R x: every pair (a, b) becomes (a cos - b sin, b cos + a sin); other dimensions pass.
+
+        Args:
+            x: `(batch, heads, length, head_dim)`.
+            cos, sin: `(batch, 1, length, d/2)`, broadcastable.
+
+        Returns:
+            the shape and dtype of `x`.
+        """
+        pairs = len(self.first)
+        if (start := self.half_split_offset) is not None:
+            a, b = x[..., start : start + pairs], x[..., start + pairs : start + 2 * pairs]
+            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+            return _between(x, turned, start)
+        if (start := self.interleaved_offset) is not None:
+            a, b = x[..., start : start + 2 * pairs : 2], x[..., start + 1 : start + 2 * pairs : 2]
+            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+            return _between(x, turned, start)
+        a, b = x[..., list(self.first)], x[..., list(self.second)]
+        rotated = x.clone()
+        rotated[..., list(self.first)] = a * cos - b * sin
+        rotated[..., list(self.second)] = b * cos + a * sin
+        return rotated
+
+
+def _between(x: torch.Tensor, turned: torch.Tensor, start: int) -> torch.Tensor:
+    stop = start + turned.shape[-1]
+    if start == 0 and stop == x.shape[-1]:
+        return turned
+    return torch.cat([x[..., :start], turned, x[..., stop:]], dim=-1)

@@ -1,0 +1,68 @@
+"""ALiBi: a linear penalty on distance in place of any position."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.errors import InvalidField
+from rope_patch.schemes.base import Checkpoint, Scheme, Source
+
+
+@dataclass(frozen=True)
+class ALiBi(Scheme):
+    """-slope_h |m - n|, added to the scaled scores; each head has its own horizon.
+
+    Args:
+        slopes: one per head; default the published ones, 2^(-8 i / n) for n heads where n is a power of two, and for
+            other head counts those of the power below followed by every second one of the power above.
+        symmetric: meant for models that see both directions, where the penalty is the same on either side.
+    """
+
+    name = "alibi"
+    equation = "-slope_h |m - n|"
+    source = Source(
+        "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation",
+        2021,
+        "https://arxiv.org/abs/2108.12409",
+        "https://github.com/ofirpress/attention_with_linear_biases",
+    )
+    regime = "from-scratch"
+
+    slopes: tuple[float, ...] | None = None
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        self._require("symmetric", bool, True, "True or False")
+        if self.slopes is not None:
+            numeric = isinstance(self.slopes, (tuple, list)) and all(
+                isinstance(s, (int, float)) and not isinstance(s, bool) and math.isfinite(s) for s in self.slopes
+            )
+            if not numeric or not self.slopes:
+                raise InvalidField(f"alibi: slopes={self.slopes!r} is not allowed; slopes must be one number per head")
+            object.__setattr__(self, "slopes", tuple(float(s) for s in self.slopes))
+
+    @property
+    def causal_only(self) -> bool:  # type: ignore[override]
+        return not self.symmetric
+
+    def resolve(self, checkpoint: Checkpoint) -> Scheme:
+        if self.slopes is not None and len(self.slopes) != checkpoint.num_heads:
+            raise InvalidField(
+                f"alibi: slopes has {len(self.slopes)} values; this checkpoint has {checkpoint.num_heads} heads"
+            )
+        return self
+
+    def bias(self, distance: torch.Tensor, num_heads: int) -> torch.Tensor:
+        slopes = torch.tensor(self.slopes or alibi_slopes(num_heads), device=distance.device)
+        return -slopes.view(-1, *[1] * distance.ndim) * distance.abs()
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """The published slopes for any number of heads (paper, section 3, and the authors' code for other counts)."""
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    between = [2 ** (-4 * i / power) for i in range(1, 2 * power + 1, 2)]
+    return slopes + between[: num_heads - power]

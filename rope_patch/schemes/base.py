@@ -1,0 +1,189 @@
+"""What a scheme is: a frozen dataclass that fills slots of the one equation and knows no model.
+
+x_m    = e(x_m, token_m, m)
+s(m,n) = lambda(m) * < R_f(phi_q(m)) q_m , R_f(phi_k(n)) k_n > * scaling + b(q_m, k_n, m, n)
+o_m    = sum_n c(m,n) softmax_n(s(m,n)) (v_n + u(m,n))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from rope_patch.errors import InvalidField, NotExpressible, did_you_mean
+from rope_patch.typing import Frequencies, PositionMap, Regime, RotarySpec, Slot
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a scheme was published: paper or post, year, and the authors' code if there is any."""
+
+    title: str
+    year: int
+    link: str
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a scheme's defaults may be read from: the training length L in tokens and the number of heads."""
+
+    training_length: int
+    num_heads: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """The pairs (m, n) with start <= m - n < stop, and the positions that rotate there.
+
+    Attributes:
+        query_map, key_map: phi_q and phi_k of this region.
+        start, stop: bounds of the distance m - n in tokens; infinite where open.
+    """
+
+    query_map: PositionMap
+    key_map: PositionMap
+    start: float = -math.inf
+    stop: float = math.inf
+
+    def contains(self, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        """Boolean, the broadcast shape of `m` and `n`."""
+        distance = m - n
+        return (distance >= self.start) & (distance < self.stop)
+
+
+class Scheme:
+    """Base of all schemes. A subclass is a frozen dataclass; it fills a slot by overriding the slot's method.
+
+    Class attributes:
+        name: registry name, in snake_case.
+        equation: the formula, as a line of text.
+        source: where it was published.
+        regime: what a pretrained checkpoint needs before it makes sense under this scheme.
+        length_dependent: whether the frequencies follow the length of the text.
+        absolute: whether a shift of all positions changes the scores.
+        causal_only: whether the scheme has no meaning for keys after the query.
+        rope_type: the `rope_type` of Transformers that means the same; None where there is none.
+    """
+
+    name: ClassVar[str]
+    equation: ClassVar[str]
+    source: ClassVar[Source]
+    regime: ClassVar[Regime] = "training-free"
+    length_dependent: ClassVar[bool] = False
+    absolute: ClassVar[bool] = False
+    causal_only: ClassVar[bool] = False
+    rope_type: ClassVar[str | None] = None
+
+    # --- slots ---------------------------------------------------------------------------------------------------
+
+    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+        """f. `length`, `(batch,)` in tokens, is given where the scheme is `length_dependent`."""
+        raise NotImplementedError
+
+    def segments(self) -> tuple[Region, ...]:
+        """phi: disjoint regions of (m, n); a pair in none of them is not attended."""
+        raise NotImplementedError
+
+    def query_scale(self, positions: torch.Tensor) -> torch.Tensor:
+        """lambda(m), float32, the shape of `positions`."""
+        raise NotImplementedError
+
+    def bias(self, distance: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """b by distance m - n: float32, `(heads, *distance.shape)`."""
+        raise NotImplementedError
+
+    def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
+        """The scheme in the words of Transformers' `rope_parameters`, without what every type shares.
+
+        Raises:
+            NotExpressible: when Transformers has no words for it.
+        """
+        if self.rope_type is None:
+            slots = ", ".join(sorted(self.slots))
+            raise NotExpressible(f"{self.name} fills {slots}; the rope_parameters of Transformers have no type for it")
+        return {"rope_type": self.rope_type, **{k: v for k, v in self.fields().items() if v is not None}}
+
+    # --- what the library derives ---------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> frozenset[Slot]:
+        """The slots that this scheme fills: those whose method it overrides."""
+        own = type(self)
+        return frozenset(slot for slot in SLOTS if getattr(own, slot) is not getattr(Scheme, slot))
+
+    def parts(self) -> tuple[Scheme, ...]:
+        """The schemes of a composition; a plain scheme is its own only part."""
+        return (self,)
+
+    def resolve(self, checkpoint: Checkpoint) -> Scheme:
+        """The same scheme with the defaults that depend on the checkpoint filled in.
+
+        Raises:
+            InvalidField: when a field does not fit this checkpoint.
+        """
+        return self
+
+    def fields(self) -> dict[str, Any]:
+        """Field names and values, as plain JSON types."""
+        return {
+            field.name: _plain(getattr(self, field.name))
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """`{"name": ..., **fields}`, which `scheme_from_dict` reads back."""
+        return {"name": self.name, **self.fields()}
+
+    def __str__(self) -> str:
+        values = ",".join(f"{key}={value}" for key, value in self.fields().items() if value is not None)
+        return f"{self.name}:{values}" if values else self.name
+
+    # --- for the validation in subclasses -----------------------------------------------------------------------
+
+    def _require(self, field: str, kind: type, holds: bool, allowed: str) -> None:
+        """Check one field in `__post_init__`: its type, then a condition on its value."""
+        value = getattr(self, field)
+        right_type = isinstance(value, (int, float) if kind is float else kind) and (
+            kind is bool or not isinstance(value, bool)
+        )
+        finite = not isinstance(value, float) or math.isfinite(value)
+        if not (right_type and finite and holds):
+            raise InvalidField(f"{self.name}: {field}={value!r} is not allowed; {field} must be {allowed}")
+
+    def _at_least(self, field: str, minimum: float, kind: type, optional: bool = False) -> None:
+        """Check that a number is finite, of its kind and not below `minimum`; None passes where `optional`."""
+        value = getattr(self, field)
+        if optional and value is None:
+            return
+        noun = "an integer" if kind is int else "a number"
+        comparable = isinstance(value, (int, float))
+        self._require(field, kind, comparable and value >= minimum, f"{noun} of at least {minimum:g}")
+
+    def _above_zero(self, field: str, optional: bool = False) -> None:
+        """Check that a number is finite and positive; None passes where `optional`."""
+        value = getattr(self, field)
+        if optional and value is None:
+            return
+        self._require(field, float, isinstance(value, (int, float)) and value > 0, "a number above 0")
+
+    def _one_of(self, field: str, allowed: tuple[str, ...]) -> None:
+        """Check a field that names a variant."""
+        value = getattr(self, field)
+        if value not in allowed:
+            raise InvalidField(f"{self.name}: {field}={value!r}: {did_you_mean(str(value), allowed)}")
+
+
+SLOTS: tuple[Slot, ...] = ("frequencies", "segments", "query_scale", "bias")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Scheme):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value

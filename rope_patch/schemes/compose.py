@@ -1,0 +1,112 @@
+"""A scheme made of schemes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from rope_patch.errors import InvalidField, SlotConflict
+from rope_patch.schemes.base import Checkpoint, Region, Scheme, Source
+from rope_patch.typing import Frequencies, RotarySpec, Slot
+
+_SHARED: frozenset[Slot] = frozenset({"query_scale", "bias"})
+
+
+class Compose(Scheme):
+    """Schemes side by side: one owner per slot, except that query scales multiply and biases add.
+
+    Args:
+        *schemes: two or more schemes; nested compositions are flattened.
+
+    Raises:
+        SlotConflict: when two of them fill the same slot; the message names both.
+        InvalidField: when something that is no scheme is among them, or nothing at all.
+    """
+
+    name = "compose"
+    equation = "each slot from its owner; query scales multiply, biases add"
+    source = Source("the one equation of this project", 2026, "")
+
+    def __init__(self, *schemes: Scheme) -> None:
+        for scheme in schemes:
+            if not isinstance(scheme, Scheme):
+                raise InvalidField(
+                    f"Compose: {scheme!r} is not a scheme; pass scheme objects such as ReRoPE(window=512)"
+                )
+        if not schemes:
+            raise InvalidField("Compose: no scheme was given; pass at least one")
+        self._parts = tuple(part for scheme in schemes for part in scheme.parts())
+        owners: dict[Slot, Scheme] = {}
+        for part in self._parts:
+            for slot in part.slots - _SHARED:
+                if slot in owners:
+                    raise SlotConflict(f"{owners[slot]} and {part} both own the slot {slot!r}; keep one of them")
+                owners[slot] = part
+        self._owners = owners
+
+    def parts(self) -> tuple[Scheme, ...]:
+        return self._parts
+
+    @property
+    def slots(self) -> frozenset[Slot]:
+        return frozenset().union(*(part.slots for part in self._parts))
+
+    @property
+    def regime(self) -> Any:
+        """The most demanding of the parts' regimes."""
+        order = ("training-free", "fine-tune", "from-scratch")
+        return max((part.regime for part in self._parts), key=order.index)
+
+    @property
+    def length_dependent(self) -> bool:  # type: ignore[override]
+        return any(part.length_dependent for part in self._parts)
+
+    @property
+    def absolute(self) -> bool:  # type: ignore[override]
+        return any(part.absolute for part in self._parts)
+
+    @property
+    def causal_only(self) -> bool:  # type: ignore[override]
+        return any(part.causal_only for part in self._parts)
+
+    def resolve(self, checkpoint: Checkpoint) -> Scheme:
+        return Compose(*(part.resolve(checkpoint) for part in self._parts))
+
+    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+        return self._owners["frequencies"].frequencies(rotary, length)
+
+    def segments(self) -> tuple[Region, ...]:
+        return self._owners["segments"].segments()
+
+    def query_scale(self, positions: torch.Tensor) -> torch.Tensor:
+        scales = [part.query_scale(positions) for part in self._filling("query_scale")]
+        return torch.stack(scales).prod(dim=0)
+
+    def bias(self, distance: torch.Tensor, num_heads: int) -> torch.Tensor:
+        biases = [part.bias(distance, num_heads) for part in self._filling("bias")]
+        return torch.stack(biases).sum(dim=0)
+
+    def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
+        for part in self._parts:
+            part.rope_parameters(rotary)  # names the first part that Transformers has no words for
+        return self._owners["frequencies"].rope_parameters(rotary)
+
+    def _filling(self, slot: Slot) -> Iterable[Scheme]:
+        return (part for part in self._parts if slot in part.slots)
+
+    def fields(self) -> dict[str, Any]:
+        return {"schemes": [part.to_dict() for part in self._parts]}
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self._parts))
+
+    def __repr__(self) -> str:
+        return f"Compose({', '.join(map(repr, self._parts))})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Compose) and self._parts == other._parts
+
+    def __hash__(self) -> int:
+        return hash(self._parts)

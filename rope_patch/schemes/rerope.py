@@ -1,0 +1,73 @@
+"""ReRoPE and its leaky form: no distance beyond the window is ever larger than what was trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rope_patch.positions import Constant, Identity, Interpolated
+from rope_patch.schemes.base import Region, Scheme, Source
+
+_POST = Source(
+    "Transformer upgrade 12: ReRoPE, unlimited extrapolation?",
+    2023,
+    "https://kexue.fm/archives/9708",
+    "https://github.com/bojone/rerope",
+)
+
+
+@dataclass(frozen=True)
+class ReRoPE(Scheme):
+    """True positions within the window, one constant distance beyond: min(m - n, w).
+
+    Near words keep their order; far words are all equally far, at a distance the model knows.
+
+    Args:
+        window: w in tokens, at least 1; a quarter to a half of the training length works best.
+    """
+
+    name = "rerope"
+    equation = "distance = min(m - n, w)"
+    source = _POST
+
+    window: int
+
+    def __post_init__(self) -> None:
+        self._at_least("window", 1, int)
+
+    def segments(self) -> tuple[Region, ...]:
+        w = self.window
+        return (
+            Region(Identity(), Identity(), start=1 - w, stop=w),
+            Region(Constant(w), Constant(0), start=w),
+            Region(Constant(0), Constant(w), stop=1 - w),
+        )
+
+
+@dataclass(frozen=True)
+class LeakyReRoPE(Scheme):
+    """True positions within the window, distances that grow k times slower beyond: w + (m - n - w) / k.
+
+    Args:
+        window: w in tokens, at least 1.
+        factor: k, at least 1; large enough that the longest distance stays within the training length.
+    """
+
+    name = "leaky_rerope"
+    equation = "distance = m - n if m - n < w else w + (m - n - w) / k"
+    source = _POST
+
+    window: int
+    factor: float
+
+    def __post_init__(self) -> None:
+        self._at_least("window", 1, int)
+        self._at_least("factor", 1, float)
+
+    def segments(self) -> tuple[Region, ...]:
+        w, k = self.window, self.factor
+        shifted, plain = Interpolated(k, shift=w - w / k), Interpolated(k)
+        return (
+            Region(Identity(), Identity(), start=1 - w, stop=w),
+            Region(shifted, plain, start=w),
+            Region(plain, shifted, stop=1 - w),
+        )

@@ -1,0 +1,54 @@
+"""RoPE itself, and no position at all: the two baselines of every table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.rotary import inverse_frequencies
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.typing import Frequencies, RotarySpec
+
+
+@dataclass(frozen=True)
+class RoPE(Scheme):
+    """Rotary position embedding: scores depend on m - n because R(m)^T R(n) = R(n - m).
+
+    Past the training length this is direct extrapolation: the slow pairs meet angles they were never trained on.
+    Listed beside a bias it keeps the rotation that the bias would otherwise replace.
+    """
+
+    name = "rope"
+    equation = "theta_i = b^(-2i/d)"
+    source = Source(
+        "RoFormer: Enhanced Transformer with Rotary Position Embedding",
+        2021,
+        "https://arxiv.org/abs/2104.09864",
+        "https://github.com/ZhuiyiTechnology/roformer",
+    )
+    rope_type = "default"
+
+    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+        return Frequencies(inverse_frequencies(rotary.dim, rotary.base))
+
+
+@dataclass(frozen=True)
+class NoPE(Scheme):
+    """No position at all: every frequency is zero, so every rotation is the identity.
+
+    A causal mask alone still tells a decoder something about order, which is what makes this a baseline.
+    """
+
+    name = "nope"
+    equation = "theta_i = 0"
+    source = Source(
+        "The Impact of Positional Encoding on Length Generalization in Transformers",
+        2023,
+        "https://arxiv.org/abs/2305.19466",
+        "https://github.com/McGill-NLP/length-generalization",
+    )
+    regime = "from-scratch"
+
+    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+        return Frequencies(torch.zeros(rotary.dim // 2))

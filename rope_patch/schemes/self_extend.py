@@ -1,0 +1,51 @@
+"""Self-Extend: grouped positions for the far context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rope_patch.positions import Grouped, Identity
+from rope_patch.schemes.base import Region, Scheme, Source
+
+
+@dataclass(frozen=True)
+class SelfExtend(Scheme):
+    """True positions within the window; beyond it G neighbours share one position.
+
+    Far words need no exact place: floor(m/G) + W - floor(W/G) against floor(n/G) continues where the window ends and
+    grows G times slower. The released code drops the shift while the whole input is shorter than W; this is the same
+    function at every length.
+
+    Args:
+        group_size: G, at least 1.
+        window: W in tokens, at least 1.
+        shift: `"floor"` is the paper's and the later code's W - floor(W/G); `"fractional"` is W - W/G, as in the
+            authors' patch for Transformers 4.38.
+    """
+
+    name = "self_extend"
+    equation = "distance = m - n if m - n < W else floor(m/G) + W - floor(W/G) - floor(n/G)"
+    source = Source(
+        "LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning",
+        2024,
+        "https://arxiv.org/abs/2401.01325",
+        "https://github.com/datamllab/LongLM",
+    )
+
+    group_size: int
+    window: int
+    shift: str = "floor"
+
+    def __post_init__(self) -> None:
+        self._at_least("group_size", 1, int)
+        self._at_least("window", 1, int)
+        self._one_of("shift", ("floor", "fractional"))
+
+    def segments(self) -> tuple[Region, ...]:
+        w, g = self.window, self.group_size
+        shifted, plain = Grouped(g, shift=w - (w // g if self.shift == "floor" else w / g)), Grouped(g)
+        return (
+            Region(Identity(), Identity(), start=1 - w, stop=w),
+            Region(shifted, plain, start=w),
+            Region(plain, shifted, stop=1 - w),
+        )

@@ -1,0 +1,35 @@
+"""Attention cut at a window: the baseline that every extension has to beat."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from rope_patch.positions import Identity
+from rope_patch.schemes.base import Checkpoint, Region, Scheme, Source
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Scheme):
+    """Only keys with m - n < w are attended. Nothing is out of range, and nothing beyond w is seen directly.
+
+    Args:
+        window: w in tokens, at least 1; default the training length.
+    """
+
+    name = "window"
+    equation = "attend only m - n < w"
+    source = Source("Longformer: The Long-Document Transformer", 2020, "https://arxiv.org/abs/2004.05150")
+
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        self._at_least("window", 1, int, optional=True)
+
+    def resolve(self, checkpoint: Checkpoint) -> Scheme:
+        return self if self.window else dataclasses.replace(self, window=checkpoint.training_length)
+
+    def segments(self) -> tuple[Region, ...]:
+        if self.window is None:
+            raise ValueError("window: resolve() has to fill in the training length first")
+        return (Region(Identity(), Identity(), start=1 - self.window, stop=self.window),)

@@ -1,0 +1,46 @@
+"""Small types that all floors share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Regime = Literal["training-free", "fine-tune", "from-scratch"]
+"""What a scheme needs before a pretrained checkpoint makes sense under it."""
+
+Slot = Literal["frequencies", "segments", "query_scale", "bias", "values", "embedding"]
+"""A place in the one equation that a scheme can fill."""
+
+PositionMap = Callable[[torch.Tensor], torch.Tensor]
+"""phi: integer positions of any shape to the positions that rotate, same shape."""
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """What a frequency scheme may know of a checkpoint's rotary embedding.
+
+    Attributes:
+        dim: rotary dimension d; a checkpoint with partial rotary embeddings has d < head_dim.
+        base: `rope_theta`, b in theta_i = b^(-2i/d).
+        training_length: L, the length in tokens that the checkpoint was trained at.
+    """
+
+    dim: int
+    base: float
+    training_length: int
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """f and the factor on cos and sin.
+
+    Attributes:
+        inv_freq: radians per token, float32, `(d/2,)`; `(batch, d/2)` where they follow the length of each row.
+        attention_scaling: multiplies cos and sin of query and key, so scores get its square.
+    """
+
+    inv_freq: torch.Tensor
+    attention_scaling: float | torch.Tensor = 1.0
