@@ -215,7 +215,7 @@ def restore(output: Path, model: torch.nn.Module, optimizer: torch.optim.Optimiz
 
 
 def export(output: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """The Hugging Face folder: weights stored in bfloat16 (half the size), declared float32 so that they load as such."""
+    """The Hugging Face folder: weights stored in bfloat16, half the size, and declared float32 to load as such."""
     folder = output / "checkpoint"
     rounded = LlamaForCausalLM(model.config)
     rounded.load_state_dict(model.state_dict())

@@ -37,7 +37,6 @@ from rope_patch.schemes import (
     list_schemes,
     register_scheme,
 )
-
 from rope_patch.version import __version__
 
 __all__ = [
@@ -67,6 +66,7 @@ __all__ = [
     "UnsupportedModel",
     "UnsupportedPositions",
     "YaRN",
+    "__version__",
     "describe",
     "export_rope_parameters",
     "from_pretrained",

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -90,6 +90,7 @@ class LateForward:
     shared: SharedTables
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forget; no argument changes."""
         if not torch.compiler.is_compiling():
             self.shared.forget()
 
@@ -145,7 +146,8 @@ class LateAttention:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if module.config._attn_implementation != self.implementation:
+        """The arguments with an identity rotation where wanted, and with the `LateCall`."""
+        if cast(Any, module.config)._attn_implementation != self.implementation:
             return None  # somebody chose another attention for this module: leave its positions alone
         kwargs = dict(zip(self.parameters, args, strict=False)) | kwargs
         cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 from rope_patch.changes import Changes
 from rope_patch.errors import InvalidField, NothingToPatch, did_you_mean
@@ -123,7 +123,7 @@ def _install_rotary(scheme: Scheme, rotary: RotaryTables, stack: Stack, changes:
     if rotary.layer_type is None:
         changes.set(rotary.module, "rope_type", "default")
     else:
-        changes.set(rotary.module, "rope_type", {**rotary.module.rope_type, rotary.layer_type: "default"})
+        changes.set(rotary.module, "rope_type", {**cast(Any, rotary.module.rope_type), rotary.layer_type: "default"})
 
 
 def _install_late(
@@ -144,7 +144,7 @@ def _install_late(
         shared=shared,
         config=layer.module.config,
     )
-    config = copy.copy(layer.module.config)
+    config = copy.copy(cast(Any, layer.module.config))
     config._attn_implementation_internal = hook.implementation
     changes.set(layer.module, "config", config)
     changes.hook(layer.module, hook)

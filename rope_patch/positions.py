@@ -39,6 +39,7 @@ class Identity:
     """phi(m) = m."""
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """phi of every position."""
         return positions
 
 
@@ -49,6 +50,7 @@ class Constant:
     value: float
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """phi of every position."""
         return torch.full_like(positions, self.value, dtype=torch.float32)
 
 
@@ -60,6 +62,7 @@ class Interpolated:
     shift: float = 0.0
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """phi of every position."""
         return positions / self.factor + self.shift
 
 
@@ -71,4 +74,5 @@ class Grouped:
     shift: float = 0.0
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """phi of every position."""
         return positions.div(self.group_size, rounding_mode="floor") + self.shift

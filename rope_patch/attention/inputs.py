@@ -59,10 +59,12 @@ class AttentionInputs:
 
     @property
     def q_length(self) -> int:
+        """Number of queries."""
         return self.branches[0].query.shape[2]
 
     @property
     def kv_length(self) -> int:
+        """Number of key slots."""
         return self.value.shape[2]
 
     def visible(self) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -41,10 +41,12 @@ class RotaryTables:
 
     @property
     def inv_freq(self) -> torch.Tensor:
+        """The model's own frequencies, `(d/2,)`."""
         return getattr(self.module, self.attribute("inv_freq"))
 
     @property
     def attention_scaling(self) -> float:
+        """The model's own factor on cos and sin."""
         return getattr(self.module, self.attribute("attention_scaling"))
 
     def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,10 +93,12 @@ class Stack:
 
     @property
     def config(self) -> Any:
+        """The config of the stack, as it is now."""
         return self.module.config
 
     @property
     def checkpoint(self) -> Checkpoint:
+        """What a scheme's defaults are read from."""
         return Checkpoint(self.training_length, self.config.num_attention_heads)
 
     def rotary_spec(self, rotary: RotaryTables) -> RotarySpec:
@@ -187,7 +191,7 @@ def _read_layer(
         # Mistral-like: the window stands in the config alone and holds for every layer
         sliding = getattr(module.config, "sliding_window", None) if _window_for_all(module) else None
     layout = measure_layout(name, module, tables)
-    return AttentionLayer(name, module, module.layer_idx, tables, layout, sliding)
+    return AttentionLayer(name, module, cast(int, module.layer_idx), tables, layout, sliding)
 
 
 def _layer_type(module: nn.Module) -> str | None:

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -29,9 +29,11 @@ class Tables(Protocol):
     """What the probe needs of a set of rotary tables."""
 
     @property
-    def inv_freq(self) -> torch.Tensor: ...
+    def inv_freq(self) -> torch.Tensor:
+        """Frequencies, `(d/2,)`."""
 
-    def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin in float32, `(batch, length, width)`."""
 
 
 def measure_layout(name: str, module: nn.Module, rotary: Tables) -> RotaryLayout | None:
@@ -110,7 +112,8 @@ def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch
     parameter = next(module.parameters())
     dtype = parameter.dtype if parameter.dtype.is_floating_point else torch.get_default_dtype()
     random = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, _TOKENS, module.config.hidden_size, generator=random)
+    hidden_size = cast(Any, module.config).hidden_size
+    hidden = torch.randn(1, _TOKENS, hidden_size, generator=random)
     hidden = hidden.expand(len(cos), -1, -1).to(parameter.device, dtype)
     tables = [table[:, None].expand(-1, _TOKENS, -1).to(hidden) for table in (cos, sin)]
     arguments = {
@@ -137,7 +140,7 @@ def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch
 @contextlib.contextmanager
 def _probing(module: nn.Module, capture: Any) -> Iterator[None]:
     """Let the module call `capture` as its attention function, in evaluation mode; put everything back."""
-    config, modes = module.config, [(child, child.training) for child in module.modules()]
+    config, modes = cast(Any, module.config), [(child, child.training) for child in module.modules()]
     probing = copy.copy(config)
     probing._attn_implementation_internal = _PROBE
     ALL_ATTENTION_FUNCTIONS[_PROBE] = capture

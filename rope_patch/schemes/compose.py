@@ -9,7 +9,7 @@ import torch
 
 from rope_patch.errors import InvalidField, SlotConflict
 from rope_patch.schemes.base import Checkpoint, Region, Scheme, Source
-from rope_patch.typing import Frequencies, RotarySpec, Slot
+from rope_patch.typing import Frequencies, Regime, RotarySpec, Slot
 
 _SHARED: frozenset[Slot] = frozenset({"query_scale", "bias"})
 
@@ -54,7 +54,7 @@ class Compose(Scheme):
         return frozenset().union(*(part.slots for part in self._parts))
 
     @property
-    def regime(self) -> Any:
+    def regime(self) -> Regime:  # type: ignore[override]
         """The most demanding of the parts' regimes."""
         order = ("training-free", "fine-tune", "from-scratch")
         return max((part.regime for part in self._parts), key=order.index)
