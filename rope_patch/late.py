@@ -12,24 +12,24 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import Cache, EncoderDecoderCache, QuantizedCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_patch.attention import chunked, oracle
+from rope_patch.attention import engine, oracle
+from rope_patch.attention.engine import AttentionMode
 from rope_patch.attention.inputs import AttentionInputs, Branch
 from rope_patch.attention.masks import as_mask
+from rope_patch.attention.spans import Span, find_spans
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.base import AttentionLayer
 from rope_patch.positions import Constant, Identity, key_positions
 from rope_patch.rotary import rotation_tables
 from rope_patch.schemes.base import Region, Scheme
 from rope_patch.typing import Frequencies, PositionMap, RotarySpec
-
-AttentionMode = Literal["auto", "oracle", "chunked"]
 
 IMPLEMENTATION = "rope_patch"
 """Name under which the attention function is registered while any patched model needs it."""
@@ -210,6 +210,17 @@ class LateCall:
             return compute()
         return self.state.shared.once(self.position_ids, ("keys", kv_length, self.query_start), compute)
 
+    def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
+        """The spans of this call, found once for all layers that share its mask."""
+        start, batch_size = int(inputs.query_start), inputs.value.shape[0]
+        # the mask is kept beside what was found for it, so that its identity stays its own
+        key = ("spans", id(inputs.mask), start, batch_size)
+        return self.state.shared.once(
+            self.position_ids,
+            key,
+            lambda: (inputs.mask, find_spans(self.position_ids, inputs.mask, start, batch_size)),
+        )[1]
+
     def rotated(self, x: torch.Tensor, positions: torch.Tensor, position_map: PositionMap) -> torch.Tensor:
         """R_f(phi(positions)) x, `x` of shape `(batch, heads, length, head_dim)`."""
         layout, rotary = self.state.layer.layout, self.state.layer.rotary
@@ -301,7 +312,8 @@ def late_attention(
     if state.attention == "oracle" or state.config._attn_implementation == "eager":
         output, weights = oracle.attend(inputs)
         return output.transpose(1, 2).contiguous(), weights.to(query.dtype)
-    return chunked.attend(inputs).transpose(1, 2).contiguous(), None
+    output = engine.attend(inputs, state.attention, lambda: call.spans(inputs))
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _branches(

@@ -1,0 +1,48 @@
+"""Choosing how to score: the fastest way that is exact for what was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from rope_patch.attention import chunked, oracle, segmented
+from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.spans import Span
+
+AttentionMode = Literal["auto", "oracle", "chunked", "segmented"]
+
+SMALL = 2**18
+"""Below this many pairs a row, one dense block is faster than many tiles."""
+
+Spans = Callable[[], "tuple[Span, ...] | None"]
+
+
+def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.Tensor:
+    """Output `(batch, heads, q_len, value_dim)`.
+
+    Args:
+        inputs: the call.
+        mode: `auto` decides; the others insist, as far as the call allows it.
+        spans: finds the spans of the call, or None; asked only where they help.
+    """
+    if mode == "oracle":
+        return oracle.attend(inputs)[0]
+    if mode != "chunked" and _has_region_geometry(inputs):
+        large = inputs.q_length * inputs.kv_length > SMALL
+        if (large or mode == "segmented") and (found := spans()) is not None:
+            return segmented.attend(inputs, found)
+    return chunked.attend(inputs)
+
+
+def _has_region_geometry(inputs: AttentionInputs) -> bool:
+    """Whether scores depend on nothing but rotated states, so that whole rectangles can be handed to a kernel."""
+    return (
+        inputs.causal
+        and inputs.bias is None
+        and inputs.softcap is None
+        and inputs.sinks is None
+        and inputs.dropout == 0.0
+        and not torch.compiler.is_compiling()
+    )

@@ -1,0 +1,117 @@
+"""Runs of tokens in which distance is a difference of slots: a row without its pads, or one packed document.
+
+Within a span the geometry of a region is known beforehand, so kernels can be pointed at whole rectangles instead of
+asking for every pair.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+MOST_SPANS_PER_ROW = 256
+"""Beyond this many (a sliding window gives one per token) a mask is not treated as documents."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Queries that all see the keys from `keys.start` up to themselves, at consecutive positions.
+
+    Attributes:
+        rows: of the batch.
+        queries: index range of the queries.
+        keys: slots of the keys; the last is that of the last query.
+        first_position: position of the first key.
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+    first_position: int
+
+    @property
+    def q_length(self) -> int:
+        """Number of queries."""
+        return self.queries.stop - self.queries.start
+
+    @property
+    def offset(self) -> int:
+        """Distance from the first query to the first key."""
+        return (self.keys.stop - self.keys.start) - self.q_length
+
+
+def find_spans(
+    position_ids: torch.Tensor, mask: torch.Tensor | None, query_start: int, batch_size: int
+) -> tuple[Span, ...] | None:
+    """The spans of a causal call; None when its mask or its positions are not made of spans.
+
+    Args:
+        position_ids: `(batch or 1, q_len)`, of the queries.
+        mask: boolean `(batch or 1, 1, q_len, kv_len)`, or None for causal rows without pads.
+        query_start: slot of the first query.
+        batch_size: number of rows.
+    """
+    q_length = position_ids.shape[-1]
+    if mask is None:
+        first_key = torch.zeros(1, q_length, dtype=torch.long)
+    elif mask.dtype != torch.bool or mask.shape[1] != 1:
+        return None
+    else:
+        found = _first_keys(mask[:, 0], query_start)
+        if found is None:
+            return None
+        first_key = found
+    positions = position_ids.cpu()
+    spans: list[Span] = []
+    same_for_all = len(first_key) == len(positions) == 1
+    for row in range(1 if same_for_all else batch_size):
+        rows = slice(0, batch_size) if same_for_all else slice(row, row + 1)
+        firsts, places = first_key[row % len(first_key)], positions[row % len(positions)]
+        in_row = _spans_of_row(rows, firsts, places, query_start)
+        if in_row is None:
+            return None
+        spans += in_row
+    return _merge_equal_rows(spans, batch_size)
+
+
+def _first_keys(mask: torch.Tensor, query_start: int) -> torch.Tensor | None:
+    """First visible slot of each query, `(batch, q_len)`, -1 where it sees nothing; None unless all see intervals."""
+    count = mask.sum(dim=-1)
+    first = mask.int().argmax(dim=-1)
+    own = torch.arange(mask.shape[1], device=mask.device) + query_start
+    sees_itself = mask.gather(-1, own.expand(len(mask), -1)[..., None])[..., 0]
+    blind = count == 0
+    # as many visible slots as lie between the first and the query's own, and nothing after it
+    after = torch.stack([row.tril(query_start).sum(dim=-1) for row in mask])
+    interval = (count == own - first + 1) & sees_itself & (after == count)
+    return torch.where(blind, -1, first).cpu() if bool((interval | blind).all()) else None
+
+
+def _spans_of_row(rows: slice, first_key: torch.Tensor, positions: torch.Tensor, query_start: int) -> list[Span] | None:
+    cuts = (first_key.diff() != 0).nonzero().flatten() + 1
+    if len(cuts) > MOST_SPANS_PER_ROW:
+        return None
+    spans = []
+    edges = [0, *cuts.tolist(), len(first_key)]
+    for start, stop in itertools.pairwise(edges):
+        key = int(first_key[start])
+        if key < 0:
+            continue
+        if not bool((positions[start:stop].diff() == 1).all()):
+            return None
+        first_position = int(positions[start]) - (query_start + start - key)
+        spans.append(Span(rows, slice(start, stop), slice(key, query_start + stop), first_position))
+    return spans
+
+
+def _merge_equal_rows(spans: list[Span], batch_size: int) -> tuple[Span, ...]:
+    """One span for all rows where every row has the same ones."""
+    by_row: dict[int, list[tuple[slice, slice, int]]] = {}
+    for span in spans:
+        by_row.setdefault(span.rows.start, []).append((span.queries, span.keys, span.first_position))
+    shapes = list(by_row.values())
+    if len(shapes) == batch_size > 1 and all(shape == shapes[0] for shape in shapes):
+        return tuple(Span(slice(0, batch_size), *shape) for shape in shapes[0])
+    return tuple(spans)

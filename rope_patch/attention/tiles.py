@@ -1,0 +1,73 @@
+"""Regions as rectangles: which block of queries meets which block of keys, and whether a mask is needed there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rope_patch.schemes.base import Region
+
+BAND_ROWS = 256
+"""Queries per tile of a band. Fewer waste less at the edges, more keep the kernels busy."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries `q0:q1` against keys `k0:k1` of a span.
+
+    Attributes:
+        kind: `full` (all pairs), `causal` (row i sees keys up to i of the tile), or `band`.
+        low, high: for a band, the pairs with low <= d < high, where d counts from the tile's first query and key as
+            `shift` + row - column.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    kind: Literal["full", "causal", "band"] = "full"
+    low: int = 0
+    high: int = 0
+    shift: int = 0
+
+    def mask(self, device: torch.device) -> torch.Tensor:
+        """Boolean `(q1 - q0, k1 - k0)` of a band."""
+        rows = torch.arange(self.q1 - self.q0, device=device)[:, None]
+        distance = self.shift + rows - torch.arange(self.k1 - self.k0, device=device)
+        return (distance >= self.low) & (distance < self.high)
+
+
+def tiles_of(region: Region, q_length: int, offset: int) -> Iterator[Tile]:
+    """Disjoint tiles that cover the pairs of a region with keys up to the query.
+
+    Args:
+        region: pairs by distance.
+        q_length: number of queries of the span; query i stands `offset + i` after the first key.
+        offset: distance from the first query to the first key.
+    """
+    low = max(0, int(region.start)) if region.start > -math.inf else 0
+    first = max(0, low - offset)  # the first query that sees anything
+    if first >= q_length or region.stop <= low:
+        return
+    # up to here a query sees every key that is at least `low` away; after it, the band has left the first key behind
+    open_until = q_length if region.stop == math.inf else min(max(int(region.stop) - offset, first), q_length)
+    if open_until > first:
+        yield from _wedge(first, open_until, offset + first - low)
+    for q0 in range(open_until, q_length, BAND_ROWS):
+        q1 = min(q0 + BAND_ROWS, q_length)
+        k0, k1 = max(0, offset + q0 - int(region.stop) + 1), offset + q1 - low
+        yield Tile(q0, q1, k0, k1, "band", low, int(region.stop), shift=offset + q0 - k0)
+
+
+def _wedge(q0: int, q1: int, seen_by_first: int) -> Iterator[Tile]:
+    """Queries that see `seen_by_first` + 1 keys, then one more each."""
+    if q1 - q0 == 1:
+        yield Tile(q0, q1, 0, seen_by_first + 1)
+        return
+    if seen_by_first:
+        yield Tile(q0, q1, 0, seen_by_first)
+    yield Tile(q0, q1, seen_by_first, seen_by_first + q1 - q0, "causal")
