@@ -1,14 +1,18 @@
-"""The late mount at work: a hook on each attention module, and the attention function that it leads to.
+"""The late mount at work: the hook on each attention module, and what it hands to the attention function.
 
-The hook hands the module an identity rotation (cos 1, sin 0) and one small object, a `LateCall`, in the keyword
-arguments, which Transformers passes on to the attention function. There queries and keys are rotated and scored. The
-cache therefore keeps unrotated keys, and any region may place them anew.
+The hook gives the module an identity rotation (cos 1, sin 0) and one small object, a `LateCall`, in the keyword
+arguments, which Transformers passes on to the attention function. There queries and keys are rotated and scored, so
+any region may place them anew.
+
+Where the regions of a scheme share a rotation of far keys that follows from each key's own position (its anchor), the
+hook asks for that rotation instead of the identity: the cache then holds keys as the far region wants them, and a
+decoding step turns only the few keys of the near window, by the difference.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,14 +23,12 @@ from torch import nn
 from transformers import Cache, EncoderDecoderCache, QuantizedCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_patch.attention import engine, oracle
 from rope_patch.attention.engine import AttentionMode
-from rope_patch.attention.inputs import AttentionInputs, Branch
-from rope_patch.attention.masks import as_mask
+from rope_patch.attention.inputs import AttentionInputs
 from rope_patch.attention.spans import Span, find_spans
-from rope_patch.errors import UnsupportedModel, UnsupportedPositions
+from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.base import AttentionLayer
-from rope_patch.positions import Constant, Identity, key_positions
+from rope_patch.positions import key_positions
 from rope_patch.rotary import rotation_tables
 from rope_patch.schemes.base import Region, Scheme
 from rope_patch.typing import Frequencies, PositionMap, RotarySpec
@@ -34,25 +36,15 @@ from rope_patch.typing import Frequencies, PositionMap, RotarySpec
 IMPLEMENTATION = "rope_patch"
 """Name under which the attention function is registered while any patched model needs it."""
 
+Tables = tuple[torch.Tensor, torch.Tensor]
+
 # the modules that look the name up; when the last one goes, so does the name
 _users: weakref.WeakSet[LateAttention] = weakref.WeakSet()
 
 
-def register_attention() -> None:
-    """Make the attention function known to Transformers under its own name; no other name is touched."""
-    ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] = late_attention
-
-
-def release_attention(hook: LateAttention) -> None:
-    """Forget one user of the name, and the name with the last of them."""
-    _users.discard(hook)
-    if not _users and IMPLEMENTATION in ALL_ATTENTION_FUNCTIONS._local_mapping:
-        del ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
-
-
 @dataclass
 class SharedTables:
-    """What the layers of one stack compute once per forward: key positions and rotation tables.
+    """What the layers of one stack compute once per forward: key positions, rotation tables, spans.
 
     The memory lasts from one forward of the stack to the next, and only for the very tensor of positions it was
     computed from. While compiling it is not used: the compiler shares equal expressions itself.
@@ -60,6 +52,7 @@ class SharedTables:
 
     position_ids: torch.Tensor | None = None
     memory: dict[Any, Any] = field(default_factory=dict)
+    scratches: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def forget(self) -> None:
         """Start a forward."""
@@ -75,12 +68,22 @@ class SharedTables:
             self.memory[key] = compute()
         return self.memory[key]
 
+    def scratch(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory of the shape of `like` to be overwritten by the next layer of the same thread.
+
+        A fresh temporary of some megabytes is mapped and faulted in at every step, which costs more than filling it.
+        """
+        key = (threading.get_ident(), like.shape, like.dtype, like.device)
+        if key not in self.scratches:
+            self.scratches = {key: torch.empty_like(like, memory_format=torch.contiguous_format)}
+        return self.scratches[key]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedTables:
         copied = memo[id(self)] = SharedTables()
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"position_ids": None, "memory": {}}
+        return {"position_ids": None, "memory": {}, "scratches": {}}
 
 
 @dataclass(eq=False)
@@ -100,20 +103,24 @@ class LateAttention:
     """Pre-hook of one attention module, and all that its attention function needs to know.
 
     Attributes:
+        function: the attention function that the module is to call.
         scheme: with its defaults filled in.
         layer: the attention module, its layout and its rotary tables.
         spec: the checkpoint's rotary embedding.
-        rotate: whether queries and keys are to arrive unrotated.
+        rotate: whether queries and keys are rotated by the attention function.
+        anchored: whether they may arrive, and be cached, in the rotation of the farthest region's keys.
         own_frequencies: whether the scheme's frequencies are computed here; else the model's tables are read.
         attention: how to score.
         shared: the stack's tables.
         config: the config of the model, whose attention implementation is live.
     """
 
+    function: Callable[..., Any]
     scheme: Scheme
     layer: AttentionLayer
     spec: RotarySpec
     rotate: bool
+    anchored: bool
     own_frequencies: bool
     attention: AttentionMode
     shared: SharedTables
@@ -125,31 +132,35 @@ class LateAttention:
         # keys after the query lie in regions of negative distance, which a causal model never looks at
         if getattr(self.layer.module, "is_causal", True):
             self.regions = tuple(region for region in self.regions if region.stop > 0)
-        self._parameters = inspect.signature(type(self.layer.module).forward).parameters
+        self.anchor: PositionMap | None = None
+        if self.anchored and self.regions:
+            self.anchor = max(self.regions, key=lambda region: region.start).key_map
+        self._register()
+
+    def _register(self) -> None:
+        """Make the attention function known to Transformers under its own name; no other name is touched."""
+        ALL_ATTENTION_FUNCTIONS[self.implementation] = self.function
         _users.add(self)
+
+    def release(self) -> None:
+        """Forget this user of the name, and the name with the last of them."""
+        _users.discard(self)
+        if not _users and self.implementation in ALL_ATTENTION_FUNCTIONS._local_mapping:
+            del ALL_ATTENTION_FUNCTIONS[self.implementation]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _users.add(self)
-        register_attention()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_parameters"}
-
-    @property
-    def parameters(self) -> list[str]:
-        """Names of the module's positional arguments, without `self`."""
-        if "_parameters" not in self.__dict__:
-            self._parameters = inspect.signature(type(self.layer.module).forward).parameters
-        return [name for name in self._parameters if name != "self"]
+        self._register()
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments with an identity rotation where wanted, and with the `LateCall`."""
+        """The arguments with the rotation that is wanted first, and with the `LateCall`."""
         if cast(Any, module.config)._attn_implementation != self.implementation:
             return None  # somebody chose another attention for this module: leave its positions alone
-        kwargs = dict(zip(self.parameters, args, strict=False)) | kwargs
+        if args:
+            names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+            kwargs = dict(zip(names, args, strict=False)) | kwargs
         cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
@@ -163,10 +174,21 @@ class LateAttention:
                 f"{self.layer.name}: position_ids of shape {tuple(position_ids.shape)}; (batch, length) is allowed"
             )
         if self.rotate:
-            cos, sin = kwargs["position_embeddings"]
-            kwargs["position_embeddings"] = (torch.ones_like(cos), torch.zeros_like(sin))
+            kwargs["position_embeddings"] = self._first_rotation(kwargs["position_embeddings"], position_ids, hidden)
         kwargs["rope_patch"] = LateCall(self, position_ids, start)
         return (), kwargs
+
+    def _first_rotation(self, given: Tables, position_ids: torch.Tensor, hidden: torch.Tensor) -> Tables:
+        """The tables that the module itself applies, to queries and keys alike."""
+        if self.anchor is None:
+            cos, sin = given
+            return torch.ones_like(cos), torch.zeros_like(sin)
+        anchor, rotary = self.anchor, self.layer.rotary
+        return self.shared.once(
+            position_ids,
+            ("anchor", rotary.layer_type, anchor, hidden.dtype),
+            lambda: rotary.tables(anchor(position_ids), like=hidden),
+        )
 
     def _query_start(self, cache: Cache | None, q_length: int) -> int | torch.Tensor | None:
         """Slot of the first query among the keys that the cache will return; None without a cache."""
@@ -182,6 +204,8 @@ class LateAttention:
     def frequencies(self, position_ids: torch.Tensor) -> Frequencies:
         """f of this layer for these positions."""
         rotary = self.layer.rotary
+        if self.anchor is not None:
+            return Frequencies(rotary.inv_freq)  # the factor came in with the first rotation
         if not self.own_frequencies:
             return Frequencies(rotary.inv_freq, rotary.attention_scaling)
         length = position_ids.amax(dim=-1) + 1 if self.scheme.length_dependent else None
@@ -203,143 +227,70 @@ class LateCall:
     position_ids: torch.Tensor
     query_start: int | torch.Tensor | None
 
+    @property
+    def _shareable(self) -> bool:
+        """Whether key positions are the same for all layers: a static cache counts in a tensor of each layer."""
+        return not isinstance(self.query_start, torch.Tensor)
+
     def key_positions(self, kv_length: int) -> torch.Tensor:
-        """`(batch or 1, kv_len)`; shared by the layers of one forward where the cache's counters are numbers."""
-        compute = lambda: key_positions(self.position_ids, kv_length, self.query_start)  # noqa: E731
-        if isinstance(self.query_start, torch.Tensor):
-            return compute()
-        return self.state.shared.once(self.position_ids, ("keys", kv_length, self.query_start), compute)
+        """`(batch or 1, kv_len)`; shared by the layers of one forward where that is possible."""
+
+        def compute() -> torch.Tensor:
+            return key_positions(self.position_ids, kv_length, self.query_start)
+
+        key = ("keys", kv_length, self.query_start)
+        return self.state.shared.once(self.position_ids, key, compute) if self._shareable else compute()
 
     def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
         """The spans of this call, found once for all layers that share its mask."""
         start, batch_size = int(inputs.query_start), inputs.value.shape[0]
         # the mask is kept beside what was found for it, so that its identity stays its own
-        key = ("spans", id(inputs.mask), start, batch_size)
         return self.state.shared.once(
             self.position_ids,
-            key,
+            ("spans", id(inputs.mask), start, batch_size),
             lambda: (inputs.mask, find_spans(self.position_ids, inputs.mask, start, batch_size)),
         )[1]
 
-    def rotated(self, x: torch.Tensor, positions: torch.Tensor, position_map: PositionMap) -> torch.Tensor:
-        """R_f(phi(positions)) x, `x` of shape `(batch, heads, length, head_dim)`."""
-        layout, rotary = self.state.layer.layout, self.state.layer.rotary
-        if isinstance(position_map, Constant):
-            if position_map.value == 0 and rotary.attention_scaling == 1.0 and not self.state.own_frequencies:
-                return x  # the identity rotation
-            positions = positions[:, :1]  # one angle for all tokens
+    def rotated_query(self, query: torch.Tensor, position_map: PositionMap) -> torch.Tensor:
+        """R_f(phi_q(m)) q, `(batch, heads, q_len, head_dim)`."""
+        return self._rotated(query, self.position_ids, position_map, ("q",))
+
+    def rotated_key(self, key: torch.Tensor, position_map: PositionMap, slots: slice | None = None) -> torch.Tensor:
+        """R_f(phi_k(n)) k of some slots, `(batch, kv_heads, slots, head_dim)`.
+
+        Args:
+            key: of all slots.
+            position_map: phi_k.
+            slots: default all. Given, the result lives in memory that the next layer overwrites.
+        """
+        positions = self.key_positions(key.shape[2])
+        if slots is None:
+            return self._rotated(key, positions, position_map, ("k", key.shape[2], self.query_start))
+        place = ("k", key.shape[2], self.query_start, slots.start, slots.stop)
+        return self._rotated(key[:, :, slots], positions[:, slots], position_map, place, into_scratch=True)
+
+    def _rotated(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        position_map: PositionMap,
+        place: tuple[Any, ...],
+        into_scratch: bool = False,
+    ) -> torch.Tensor:
+        state = self.state
+        layout, anchor = state.layer.layout, state.anchor
+        if position_map == anchor:
+            return x
         assert layout is not None  # for the type checker: layers without rotation are left alone
 
-        def tables() -> tuple[torch.Tensor, torch.Tensor]:
-            frequencies = self.state.frequencies(self.position_ids)
-            return rotation_tables(
-                position_map(positions), frequencies.inv_freq, frequencies.attention_scaling, x.dtype
-            )
+        def tables() -> Tables:
+            moved = position_map(positions) if anchor is None else position_map(positions) - anchor(positions)
+            frequencies = state.frequencies(self.position_ids)
+            return rotation_tables(moved, frequencies.inv_freq, frequencies.attention_scaling, x.dtype)
 
-        key = (id(positions), position_map, rotary.layer_type, x.dtype)
-        shareable = positions is self.position_ids or not isinstance(self.query_start, torch.Tensor)
-        if isinstance(position_map, Constant) or not shareable:
-            cos, sin = tables()
-        else:
-            cos, sin = self.state.shared.once(self.position_ids, key, tables)
+        key = (*place, position_map, state.layer.rotary.layer_type, x.dtype)
+        shared = self._shareable or place == ("q",)
+        cos, sin = state.shared.once(self.position_ids, key, tables) if shared else tables()
+        if into_scratch:
+            return layout.rotate_into(state.shared.scratch(x), x, cos, sin)
         return layout.rotate(x, cos, sin)
-
-
-def late_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    rope_patch: LateCall | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The attention function of patched modules: rotates, scales, scores by region.
-
-    Where the scheme has one region only and no bias, the attention that was there before does the work.
-
-    Shape:
-        query `(batch, heads, q_len, head_dim)`, key and value `(batch, kv_heads, kv_len, head_dim)`, unrotated where
-        the plan says so; returns `(batch, q_len, heads, head_dim)`.
-
-    Raises:
-        UnsupportedModel: when the model calls it with something that the scheme's attention cannot honour.
-    """
-    if rope_patch is None:
-        raise UnsupportedModel(f"{type(module).__name__} does not pass its keyword arguments on to its attention")
-    for name in ("position_bias", "cache"):
-        if kwargs.get(name) is not None:
-            raise UnsupportedModel(f"{type(module).__name__} passes {name!r}, which patched attention cannot honour")
-    call, state = rope_patch, rope_patch.state
-    scheme = state.scheme
-    m, n = call.position_ids, call.key_positions(key.shape[2])
-    if "query_scale" in scheme.slots:
-        query = query * scheme.query_scale(m)[:, None, :, None].to(query.dtype)
-
-    branches = _branches(call, query, key, m, n)
-    if len(branches) == 1 and branches[0].region is None and "bias" not in scheme.slots and state.attention == "auto":
-        previous = _previous_attention(module, state.config._attn_implementation)
-        return previous(
-            module,
-            branches[0].query,
-            branches[0].key,
-            value,
-            attention_mask,
-            scaling=scaling,
-            dropout=dropout,
-            **kwargs,
-        )
-
-    start = 0 if call.query_start is None else call.query_start
-    causal = kwargs.get("is_causal")
-    inputs = AttentionInputs(
-        branches=branches,
-        value=value,
-        query_positions=m,
-        key_positions=n,
-        mask=as_mask(attention_mask, call.position_ids, query.shape[2], key.shape[2], start, state.config),
-        # one query beside no mask is a decoding step: it sees every key there is
-        causal=(getattr(module, "is_causal", True) if causal is None else causal) and query.shape[2] > 1,
-        query_start=start,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        bias=_bias(scheme, query.shape[1]),
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-        dropout=dropout,
-    )
-    if state.attention == "oracle" or state.config._attn_implementation == "eager":
-        output, weights = oracle.attend(inputs)
-        return output.transpose(1, 2).contiguous(), weights.to(query.dtype)
-    output = engine.attend(inputs, state.attention, lambda: call.spans(inputs))
-    return output.transpose(1, 2).contiguous(), None
-
-
-def _branches(
-    call: LateCall, query: torch.Tensor, key: torch.Tensor, m: torch.Tensor, n: torch.Tensor
-) -> tuple[Branch, ...]:
-    state = call.state
-    if not state.rotate:
-        regions = state.regions or (None,)
-        return tuple(Branch(region, query, key) for region in regions)
-    if not state.regions:
-        return (Branch(None, call.rotated(query, m, Identity()), call.rotated(key, n, Identity())),)
-    return tuple(
-        Branch(region, call.rotated(query, m, region.query_map), call.rotated(key, n, region.key_map))
-        for region in state.regions
-    )
-
-
-def _bias(scheme: Scheme, num_heads: int) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    if "bias" not in scheme.slots:
-        return None
-    return lambda distance: scheme.bias(distance, num_heads)
-
-
-def _previous_attention(module: nn.Module, implementation: str) -> Callable[..., Any]:
-    """The attention function that the module would have called unpatched."""
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if implementation == "eager" and eager is None:
-        raise UnsupportedModel(f"{type(module).__module__} has no eager_attention_forward")
-    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)

@@ -11,14 +11,16 @@ import copy
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from rope_patch.attention.engine import AttentionMode
 from rope_patch.changes import Changes
 from rope_patch.errors import InvalidField, NothingToPatch, did_you_mean
-from rope_patch.late import AttentionMode, LateAttention, LateForward, SharedTables, register_attention
+from rope_patch.late import LateAttention, LateForward, SharedTables
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
 from rope_patch.positions import Identity
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
 from rope_patch.schemes.rope import NoPE
+from rope_patch.scoring import late_attention
 
 Mount = Literal["auto", "late"]
 
@@ -31,7 +33,8 @@ class Plan:
         scheme: the scheme with its defaults filled in, and with `nope` beside a bias that replaces the rotation.
         rotary: the layer types whose tables change (None for the one set of all layers).
         late: indices of the layers whose attention is replaced.
-        rotate_late: whether queries and keys reach those layers unrotated.
+        rotate_late: whether the attention of those layers rotates, instead of the module.
+        anchored: whether keys are cached in the rotation of the farthest region, instead of unrotated.
         late_frequencies: whether the late layers compute the scheme's frequencies, instead of reading the model's.
         left_alone: index and reason of every layer that stays as it is.
     """
@@ -40,6 +43,7 @@ class Plan:
     rotary: tuple[str | None, ...]
     late: tuple[int, ...]
     rotate_late: bool
+    anchored: bool
     late_frequencies: bool
     left_alone: dict[int, str]
 
@@ -84,6 +88,7 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
         rotary=tuple(dict.fromkeys(layer.rotary.layer_type for layer in touched)) if by_rotary else (),
         late=tuple(layer.index for layer in touched) if needs_late else (),
         rotate_late=rotate_late,
+        anchored=moves_positions and mount == "auto" and (by_rotary or not owns_frequencies),
         late_frequencies=owns_frequencies and not by_rotary,
         left_alone=left_alone,
     )
@@ -104,7 +109,6 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
             _install_rotary(plan.scheme, rotary, stack, changes)
     if not plan.late:
         return
-    register_attention()
     shared = SharedTables()
     changes.hook(stack.module, LateForward(shared))
     for layer in stack.layers:
@@ -135,10 +139,12 @@ def _install_late(
     changes: Changes,
 ) -> None:
     hook = LateAttention(
+        function=late_attention,
         scheme=plan.scheme,
         layer=layer,
         spec=stack.rotary_spec(layer.rotary),
         rotate=plan.rotate_late,
+        anchored=plan.anchored,
         own_frequencies=plan.late_frequencies,
         attention=attention,
         shared=shared,

@@ -7,10 +7,11 @@ from typing import Any, TypeVar, get_args
 
 from torch import nn
 
+from rope_patch.attention.engine import AttentionMode
 from rope_patch.changes import Changes
 from rope_patch.errors import AlreadyPatched, InvalidField, NotPatched, did_you_mean
 from rope_patch.export import export_rope_parameters, is_expressible
-from rope_patch.late import AttentionMode, LateAttention, release_attention
+from rope_patch.late import LateAttention
 from rope_patch.models.base import Stack, read_stack
 from rope_patch.mounts import Mount, Plan, install, plan_mounts
 from rope_patch.schemes.base import Scheme
@@ -134,7 +135,7 @@ def _take_back(stack: Stack, changes: Changes) -> None:
     changes.undo()
     for hook in hooks:
         if isinstance(hook, LateAttention):
-            release_attention(hook)
+            hook.release()
 
 
 def _name_in_config(model: nn.Module, stack: Stack, scheme: Scheme, plan: Plan, changes: Changes) -> None:

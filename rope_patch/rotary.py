@@ -95,6 +95,22 @@ class RotaryLayout:
         rotated[..., list(self.second)] = b * cos + a * sin
         return rotated
 
+    def rotate_into(self, out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """`rotate` without temporaries, into memory of the shape of `x`; for use without gradients."""
+        pairs = len(self.first)
+        if (start := self.half_split_offset) is not None:
+            first, second = slice(start, start + pairs), slice(start + pairs, start + 2 * pairs)
+        elif (start := self.interleaved_offset) is not None:
+            first, second = slice(start, start + 2 * pairs, 2), slice(start + 1, start + 2 * pairs, 2)
+        else:
+            return out.copy_(self.rotate(x, cos, sin))
+        if 2 * pairs < x.shape[-1]:
+            out.copy_(x)
+        a, b = x[..., first], x[..., second]
+        torch.mul(a, cos, out=out[..., first]).addcmul_(b, sin, value=-1)
+        torch.mul(b, cos, out=out[..., second]).addcmul_(a, sin)
+        return out
+
 
 def _between(x: torch.Tensor, turned: torch.Tensor, start: int) -> torch.Tensor:
     stop = start + turned.shape[-1]

@@ -29,20 +29,9 @@ def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.
     """
     if mode == "oracle":
         return oracle.attend(inputs)[0]
-    if mode != "chunked" and _has_region_geometry(inputs):
+    geometric = inputs.causal and inputs.depends_on_rotation_alone and not torch.compiler.is_compiling()
+    if mode != "chunked" and geometric:
         large = inputs.q_length * inputs.kv_length > SMALL
         if (large or mode == "segmented") and (found := spans()) is not None:
             return segmented.attend(inputs, found)
     return chunked.attend(inputs)
-
-
-def _has_region_geometry(inputs: AttentionInputs) -> bool:
-    """Whether scores depend on nothing but rotated states, so that whole rectangles can be handed to a kernel."""
-    return (
-        inputs.causal
-        and inputs.bias is None
-        and inputs.softcap is None
-        and inputs.sinks is None
-        and inputs.dropout == 0.0
-        and not torch.compiler.is_compiling()
-    )

@@ -60,12 +60,21 @@ class AttentionInputs:
     @property
     def q_length(self) -> int:
         """Number of queries."""
-        return self.branches[0].query.shape[2]
+        return self.query_positions.shape[-1]
 
     @property
     def kv_length(self) -> int:
         """Number of key slots."""
         return self.value.shape[2]
+
+    @property
+    def depends_on_rotation_alone(self) -> bool:
+        """Whether scores are products of rotated states and nothing else, so that plain kernels can compute them."""
+        return self.bias is None and self.softcap is None and self.sinks is None and self.dropout == 0.0
+
+    def with_branches(self, branches: tuple[Branch, ...]) -> AttentionInputs:
+        """The same call with its queries and keys."""
+        return dataclasses.replace(self, branches=branches)
 
     def visible(self) -> torch.Tensor | None:
         """Boolean `(1, 1, q_len, kv_len)` by slot where there is no mask and the model is causal; None otherwise."""

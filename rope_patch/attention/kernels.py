@@ -16,9 +16,18 @@ class Kernel(Protocol):
     """
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tile: Tile,
+        scale: float,
+        mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp `(batch, heads, q_len)`, float32."""
+        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp `(batch, heads, q_len)`, float32.
+
+        A full tile may bring an additive `mask`, broadcastable to the scores.
+        """
 
     def backward(
         self,
@@ -38,11 +47,18 @@ class FlashCPU:
     """The flash kernel behind `scaled_dot_product_attention` on CPU, which hands out its log-sum-exp."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tile: Tile,
+        scale: float,
+        mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
+        mask = _additive(tile, q.dtype) if mask is None else mask
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, tile.kind == "causal", attn_mask=_additive(tile, q.dtype), scale=scale
+            q, k, v, 0.0, tile.kind == "causal", attn_mask=mask, scale=scale
         )
 
     def backward(
@@ -79,10 +95,18 @@ class Dense:
     """Plain products: on any device, in any dtype; the measure of the other kernels."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tile: Tile,
+        scale: float,
+        mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
         scores = self._scores(q, k, tile, scale)
+        if mask is not None:
+            scores = scores + mask[:, :, None]
         lse = scores.logsumexp(dim=-1)
         weights = (scores - lse[..., None]).exp().to(v.dtype)
         return (weights @ v[:, :, None]).flatten(1, 2), lse.flatten(1, 2)

@@ -55,7 +55,7 @@ class _Segmented(torch.autograd.Function):
                 part, part_lse = kernel.forward(branch.query[queries], branch.key[keys], value[keys], tile, scale)
                 rows = slice(tile.q0, tile.q1)
                 if any(touched[rows]):
-                    _merge(out[queries], lse[queries], part, part_lse)
+                    merge(out[queries], lse[queries], part, part_lse)
                 else:
                     out[queries], lse[queries] = part, part_lse
                 touched[rows] = [True] * (tile.q1 - tile.q0)
@@ -106,7 +106,7 @@ def _work(span: Span, branches: list[Branch]) -> Iterator[tuple[Branch, Tile, In
             yield branch, tile, (span.rows, every, queries), (span.rows, every, keys)
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Fold another part of the keys into output and log-sum-exp, in place."""
     merged = torch.logaddexp(lse, part_lse)
     out.mul_((lse - merged).exp_()[..., None]).addcmul_(part, (part_lse - merged).exp_()[..., None].to(part.dtype))

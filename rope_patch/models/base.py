@@ -30,10 +30,12 @@ class RotaryTables:
     Attributes:
         module: holds `inv_freq` and `attention_scaling`, with the layer type in front where there are several sets.
         layer_type: such as `full_attention`; None where all layers share one set.
+        base: `rope_theta` of the checkpoint, as it was read before any scheme was named in the config.
     """
 
     module: nn.Module
     layer_type: str | None
+    base: float
 
     def attribute(self, name: str) -> str:
         """The name under which the module keeps `name` for this set."""
@@ -49,9 +51,15 @@ class RotaryTables:
         """The model's own factor on cos and sin."""
         return getattr(self.module, self.attribute("attention_scaling"))
 
-    def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin as the model itself computes them in float32, `(batch, length, width)`."""
-        like = torch.zeros((), dtype=torch.float32, device=self.inv_freq.device)
+    def tables(self, position_ids: torch.Tensor, like: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin as the model itself computes them, `(batch, length, width)`.
+
+        Args:
+            position_ids: `(batch, length)`, also fractional.
+            like: has the wanted dtype and device; default float32 where the frequencies are.
+        """
+        if like is None:
+            like = torch.zeros((), dtype=torch.float32, device=self.inv_freq.device)
         extra = () if self.layer_type is None else (self.layer_type,)
         return self.module(like, position_ids.to(like.device), *extra)
 
@@ -103,8 +111,7 @@ class Stack:
 
     def rotary_spec(self, rotary: RotaryTables) -> RotarySpec:
         """What a frequency scheme may know of one set of tables."""
-        base = rope_entries(self.config)[rotary.layer_type]["rope_theta"]
-        return RotarySpec(2 * rotary.inv_freq.shape[-1], base, self.training_length)
+        return RotarySpec(2 * rotary.inv_freq.shape[-1], rotary.base, self.training_length)
 
 
 def read_stack(model: nn.Module) -> Stack:
@@ -136,7 +143,7 @@ def _read(stack: PreTrainedModel) -> Stack:
     modules = [child for child in stack.children() if _is_rotary(child)]
     if len(modules) > 1:
         raise UnsupportedModel(f"{family} has {len(modules)} rotary modules; which layer uses which is not declared")
-    rotary = _tables_of(modules[0])
+    rotary = _tables_of(modules[0], stack.config)
     layers = tuple(_read_layer(name, module, rotary, stack) for name, module in _attention_modules(stack))
     if not layers:
         raise UnsupportedModel(
@@ -149,12 +156,16 @@ def _is_rotary(module: nn.Module) -> bool:
     return any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
 
 
-def _tables_of(module: nn.Module) -> tuple[RotaryTables, ...]:
+def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
     buffers = [name for name, _ in module.named_buffers(recurse=False)]
-    if "inv_freq" in buffers:
-        return (RotaryTables(module, None),)
-    types = [name.removesuffix("_inv_freq") for name in buffers if not name.endswith("original_inv_freq")]
-    return tuple(RotaryTables(module, layer_type) for layer_type in types)
+    types: list[str | None] = [None]
+    if "inv_freq" not in buffers:
+        types = [name.removesuffix("_inv_freq") for name in buffers if not name.endswith("original_inv_freq")]
+    bases = {layer_type: entry.get("rope_theta") for layer_type, entry in rope_entries(config).items()}
+    for layer_type in types:
+        if not bases.get(layer_type):
+            raise UnsupportedModel(f"{type(config).__name__} says no `rope_theta` for layer type {layer_type!r}")
+    return tuple(RotaryTables(module, layer_type, bases[layer_type]) for layer_type in types)
 
 
 def _attention_modules(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:

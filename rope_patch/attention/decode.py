@@ -1,0 +1,83 @@
+"""One query against a long cache, without rotating the cache.
+
+The query is rotated once per region. Each region is a run of slots, and only where its rotation differs from the one
+the cache already has are keys turned: the near window, a few out of many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rope_patch.attention.engine import AttentionMode
+from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.kernels import kernel_for
+from rope_patch.attention.segmented import merge
+from rope_patch.attention.tiles import Tile
+from rope_patch.schemes.base import Region
+
+QueryOf = Callable[[Region], torch.Tensor]
+KeyOf = Callable[[Region, slice], torch.Tensor]
+
+
+def applies(inputs: AttentionInputs, query: torch.Tensor, mode: AttentionMode) -> bool:
+    """Whether a call, its branches not yet rotated, is one decoding step of the kind that `attend` computes."""
+    return (
+        mode in ("auto", "segmented")
+        and inputs.q_length == 1
+        and inputs.depends_on_rotation_alone
+        and (inputs.mask is None or inputs.mask.dtype == torch.bool)
+        and not (torch.is_grad_enabled() and query.requires_grad)
+        and not torch.compiler.is_compiling()
+    )
+
+
+def attend(regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: AttentionInputs) -> torch.Tensor:
+    """Attention of one query, `(batch, heads, 1, value_dim)`; without gradients.
+
+    Distance is a difference of slots: key positions beside a single query are counted from it.
+
+    Args:
+        regions: disjoint.
+        query_of: the query as it is rotated for a region, `(batch, heads, 1, head_dim)`.
+        key_of: the keys of some slots as they are rotated for a region, `(batch, kv_heads, slots, head_dim)`.
+        inputs: the call; its branches are not used.
+    """
+    value, mask, slot = inputs.value, inputs.mask, int(inputs.query_start)
+    kernel = kernel_for(value)
+    out = lse = None
+    for region in regions:
+        slots = slots_of(region, slot)
+        if slots.stop <= slots.start:
+            continue
+        # the heads that share keys are the rows of one product: keys are read once
+        rows = query_of(region).unflatten(1, (value.shape[1], -1))[:, :, :, 0]
+        keys = key_of(region, slots)
+        tile = Tile(0, rows.shape[2], 0, keys.shape[2])
+        hidden = _additive(mask, slots, rows)
+        part, part_lse = kernel.forward(rows, keys, value[:, :, slots], tile, inputs.scaling, hidden)
+        if out is None or lse is None:
+            out, lse = part.float(), part_lse
+        else:
+            merge(out, lse, part, part_lse)
+    assert out is not None  # for the type checker: the query itself is in some region
+    return out.to(value.dtype).flatten(1, 2)[:, :, None]
+
+
+def slots_of(region: Region, slot: int) -> slice:
+    """The slots n with start <= slot - n < stop and n <= slot, for the query at `slot`."""
+    stop = slot - max(0, int(region.start)) + 1
+    start = 0 if region.stop == math.inf else slot - int(region.stop) + 1
+    return slice(max(0, start), max(0, stop))
+
+
+def _additive(mask: torch.Tensor | None, slots: slice, like: torch.Tensor) -> torch.Tensor | None:
+    if mask is None:
+        return None
+    # the lowest number and not -inf: a region that holds nothing but pads must stay finite to be merged
+    hidden = ~mask[..., slots]
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
+        hidden, torch.finfo(like.dtype).min
+    )

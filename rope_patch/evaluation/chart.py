@@ -1,0 +1,178 @@
+"""Perplexity against length as a picture: lines per scheme, and beside them, as their legend, the table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import ConnectionPatch
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+from rope_patch.evaluation.report import Grid, cell, in_training_lengths
+from rope_patch.evaluation.results import Row
+from rope_patch.evaluation.specs import CUT, PLAIN
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is too pale for a line on white
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A4FA3", "#8C6D31")
+_MARKERS = "osD^vPX*"
+_REFERENCES: dict[str, dict[str, Any]] = {
+    PLAIN: {"color": "#8A8A8A", "linestyle": (0, (5, 2)), "marker": "", "linewidth": 1.8},
+    CUT: {"color": "#1A1A1A", "linestyle": (0, (5, 2)), "marker": "", "linewidth": 1.8},
+}
+_INK, _FAINT = "#222222", "#777777"
+
+
+def save(rows: Sequence[Row], path: str | Path) -> Path:
+    """Draw `figure(rows)` into a PNG.
+
+    Raises:
+        EvaluationError: see `Grid.of`.
+        OSError: when it cannot be written.
+    """
+    drawn = figure(rows)
+    FigureCanvasAgg(drawn)
+    drawn.savefig(path, dpi=160, format="png")
+    return Path(path)
+
+
+def figure(rows: Sequence[Row]) -> Figure:
+    """The chart: x is the context length in multiples of L (log 2), y the perplexity (log).
+
+    The rows of the table stand in the order of the lines at the right edge of the chart, each tied to its line.
+
+    Args:
+        rows: of one model, text and protocol.
+
+    Raises:
+        EvaluationError: see `Grid.of`.
+    """
+    grid = Grid.of(rows)
+    height = max(4.8, 1.9 + 0.30 * (len(grid.lines) + 2))
+    drawn = Figure(figsize=(13.6, height), facecolor="white")
+    top, bottom = 1 - 0.92 / height, 0.80 / height
+    chart = drawn.add_axes((0.055, bottom, 0.46, top - bottom))
+    legend = drawn.add_axes((0.545, bottom, 0.445, top - bottom))
+    styles = _styles(grid)
+    _draw_lines(chart, grid, styles)
+    _draw_table(legend, chart, grid, styles)
+    drawn.text(0.055, 1 - 0.30 / height, "Perplexity against context length", size=15, weight="bold", color=_INK)
+    drawn.text(0.055, 1 - 0.56 / height, _subtitle(grid), size=9.5, color=_FAINT)
+    drawn.text(0.055, 0.12 / height, "   ".join(grid.notes()[1:]), size=8.5, color=_FAINT)
+    return drawn
+
+
+def _subtitle(grid: Grid) -> str:
+    return f"{grid.any.model}, trained at L = {grid.any.training_length}. {grid.notes()[0]}"
+
+
+def _styles(grid: Grid) -> dict[str, dict[str, Any]]:
+    styles = {}
+    others = [line for line in grid.lines if line not in _REFERENCES]
+    for i, line in enumerate(others):
+        solid = i < len(_COLOURS)
+        styles[line] = {
+            "color": _COLOURS[i % len(_COLOURS)],
+            "marker": _MARKERS[i % len(_MARKERS)],
+            "linestyle": "-" if solid else (0, (1, 1)),
+            "linewidth": 2.0,
+            "markersize": 5.0,
+        }
+    return {line: _REFERENCES.get(line) or styles[line] for line in grid.lines}
+
+
+def _draw_lines(chart: Any, grid: Grid, styles: dict[str, dict[str, Any]]) -> None:
+    training_length = grid.any.training_length
+    multiples = [length / training_length for length in grid.lengths]
+    chart.set_xscale("log", base=2)
+    chart.set_yscale("log")
+    for line in grid.lines:
+        values = [math.exp(min(grid.nll(line, length), 700)) for length in grid.lengths]
+        chart.plot(multiples, values, zorder=2 if line in _REFERENCES else 3, **styles[line])
+    chart.axvline(1, color=_FAINT, linewidth=1, linestyle=":", zorder=1)
+    chart.annotate(
+        "training length",
+        (1, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, -4),
+        textcoords="offset points",
+        va="top",
+        size=8.5,
+        color=_FAINT,
+    )
+    chart.xaxis.set_major_locator(FixedLocator(multiples))
+    chart.xaxis.set_minor_locator(NullLocator())
+    chart.set_xticklabels([f"{in_training_lengths(length, training_length)}\n{length}" for length in grid.lengths])
+    chart.set_xlim(multiples[0] / 2**0.15, multiples[-1] * 2**0.08)
+    chart.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    chart.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    chart.yaxis.set_minor_formatter(NullFormatter())
+    chart.yaxis.set_minor_locator(NullLocator())
+    chart.set_xlabel("context length in training lengths, and in tokens", size=9.5, color=_INK)
+    chart.set_ylabel("perplexity", size=9.5, color=_INK)
+    chart.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+    chart.set_axisbelow(True)
+    chart.tick_params(length=0, labelsize=9, colors=_INK)
+    for side, spine in chart.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color("#BBBBBB")
+
+
+def _draw_table(legend: Any, chart: Any, grid: Grid, styles: dict[str, dict[str, Any]]) -> None:
+    """One row per line, worst on top as at the right edge of the chart, and a thread from each line to its row."""
+    legend.set_xlim(0, 1)
+    legend.set_ylim(0, 1)
+    legend.axis("off")
+    training_length = grid.any.training_length
+    columns = [0.44 + 0.56 * (i + 1) / len(grid.lengths) for i in range(len(grid.lengths))]
+    pitch = min(1 / (len(grid.lines) + 1), 0.09)
+    header = 0.5 + pitch * len(grid.lines) / 2
+    legend.text(0.115, header, "NLL, nats per token", size=8.5, color=_FAINT, va="center")
+    for x, length in zip(columns, grid.lengths, strict=True):
+        label = in_training_lengths(length, training_length)
+        legend.text(x, header, label, size=9, weight="bold", color=_INK, ha="right", va="center")
+    longest = grid.lengths[-1]
+    for i, line in enumerate(sorted(grid.lines, key=lambda line: -_or_lowest(grid.nll(line, longest)))):
+        y, style = header - pitch * (i + 1), styles[line]
+        legend.plot([0.045, 0.10], [y, y], **{**style, "markersize": 0})
+        legend.plot([0.0725], [y], **{**style, "linestyle": ""})
+        legend.text(0.115, y, grid.name(line), size=_fitting(grid.name(line)), color=_INK, va="center")
+        for x, length in zip(columns, grid.lengths, strict=True):
+            best = grid.is_best(line, length)
+            legend.text(
+                x,
+                y,
+                cell(grid.nll(line, length)),
+                size=9,
+                ha="right",
+                va="center",
+                weight="bold" if best else "normal",
+                color=_INK if best else "#555555",
+                family="DejaVu Sans Mono",
+            )
+        if not math.isnan(nll := grid.nll(line, longest)):
+            end = (longest / training_length, math.exp(min(nll, 700)))
+            thread = ConnectionPatch(
+                end,
+                (0.04, y),
+                "data",
+                "data",
+                axesA=chart,
+                axesB=legend,
+                color=style["color"],
+                linewidth=0.7,
+                alpha=0.6,
+            )
+            legend.figure.add_artist(thread)
+
+
+def _or_lowest(nll: float) -> float:
+    return -math.inf if math.isnan(nll) else nll
+
+
+def _fitting(name: str) -> float:
+    """A size in points at which a long name stays out of the first column of numbers."""
+    return min(9.0, 9.0 * 30 / len(name))

@@ -1,0 +1,179 @@
+"""One perplexity measurement from a description of it: what the command line and the recipe share."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rope_patch.errors import CorpusError, EvaluationError, did_you_mean
+from rope_patch.evaluation import chart
+from rope_patch.evaluation.corpora import load_corpus
+from rope_patch.evaluation.loading import check_checkpoint, default_checkpoint, load_model, load_tokenizer
+from rope_patch.evaluation.perplexity import check_request, measure
+from rope_patch.evaluation.results import ResultFile, Row
+from rope_patch.evaluation.specs import REFERENCES, scheme_at
+from rope_patch.patch import find_handle, unpatch
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What to measure, on what, and where the results go. The fields are the keys of the YAML.
+
+    Attributes:
+        lengths: context lengths in tokens, ascending.
+        schemes: such as `yarn:factor=auto` or `rerope:window=128+logn`; `plain` and `window` are added in front.
+        model: checkpoint folder; default the one that comes with the repository.
+        text: a text file or a folder of them; default the held-out modules of Python's standard library.
+        dataset: a dataset's name or folder instead, with its `split` and the `column` that holds the text.
+        protocol: `last` or `by_position`.
+        targets: T, scored tokens per window; default min(L, 4096).
+        documents: how many documents; default all.
+        windows_per_document: how many places in each document are scored.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        device: `auto` or a name that torch knows.
+        attention: `auto` or an attention implementation of Transformers.
+        output: folder of `perplexity.jsonl` and `perplexity.png`.
+        seed: of the draw of documents.
+        references: whether `plain` and `window` are added where they are missing.
+    """
+
+    lengths: tuple[int, ...]
+    schemes: tuple[str, ...] = ()
+    model: str | None = None
+    text: str | None = None
+    dataset: str | None = None
+    split: str | None = None
+    column: str = "text"
+    protocol: str = "last"
+    targets: int | None = None
+    documents: int | None = None
+    windows_per_document: int = 1
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str = "auto"
+    output: str = "runs/perplexity"
+    seed: int = 0
+    references: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "schemes"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))  # as YAML and argparse spell it
+        hints = typing.get_type_hints(type(self))
+        for name, hint in hints.items():
+            value = getattr(self, name)
+            if not _fits(value, hint):
+                raise EvaluationError(f"{name}={value!r} is not allowed; {name} must be {_spelled(hint)}")
+        if self.text is not None and self.dataset is not None:
+            raise EvaluationError(f"text {self.text!r} and dataset {self.dataset!r}: give one of them")
+        for name in ("documents", "windows_per_document"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise EvaluationError(f"{name}={value} is not allowed; {name} must be at least 1")
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Experiment:
+        """Read a description.
+
+        Raises:
+            EvaluationError: the file is no YAML mapping, or a key or a value is wrong.
+            OSError: it cannot be read.
+        """
+        try:
+            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise EvaluationError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(data, dict):
+            raise EvaluationError(f"{path} holds no mapping of settings to values")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in data:
+            if key not in known:
+                raise EvaluationError(f"{path} has an unknown key {key!r}; {did_you_mean(str(key), known)}")
+        if "lengths" not in data:
+            raise EvaluationError(f"{path} says no 'lengths'")
+        return cls(**data)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The schemes in the order of the table, references first."""
+        missing = [line for line in REFERENCES if line not in self.schemes] if self.references else []
+        return (*missing, *self.schemes)
+
+    @property
+    def checkpoint(self) -> str:
+        """The folder or the id that is loaded."""
+        return self.model or default_checkpoint()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The rows of a finished experiment and where they are."""
+
+    rows: list[Row]
+    results: Path
+    picture: Path
+
+
+def run(experiment: Experiment) -> Outcome:
+    """Measure, writing every row to disk as it comes, and draw the chart. Started again, it goes on where it stopped.
+
+    Raises:
+        RopePatchError, OSError: something is wrong with the description, the checkpoint, the text or the output
+            folder; whatever can be known before the model is loaded is raised before.
+    """
+    checkpoint = experiment.checkpoint
+    check_checkpoint(checkpoint)
+    check_request(experiment.protocol, experiment.lengths, experiment.targets)
+    for line in experiment.lines:
+        scheme_at(line, 1, 2**62)  # spelling only: the model is not there yet
+    results = ResultFile(Path(experiment.output) / "perplexity.jsonl")
+    corpus = _corpus(experiment)
+    model = load_model(checkpoint, dtype=experiment.dtype, device=experiment.device, attention=experiment.attention)
+    if find_handle(model) is not None:
+        unpatch(model)  # saved under a scheme: what is measured is the checkpoint, and the schemes that were named
+    rows = measure(
+        model,
+        load_tokenizer(checkpoint),
+        corpus,
+        experiment.lines,
+        experiment.lengths,
+        protocol=experiment.protocol,  # type: ignore[arg-type]  # measure checks it
+        targets=experiment.targets,
+        documents=experiment.documents,
+        windows_per_document=experiment.windows_per_document,
+        seed=experiment.seed,
+        name=experiment.model or "tiny-llama",
+        results=results,
+    )
+    picture = results.path.with_suffix(".png")
+    chart.save(rows, picture)
+    return Outcome(rows, results.path, picture)
+
+
+def _corpus(experiment: Experiment) -> Any:
+    if experiment.text is not None:
+        if not Path(experiment.text).exists():
+            raise CorpusError(f"there is no text file or folder {experiment.text!r}")
+        return load_corpus(experiment.text)
+    return load_corpus(experiment.dataset or "stdlib", split=experiment.split, column=experiment.column)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(item, typing.get_args(hint)[0]) for item in value)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, hint)
+
+
+def _spelled(hint: Any) -> str:
+    names = {int: "a whole number", str: "a text", bool: "true or false", types.NoneType: "nothing"}
+    if typing.get_origin(hint) is tuple:
+        return f"a list, each {names[typing.get_args(hint)[0]]}"
+    return " or ".join(names[option] for option in typing.get_args(hint) or (hint,))

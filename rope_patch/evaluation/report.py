@@ -1,0 +1,147 @@
+"""Rows as a table for the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.results import Row
+from rope_patch.evaluation.specs import CUT, PLAIN
+
+_NAMES = {PLAIN: "plain checkpoint", CUT: "attention cut at L"}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rows by scheme and length, checked to belong together.
+
+    Attributes:
+        lines: schemes in the order of the rows.
+        lengths: ascending, in tokens.
+        rows: by line and length; a measurement that is not there yet has none.
+    """
+
+    lines: tuple[str, ...]
+    lengths: tuple[int, ...]
+    rows: dict[tuple[str, int], Row]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Grid:
+        """Arrange rows.
+
+        Raises:
+            EvaluationError: when there are none, or they differ in what must be the same in one table or chart.
+        """
+        if not rows:
+            raise EvaluationError("there are no rows to show")
+        for field in ("protocol", "model", "weights", "texts", "dtype"):
+            values = sorted({str(getattr(row, field)) for row in rows})
+            if len(values) > 1:
+                raise EvaluationError(f"rows of different {field} cannot share a table or a chart: {', '.join(values)}")
+        return cls(
+            lines=tuple(dict.fromkeys(row.line for row in rows)),
+            lengths=tuple(sorted({row.length for row in rows})),
+            rows={(row.line, row.length): row for row in rows},
+        )
+
+    @property
+    def any(self) -> Row:
+        """A row, for what is the same in all of them."""
+        return next(iter(self.rows.values()))
+
+    def nll(self, line: str, length: int) -> float:
+        """NLL of one cell, NaN where it is missing."""
+        row = self.rows.get((line, length))
+        return row.nll if row else math.nan
+
+    def best(self, length: int) -> float:
+        """The lowest NLL at one length, NaN where no cell has a number."""
+        return min((n for line in self.lines if not math.isnan(n := self.nll(line, length))), default=math.nan)
+
+    def is_best(self, line: str, length: int) -> bool:
+        """Whether a cell shows the lowest NLL of its column; equal to three decimals counts."""
+        nll = self.nll(line, length)
+        return not math.isnan(nll) and cell(nll) == cell(self.best(length))
+
+    def name(self, line: str) -> str:
+        """The line for people: spaces for punctuation, a dagger where the scheme is made for fine-tuning."""
+        regime = next(row.regime for (of, _), row in self.rows.items() if of == line)
+        mark = {"training-free": "", "fine-tune": " †", "from-scratch": " ‡"}[regime]
+        return display_name(line) + mark
+
+    def notes(self) -> list[str]:
+        """Everything that a reader needs to know beside the numbers, one sentence each."""
+        row = self.any
+        share = {
+            "last": f"NLL of the same last {row.targets} tokens of {_count(row.windows, 'window')}",
+            "by_position": f"NLL by position in one pass over {_count(row.windows, 'window')}",
+        }[row.protocol]
+        source = f"{share} from {_count(row.documents, 'document')}, {row.dtype}, protocol {row.protocol}"
+        short = f"{_count(row.short_documents, 'document')} too short for {self.lengths[-1]} tokens and left out"
+        regimes = {row.regime for row in self.rows.values()}
+        return [
+            source,
+            *([short] if row.short_documents else []),
+            *(["† made to be fine-tuned; measured here without"] if "fine-tune" in regimes else []),
+            *(["‡ made to be trained with from scratch; measured here without"] if "from-scratch" in regimes else []),
+        ]
+
+
+def display_name(line: str) -> str:
+    """`self_extend:group_size=auto,window=128` as `self_extend group_size=auto window=128`."""
+    return _NAMES.get(line) or line.replace(":", " ").replace(",", " ").replace("+", " + ")
+
+
+def cell(nll: float) -> str:
+    """One number of the table."""
+    return "-" if math.isnan(nll) else f"{nll:.3f}"
+
+
+def in_training_lengths(length: int, training_length: int) -> str:
+    """A length in multiples of L, such as `4L`."""
+    return f"{length / training_length:g}L"
+
+
+def table(rows: Sequence[Row]) -> Group:
+    """Schemes by lengths: NLL in nats per token, the best of each column bold and starred.
+
+    Args:
+        rows: of one model, text and protocol.
+
+    Returns:
+        something that `rich` prints, in the width and the colours that the terminal has.
+
+    Raises:
+        EvaluationError: see `Grid.of`.
+    """
+    grid = Grid.of(rows)
+    training_length = grid.any.training_length
+    shown = Table(title=f"{grid.any.model}: NLL by context length (L = {training_length})", title_justify="left")
+    shown.add_column("scheme", overflow="fold", min_width=12)
+    for length in grid.lengths:
+        header = f"{length}\n{in_training_lengths(length, training_length)}"
+        shown.add_column(header, justify="right", no_wrap=True)
+    for line in grid.lines:
+        cells = [_styled(grid, line, length) for length in grid.lengths]
+        shown.add_row(Text(grid.name(line), style="dim" if line in _NAMES else ""), *cells)
+    return Group(shown, *(Text(note, style="dim") for note in ["* best of its column", *grid.notes()]))
+
+
+def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
+    """Print `table(rows)`."""
+    (console or Console()).print(table(rows))
+
+
+def _styled(grid: Grid, line: str, length: int) -> Text:
+    best = grid.is_best(line, length)
+    return Text(cell(grid.nll(line, length)) + ("*" if best else " "), style="bold green" if best else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

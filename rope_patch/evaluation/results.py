@@ -1,0 +1,241 @@
+"""Result rows, and the file that keeps them: JSON lines, appended one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from rope_patch.errors import EvaluationError
+from rope_patch.version import __version__
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_PROBE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell of the table, with everything that it depends on.
+
+    Attributes:
+        model: name or folder of the checkpoint.
+        weights: fingerprint of its parameters.
+        line: the scheme as the table names it, such as `pi:factor=auto`.
+        scheme: the scheme that was measured, all fields filled in; `{"name": "plain"}` for none.
+        regime: what the scheme says it needs before it makes sense.
+        mount: where it was mounted; `none` for the plain checkpoint.
+        protocol: `last` or `by_position`.
+        length: context length in tokens; for `by_position` the last position of the bin.
+        training_length: L in tokens.
+        targets: scored tokens per window.
+        documents, windows, short_documents: what was scored, and how many documents were too short.
+        texts: fingerprint of the scored texts.
+        scored_tokens: number of targets in the mean.
+        nll: mean negative log-likelihood in nats per token, weighted by token.
+        perplexity: exp(nll).
+        seconds: duration of the forward passes that the row needed.
+        tokens_per_second: context tokens over seconds.
+        dtype, attention, device: what it was computed with; `attention` is the implementation of Transformers.
+        seed: of the draw of documents.
+        code: fingerprint of this library's sources, which decides whether a row may stand in for a new measurement.
+        versions: of Python, torch, transformers and rope_patch.
+        commit: of this library, where it runs from its repository.
+    """
+
+    model: str
+    weights: str
+    line: str
+    scheme: dict[str, Any]
+    regime: str
+    mount: str
+    protocol: str
+    length: int
+    training_length: int
+    targets: int
+    documents: int
+    windows: int
+    short_documents: int
+    texts: str
+    scored_tokens: int
+    nll: float
+    perplexity: float
+    seconds: float
+    tokens_per_second: float
+    dtype: str
+    attention: str
+    device: str
+    seed: int
+    code: str
+    versions: dict[str, str]
+    commit: str | None
+
+    def key(self) -> str:
+        """What makes two rows the same measurement."""
+        return identity(**{name: getattr(self, name) for name in IDENTITY})
+
+    def to_json(self) -> str:
+        """One line. A number that is not finite, which JSON has no word for, becomes null."""
+        fields = dataclasses.asdict(self)
+        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in fields.items()}
+        return json.dumps(finite, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Row:
+        """The row that `to_json` wrote.
+
+        Raises:
+            ValueError: when the line is something else.
+        """
+        fields = json.loads(line)
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(fields, dict) or set(fields) != set(names):
+            raise ValueError("not the fields of a row")
+        numbers = {name: math.nan for name in ("nll", "perplexity") if fields[name] is None}
+        return cls(**{**fields, **numbers})
+
+
+IDENTITY = (
+    "model",
+    "weights",
+    "scheme",
+    "protocol",
+    "length",
+    "targets",
+    "texts",
+    "dtype",
+    "attention",
+    "code",
+)
+"""The fields of a row that have to agree before it is used instead of a new measurement."""
+
+
+def identity(**fields: Any) -> str:
+    """The key of a row, also of one that is still to be measured."""
+    return json.dumps([fields[name] for name in IDENTITY], sort_keys=True)
+
+
+class ResultFile:
+    """Rows on disk. Every `append` reaches the disk before it returns, so an interrupted run loses none.
+
+    A last line that was cut off in the middle of writing is removed when the file is opened again.
+
+    Args:
+        path: of the `.jsonl` file; its folder is made where it is missing.
+
+    Raises:
+        OSError: when the folder cannot be made or written to, or is full.
+        EvaluationError: when the file holds something else than rows; it is left as it is.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _require_room(self.path.parent)
+        self._rows = self._read()
+
+    def find(self, key: str) -> Row | None:
+        """The row with this `Row.key`, if it was measured before."""
+        return self._rows.get(key)
+
+    def append(self, row: Row) -> None:
+        """Write one row.
+
+        Raises:
+            OSError: when it could not be written; the file then ends with the row before.
+        """
+        with self.path.open("ab") as file:
+            end = file.tell()
+            try:
+                file.write(row.to_json().encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                os.truncate(self.path, end)
+                raise
+        self._rows[row.key()] = row
+
+    def _read(self) -> dict[str, Row]:
+        self.path.touch()
+        content = self.path.read_bytes()
+        *lines, rest = content.split(b"\n")
+        rows = {}
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = Row.from_json(line.decode())
+            except ValueError as error:
+                raise EvaluationError(
+                    f"{self.path}, line {number}, is not a result row ({error}); move the file or choose another output"
+                ) from error
+            rows[row.key()] = row
+        if rest:
+            os.truncate(self.path, len(content) - len(rest))
+        return rows
+
+
+def _require_room(folder: Path) -> None:
+    """Write something and delete it: a read-only or full folder is better known before hours of work than after."""
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        probe.write(bytes(_PROBE_BYTES))
+        probe.flush()
+        os.fsync(probe.fileno())
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """A hash of a sample of every parameter: tells a retrained checkpoint from the one before, at no cost."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].float().cpu()
+        digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def provenance() -> dict[str, Any]:
+    """The fields of a row that say which software made it."""
+    return {
+        "code": _code_fingerprint(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "rope_patch": __version__,
+        },
+        "commit": _commit(),
+    }
+
+
+def _code_fingerprint() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        if path.name not in ("cli.py", "report.py", "chart.py"):  # they only show what was measured
+            digest.update(str(path.relative_to(_PACKAGE)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _commit() -> str | None:
+    """The commit of the repository that this package is the source of; None where it is installed elsewhere."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(_PACKAGE), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) != _PACKAGE.parent:
+            return None
+        changed = "+changes" if git("status", "--porcelain", "--", str(_PACKAGE)) else ""
+        return git("rev-parse", "HEAD") + changed
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,115 @@
+"""The attention function of patched modules: rotates, scales, and scores by region."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rope_patch.attention import decode, engine, oracle
+from rope_patch.attention.inputs import AttentionInputs, Branch
+from rope_patch.attention.masks import as_mask
+from rope_patch.errors import UnsupportedModel
+from rope_patch.late import LateCall
+from rope_patch.positions import Identity
+from rope_patch.schemes.base import Scheme
+
+
+def late_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    rope_patch: LateCall | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What Transformers calls in place of `sdpa_attention_forward` and its like.
+
+    Where the scheme has one region only and no bias, the attention that was there before does the work.
+
+    Shape:
+        query `(batch, heads, q_len, head_dim)`, key and value `(batch, kv_heads, kv_len, head_dim)`, in the rotation
+        that the hook asked for; returns `(batch, q_len, heads, head_dim)`, and the weights under eager attention.
+
+    Raises:
+        UnsupportedModel: when the model calls it with something that the scheme's attention cannot honour.
+    """
+    if rope_patch is None:
+        raise UnsupportedModel(f"{type(module).__name__} does not pass its keyword arguments on to its attention")
+    for name in ("position_bias", "cache"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedModel(f"{type(module).__name__} passes {name!r}, which patched attention cannot honour")
+    call, state = rope_patch, rope_patch.state
+    scheme, implementation = state.scheme, state.config._attn_implementation
+    if "query_scale" in scheme.slots:
+        query = query * scheme.query_scale(call.position_ids)[:, None, :, None].to(query.dtype)
+    if not state.regions and "bias" not in scheme.slots and state.attention == "auto":
+        if state.rotate:
+            query, key = call.rotated_query(query, Identity()), call.rotated_key(key, Identity())
+        previous = _previous_attention(module, implementation)
+        return previous(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+
+    start = 0 if call.query_start is None else call.query_start
+    causal = kwargs.get("is_causal")
+    inputs = AttentionInputs(
+        branches=(),
+        value=value,
+        query_positions=call.position_ids,
+        key_positions=call.key_positions(key.shape[2]),
+        mask=as_mask(attention_mask, call.position_ids, query.shape[2], key.shape[2], start, state.config),
+        # one query beside no mask is a decoding step: it sees every key there is
+        causal=(getattr(module, "is_causal", True) if causal is None else causal) and query.shape[2] > 1,
+        query_start=start,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        bias=_bias(scheme, query.shape[1]),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+        dropout=dropout,
+    )
+    if implementation != "eager" and decode.applies(inputs, query, state.attention):
+        output = decode.attend(
+            state.regions,
+            lambda region: call.rotated_query(query, region.query_map) if state.rotate else query,
+            lambda region, slots: call.rotated_key(key, region.key_map, slots) if state.rotate else key[:, :, slots],
+            inputs,
+        )
+        return output.transpose(1, 2).contiguous(), None
+    inputs = inputs.with_branches(_branches(call, query, key))
+    if state.attention == "oracle" or implementation == "eager":
+        output, weights = oracle.attend(inputs)
+        return output.transpose(1, 2).contiguous(), weights.to(query.dtype)
+    output = engine.attend(inputs, state.attention, lambda: call.spans(inputs))
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _branches(call: LateCall, query: torch.Tensor, key: torch.Tensor) -> tuple[Branch, ...]:
+    state = call.state
+    if not state.rotate:
+        return tuple(Branch(region, query, key) for region in state.regions or (None,))
+    if not state.regions:
+        return (Branch(None, call.rotated_query(query, Identity()), call.rotated_key(key, Identity())),)
+    return tuple(
+        Branch(region, call.rotated_query(query, region.query_map), call.rotated_key(key, region.key_map))
+        for region in state.regions
+    )
+
+
+def _bias(scheme: Scheme, num_heads: int) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    if "bias" not in scheme.slots:
+        return None
+    return lambda distance: scheme.bias(distance, num_heads)
+
+
+def _previous_attention(module: nn.Module, implementation: str) -> Callable[..., Any]:
+    """The attention function that the module would have called unpatched."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if implementation == "eager" and eager is None:
+        raise UnsupportedModel(f"{type(module).__module__} has no eager_attention_forward")
+    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)

@@ -1,0 +1,51 @@
+"""Small settings of every scheme, for models that were trained at 32 tokens, and the compositions worth testing."""
+
+from __future__ import annotations
+
+CASES = {
+    "rope": "rope",
+    "nope": "nope",
+    "pi": "pi:factor=4",
+    "ntk": "ntk:factor=4",
+    "abf": "abf:base=500",
+    "dynamic_ntk": "dynamic_ntk:factor=2",
+    "yarn": "yarn:factor=4",
+    "rerope": "rerope:window=6",
+    "leaky_rerope": "leaky_rerope:window=6,factor=4",
+    "self_extend": "self_extend:group_size=4,window=7",
+    "window": "window:window=7",
+    "logn": "logn:training_length=8",
+    "alibi": "alibi",
+}
+"""Registry name to the settings that the contract suite runs; a new scheme needs no more than a line here."""
+
+COMPOSITIONS = [
+    "rerope:window=6+logn:training_length=8",
+    "ntk:factor=4+logn:training_length=8",
+    "yarn:factor=4+rerope:window=6",
+    "dynamic_ntk:factor=2+leaky_rerope:window=6,factor=4",
+    "rope+alibi",
+    "alibi+window:window=7",
+]
+
+ALL = [*CASES.values(), *COMPOSITIONS]
+
+REPRESENTATIVE = [
+    CASES[name]
+    for name in (
+        "rope",
+        "yarn",
+        "dynamic_ntk",
+        "rerope",
+        "leaky_rerope",
+        "self_extend",
+        "window",
+        "logn",
+        "alibi",
+        "nope",
+    )
+] + COMPOSITIONS
+"""One of each kind, for every family."""
+
+ROUTES = [CASES["yarn"], CASES["rerope"], CASES["logn"], CASES["alibi"], COMPOSITIONS[2]]
+"""One of each way to be executed: rotary, late by regions, delegated, biased, late with frequencies of its own."""

@@ -1,0 +1,132 @@
+"""What a patch changed is taken back bit for bit, and nothing else was touched."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rope_patch import NotPatched, patch, unpatch
+from tests.cases import ALL, REPRESENTATIVE, ROUTES
+from tests.families import FAMILIES, build, config_of, from_config
+from tests.runs import generated, logits, tokens
+from tests.snapshots import snapshot
+
+
+def use(model: nn.Module) -> None:
+    """Run a patched model in the ways that leave traces, if any does."""
+    logits(model, tokens(rows=2))
+    generated(model, tokens(8), 2)
+    model(tokens(), labels=tokens()).loss.backward()
+    model.zero_grad()
+
+
+def assert_restored(model: nn.Module, *schemes: str, **options: str) -> None:
+    before, config = snapshot(model), model.config
+    handle = patch(model, *schemes, **options)
+    use(model)
+    assert unpatch(model) is model
+    assert model.config is config
+    assert snapshot(model) == before
+    with pytest.raises(NotPatched):
+        handle.remove()
+
+
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("mount", ["auto", "late"])
+def test_removal_restores_llama_bit_for_bit(llama, spec, mount):
+    assert_restored(llama, spec, mount=mount)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spec", REPRESENTATIVE)
+def test_removal_restores_every_family_bit_for_bit(model, spec):
+    assert_restored(model, spec)
+
+
+@pytest.mark.parametrize("spec", ROUTES)
+def test_the_context_manager_restores(llama, spec):
+    before = snapshot(llama)
+    with patch(llama, spec) as handle:
+        assert handle.model is llama
+        assert snapshot(llama) != before
+    assert snapshot(llama) == before
+    with pytest.raises(ZeroDivisionError), patch(llama, spec):
+        raise ZeroDivisionError
+    assert snapshot(llama) == before
+
+
+def test_leaving_the_context_after_unpatch_is_harmless(llama):
+    with patch(llama, "rerope:window=6"):
+        unpatch(llama)
+
+
+@pytest.mark.parametrize("spec", ROUTES)
+def test_a_model_of_the_same_config_object_is_untouched(spec):
+    config = config_of("llama")
+    one, other = from_config(config), from_config(config)
+    before, said = snapshot(other), config.to_dict()
+    with patch(one, spec):
+        after = snapshot(other)
+        assert config.to_dict() == said
+        assert all(after[key] == before[key] for key in ("state_dict", "modules", "classes", "logits"))
+        third = from_config(config)
+        assert torch.equal(logits(third, tokens()), logits(other, tokens()))
+
+
+def test_two_models_carry_two_schemes(llama):
+    other = build()
+    with patch(build(), "rerope:window=6") as alone:
+        first = logits(alone.model, tokens())
+    with patch(build(), "yarn:factor=4+alibi") as alone:
+        second = logits(alone.model, tokens())
+    with patch(llama, "rerope:window=6"), patch(other, "yarn:factor=4+alibi"):
+        assert torch.equal(logits(llama, tokens()), first)
+        assert torch.equal(logits(other, tokens()), second)
+
+
+def test_the_attention_registry_is_clean_after_the_last_patch(llama):
+    other = build()
+    names = set(ALL_ATTENTION_FUNCTIONS.valid_keys())
+    one, two = patch(llama, "rerope:window=6"), patch(other, "alibi")
+    assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) > names
+    one.remove()
+    logits(other, tokens())
+    two.remove()
+    assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) == names
+
+
+@pytest.mark.parametrize("spec", ROUTES)
+def test_a_copy_of_a_patched_model_is_a_model_of_its_own(llama, spec):
+    plain = logits(llama, tokens())
+    patch(llama, spec)
+    patched = logits(llama, tokens())
+    twin = copy.deepcopy(llama)
+    assert torch.equal(logits(twin, tokens()), patched)
+    unpatch(llama)
+    assert torch.equal(logits(llama, tokens()), plain)
+    assert torch.equal(logits(twin, tokens()), patched)
+    unpatch(twin)
+    assert torch.equal(logits(twin, tokens()), plain)
+
+
+@pytest.mark.parametrize("spec", ROUTES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_removal_after_a_change_of_dtype_gives_the_model_of_that_dtype(llama, spec, dtype):
+    patch(llama, spec)
+    llama.to(dtype)
+    logits(llama, tokens())
+    unpatch(llama)
+    assert torch.equal(logits(llama, tokens()), logits(build().to(dtype), tokens()))
+
+
+@pytest.mark.parametrize("spec", ROUTES)
+def test_what_the_user_changed_meanwhile_outlives_the_patch(llama, spec):
+    patch(llama, spec)
+    llama.set_attn_implementation("eager")
+    llama.config.use_cache = False
+    unpatch(llama)
+    assert llama.config._attn_implementation == "eager"
+    assert llama.config.use_cache is False
+    assert not hasattr(llama.config, "rope_patch")

@@ -1,0 +1,32 @@
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from rope_patch import NoPE, RoPE
+from rope_patch.typing import RotarySpec
+from tests.definition import Definition
+
+DEFINITIONS = {
+    "rope": Definition(),
+    "nope": Definition(distance=lambda m, n: 0 * (m - n)),
+}
+
+
+@pytest.mark.parametrize(("dim", "base"), [(16, 10000.0), (64, 500000.0), (128, 1e6)])
+def test_frequencies_are_those_of_transformers_bit_for_bit(dim, base):
+    config = LlamaConfig(head_dim=dim, rope_parameters={"rope_type": "default", "rope_theta": base})
+    expected = LlamaRotaryEmbedding(config).inv_freq
+    found = RoPE().frequencies(RotarySpec(dim, base, 2048))
+    assert torch.equal(found.inv_freq, expected)
+    assert found.attention_scaling == 1.0
+
+
+def test_frequencies_are_powers_of_the_base():
+    found = RoPE().frequencies(RotarySpec(64, 10000.0, 2048)).inv_freq
+    np.testing.assert_allclose(found, 10000.0 ** -(np.arange(32) / 32), rtol=1e-6)
+
+
+def test_nope_turns_nothing():
+    assert not NoPE().frequencies(RotarySpec(64, 10000.0, 2048)).inv_freq.any()
