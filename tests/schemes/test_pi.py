@@ -14,6 +14,4 @@ DEFINITIONS = {"pi:factor=4": Definition(distance=lambda m, n: (m - n) / 4)}
 def test_frequencies_are_those_of_transformers_bit_for_bit(factor):
     parameters = {"rope_type": "linear", "rope_theta": 10000.0, "factor": float(factor)}
     expected, _ = ROPE_INIT_FUNCTIONS["linear"](LlamaConfig(head_dim=64, rope_parameters=parameters), "cpu")
-    assert torch.equal(
-        PositionInterpolation(factor).frequencies(RotarySpec(64, 10000.0, 2048)).inv_freq, expected
-    )
+    assert torch.equal(PositionInterpolation(factor).frequencies(RotarySpec(64, 10000.0, 2048)).inv_freq, expected)

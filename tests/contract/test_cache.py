@@ -1,0 +1,144 @@
+"""Caches, pads, packed rows and generation: all of them ways to the same logits."""
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from rope_patch import get_scheme, patch
+from tests.cases import ALL, REPRESENTATIVE, ROUTES
+from tests.families import FAMILIES, TRAINING_LENGTH, build
+from tests.runs import (
+    assert_close,
+    cached_logits,
+    generated,
+    greedy,
+    left_padded,
+    logits,
+    positions_of,
+    tokens,
+    usable_length,
+)
+
+families = pytest.mark.parametrize("family", FAMILIES)
+representative = pytest.mark.parametrize("spec", REPRESENTATIVE)
+
+
+def prompt_length(spec: str, new_tokens: int = 6) -> int:
+    return usable_length(get_scheme(spec)) - new_tokens
+
+
+def assert_chunks_equal_the_full_forward(model, spec):
+    ids = tokens(usable_length(get_scheme(spec)), rows=2)
+    with patch(model, spec):
+        expected = logits(model, ids)
+        assert_close(cached_logits(model, ids, [17, 1, 1, 9, ids.shape[1] - 28]), expected)
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_chunked_prefill_equals_the_full_forward_on_llama(llama, spec):
+    assert_chunks_equal_the_full_forward(llama, spec)
+
+
+@families
+@representative
+def test_chunked_prefill_equals_the_full_forward(model, spec):
+    assert_chunks_equal_the_full_forward(model, spec)
+
+
+@families
+@representative
+def test_a_static_cache_gives_the_same_logits(model, spec):
+    ids = tokens(usable_length(get_scheme(spec)), rows=2)
+    with patch(model, spec):
+        expected = logits(model, ids)
+        cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + 5)
+        assert_close(cached_logits(model, ids, [ids.shape[1] - 2, 1, 1], cache=cache), expected)
+
+
+@families
+@representative
+def test_generate_equals_decoding_without_a_cache(model, spec):
+    ids = tokens(prompt_length(spec))
+    with patch(model, spec):
+        expected = greedy(model, ids)
+        assert torch.equal(generated(model, ids), expected)
+        assert torch.equal(generated(model, ids, use_cache=False), expected)
+        assert torch.equal(generated(model, ids, cache_implementation="static"), expected)
+
+
+@families
+@representative
+def test_left_pads_are_invisible(model, spec):
+    rows = [tokens(length, seed=length) for length in (usable_length(get_scheme(spec)), 23, 9)]
+    batch, mask = left_padded(rows)
+    with patch(model, spec):
+        found = logits(model, batch, attention_mask=mask, position_ids=positions_of(mask))
+        by_cache = cached_logits(model, batch, [7, 12, 1, batch.shape[1] - 20], mask)
+        for index, row in enumerate(rows):
+            length = row.shape[1]
+            expected = logits(model, row)
+            assert_close(found[index : index + 1, -length:], expected)
+            assert_close(by_cache[index : index + 1, -length:], expected)
+
+
+@families
+@representative
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_on_a_left_padded_batch_equals_its_rows(model, spec, cache):
+    rows = [tokens(length, seed=length) for length in (prompt_length(spec), 20, 8)]
+    batch, mask = left_padded(rows)
+    options = {} if cache == "dynamic" else {"cache_implementation": cache}
+    with patch(model, spec):
+        found = generated(model, batch, attention_mask=mask, **options)
+        for index, row in enumerate(rows):
+            assert torch.equal(found[index : index + 1], generated(model, row))
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_beam_search_with_a_cache_equals_beam_search_without(llama, spec):
+    rows = [tokens(length, seed=length) for length in (prompt_length(spec), 13)]
+    batch, mask = left_padded(rows)
+    with patch(llama, spec):
+        found = generated(llama, batch, attention_mask=mask, num_beams=3)
+        assert torch.equal(found, generated(llama, batch, attention_mask=mask, num_beams=3, use_cache=False))
+
+
+@families
+@representative
+def test_packed_rows_equal_separate_forwards(model, spec):
+    documents = [tokens(length, seed=length) for length in (13, 19, 8)]
+    positions = torch.cat([torch.arange(document.shape[1]) for document in documents])[None]
+    with patch(model, spec):
+        expected = torch.cat([logits(model, document) for document in documents], dim=1)
+        assert_close(logits(model, torch.cat(documents, dim=1), position_ids=positions), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3"])
+@pytest.mark.parametrize("spec", ROUTES)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_every_attention_implementation_gives_the_same(model, spec, implementation):
+    batch, mask = left_padded([tokens(), tokens(21)])
+    inputs = {"attention_mask": mask, "position_ids": positions_of(mask)}
+    with patch(model, spec):
+        expected = logits(model, batch, **inputs)[mask.bool()]
+        model.set_attn_implementation(implementation)
+        assert_close(logits(model, batch, **inputs)[mask.bool()], expected)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in ALL if get_scheme(spec).length_dependent])
+def test_decoding_under_a_length_dependent_scheme_equals_recomputation_in_one_layer(spec):
+    # in deeper models old hidden states were made under the frequencies of their time
+    model, ids = build(num_hidden_layers=1), tokens()
+    with patch(model, spec):
+        steps = cached_logits(model, ids, [1] * ids.shape[1])
+        for stop in (TRAINING_LENGTH, TRAINING_LENGTH + 1, ids.shape[1]):
+            assert_close(steps[:, stop - 1], logits(model, ids[:, :stop])[:, -1])
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_a_call_does_not_depend_on_the_calls_before(llama, spec):
+    with patch(llama, spec):
+        expected = logits(llama, tokens(20))
+        logits(llama, tokens(100, rows=3))
+        generated(llama, tokens(40), 3)
+        assert torch.equal(logits(llama, tokens(20)), expected)

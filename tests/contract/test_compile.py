@@ -1,0 +1,61 @@
+"""`torch.compile` in one graph, patched before or after."""
+
+import pytest
+import torch
+
+from rope_patch import patch, unpatch
+from tests.cases import CASES, COMPOSITIONS, ROUTES
+from tests.families import build
+from tests.runs import assert_close, cached_logits, logits, tokens
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("spec", [*ROUTES, CASES["self_extend"], CASES["window"]])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_one_graph_gives_the_logits_of_eager_mode(model, spec):
+    with patch(model, spec):
+        expected = logits(model, tokens())
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        assert_close(logits(compiled, tokens()), expected)
+
+
+@pytest.mark.parametrize("spec", ROUTES)
+def test_patching_after_compiling_takes_effect_and_goes_away(llama, spec):
+    with patch(build(), spec) as handle:
+        expected = logits(handle.model, tokens())
+    plain = logits(llama, tokens())
+    compiled = torch.compile(llama, fullgraph=True, backend="eager")
+    assert_close(logits(compiled, tokens()), plain)
+    patch(compiled, spec)
+    assert_close(logits(compiled, tokens()), expected)
+    unpatch(compiled)
+    assert_close(logits(compiled, tokens()), plain)
+
+
+def test_one_graph_serves_texts_of_different_lengths(llama):
+    with patch(llama, "rerope:window=6+logn:training_length=8"):
+        compiled = torch.compile(llama, fullgraph=True, dynamic=True, backend="eager")
+        for length in (40, 33, 57):
+            assert_close(logits(compiled, tokens(length)), logits(llama, tokens(length)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [CASES["rerope"], COMPOSITIONS[2]])
+def test_generated_code_gives_the_logits_of_eager_mode(llama, spec):
+    with patch(llama, spec):
+        expected = logits(llama, tokens())
+        compiled = torch.compile(llama, fullgraph=True)
+        assert_close(logits(compiled, tokens()), expected, 1e-4)
+
+
+def test_decoding_with_a_compiled_model_equals_the_full_forward(llama):
+    with patch(llama, "rerope:window=6"):
+        expected = logits(llama, tokens(12))
+        compiled = torch.compile(llama, backend="eager")
+        assert_close(cached_logits(compiled, tokens(12), [8, 1, 3]), expected)

@@ -1,0 +1,104 @@
+"""Every way to execute a scheme gives the same logits and the same gradients."""
+
+import pytest
+import torch
+
+from rope_patch import get_scheme, native_scheme, patch
+from rope_patch.attention import chunked, engine
+from tests.cases import ALL, REPRESENTATIVE
+from tests.families import FAMILIES
+from tests.runs import (
+    assert_close,
+    assert_same_gradients,
+    gradients,
+    left_padded,
+    logits,
+    positions_of,
+    tokens,
+)
+
+STATIC = [spec for spec in ALL if get_scheme(spec).slots == {"frequencies"} and not get_scheme(spec).length_dependent]
+MODES = ["oracle", "chunked", "segmented", "auto"]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Let tiny texts take the ways that are meant for long ones."""
+    monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 300)
+    monkeypatch.setattr(engine, "SMALL", 16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spec", STATIC)
+def test_rotary_mount_equals_late_mount(model, spec):
+    with patch(model, spec) as handle:
+        assert handle.plan.rotary
+        assert not handle.plan.late
+        expected = logits(model, tokens(rows=2))
+    with patch(model, spec, mount="late") as handle:
+        assert handle.plan.late
+        assert not handle.plan.rotary
+        assert_close(logits(model, tokens(rows=2)), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spec", REPRESENTATIVE)
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.usefixtures("small_blocks")
+def test_logits_equal_those_of_the_literal_way(model, spec, mode):
+    batch, mask = left_padded([tokens(), tokens(17)])
+    inputs = {"attention_mask": mask, "position_ids": positions_of(mask)}
+    with patch(model, spec, mount="late", attention="oracle"):
+        expected = logits(model, batch, **inputs)[mask.bool()]
+    with patch(model, spec, attention=mode):
+        assert_close(logits(model, batch, **inputs)[mask.bool()], expected)
+
+
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.usefixtures("small_blocks")
+def test_gradients_equal_those_of_the_literal_way(llama, spec, mode):
+    with patch(llama, spec, mount="late", attention="oracle"):
+        expected = gradients(llama, tokens(rows=2))
+    with patch(llama, spec, attention=mode):
+        assert_same_gradients(gradients(llama, tokens(rows=2)), expected)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_small_blocks_really_split_the_queries(llama, monkeypatch):
+    calls = []
+    attend = chunked.oracle.attend
+    monkeypatch.setattr(chunked.oracle, "attend", lambda inputs: calls.append(inputs.q_length) or attend(inputs))
+    with patch(llama, "rerope", window=6, attention="chunked"):
+        logits(llama, tokens())
+    assert len(calls) > 2 * llama.config.num_hidden_layers
+    assert sum(calls) == tokens().shape[1] * llama.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_literal_native_scheme_has_the_gradients_of_the_plain_model(model, mode):
+    expected = gradients(model, tokens(rows=2))
+    with patch(model, native_scheme(model), mount="late", attention=mode):
+        assert_same_gradients(gradients(model, tokens(rows=2)), expected)
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_eager_attention_hands_out_the_patched_weights(llama, spec):
+    llama.set_attn_implementation("eager")
+    with torch.no_grad():
+        plain = llama(tokens(), output_attentions=True).attentions[0]
+        with patch(llama, spec):
+            found = llama(tokens(), output_attentions=True).attentions[0]
+    torch.testing.assert_close(found.sum(-1), torch.ones(found.shape[:-1]))
+    assert not found.triu(1).any()
+    assert torch.equal(found, plain) == (spec == "rope")
+
+
+def test_eager_weights_are_zero_beyond_the_window(llama):
+    with patch(llama, "window", window=7):
+        llama.set_attn_implementation("eager")
+        weights = llama(tokens(), output_attentions=True).attentions
+    for layer in weights:
+        assert not layer.tril(-7).any()
+        assert layer.diagonal(-6, -2, -1).all()

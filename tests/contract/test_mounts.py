@@ -1,0 +1,172 @@
+"""What is decided where: mounts from slots, layouts from measurement."""
+
+import pytest
+import torch
+from torch import nn
+
+from rope_patch import InvalidField, NothingToPatch, UnsupportedModel, get_scheme, patch, plan_mounts
+from rope_patch.models.base import read_stack
+from rope_patch.models.probe import measure_layout
+from rope_patch.rotary import RotaryLayout
+from tests.cases import ALL
+from tests.families import FAMILIES, build
+from tests.snapshots import snapshot
+
+HALVES = tuple(range(8)), tuple(range(8, 16))
+NEIGHBOURS = tuple(range(0, 16, 2)), tuple(range(1, 16, 2))
+LAYOUTS = dict.fromkeys(FAMILIES, HALVES) | {
+    "gpt_neox": (tuple(range(4)), tuple(range(4, 8))),
+    "cohere": NEIGHBOURS,
+    "glm": (tuple(range(0, 8, 2)), tuple(range(1, 8, 2))),
+}
+
+
+@pytest.mark.parametrize(
+    ("spec", "rotary", "late", "rotate_late"),
+    [
+        ("rope", True, False, False),
+        ("yarn:factor=4", True, False, False),
+        ("nope", True, False, False),
+        ("dynamic_ntk:factor=2,length=64", True, False, False),
+        ("dynamic_ntk:factor=2", False, True, True),
+        ("rerope:window=6", False, True, True),
+        ("leaky_rerope:window=6,factor=2", False, True, True),
+        ("window:window=6", False, True, False),
+        ("logn", False, True, False),
+        ("alibi", True, True, False),
+        ("rope+alibi", True, True, False),
+        ("yarn:factor=4+logn", True, True, False),
+        ("yarn:factor=4+rerope:window=6", True, True, True),
+        ("dynamic_ntk:factor=2+logn", False, True, True),
+    ],
+)
+def test_mounts_follow_from_slots(llama, spec, rotary, late, rotate_late):
+    plan = plan_mounts(get_scheme(spec), read_stack(llama))
+    assert (bool(plan.rotary), bool(plan.late), plan.rotate_late) == (rotary, late, rotate_late)
+    assert plan.late in ((), (0, 1))
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_late_is_obeyed(llama, spec):
+    plan = plan_mounts(get_scheme(spec), read_stack(llama), "late")
+    assert not plan.rotary
+    assert plan.late == (0, 1)
+    assert plan.rotate_late
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_planning_changes_nothing(llama, spec):
+    before = snapshot(llama)
+    plan_mounts(get_scheme(spec), read_stack(llama))
+    assert snapshot(llama) == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_left_alone_for_a_reason(model, family):
+    left = plan_mounts(get_scheme("rerope:window=6"), read_stack(model)).left_alone
+    expected = {"gemma3": [0, 2], "smollm3": [1, 3]}.get(family, [])
+    assert sorted(left) == expected
+    for reason in left.values():
+        assert reason.startswith("sliding window of 16" if family == "gemma3" else "layer without positions")
+
+
+def test_only_the_tables_of_full_attention_change():
+    model = build("gemma3")
+    rotary = model.model.rotary_emb
+    sliding, full = rotary.sliding_attention_inv_freq.clone(), rotary.full_attention_inv_freq.clone()
+    with patch(model, "pi", factor=4) as handle:
+        assert handle.plan.rotary == ("full_attention",)
+        assert torch.equal(rotary.sliding_attention_inv_freq, sliding)
+        assert torch.equal(rotary.full_attention_inv_freq, full / 4)
+
+
+def test_a_window_within_the_training_length_leaves_nothing_to_patch():
+    model = build("mistral", sliding_window=16)
+    before = snapshot(model)
+    with pytest.raises(NothingToPatch, match="sliding window of 16 within the training length of 32"):
+        patch(model, "rerope", window=6)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("mount", ["Late", "rotary", "", None])
+def test_an_unknown_mount_is_named(llama, mount):
+    with pytest.raises(InvalidField, match="allowed: auto, late"):
+        plan_mounts(get_scheme("rope"), read_stack(llama), mount)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_layout_of_every_family_is_measured(model, family, dtype):
+    before = snapshot(model.to(dtype).train())
+    layers = read_stack(model).layers
+    assert snapshot(model) == before
+    for layer in layers:
+        if family == "smollm3" and layer.index % 2:
+            assert layer.layout is None
+        else:
+            assert (layer.layout.first, layer.layout.second) == LAYOUTS[family]
+
+
+@pytest.mark.parametrize("name", ["half_split", "interleaved", "scattered"])
+def test_every_layout_rotates_its_pairs(name):
+    first, second = {
+        "half_split": ((1, 2), (3, 4)),
+        "interleaved": ((0, 2), (1, 3)),
+        "scattered": ((0, 5), (3, 1)),
+    }[name]
+    layout = RotaryLayout(first, second)
+    x, angle = torch.randn(2, 3, 7, 6, dtype=torch.float64), torch.randn(2, 1, 7, 2, dtype=torch.float64)
+    expected = x.clone()
+    for pair, (a, b) in enumerate(zip(first, second, strict=True)):
+        turned = torch.complex(x[..., a], x[..., b]) * torch.exp(1j * angle[..., pair])
+        expected[..., a], expected[..., b] = turned.real, turned.imag
+    torch.testing.assert_close(layout.rotate(x, angle.cos(), angle.sin()), expected)
+    torch.testing.assert_close(layout.rotate_into(torch.empty_like(x), x, angle.cos(), angle.sin()), expected)
+
+
+class Spoilt(nn.Module):
+    """An attention module that does something to queries and keys after they were rotated."""
+
+    def __init__(self, attention: nn.Module, spoil) -> None:
+        super().__init__()
+        self.attention, self.spoil = attention, spoil
+        self.config, self.layer_idx = attention.config, attention.layer_idx
+        self.head_dim = attention.head_dim
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        query, key, value = (
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.attention.q_proj, self.attention.k_proj, self.attention.v_proj)
+        )
+        query, key = self.spoil(*apply_rotary_pos_emb(query, key, *position_embeddings))
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
+        return attend(self, query, key, value, attention_mask, scaling=0.25)
+
+
+def spoilt(llama, spoil):
+    module = Spoilt(llama.model.layers[0].self_attn, spoil)
+    return measure_layout("attention", module, read_stack(llama).rotary[0])
+
+
+def test_an_attention_of_the_same_form_that_spoils_nothing_is_measured(llama):
+    layout = spoilt(llama, lambda query, key: (query, key))
+    assert (layout.first, layout.second) == HALVES
+
+
+SPOILS = {
+    "a norm": lambda q, k: (nn.functional.rms_norm(q, (16,), torch.linspace(0.5, 2, 16)), k),
+    "a norm of keys": lambda q, k: (q, nn.functional.rms_norm(k, (16,), torch.linspace(0.5, 2, 16))),
+    "a weight": lambda q, k: (q * torch.linspace(0.5, 2, 16), k),
+    "another layout": lambda q, k: (q, k.flip(-1)),
+    "a shared offset": lambda q, k: (q + 1, k + 1),
+    "a mixture": lambda q, k: (q + q.roll(1, -1), k + k.roll(1, -1)),
+}
+
+
+@pytest.mark.parametrize("what", SPOILS)
+def test_what_follows_the_rotation_is_refused(llama, what):
+    with pytest.raises(UnsupportedModel, match=r"^attention: "):
+        spoilt(llama, SPOILS[what])

@@ -1,0 +1,106 @@
+"""What holds for every scheme by what it declares of itself."""
+
+import pickle
+
+import pytest
+import torch
+
+from rope_patch import Compose, get_scheme, list_schemes, patch
+from rope_patch.schemes import scheme_class, scheme_from_dict
+from tests.cases import ALL, CASES, REPRESENTATIVE
+from tests.families import FAMILIES, TRAINING_LENGTH, build
+from tests.runs import assert_close, logits, tokens, usable_length
+
+
+def test_every_registered_scheme_has_a_case():
+    assert sorted(CASES) == list_schemes()
+    assert all(get_scheme(spec).name == name for name, spec in CASES.items())
+
+
+@pytest.mark.parametrize("name", list_schemes())
+def test_every_scheme_says_what_it_is_and_where_it_is_from(name):
+    cls = scheme_class(name)
+    assert cls.name == name
+    assert cls.equation
+    assert cls.source.title
+    assert cls.source.link.startswith("https://")
+    assert 2016 <= cls.source.year <= 2030
+    assert cls.regime in ("training-free", "fine-tune", "from-scratch")
+    assert len(cls.__doc__) > 60
+    assert not cls.__doc__.startswith(f"{cls.__name__}(")  # what a dataclass writes when nobody else did
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_schemes_survive_dict_string_and_pickle(spec):
+    scheme = get_scheme(spec)
+    assert scheme_from_dict(scheme.to_dict()) == scheme
+    assert get_scheme(str(scheme)) == scheme
+    assert pickle.loads(pickle.dumps(scheme)) == scheme
+    assert hash(pickle.loads(pickle.dumps(scheme))) == hash(scheme)
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_a_composition_of_one_is_that_scheme(llama, spec):
+    with patch(llama, spec):
+        expected = logits(llama, tokens())
+    with patch(llama, Compose(get_scheme(spec))):
+        assert torch.equal(logits(llama, tokens()), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spec", REPRESENTATIVE)
+@pytest.mark.parametrize("attention", ["auto", "segmented"])
+def test_a_later_token_changes_no_earlier_logit(model, spec, attention):
+    ids = tokens(rows=2)
+    changed = ids.clone()
+    changed[:, 25] = changed[:, 25] % 96 + 1
+    with patch(model, spec, attention=attention):
+        before, after = logits(model, ids), logits(model, changed)
+    assert_close(after[:, :25], before[:, :25], 1e-6)
+    assert (after[:, 25:] - before[:, 25:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("mode", ["auto", "oracle", "segmented"])
+def test_only_absolute_and_length_dependent_schemes_notice_a_shift(llama, spec, mode):
+    scheme, ids = get_scheme(spec), tokens()
+    positions = torch.arange(ids.shape[1])[None]
+    with patch(llama, spec, attention=mode):
+        # a multiple of every group size: groups are counted from position zero
+        shifted = logits(llama, ids, position_ids=positions + 48)
+        difference = (shifted - logits(llama, ids, position_ids=positions)).abs().max()
+    if scheme.absolute or scheme.length_dependent:
+        assert difference > 1e-3
+    else:
+        assert difference < 5e-5
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_finite_at_four_times_the_training_length(llama, spec):
+    with patch(llama, spec):
+        assert logits(llama, tokens(4 * TRAINING_LENGTH)).isfinite().all()
+
+
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+def test_bfloat16_is_close_to_float32(model, spec, family):
+    ids = tokens(usable_length(get_scheme(spec)))
+    with patch(model, spec):
+        expected = logits(model, ids)
+    model.bfloat16()
+    plain = (logits(model, ids).float() - logits(build(family), ids)).abs().mean()
+    with patch(model, spec):
+        found = logits(model, ids)
+    assert found.dtype == torch.bfloat16
+    # as far off as the plain model is under bfloat16, give or take
+    assert (found.float() - expected).abs().mean() < 3 * plain
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_float64_is_float32_with_more_digits(spec):
+    model = build().double()
+    with patch(model, spec):
+        found = logits(model, tokens())
+    assert found.dtype == torch.float64
+    with patch(build(), spec) as handle:
+        assert_close(found.float(), logits(handle.model, tokens()), 1e-4)
