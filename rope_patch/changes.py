@@ -75,7 +75,7 @@ class ConfigFork:
     def __init__(self, original: PreTrainedConfig, fork: PreTrainedConfig) -> None:
         self.original = original
         self.fork = fork
-        self._settled: dict[str, Any] = copy.copy(vars(fork))
+        self._settled: dict[str, Any] | None = None
 
     def settle(self) -> None:
         """Remember what the copy says now."""
@@ -83,9 +83,10 @@ class ConfigFork:
 
     def join(self) -> None:
         """Carry what the user changed meanwhile to the original, and leave the copy saying what the original says."""
-        for name, value in vars(self.fork).items():
-            if name not in self._settled or self._settled[name] is not value:
-                vars(self.original)[name] = value
+        if self._settled is not None:  # else the installation failed before the copy was anybody's but ours
+            for name, value in vars(self.fork).items():
+                if name not in self._settled or self._settled[name] is not value:
+                    vars(self.original)[name] = value
         vars(self.fork).clear()
         vars(self.fork).update(vars(self.original))
 

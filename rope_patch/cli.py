@@ -42,7 +42,7 @@ def run_politely(action: Any, interrupted: str = "interrupted") -> int:
     try:
         action()
     except (RopePatchError, OSError) as error:
-        print(f"rope-patch: {' '.join(str(error).split())}", file=sys.stderr)
+        _say(_one_line(error))
         return 2
     except KeyboardInterrupt:
         print(f"\nrope-patch: {interrupted}", file=sys.stderr)
@@ -51,7 +51,7 @@ def run_politely(action: Any, interrupted: str = "interrupted") -> int:
 
 
 def run_perplexity(experiment: Any) -> Any:
-    """Run an `Experiment`, saying on stderr what is done; the recipe calls this too.
+    """Run an `Experiment`, saying on stderr what it does; the recipe calls this too.
 
     Returns:
         the `Outcome`.
@@ -59,11 +59,8 @@ def run_perplexity(experiment: Any) -> Any:
     from rope_patch.evaluation.experiment import run
     from rope_patch.evaluation.loading import quiet_transformers
 
-    lengths = ", ".join(map(str, experiment.lengths))
-    text = experiment.text or experiment.dataset or "the held-out modules of Python's standard library"
-    _say(f"measuring {len(experiment.lines)} schemes at {lengths} tokens on {text}")
     with quiet_transformers():
-        return run(experiment)
+        return run(experiment, _say)
 
 
 def show_outcome(outcome: Any) -> None:
@@ -97,13 +94,19 @@ def _list(arguments: argparse.Namespace) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table()
-    for column in ("name", "class", "slot", "needs", "equation", "year", "source"):
-        table.add_column(column, no_wrap=column in ("name", "year"), overflow="fold")
+    table = Table(show_lines=True)  # two facts to a cell, so that it fits 80 columns
+    for column in ("name, class", "slot, needs", "year"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("equation, source", overflow="fold")
     for entry in schemes:
-        cells = [entry["name"], entry["class"], ", ".join(entry["slots"]), entry["needs"], entry["equation"]]
-        table.add_row(*cells, str(entry["year"]), entry["link"] or entry["source"])
+        table.add_row(
+            f"[bold]{entry['name']}[/bold]\n{entry['class']}",
+            f"{', '.join(entry['slots'])}\n{entry['needs']}",
+            str(entry["year"]),
+            Text(f"{entry['equation']}\n{entry['link'] or entry['source']}"),
+        )
     Console().print(table)
 
 
@@ -249,6 +252,12 @@ def _lengths(words: str) -> tuple[int, ...]:
         raise EvaluationError(
             f"lengths {words!r}: whole numbers with commas between them, such as 256,512,1024"
         ) from None
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
 
 
 def _say(sentence: str) -> None:

@@ -44,7 +44,20 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
             exported = said
         else:
             exported[layer_type] = said
+    _check_accepted(exported, config)
     return exported
+
+
+def _check_accepted(exported: dict[str, Any], config: Any) -> None:
+    """Some config classes refuse types that Transformers has, or read them as another one."""
+    family = type(config).__name__
+    try:
+        read = type(config).from_dict({**config.to_dict(), "rope_parameters": copy.deepcopy(exported)}).rope_parameters
+    except Exception as error:  # every config class has errors of its own
+        reason = str(error).splitlines()[-1].strip()
+        raise NotExpressible(f"{family} does not accept rope_parameters={exported}: {reason}") from error
+    if any(read.get(key) != value for key, value in exported.items() if not isinstance(value, dict)):
+        raise NotExpressible(f"{family} reads rope_parameters={exported} as {read}")
 
 
 def is_expressible(scheme: Scheme, config: Any) -> bool:

@@ -42,6 +42,12 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 _users: weakref.WeakSet[LateAttention] = weakref.WeakSet()
 
 
+def _forget_unused(name: str) -> None:
+    # counted by looking: a set of weak references still has the length it had before its members died
+    if not list(_users) and name in ALL_ATTENTION_FUNCTIONS._local_mapping:
+        del ALL_ATTENTION_FUNCTIONS[name]
+
+
 @dataclass
 class SharedTables:
     """What the layers of one stack compute once per forward: key positions, rotation tables, spans.
@@ -135,22 +141,22 @@ class LateAttention:
         self.anchor: PositionMap | None = None
         if self.anchored and self.regions:
             self.anchor = max(self.regions, key=lambda region: region.start).key_map
-        self._register()
 
-    def _register(self) -> None:
+    def register(self) -> None:
         """Make the attention function known to Transformers under its own name; no other name is touched."""
         ALL_ATTENTION_FUNCTIONS[self.implementation] = self.function
         _users.add(self)
+        # a patched model that is thrown away leaves nothing behind either
+        weakref.finalize(self, _forget_unused, self.implementation).atexit = False
 
     def release(self) -> None:
         """Forget this user of the name, and the name with the last of them."""
         _users.discard(self)
-        if not _users and self.implementation in ALL_ATTENTION_FUNCTIONS._local_mapping:
-            del ALL_ATTENTION_FUNCTIONS[self.implementation]
+        _forget_unused(self.implementation)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._register()
+        self.register()
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

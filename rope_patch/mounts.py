@@ -154,3 +154,4 @@ def _install_late(
     config._attn_implementation_internal = hook.implementation
     changes.set(layer.module, "config", config)
     changes.hook(layer.module, hook)
+    hook.register()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -76,3 +77,16 @@ class Grouped:
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         """phi of every position."""
         return positions.div(self.group_size, rounding_mode="floor") + self.shift
+
+
+@dataclass(frozen=True)
+class Periodic:
+    """phi(m) = min(m mod period + shift, most)."""
+
+    period: int
+    shift: int = 0
+    most: float = math.inf
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """phi of every position."""
+        return (positions % self.period + self.shift).clamp(max=self.most)

@@ -73,7 +73,7 @@ def late_attention(
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
     )
-    if implementation != "eager" and decode.applies(inputs, query, state.attention):
+    if implementation != "eager" and decode.applies(inputs, query, state.regions, state.attention):
         output = decode.attend(
             state.regions,
             lambda region: call.rotated_query(query, region.query_map) if state.rotate else query,

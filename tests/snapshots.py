@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rope_patch.late import IMPLEMENTATION
 from tests.runs import logits, tokens
 
 
@@ -43,5 +45,7 @@ def _value(value: Any) -> Any:
 
 
 def _registries() -> list[dict[Any, Any]]:
+    if IMPLEMENTATION in ALL_ATTENTION_FUNCTIONS:
+        gc.collect()  # of patched models that other tests threw away
     registries = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ROPE_INIT_FUNCTIONS)
     return [{key: registry[key] for key in registry} for registry in registries]

@@ -78,7 +78,7 @@ def test_an_unknown_missing_or_misplaced_field(llama, schemes, fields, said):
     assert_refused(llama, ValueError, said, *schemes, **fields)
 
 
-WRONG_NUMBERS = [True, "4", None, float("nan"), float("inf"), 0, -1, [4], 4j]
+WRONG_NUMBERS = [True, "4", None, float("nan"), float("inf"), 0, -1, (4,), 4j]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ QueryOf = Callable[[Region], torch.Tensor]
 KeyOf = Callable[[Region, slice], torch.Tensor]
 
 
-def applies(inputs: AttentionInputs, query: torch.Tensor, mode: AttentionMode) -> bool:
+def applies(inputs: AttentionInputs, query: torch.Tensor, regions: Sequence[Region], mode: AttentionMode) -> bool:
     """Whether a call, its branches not yet rotated, is one decoding step of the kind that `attend` computes."""
     return (
         mode in ("auto", "segmented")
@@ -31,7 +31,13 @@ def applies(inputs: AttentionInputs, query: torch.Tensor, mode: AttentionMode) -
         and (inputs.mask is None or inputs.mask.dtype == torch.bool)
         and not (torch.is_grad_enabled() and query.requires_grad)
         and not torch.compiler.is_compiling()
+        and (all(region.translation_invariant for region in regions) or _one_position(inputs.query_positions))
     )
+
+
+def _one_position(query_positions: torch.Tensor) -> bool:
+    """Whether all rows stand at the same position, so that chunks begin at the same slot in each."""
+    return len(query_positions) == 1 or bool((query_positions == query_positions[0]).all())
 
 
 def attend(regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: AttentionInputs) -> torch.Tensor:
@@ -46,10 +52,11 @@ def attend(regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: 
         inputs: the call; its branches are not used.
     """
     value, mask, slot = inputs.value, inputs.mask, int(inputs.query_start)
+    position = slot if all(region.translation_invariant for region in regions) else int(inputs.query_positions[0, 0])
     kernel = kernel_for(value)
     out = lse = None
     for region in regions:
-        slots = slots_of(region, slot)
+        slots = slots_of(region, slot, position)
         if slots.stop <= slots.start:
             continue
         # the heads that share keys are the rows of one product: keys are read once
@@ -66,11 +73,14 @@ def attend(regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: 
     return out.to(value.dtype).flatten(1, 2)[:, :, None]
 
 
-def slots_of(region: Region, slot: int) -> slice:
-    """The slots n with start <= slot - n < stop and n <= slot, for the query at `slot`."""
-    stop = slot - max(0, int(region.start)) + 1
-    start = 0 if region.stop == math.inf else slot - int(region.stop) + 1
-    return slice(max(0, start), max(0, stop))
+def slots_of(region: Region, slot: int, position: int) -> slice:
+    """The slots of the region for the query at `slot` and `position`, none of them after the query."""
+    behind = slot - position  # slot of a key minus its position
+    here = position // region.chunk
+    newest = (here - max(0, int(region.start)) + 1) * region.chunk - 1
+    oldest = -behind if region.stop == math.inf else (here - int(region.stop) + 1) * region.chunk
+    stop = min(newest, position, region.keys_below - 1) + 1
+    return slice(max(0, oldest + behind), max(0, int(stop) + behind))
 
 
 def _additive(mask: torch.Tensor | None, slots: slice, like: torch.Tensor) -> torch.Tensor | None:

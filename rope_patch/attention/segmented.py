@@ -100,7 +100,7 @@ def _work(span: Span, branches: list[Branch]) -> Iterator[tuple[Branch, Tile, In
     """Every tile of a span with the places of its queries and keys in the batch."""
     every = slice(None)
     for branch in branches:
-        for tile in tiles_of(branch.region or _ALL_PAIRS, span.q_length, span.offset):
+        for tile in tiles_of(branch.region or _ALL_PAIRS, span.q_length, span.offset, span.first_position):
             queries = slice(span.queries.start + tile.q0, span.queries.start + tile.q1)
             keys = slice(span.keys.start + tile.k0, span.keys.start + tile.k1)
             yield branch, tile, (span.rows, every, queries), (span.rows, every, keys)

@@ -41,33 +41,70 @@ class Tile:
         return (distance >= self.low) & (distance < self.high)
 
 
-def tiles_of(region: Region, q_length: int, offset: int) -> Iterator[Tile]:
+def tiles_of(region: Region, q_length: int, offset: int, first_position: int = 0) -> Iterator[Tile]:
     """Disjoint tiles that cover the pairs of a region with keys up to the query.
 
     Args:
         region: pairs by distance.
         q_length: number of queries of the span; query i stands `offset + i` after the first key.
         offset: distance from the first query to the first key.
+        first_position: position of the first key.
     """
-    low = max(0, int(region.start)) if region.start > -math.inf else 0
+    if region.stop <= 0:
+        return
+    if region.chunk > 1:
+        yield from _chunk_tiles(region, q_length, offset, first_position)
+        return
+    low = max(0, int(region.start))
     first = max(0, low - offset)  # the first query that sees anything
     if first >= q_length or region.stop <= low:
+        return
+    if region.keys_below < math.inf:
+        yield from _limited_tiles(first, q_length, offset + first - low, int(region.keys_below) - first_position)
         return
     # up to here a query sees every key that is at least `low` away; after it, the band has left the first key behind
     open_until = q_length if region.stop == math.inf else min(max(int(region.stop) - offset, first), q_length)
     if open_until > first:
-        yield from _wedge(first, open_until, offset + first - low)
+        yield from _wedge(first, open_until, 0, offset + first - low)
     for q0 in range(open_until, q_length, BAND_ROWS):
         q1 = min(q0 + BAND_ROWS, q_length)
         k0, k1 = max(0, offset + q0 - int(region.stop) + 1), offset + q1 - low
         yield Tile(q0, q1, k0, k1, "band", low, int(region.stop), shift=offset + q0 - k0)
 
 
-def _wedge(q0: int, q1: int, seen_by_first: int) -> Iterator[Tile]:
-    """Queries that see `seen_by_first` + 1 keys, then one more each."""
+def _wedge(q0: int, q1: int, k0: int, seen_by_first: int) -> Iterator[Tile]:
+    """Queries of which the first sees `seen_by_first` + 1 keys from `k0`, and each next one more."""
+    edge = k0 + seen_by_first
     if q1 - q0 == 1:
-        yield Tile(q0, q1, 0, seen_by_first + 1)
+        yield Tile(q0, q1, k0, edge + 1)
         return
     if seen_by_first:
-        yield Tile(q0, q1, 0, seen_by_first)
-    yield Tile(q0, q1, seen_by_first, seen_by_first + q1 - q0, "causal")
+        yield Tile(q0, q1, k0, edge)
+    yield Tile(q0, q1, edge, edge + q1 - q0, "causal")
+
+
+def _limited_tiles(q0: int, q1: int, seen_by_first: int, keys: int) -> Iterator[Tile]:
+    """A wedge cut off after the first `keys` keys."""
+    if keys <= 0:
+        return
+    full_from = min(max(q0 + keys - seen_by_first - 1, q0), q1)
+    if full_from > q0:
+        yield from _wedge(q0, full_from, 0, seen_by_first)
+    if full_from < q1:
+        yield Tile(full_from, q1, 0, keys)
+
+
+def _chunk_tiles(region: Region, q_length: int, offset: int, first_position: int) -> Iterator[Tile]:
+    """One row of tiles for each chunk of queries."""
+    size = region.chunk
+    start = first_position + offset  # position of the first query
+    for chunk in range(start // size, (start + q_length - 1) // size + 1):
+        q0, q1 = max(0, chunk * size - start), min(q_length, (chunk + 1) * size - start)
+        oldest = 0 if region.stop == math.inf else chunk - int(region.stop) + 1
+        k0 = max(0, oldest * size - first_position)
+        if region.start <= 0:
+            yield from _wedge(q0, q1, k0, offset + q0 - k0)
+            continue
+        k1 = (chunk - int(region.start) + 1) * size - first_position
+        if k1 > k0:
+            yield Tile(q0, q1, k0, k1)

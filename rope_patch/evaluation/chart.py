@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import ConnectionPatch
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from rope_patch.evaluation.report import Grid, cell, in_training_lengths
 from rope_patch.evaluation.results import Row
@@ -24,6 +24,9 @@ _REFERENCES: dict[str, dict[str, Any]] = {
     CUT: {"color": "#1A1A1A", "linestyle": (0, (5, 2)), "marker": "", "linewidth": 1.8},
 }
 _INK, _FAINT = "#222222", "#777777"
+_WIDTH, _LEFT = 13.6, 0.055
+_CLOSE_UP = 0.1
+"""How many nats above attention cut at L the close-up shows at least."""
 
 
 def save(rows: Sequence[Row], path: str | Path) -> Path:
@@ -51,22 +54,32 @@ def figure(rows: Sequence[Row]) -> Figure:
         EvaluationError: see `Grid.of`.
     """
     grid = Grid.of(rows)
-    height = max(4.8, 1.9 + 0.30 * (len(grid.lines) + 2))
-    drawn = Figure(figsize=(13.6, height), facecolor="white")
-    top, bottom = 1 - 0.92 / height, 0.80 / height
-    chart = drawn.add_axes((0.055, bottom, 0.46, top - bottom))
-    legend = drawn.add_axes((0.545, bottom, 0.445, top - bottom))
+    close_up = CUT in grid.lines and len(grid.lines) > 1
+    upper = max(3.4, 0.31 * (len(grid.lines) + 1))  # inches; the table needs a fixed height per row
+    lower = 1.7 if close_up else 0.0
+    height = 0.95 + upper + (lower + 0.45 if close_up else 0.0) + 0.95
+    drawn = Figure(figsize=(_WIDTH, height), facecolor="white")
+    floor = 1 - (0.95 + upper) / height
+    chart = drawn.add_axes((_LEFT, floor, 0.455, upper / height))
+    legend = drawn.add_axes((0.545, floor, 0.445, upper / height))
     styles = _styles(grid)
     _draw_lines(chart, grid, styles)
     _draw_table(legend, chart, grid, styles)
-    drawn.text(0.055, 1 - 0.30 / height, "Perplexity against context length", size=15, weight="bold", color=_INK)
-    drawn.text(0.055, 1 - 0.56 / height, _subtitle(grid), size=9.5, color=_FAINT)
-    drawn.text(0.055, 0.12 / height, "   ".join(grid.notes()[1:]), size=8.5, color=_FAINT)
+    lowest = chart
+    if close_up:
+        lowest = drawn.add_axes((_LEFT, 0.95 / height, 0.455, lower / height), sharex=chart)
+        _draw_close_up(lowest, grid, styles)
+        _explain_close_up(drawn, (0.95 + lower) / height)
+        chart.tick_params(labelbottom=False)
+    lowest.set_xlabel("context length in training lengths, and in tokens", size=9.5, color=_INK)
+    drawn.text(_LEFT, 1 - 0.34 / height, "Perplexity against context length", size=15, weight="bold", color=_INK)
+    drawn.text(_LEFT, 1 - 0.60 / height, _subtitle(grid), size=9.5, color=_FAINT)
+    drawn.text(_LEFT, 0.14 / height, "   ".join(grid.notes()[1:]), size=8.5, color=_FAINT)
     return drawn
 
 
 def _subtitle(grid: Grid) -> str:
-    return f"{grid.any.model}, trained at L = {grid.any.training_length}. {grid.notes()[0]}"
+    return f"{grid.name_of_model}, trained at L = {grid.any.training_length}. {grid.notes()[0]}"
 
 
 def _styles(grid: Grid) -> dict[str, dict[str, Any]]:
@@ -90,7 +103,7 @@ def _draw_lines(chart: Any, grid: Grid, styles: dict[str, dict[str, Any]]) -> No
     chart.set_xscale("log", base=2)
     chart.set_yscale("log")
     for line in grid.lines:
-        values = [math.exp(min(grid.nll(line, length), 700)) for length in grid.lengths]
+        values = [_perplexity(grid.nll(line, length)) for length in grid.lengths]
         chart.plot(multiples, values, zorder=2 if line in _REFERENCES else 3, **styles[line])
     chart.axvline(1, color=_FAINT, linewidth=1, linestyle=":", zorder=1)
     chart.annotate(
@@ -111,8 +124,38 @@ def _draw_lines(chart: Any, grid: Grid, styles: dict[str, dict[str, Any]]) -> No
     chart.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     chart.yaxis.set_minor_formatter(NullFormatter())
     chart.yaxis.set_minor_locator(NullLocator())
-    chart.set_xlabel("context length in training lengths, and in tokens", size=9.5, color=_INK)
     chart.set_ylabel("perplexity", size=9.5, color=_INK)
+    _tidy(chart)
+
+
+def _draw_close_up(chart: Any, grid: Grid, styles: dict[str, dict[str, Any]]) -> None:
+    """NLL minus that of attention cut at L: below zero, the context beyond L is worth something."""
+    training_length = grid.any.training_length
+    differences = {
+        line: [grid.nll(line, length) - grid.nll(CUT, length) for length in grid.lengths] for line in grid.lines
+    }
+    for line, values in differences.items():
+        multiples = [length / training_length for length in grid.lengths]
+        chart.plot(multiples, values, zorder=2 if line in _REFERENCES else 3, **styles[line])
+    gain = max((-value for values in differences.values() for value in values if value < 0), default=0.0)
+    chart.set_ylim(-max(1.25 * gain, 0.3 * _CLOSE_UP), max(1.5 * gain, _CLOSE_UP))
+    chart.axvline(1, color=_FAINT, linewidth=1, linestyle=":", zorder=1)
+    chart.yaxis.set_major_locator(MaxNLocator(5))
+    chart.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+.2f}" if round(value, 6) else "0"))
+    chart.set_ylabel("nats above the cut", size=9.5, color=_INK)
+    _tidy(chart)
+
+
+def _explain_close_up(drawn: Figure, y: float) -> None:
+    lines = (
+        "Close up: NLL minus that of attention cut at L.",
+        "Below zero, what lies beyond L helps to predict the same tokens;",
+        "above, the scheme costs more than forgetting would.",
+    )
+    drawn.text(0.596, y, "\n".join(lines), size=9, color=_FAINT, va="top", linespacing=1.5)
+
+
+def _tidy(chart: Any) -> None:
     chart.grid(axis="y", color="#E6E6E6", linewidth=0.8)
     chart.set_axisbelow(True)
     chart.tick_params(length=0, labelsize=9, colors=_INK)
@@ -127,9 +170,9 @@ def _draw_table(legend: Any, chart: Any, grid: Grid, styles: dict[str, dict[str,
     legend.set_ylim(0, 1)
     legend.axis("off")
     training_length = grid.any.training_length
-    columns = [0.44 + 0.56 * (i + 1) / len(grid.lengths) for i in range(len(grid.lengths))]
-    pitch = min(1 / (len(grid.lines) + 1), 0.09)
-    header = 0.5 + pitch * len(grid.lines) / 2
+    columns = [0.48 + 0.52 * (i + 1) / len(grid.lengths) for i in range(len(grid.lengths))]
+    pitch = 1 / (len(grid.lines) + 0.5)
+    header = 1 - pitch / 4
     legend.text(0.115, header, "NLL, nats per token", size=8.5, color=_FAINT, va="center")
     for x, length in zip(columns, grid.lengths, strict=True):
         label = in_training_lengths(length, training_length)
@@ -154,7 +197,7 @@ def _draw_table(legend: Any, chart: Any, grid: Grid, styles: dict[str, dict[str,
                 family="DejaVu Sans Mono",
             )
         if not math.isnan(nll := grid.nll(line, longest)):
-            end = (longest / training_length, math.exp(min(nll, 700)))
+            end = (longest / training_length, _perplexity(nll))
             thread = ConnectionPatch(
                 end,
                 (0.04, y),
@@ -169,10 +212,14 @@ def _draw_table(legend: Any, chart: Any, grid: Grid, styles: dict[str, dict[str,
             legend.figure.add_artist(thread)
 
 
+def _perplexity(nll: float) -> float:
+    return math.exp(min(nll, 100.0))  # beyond, a logarithmic axis overflows and nobody reads it
+
+
 def _or_lowest(nll: float) -> float:
     return -math.inf if math.isnan(nll) else nll
 
 
 def _fitting(name: str) -> float:
     """A size in points at which a long name stays out of the first column of numbers."""
-    return min(9.0, 9.0 * 30 / len(name))
+    return min(9.0, 9.0 * 31 / len(name))

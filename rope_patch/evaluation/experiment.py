@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,11 @@ class Experiment:
         return (*missing, *self.schemes)
 
     @property
+    def source(self) -> str:
+        """The text, for people."""
+        return self.text or self.dataset or "the held-out modules of Python's standard library"
+
+    @property
     def checkpoint(self) -> str:
         """The folder or the id that is loaded."""
         return self.model or default_checkpoint()
@@ -120,8 +126,12 @@ class Outcome:
     picture: Path
 
 
-def run(experiment: Experiment) -> Outcome:
+def run(experiment: Experiment, say: Callable[[str], None] = lambda _: None) -> Outcome:
     """Measure, writing every row to disk as it comes, and draw the chart. Started again, it goes on where it stopped.
+
+    Args:
+        experiment: what to measure.
+        say: is told, in a sentence each, what happens and what the reader of the results should know.
 
     Raises:
         RopePatchError, OSError: something is wrong with the description, the checkpoint, the text or the output
@@ -133,10 +143,13 @@ def run(experiment: Experiment) -> Outcome:
     for line in experiment.lines:
         scheme_at(line, 1, 2**62)  # spelling only: the model is not there yet
     results = ResultFile(Path(experiment.output) / "perplexity.jsonl")
+    lengths = ", ".join(map(str, experiment.lengths))
+    say(f"measuring {len(experiment.lines)} schemes at {lengths} tokens on {experiment.source}")
     corpus = _corpus(experiment)
     model = load_model(checkpoint, dtype=experiment.dtype, device=experiment.device, attention=experiment.attention)
-    if find_handle(model) is not None:
-        unpatch(model)  # saved under a scheme: what is measured is the checkpoint, and the schemes that were named
+    if (handle := find_handle(model)) is not None:
+        say(f"the checkpoint was saved under {handle.scheme}; it is measured without, unless a line names the scheme")
+        unpatch(model)
     rows = measure(
         model,
         load_tokenizer(checkpoint),

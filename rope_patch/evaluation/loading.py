@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.utils import logging as hub_logging
 from torch import nn
 from transformers import AutoTokenizer
 
@@ -83,12 +84,15 @@ def quiet_transformers() -> Iterator[None]:
     """Without Transformers' load reports, advice and progress bars, which a command line would drown in."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_verbosity = hub_logging.get_verbosity()
     logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub_verbosity)
         if bars:
             logging.enable_progress_bar()
 

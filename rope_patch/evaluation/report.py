@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -54,6 +55,11 @@ class Grid:
     def any(self) -> Row:
         """A row, for what is the same in all of them."""
         return next(iter(self.rows.values()))
+
+    @property
+    def name_of_model(self) -> str:
+        """The model without the folders above it."""
+        return Path(self.any.model).name
 
     def nll(self, line: str, length: int) -> float:
         """NLL of one cell, NaN where it is missing."""
@@ -122,7 +128,7 @@ def table(rows: Sequence[Row]) -> Group:
     """
     grid = Grid.of(rows)
     training_length = grid.any.training_length
-    shown = Table(title=f"{grid.any.model}: NLL by context length (L = {training_length})", title_justify="left")
+    shown = Table()
     shown.add_column("scheme", overflow="fold", min_width=12)
     for length in grid.lengths:
         header = f"{length}\n{in_training_lengths(length, training_length)}"
@@ -130,7 +136,9 @@ def table(rows: Sequence[Row]) -> Group:
     for line in grid.lines:
         cells = [_styled(grid, line, length) for length in grid.lengths]
         shown.add_row(Text(grid.name(line), style="dim" if line in _NAMES else ""), *cells)
-    return Group(shown, *(Text(note, style="dim") for note in ["* best of its column", *grid.notes()]))
+    title = Text(f"{grid.name_of_model}: NLL in nats per token by context length, L = {training_length}", style="bold")
+    notes = [Text(note, style="dim") for note in ("* best of its column", *grid.notes())]
+    return Group(title, shown, *notes)
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:

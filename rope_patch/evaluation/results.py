@@ -162,9 +162,9 @@ class ResultFile:
                 file.write(row.to_json().encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            except OSError:
+            except OSError as error:
                 os.truncate(self.path, end)
-                raise
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._rows[row.key()] = row
 
     def _read(self) -> dict[str, Row]:
@@ -187,10 +187,13 @@ class ResultFile:
 
 def _require_room(folder: Path) -> None:
     """Write something and delete it: a read-only or full folder is better known before hours of work than after."""
-    with tempfile.TemporaryFile(dir=folder) as probe:
-        probe.write(bytes(_PROBE_BYTES))
-        probe.flush()
-        os.fsync(probe.fileno())
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(_PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
 def weights_fingerprint(model: nn.Module) -> str:

@@ -161,11 +161,11 @@ def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
     types: list[str | None] = [None]
     if "inv_freq" not in buffers:
         types = [name.removesuffix("_inv_freq") for name in buffers if not name.endswith("original_inv_freq")]
-    bases = {layer_type: entry.get("rope_theta") for layer_type, entry in rope_entries(config).items()}
+    entries = rope_entries(config)
     for layer_type in types:
-        if not bases.get(layer_type):
+        if not entries.get(layer_type, {}).get("rope_theta"):
             raise UnsupportedModel(f"{type(config).__name__} says no `rope_theta` for layer type {layer_type!r}")
-    return tuple(RotaryTables(module, layer_type, bases[layer_type]) for layer_type in types)
+    return tuple(RotaryTables(module, layer_type, entries[layer_type]["rope_theta"]) for layer_type in types)
 
 
 def _attention_modules(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:

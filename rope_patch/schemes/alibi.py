@@ -37,12 +37,7 @@ class ALiBi(Scheme):
     def __post_init__(self) -> None:
         self._require("symmetric", bool, True, "True or False")
         if self.slopes is not None:
-            numeric = isinstance(self.slopes, (tuple, list)) and all(
-                isinstance(s, (int, float)) and not isinstance(s, bool) and math.isfinite(s) for s in self.slopes
-            )
-            if not numeric or not self.slopes:
-                raise InvalidField(f"alibi: slopes={self.slopes!r} is not allowed; slopes must be one number per head")
-            object.__setattr__(self, "slopes", tuple(float(s) for s in self.slopes))
+            object.__setattr__(self, "slopes", self._numbers("slopes", "head"))
 
     @property
     def causal_only(self) -> bool:  # type: ignore[override]

@@ -38,22 +38,32 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Region:
-    """The pairs (m, n) with start <= m - n < stop, and the positions that rotate there.
+    """The pairs (m, n) with start <= floor(m/chunk) - floor(n/chunk) < stop, and the positions that rotate there.
 
     Attributes:
         query_map, key_map: phi_q and phi_k of this region.
-        start, stop: bounds of the distance m - n in tokens; infinite where open.
+        start, stop: bounds of the distance; infinite where open.
+        chunk: the unit of distance in tokens.
+        keys_below: only keys at positions below this belong to the region.
     """
 
     query_map: PositionMap
     key_map: PositionMap
     start: float = -math.inf
     stop: float = math.inf
+    chunk: int = 1
+    keys_below: float = math.inf
 
     def contains(self, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
         """Boolean, the broadcast shape of `m` and `n`."""
-        distance = m - n
-        return (distance >= self.start) & (distance < self.stop)
+        unit, mode = self.chunk, "floor"
+        distance = m - n if unit == 1 else m.div(unit, rounding_mode=mode) - n.div(unit, rounding_mode=mode)
+        return (distance >= self.start) & (distance < self.stop) & (n < self.keys_below)
+
+    @property
+    def translation_invariant(self) -> bool:
+        """Whether membership depends on m - n alone."""
+        return self.chunk == 1 and self.keys_below == math.inf
 
 
 class Scheme:
@@ -170,6 +180,18 @@ class Scheme:
         if optional and value is None:
             return
         self._require(field, float, isinstance(value, (int, float)) and value > 0, "a number above 0")
+
+    def _numbers(self, field: str, meaning: str) -> tuple[float, ...]:
+        """Check a field that is a list of finite positive numbers, `meaning` being what each is for."""
+        value = getattr(self, field)
+        numeric = isinstance(value, (tuple, list)) and all(
+            isinstance(item, (int, float)) and not isinstance(item, bool) and 0 < item < math.inf for item in value
+        )
+        if not numeric or not value:
+            raise InvalidField(
+                f"{self.name}: {field}={value!r} is not allowed; {field} must be one number above 0 per {meaning}"
+            )
+        return tuple(float(item) for item in value)
 
     def _one_of(self, field: str, allowed: tuple[str, ...]) -> None:
         """Check a field that names a variant."""

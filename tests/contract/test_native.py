@@ -57,9 +57,10 @@ def test_native_scheme_is_read_from_rope_parameters(rope_type, mount):
             assert_close(logits(handle.model, tokens(length)), expected)
 
 
-def test_a_native_type_without_a_scheme_is_said():
-    with pytest.raises(UnsupportedModel, match="'llama3'"):
-        native_scheme(build(rope_parameters=LLAMA3))
+def test_a_native_type_without_a_scheme_is_said(llama):
+    llama.config.rope_parameters = {"rope_type": "spiral", "rope_theta": 10000.0}
+    with pytest.raises(UnsupportedModel, match="'spiral'"):
+        native_scheme(llama)
 
 
 def test_segments_keep_the_frequencies_of_the_checkpoint():

@@ -1,6 +1,7 @@
 """What a patch changed is taken back bit for bit, and nothing else was touched."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch import NotPatched, patch, unpatch
+from rope_patch.late import IMPLEMENTATION
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
 from tests.families import FAMILIES, build, config_of, from_config
 from tests.runs import generated, logits, tokens
@@ -88,6 +90,7 @@ def test_two_models_carry_two_schemes(llama):
 
 def test_the_attention_registry_is_clean_after_the_last_patch(llama):
     other = build()
+    gc.collect()
     names = set(ALL_ATTENTION_FUNCTIONS.valid_keys())
     one, two = patch(llama, "rerope:window=6"), patch(other, "alibi")
     assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) > names
@@ -95,6 +98,12 @@ def test_the_attention_registry_is_clean_after_the_last_patch(llama):
     logits(other, tokens())
     two.remove()
     assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) == names
+
+
+def test_a_patched_model_that_is_thrown_away_leaves_no_name_behind():
+    patch(build(), "rerope:window=6")
+    gc.collect()
+    assert IMPLEMENTATION not in ALL_ATTENTION_FUNCTIONS
 
 
 @pytest.mark.parametrize("spec", ROUTES)

@@ -1,0 +1,61 @@
+"""Dual chunk attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from rope_patch.errors import InvalidField
+from rope_patch.positions import Constant, Periodic
+from rope_patch.schemes.base import Checkpoint, Region, Scheme, Source
+
+
+@dataclass(frozen=True)
+class DualChunkAttention(Scheme):
+    """Keys keep their place within a chunk; the query's place depends on how many chunks back it looks.
+
+    With the period s = chunk_size - local_window and r = m mod s the query stands at r for its own chunk, at
+    min(r + s, chunk_size) for the one before, so that neighbours across the border keep their distance, and at
+    min(2s - 1, chunk_size) for all earlier ones. No distance exceeds the chunk size. This is the released code; the
+    paper's s is three quarters of the training length.
+
+    Args:
+        chunk_size: in tokens, at least 2; default three quarters of the training length.
+        local_window: in tokens, at least 1 and below chunk_size; default an eighth of the training length.
+    """
+
+    name = "dca"
+    equation = "key n mod s; query r, min(r + s, c), min(2s - 1, c) for the same, the previous and earlier chunks"
+    source = Source(
+        "Training-Free Long-Context Scaling of Large Language Models",
+        2024,
+        "https://arxiv.org/abs/2402.17463",
+        "https://github.com/HKUNLP/ChunkLlama",
+    )
+    absolute = True
+    causal_only = True
+
+    chunk_size: int | None = None
+    local_window: int | None = None
+
+    def __post_init__(self) -> None:
+        self._at_least("chunk_size", 2, int, optional=True)
+        self._at_least("local_window", 1, int, optional=True)
+        if self.chunk_size is not None and self.local_window is not None and self.local_window >= self.chunk_size:
+            raise InvalidField(f"dca: local_window={self.local_window} must be below chunk_size={self.chunk_size}")
+
+    def resolve(self, checkpoint: Checkpoint) -> Scheme:
+        chunk_size = self.chunk_size or max(2, 3 * checkpoint.training_length // 4)
+        local_window = self.local_window or max(1, min(checkpoint.training_length // 8, chunk_size - 1))
+        return dataclasses.replace(self, chunk_size=chunk_size, local_window=local_window)
+
+    def segments(self) -> tuple[Region, ...]:
+        if self.chunk_size is None or self.local_window is None:
+            raise ValueError("dca: resolve() has to fill in the chunk size first")
+        c, s = self.chunk_size, self.chunk_size - self.local_window
+        key = Periodic(s)
+        return (
+            Region(Periodic(s), key, start=0, stop=1, chunk=s),
+            Region(Periodic(s, shift=s, most=c), key, start=1, stop=2, chunk=s),
+            Region(Constant(min(2 * s - 1, c)), key, start=2, chunk=s),
+        )

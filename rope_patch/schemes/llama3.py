@@ -1,0 +1,61 @@
+"""The frequency scaling of Llama 3.1."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rope_patch.errors import InvalidField
+from rope_patch.rotary import inverse_frequencies
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.typing import Frequencies, RotarySpec
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(Scheme):
+    """Pairs with short wavelengths stay, those with long ones are divided by k, and a linear blend leads across.
+
+    Args:
+        factor: k, at least 1; 8 in Llama 3.1.
+        low_freq_factor: wavelengths above L / this are divided by k; 1 in Llama 3.1.
+        high_freq_factor: wavelengths below L / this stay; 4 in Llama 3.1; above low_freq_factor.
+        original_max_position_embeddings: L in tokens; default from the checkpoint; 8192 in Llama 3.1.
+    """
+
+    name = "llama3"
+    equation = "theta_i (s + (1 - s)/k), s = clamp((L theta_i / 2 pi - low) / (high - low), 0, 1)"
+    source = Source("The Llama 3 Herd of Models", 2024, "https://arxiv.org/abs/2407.21783")
+    regime = "fine-tune"
+    rope_type = "llama3"
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        self._at_least("factor", 1, float)
+        self._above_zero("low_freq_factor")
+        self._above_zero("high_freq_factor")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise InvalidField(
+                f"llama3: high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}"
+            )
+        self._at_least("original_max_position_embeddings", 1, int, optional=True)
+
+    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        trained = self.original_max_position_embeddings or rotary.training_length
+        inv_freq = inverse_frequencies(rotary.dim, rotary.base)
+        wavelength = 2 * math.pi / inv_freq
+        kept = (trained / wavelength - low) / (high - low)
+        blended = (1 - kept) * inv_freq / self.factor + kept * inv_freq
+        scaled = torch.where(wavelength > trained / low, inv_freq / self.factor, blended)
+        return Frequencies(torch.where(wavelength < trained / high, inv_freq, scaled))
+
+    def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
+        trained = self.original_max_position_embeddings or rotary.training_length
+        return {**super().rope_parameters(rotary), "original_max_position_embeddings": trained}

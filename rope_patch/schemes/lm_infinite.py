@@ -1,0 +1,46 @@
+"""LM-Infinite: the first tokens and the last ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rope_patch.positions import Constant, Identity
+from rope_patch.schemes.base import Region, Scheme, Source
+
+
+@dataclass(frozen=True)
+class LMInfinite(Scheme):
+    """Attend a local window and the first few tokens, which carry what the softmax needs as a rest, and cap distances.
+
+    Args:
+        local_window: w in tokens, at least 1.
+        n_global: how many tokens at the start stay visible, at least 0.
+    """
+
+    name = "lm_infinite"
+    equation = "attend n < n_global or m - n < w; distance = min(m - n, w)"
+    source = Source(
+        "LM-Infinite: Zero-Shot Extreme Length Generalization for Large Language Models",
+        2023,
+        "https://arxiv.org/abs/2308.16137",
+        "https://github.com/Glaciohound/LM-Infinite",
+    )
+    causal_only = True
+
+    local_window: int
+    n_global: int = 10
+
+    def __post_init__(self) -> None:
+        self._at_least("local_window", 1, int)
+        self._at_least("n_global", 0, int)
+
+    @property
+    def absolute(self) -> bool:  # type: ignore[override]
+        return self.n_global > 0
+
+    def segments(self) -> tuple[Region, ...]:
+        w = self.local_window
+        return (
+            Region(Identity(), Identity(), start=1 - w, stop=w),
+            Region(Constant(w), Constant(0), start=w, keys_below=self.n_global),
+        )

@@ -1,0 +1,47 @@
+"""NTK-RoPE-mixed: a smoothly growing share of the interpolation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.rotary import inverse_frequencies
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.typing import Frequencies, RotarySpec
+
+
+@dataclass(frozen=True)
+class NTKMixed(Scheme):
+    """Every pair is slowed by its own factor, from almost 1 for the fastest to exactly k for the slowest.
+
+    In the digits of a mixed base, the factors of all digits multiply to k; letting them grow with a power of the
+    index below 1 spends more of them on the fast pairs than one common base does.
+
+    Args:
+        factor: k, at least 1.
+        exponent: of the index, above 0; 0.625 in the post, 0.75 in the released code.
+    """
+
+    name = "ntk_mixed"
+    equation = "theta_i exp(-a (i+1)^exponent), a = ln k / (d/2)^exponent"
+    source = Source(
+        "Transformer upgrade 11: taking base-beta positions to the end",
+        2023,
+        "https://kexue.fm/archives/9706",
+        "https://github.com/bojone/rerope",
+    )
+
+    factor: float
+    exponent: float = 0.625
+
+    def __post_init__(self) -> None:
+        self._at_least("factor", 1, float)
+        self._above_zero("exponent")
+
+    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+        pairs = rotary.dim // 2
+        slope = math.log(self.factor) / pairs**self.exponent
+        slowed = (-slope * torch.arange(1, pairs + 1).double() ** self.exponent).exp().float()
+        return Frequencies(inverse_frequencies(rotary.dim, rotary.base) * slowed)

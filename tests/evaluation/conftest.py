@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TRAINING_LENGTH = 16
+
+
+def byte_tokenizer(bos: bool = False) -> PreTrainedTokenizerFast:
+    """One token per byte; with `bos`, a start-of-text token in front of every text."""
+    from tokenizers.processors import TemplateProcessing
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0, **{letter: i for i, letter in enumerate(letters, start=1)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if bos:
+        tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=TRAINING_LENGTH,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8.0)  # far from uniform predictions, so that a wrong row shows
+    return model.eval()
+
+
+def documents(*lengths: int) -> list[dict[str, str]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {"name": f"d{i}", "text": "".join(chr(97 + int(c)) for c in torch.randint(26, (n,), generator=generator))}
+        for i, n in enumerate(lengths)
+    ]
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny") / "checkpoint"
+    tiny_llama().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,157 @@
+"""The house: floors, sizes, and that importing does nothing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rope_patch
+from rope_patch import list_schemes
+from rope_patch.schemes import scheme_class
+
+PACKAGE = Path(rope_patch.__file__).parent
+ROOT = PACKAGE.parent
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+FLOORS = [
+    {"errors", "typing", "version"},
+    {"positions", "rotary", "buckets"},
+    {"schemes"},
+    {"attention"},
+    {"models"},
+    {"changes", "late", "scoring", "mounts"},
+    {"export", "patch", "persistence", "describe"},
+    {"evaluation"},
+    {"cli"},
+]
+"""Parts of the package from the ground up; none imports from a floor above it."""
+
+TRANSFORMERS = {"models", *FLOORS[5], *FLOORS[6], "evaluation", "cli"}
+"""Parts that may import Transformers."""
+
+SCHEME_TOOLS = {"rope_patch.schemes.base", "rope_patch.schemes.compose", "rope_patch.schemes.registry"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Full names of every module that a file imports from, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            # `from package import module` imports the module, `from module import name` does not
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (inner & MODULES.keys()) or {node.module}
+    return found
+
+
+def floor_of(module: str) -> int:
+    part = module.split(".")[1]
+    found = [index for index, floor in enumerate(FLOORS) if part in floor]
+    assert found, f"{module} stands on no floor"
+    return found[0]
+
+
+def scheme_files() -> list[str]:
+    return [module for module in MODULES if module.startswith("rope_patch.schemes.") and module not in SCHEME_TOOLS]
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module != "rope_patch"])
+def test_no_floor_imports_from_above(module):
+    for imported in imports_of(MODULES[module]):
+        if imported.startswith("rope_patch."):
+            assert floor_of(imported) <= floor_of(module), f"{module} imports {imported}"
+        assert imported != "rope_patch" or floor_of(module) >= 7, f"{module} imports the public face"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_upper_floors_import_transformers(module):
+    uses = any(imported.split(".")[0] == "transformers" for imported in imports_of(MODULES[module]))
+    assert not uses or module.split(".")[1] in TRANSFORMERS
+
+
+@pytest.mark.parametrize("module", scheme_files())
+def test_a_scheme_imports_no_other_scheme(module):
+    assert not imports_of(MODULES[module]) & ({*scheme_files(), "rope_patch.schemes"} - {module})
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("rope_patch.attention")])
+def test_attention_knows_no_concrete_scheme(module):
+    imported = {name for name in imports_of(MODULES[module]) if name.startswith("rope_patch.schemes")}
+    assert imported <= {"rope_patch.schemes.base"}
+
+
+def test_the_floors_are_checked_at_all():
+    assert imports_of(MODULES["rope_patch.patch"]) >= {"rope_patch.mounts", "rope_patch.models.base"}
+    assert floor_of("rope_patch.patch") > floor_of("rope_patch.models.base") > floor_of("rope_patch.schemes.base")
+
+
+@pytest.mark.parametrize("path", sorted([*ROOT.glob("*/**/*.py")]), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_is_long(path):
+    assert len(path.read_text().splitlines()) <= 500
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_says_what_it_is_for(module):
+    source = MODULES[module].read_text()
+    assert not source.strip() or ast.get_docstring(ast.parse(source)) or module.endswith("version")
+
+
+@pytest.mark.parametrize("name", list_schemes())
+def test_every_scheme_has_an_oracle_of_its_own(name):
+    file = scheme_class(name).__module__.rpartition(".")[2]
+    assert (ROOT / "tests" / "schemes" / f"test_{file}.py").is_file()
+
+
+def test_every_scheme_is_part_of_the_public_face():
+    for name in list_schemes():
+        assert scheme_class(name).__name__ in rope_patch.__all__
+    assert all(hasattr(rope_patch, name) for name in rope_patch.__all__)
+    assert rope_patch.__all__ == sorted(set(rope_patch.__all__), key=rope_patch.__all__.index)
+
+
+SNAPSHOT = """
+import json, sys
+import torch, transformers
+from transformers import cache_utils, masking_utils, modeling_rope_utils, modeling_utils
+from transformers.models.llama import modeling_llama
+from transformers.models.gemma3 import modeling_gemma3
+
+modules = [transformers.PreTrainedModel, transformers.PreTrainedConfig, transformers.GenerationMixin, torch.nn.Module]
+modules += [cache_utils, masking_utils, modeling_rope_utils, modeling_utils, modeling_llama, modeling_gemma3]
+
+def state():
+    registries = {
+        "attention": {key: id(modeling_utils.ALL_ATTENTION_FUNCTIONS[key])
+                      for key in modeling_utils.ALL_ATTENTION_FUNCTIONS},
+        "masks": {key: id(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[key])
+                  for key in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS},
+        "rope": {key: id(value) for key, value in modeling_rope_utils.ROPE_INIT_FUNCTIONS.items()},
+    }
+    for owner in modules:
+        registries[str(owner)] = {key: id(value) for key, value in vars(owner).items()}
+        for cls in filter(lambda value: isinstance(value, type), list(vars(owner).values())):
+            registries[f"{owner} {cls}"] = {key: id(value) for key, value in vars(cls).items()}
+    return registries
+
+state()  # filling lazy attributes
+before = state()
+import rope_patch
+after = state()
+print(json.dumps([key for key in before if before[key] != after[key]]))
+"""
+
+
+def test_importing_changes_nothing_in_transformers():
+    done = subprocess.run([sys.executable, "-c", SNAPSHOT], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []
