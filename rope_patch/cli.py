@@ -92,6 +92,9 @@ def _list(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(schemes, indent=2, ensure_ascii=False))
         return
+    if arguments.markdown:
+        print(_markdown(schemes))
+        return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -108,6 +111,19 @@ def _list(arguments: argparse.Namespace) -> None:
             Text(f"{entry['equation']}\n{entry['link'] or entry['source']}"),
         )
     Console().print(table)
+
+
+def _markdown(schemes: list[dict[str, Any]]) -> str:
+    """The table of the README."""
+    lines = ["| scheme | class | year | slot | needs | equation |", "|---|---|---|---|---|---|"]
+    for entry in schemes:
+        year = f"[{entry['year']}]({entry['link']})" if entry["link"] else entry["year"]
+        equation = entry["equation"].replace("|", "\\|")
+        lines.append(
+            f"| `{entry['name']}` | {entry['class']} | {year} | {', '.join(entry['slots'])} | {entry['needs']} "
+            f"| {equation} |"
+        )
+    return "\n".join(lines)
 
 
 def _entry(cls: Any) -> dict[str, Any]:
@@ -171,7 +187,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_list(commands: Any) -> None:
     command = commands.add_parser("list", help="the schemes, with equation and source")
-    command.add_argument("--json", action="store_true", help="as JSON, with the fields and their defaults")
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as JSON, with the fields and their defaults")
+    form.add_argument("--markdown", action="store_true", help="as the table of the README")
     command.set_defaults(run=_list, interrupted="interrupted")
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    Gemma2Config,
     Gemma3TextConfig,
     GlmConfig,
     GPTNeoXConfig,
@@ -53,6 +54,11 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "phi3": (Phi3Config, _GQA),
     "cohere": (CohereConfig, {**_GQA, "use_qk_norm": True, "logit_scale": 1.0}),
     "glm": (GlmConfig, {**_GQA, "head_dim": 16, "rope_parameters": _PARTIAL}),
+    # scores capped by a tanh
+    "gemma2": (
+        Gemma2Config,
+        {**_GQA, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16, "attn_logit_softcapping": 2.0},
+    ),
     "gemma3": (
         Gemma3TextConfig,
         {
@@ -66,6 +72,9 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "smollm3": (SmolLM3Config, {**_DEEP, "no_rope_layers": [1, 0, 1, 0]}),
     "olmo2": (Olmo2Config, _GQA),
 }
+
+SHARED_TABLES = {"gemma2"}
+"""Families whose rotary tables also serve layers that are left alone, so that no scheme can be mounted on them."""
 
 
 def config_of(family: str, **changes: Any) -> PreTrainedConfig:

@@ -209,3 +209,9 @@ def test_importing_the_package_leaves_the_heavy_parts_out():
     code = f"import rope_patch, rope_patch.cli, sys; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_the_table_of_schemes_in_the_readme_is_the_one_the_command_prints(capsys):
+    assert main(["list", "--markdown"]) == 0
+    readme = Path(__file__).parent.parent / "README.md"
+    assert capsys.readouterr().out.strip() in readme.read_text(encoding="utf-8")

@@ -26,6 +26,7 @@ def applies(inputs: AttentionInputs, query: torch.Tensor, regions: Sequence[Regi
     """Whether a call, its branches not yet rotated, is one decoding step of the kind that `attend` computes."""
     return (
         mode in ("auto", "segmented")
+        and bool(regions)
         and inputs.q_length == 1
         and inputs.depends_on_rotation_alone
         and (inputs.mask is None or inputs.mask.dtype == torch.bool)

@@ -55,7 +55,7 @@ def tiles_of(region: Region, q_length: int, offset: int, first_position: int = 0
     if region.chunk > 1:
         yield from _chunk_tiles(region, q_length, offset, first_position)
         return
-    low = max(0, int(region.start))
+    low = int(max(0, region.start))
     first = max(0, low - offset)  # the first query that sees anything
     if first >= q_length or region.stop <= low:
         return

@@ -1,25 +1,32 @@
-"""YaRN: interpolate the slow pairs, leave the fast ones, and sharpen the softmax."""
+"""YaRN and its parts: interpolate the slow pairs, leave the fast ones, and sharpen the softmax."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from rope_patch.errors import NotExpressible
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.typing import Frequencies, RotarySpec
+
+_PAPER = Source(
+    "YaRN: Efficient Context Window Extension of Large Language Models",
+    2023,
+    "https://arxiv.org/abs/2309.00071",
+    "https://github.com/jquesnelle/yarn",
+)
+
+_Number = TypeVar("_Number", float, torch.Tensor)
 
 
 @dataclass(frozen=True)
 class YaRN(Scheme):
     """NTK-by-parts with a temperature: pairs that turn often within L keep their frequency, pairs that never complete
-    a turn are interpolated, a linear ramp leads from one to the other, and all scores grow with the log of k because
-    a longer context spreads the softmax thinner.
-
-    The paper's ramp is linear in the number of rotations; all released code, and this, is linear in the index of the
-    dimension.
+    a turn are interpolated, a ramp leads from one to the other, and all scores grow with the log of k because a longer
+    context spreads the softmax thinner.
 
     Args:
         factor: k, at least 1.
@@ -30,17 +37,14 @@ class YaRN(Scheme):
         mscale, mscale_all_dim: DeepSeek's form of the temperature,
             (0.1 mscale ln k + 1) / (0.1 mscale_all_dim ln k + 1), where both are given.
         original_max_position_embeddings: L in tokens; default from the checkpoint.
+        ramp: `"index"` is linear in the index of the dimension, as in all released code; `"rotations"` is linear in
+            the number of rotations, as in the paper (equations 17 and 18).
     """
 
     name = "yarn"
     equation = "theta_i/k r_i + theta_i (1 - r_i), r = ramp(low, high); t = 0.1 ln k + 1"
-    source = Source(
-        "YaRN: Efficient Context Window Extension of Large Language Models",
-        2023,
-        "https://arxiv.org/abs/2309.00071",
-        "https://github.com/jquesnelle/yarn",
-    )
-    rope_type = "yarn"
+    source = _PAPER
+    rope_type: ClassVar[str | None] = "yarn"
 
     factor: float
     beta_fast: float = 32.0
@@ -50,6 +54,7 @@ class YaRN(Scheme):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     original_max_position_embeddings: int | None = None
+    ramp: str = "index"
 
     def __post_init__(self) -> None:
         self._at_least("factor", 1, float)
@@ -60,21 +65,28 @@ class YaRN(Scheme):
         self._above_zero("mscale", optional=True)
         self._above_zero("mscale_all_dim", optional=True)
         self._at_least("original_max_position_embeddings", 1, int, optional=True)
+        self._one_of("ramp", ("index", "rotations"))
 
     def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+        return Frequencies(self._blend(rotary, self.factor), self._attention_scaling(math.log(self.factor)))
+
+    def _blend(self, rotary: RotarySpec, factor: float | torch.Tensor) -> torch.Tensor:
+        """theta_i/k r_i + theta_i (1 - r_i), `(d/2,)`, or `(batch, d/2)` for factors `(batch, 1)`."""
         wavelengths = rotary.base ** (torch.arange(0, rotary.dim, 2).float() / rotary.dim)
         keep = 1 - self._ramp(rotary)
-        extrapolated, interpolated = 1.0 / wavelengths, 1.0 / (self.factor * wavelengths)
-        inv_freq = interpolated * (1 - keep) + extrapolated * keep
-        return Frequencies(inv_freq, self._attention_scaling())
-
-    def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
-        trained = self.original_max_position_embeddings or rotary.training_length
-        return {**super().rope_parameters(rotary), "original_max_position_embeddings": trained}
+        if isinstance(factor, torch.Tensor):
+            wavelengths, keep = wavelengths.to(factor.device), keep.to(factor.device)
+        extrapolated, interpolated = 1.0 / wavelengths, 1.0 / (factor * wavelengths)
+        return interpolated * (1 - keep) + extrapolated * keep
 
     def _ramp(self, rotary: RotarySpec) -> torch.Tensor:
         """0 for pairs that are kept, 1 for pairs that are interpolated, `(d/2,)`."""
-        trained = self.original_max_position_embeddings or rotary.training_length
+        trained = self._trained(rotary)
+        if self.ramp == "rotations":
+            theta = rotary.base ** -(torch.arange(0, rotary.dim, 2).float() / rotary.dim)
+            rotations = trained * theta / (2 * math.pi)
+            span = max(self.beta_fast - self.beta_slow, 0.001)
+            return 1 - ((rotations - self.beta_slow) / span).clamp(0, 1)
 
         def dimension(rotations: float) -> float:
             return rotary.dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(rotary.base))
@@ -87,12 +99,89 @@ class YaRN(Scheme):
             high += 0.001  # a step instead of a division by zero
         return ((torch.arange(rotary.dim // 2).float() - low) / (high - low)).clamp(0, 1)
 
-    def _attention_scaling(self) -> float:
+    def _trained(self, rotary: RotarySpec) -> int:
+        return self.original_max_position_embeddings or rotary.training_length
+
+    def _attention_scaling(self, log_factor: _Number) -> float | _Number:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
-        return self._temperature(1.0)
+            return (0.1 * self.mscale * log_factor + 1.0) / (0.1 * self.mscale_all_dim * log_factor + 1.0)
+        return 0.1 * log_factor + 1.0
 
-    def _temperature(self, mscale: float) -> float:
-        return 0.1 * mscale * math.log(self.factor) + 1.0
+    def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
+        if self.ramp != "index":
+            raise NotExpressible("yarn: the ramp of Transformers is linear in the index, not in rotations")
+        said = super().rope_parameters(rotary)
+        del said["ramp"]
+        return {**said, "original_max_position_embeddings": self._trained(rotary)}
+
+
+@dataclass(frozen=True)
+class NTKByParts(Scheme):
+    """YaRN's blend of frequencies without its temperature.
+
+    Args:
+        factor: k, at least 1.
+        beta_fast: pairs with more rotations than this within L are kept, 32 by default.
+        beta_slow: pairs with fewer rotations than this are interpolated, 1 by default.
+    """
+
+    name = "ntk_by_parts"
+    equation = "theta_i/k r_i + theta_i (1 - r_i), r = ramp(low, high)"
+    source = _PAPER
+
+    factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._at_least("factor", 1, float)
+        self._above_zero("beta_slow")
+        self._at_least("beta_fast", self.beta_slow, float)
+
+    def _as_yarn(self) -> YaRN:
+        return YaRN(self.factor, self.beta_fast, self.beta_slow, attention_factor=1.0)
+
+    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+        return self._as_yarn().frequencies(rotary)
+
+    def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
+        return self._as_yarn().rope_parameters(rotary)
+
+
+@dataclass(frozen=True)
+class DynamicYaRN(YaRN):
+    """YaRN with the k that the current length l of each row needs: max(1, l/L), or `factor` where that is larger.
+
+    Args:
+        factor: the least k, at least 1, 1 by default.
+        length: a length in tokens to scale for whatever the text's length is, so that a whole request keeps one k;
+            default: follow the text. The other fields are those of YaRN.
+    """
+
+    name = "dynamic_yarn"
+    equation = "YaRN with k = max(1, l/L)"
+    rope_type = None
+
+    factor: float = 1.0
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("length", 1, int, optional=True)
+
+    @property
+    def length_dependent(self) -> bool:  # type: ignore[override]
+        return self.length is None
+
+    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+        trained = self._trained(rotary)
+        if self.length is not None or length is None:
+            factor = max(self.factor, (self.length or trained) / trained)
+            return Frequencies(self._blend(rotary, factor), self._attention_scaling(math.log(factor)))
+        factors = (length.float() / trained).clamp(min=self.factor)[:, None]
+        return Frequencies(self._blend(rotary, factors), self._attention_scaling(factors.log()))
+
+    def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
+        raise NotExpressible("dynamic_yarn: Transformers has no yarn that follows the length")

@@ -27,16 +27,18 @@ def prompt_length(spec: str, new_tokens: int = 6) -> int:
     return usable_length(get_scheme(spec)) - new_tokens
 
 
-def assert_chunks_equal_the_full_forward(model, spec):
+def assert_chunks_equal_the_full_forward(model, spec, **options):
     ids = tokens(usable_length(get_scheme(spec)), rows=2)
-    with patch(model, spec):
+    with patch(model, spec, **options):
         expected = logits(model, ids)
         assert_close(cached_logits(model, ids, [17, 1, 1, 9, ids.shape[1] - 28]), expected)
 
 
 @pytest.mark.parametrize("spec", ALL)
-def test_chunked_prefill_equals_the_full_forward_on_llama(llama, spec):
-    assert_chunks_equal_the_full_forward(llama, spec)
+@pytest.mark.parametrize("mount", ["auto", "late"])
+@pytest.mark.parametrize("attention", ["auto", "oracle", "chunked", "segmented"])
+def test_chunked_prefill_equals_the_full_forward_on_llama(llama, spec, mount, attention):
+    assert_chunks_equal_the_full_forward(llama, spec, mount=mount, attention=attention)
 
 
 @families
@@ -142,3 +144,14 @@ def test_a_call_does_not_depend_on_the_calls_before(llama, spec):
         logits(llama, tokens(100, rows=3))
         generated(llama, tokens(40), 3)
         assert torch.equal(logits(llama, tokens(20)), expected)
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_positions_changed_in_place_are_read_again(llama, spec):
+    positions = torch.arange(tokens().shape[1])[None]
+    doubled = 2 * positions
+    with patch(llama, spec):
+        expected = logits(llama, tokens(), position_ids=doubled)
+        logits(llama, tokens(), position_ids=positions)
+        positions.mul_(2)
+        assert torch.equal(logits(llama, tokens(), position_ids=positions), expected)

@@ -6,7 +6,7 @@ import torch
 from rope_patch import get_scheme, native_scheme, patch
 from rope_patch.attention import chunked, engine
 from tests.cases import ALL, REPRESENTATIVE
-from tests.families import FAMILIES
+from tests.families import FAMILIES, SHARED_TABLES
 from tests.runs import (
     assert_close,
     assert_same_gradients,
@@ -28,7 +28,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(engine, "SMALL", 16)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - SHARED_TABLES))
 @pytest.mark.parametrize("spec", STATIC)
 def test_rotary_mount_equals_late_mount(model, spec):
     with patch(model, spec) as handle:
@@ -102,3 +102,19 @@ def test_eager_weights_are_zero_beyond_the_window(llama):
     for layer in weights:
         assert not layer.tril(-7).any()
         assert layer.diagonal(-6, -2, -1).all()
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_a_module_whose_attention_was_chosen_anew_keeps_its_positions(llama, spec):
+    with patch(llama, spec) as handle:
+        expected = logits(llama, tokens())
+        for layer in llama.model.layers:
+            layer.self_attn.config = llama.config
+        found = logits(llama, tokens())
+    if not handle.plan.late:
+        assert torch.equal(found, expected)
+    elif not handle.plan.rotary:
+        assert torch.equal(found, logits(llama, tokens()))
+    else:
+        with patch(llama, *(part for part in handle.plan.scheme.parts() if part.slots == {"frequencies"})):
+            assert_close(found, logits(llama, tokens()))

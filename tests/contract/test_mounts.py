@@ -9,7 +9,7 @@ from rope_patch.models.base import read_stack
 from rope_patch.models.probe import measure_layout
 from rope_patch.rotary import RotaryLayout
 from tests.cases import ALL
-from tests.families import FAMILIES, build
+from tests.families import FAMILIES, SHARED_TABLES, build
 from tests.snapshots import snapshot
 
 HALVES = tuple(range(8)), tuple(range(8, 16))
@@ -64,10 +64,10 @@ def test_planning_changes_nothing(llama, spec):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_are_left_alone_for_a_reason(model, family):
     left = plan_mounts(get_scheme("rerope:window=6"), read_stack(model)).left_alone
-    expected = {"gemma3": [0, 2], "smollm3": [1, 3]}.get(family, [])
+    expected = {"gemma2": [0], "gemma3": [0, 2], "smollm3": [1, 3]}.get(family, [])
     assert sorted(left) == expected
     for reason in left.values():
-        assert reason.startswith("sliding window of 16" if family == "gemma3" else "layer without positions")
+        assert reason.startswith("layer without positions" if family == "smollm3" else "sliding window of 16")
 
 
 def test_only_the_tables_of_full_attention_change():
@@ -78,6 +78,15 @@ def test_only_the_tables_of_full_attention_change():
         assert handle.plan.rotary == ("full_attention",)
         assert torch.equal(rotary.sliding_attention_inv_freq, sliding)
         assert torch.equal(rotary.full_attention_inv_freq, full / 4)
+
+
+@pytest.mark.parametrize("family", sorted(SHARED_TABLES))
+def test_tables_that_also_serve_layers_left_alone_are_not_changed(model):
+    before = model.model.rotary_emb.inv_freq.clone()
+    with patch(model, "pi", factor=4) as handle:
+        assert not handle.plan.rotary
+        assert handle.plan.late == (1,)
+        assert torch.equal(model.model.rotary_emb.inv_freq, before)
 
 
 def test_a_window_within_the_training_length_leaves_nothing_to_patch():

@@ -13,8 +13,8 @@ def penalty(head, m, n):
 DEFINITIONS = {
     "alibi": Definition(distance=lambda m, n: 0 * (m - n), bias=penalty),
     "rope+alibi": Definition(bias=penalty),
-    "alibi:slopes=[1.0,0.5,0.25,0.0]": Definition(
-        distance=lambda m, n: 0 * (m - n), bias=lambda head, m, n: -[1.0, 0.5, 0.25, 0.0][head] * (m - n)
+    "alibi:slopes=[1.0,0.5,0.25,0.125]": Definition(
+        distance=lambda m, n: 0 * (m - n), bias=lambda head, m, n: -[1.0, 0.5, 0.25, 0.125][head] * (m - n)
     ),
 }
 
@@ -54,7 +54,7 @@ def test_slopes_that_do_not_fit_the_heads_are_refused(llama):
         patch(llama, ALiBi(slopes=(1.0, 0.5)))
 
 
-@pytest.mark.parametrize("slopes", [(), (True,), ("a",), (float("nan"),), 3, "0.5"])
+@pytest.mark.parametrize("slopes", [(), (True,), ("a",), (float("nan"),), (0.5, 0.0), 3, "0.5"])
 def test_slopes_must_be_numbers(slopes):
     with pytest.raises(InvalidField, match="alibi: slopes="):
         ALiBi(slopes=slopes)
