@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from matplotlib.figure import Figure
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -92,6 +93,7 @@ def main() -> None:
             saved = time.monotonic()
     save_state(output, model, optimizer, step)
     export(output, model, tokenizer)
+    draw_loss_curve(output)
 
 
 def train_tokenizer(config: Config, output: Path) -> PreTrainedTokenizerFast:
@@ -224,6 +226,23 @@ def export(output: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizer
     declared["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(declared, indent=2, sort_keys=True) + "\n")
     tokenizer.save_pretrained(folder)
+
+
+def draw_loss_curve(output: Path) -> None:
+    """`checkpoint/loss.png`, and the figures behind it; a resumed run may have logged a step twice."""
+    rows = {row["step"]: row for row in map(json.loads, (output / "log.jsonl").read_text().splitlines())}
+    ordered = [rows[step] for step in sorted(rows)]
+    lines = (json.dumps(row) for row in ordered)
+    (output / "checkpoint" / "training_log.jsonl").write_text("\n".join(lines) + "\n")
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    tokens = [row["tokens"] / 1e6 for row in ordered]
+    axes.plot(tokens, [row["held_out_nll"] for row in ordered], color="#0072b2", label="held-out modules")
+    axes.plot(tokens, [row["train_nll"] for row in ordered], color="#999999", linewidth=1, label="last training batch")
+    axes.set(xlabel="tokens seen, millions", ylabel="NLL, nats per token")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output / "checkpoint" / "loss.png", dpi=120)
 
 
 if __name__ == "__main__":
