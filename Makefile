@@ -24,8 +24,8 @@ demo: setup
 	$(BIN)/python recipes/perplexity.py recipes/configs/demo.yaml
 
 test: setup
-	@echo "== tests"
-	$(BIN)/python -m pytest -n auto
+	@echo "== tests, one process per core with one thread each (more would only wait for each other)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 lint: setup
 	@echo "== lint and types"

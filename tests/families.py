@@ -54,10 +54,17 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "phi3": (Phi3Config, _GQA),
     "cohere": (CohereConfig, {**_GQA, "use_qk_norm": True, "logit_scale": 1.0}),
     "glm": (GlmConfig, {**_GQA, "head_dim": 16, "rope_parameters": _PARTIAL}),
-    # scores capped by a tanh
+    # scores capped by a tanh, which `sdpa` ignored before Transformers refused it
     "gemma2": (
         Gemma2Config,
-        {**_GQA, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16, "attn_logit_softcapping": 2.0},
+        {
+            **_GQA,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 16,
+            "attn_logit_softcapping": 2.0,
+            "attn_implementation": "eager",
+        },
     ),
     "gemma3": (
         Gemma3TextConfig,

@@ -32,7 +32,7 @@ def assert_round_trip(model, spec, folder):
     with patch(model, spec):
         expected = logits(model, tokens())
         model.save_pretrained(folder)
-    loaded = rope_patch.from_pretrained(folder)
+    loaded = rope_patch.from_pretrained(folder, attn_implementation=model.config._attn_implementation)
     assert torch.equal(logits(loaded, tokens()), expected)
     unpatch(loaded)
     assert torch.equal(logits(loaded, tokens()), plain)
@@ -56,7 +56,7 @@ def test_plain_transformers_loads_a_saved_model_and_repatch_restores_it(model, s
     with patch(model, spec):
         expected = logits(model, tokens())
         model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
     assert not any("rope_patch" in str(module) for module in loaded.modules())
     found = logits(loaded, tokens())
     said_natively = loaded.config.rope_parameters != model.config.rope_parameters

@@ -13,6 +13,7 @@ def penalty(head, m, n):
 DEFINITIONS = {
     "alibi": Definition(distance=lambda m, n: 0 * (m - n), bias=penalty),
     "rope+alibi": Definition(bias=penalty),
+    "rope+alibi+alibi": Definition(bias=lambda head, m, n: 2 * penalty(head, m, n)),
     "alibi:slopes=[1.0,0.5,0.25,0.125]": Definition(
         distance=lambda m, n: 0 * (m - n), bias=lambda head, m, n: -[1.0, 0.5, 0.25, 0.125][head] * (m - n)
     ),

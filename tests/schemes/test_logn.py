@@ -10,6 +10,9 @@ DEFINITIONS = {
     "logn:training_length=8": Definition(query_scale=lambda m: np.maximum(1, np.log(m + 1) / np.log(8))),
     "logn:training_length=8,clip=False": Definition(query_scale=lambda m: np.log(m + 1) / np.log(8)),
     "logn": Definition(query_scale=lambda m: np.maximum(1, np.log(m + 1) / np.log(32))),
+    "logn:training_length=8+logn:training_length=16": Definition(
+        query_scale=lambda m: np.maximum(1, np.log(m + 1) / np.log(8)) * np.maximum(1, np.log(m + 1) / np.log(16))
+    ),
     "ntk:factor=4+logn:training_length=8": Definition(
         frequencies=lambda theta, length: theta * (4 ** (16 / 14)) ** -(np.arange(8) / 8),
         query_scale=lambda m: np.maximum(1, np.log(m + 1) / np.log(8)),
