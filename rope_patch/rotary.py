@@ -14,9 +14,13 @@ def inverse_frequencies(dim: int, base: float | torch.Tensor) -> torch.Tensor:
     The order of operations is that of Transformers, so the tables are the same to the last bit.
     Source: RoFormer, 2104.09864, section 3.2.2.
     """
+    return 1.0 / periods(dim, base)
+
+
+def periods(dim: int, base: float | torch.Tensor) -> torch.Tensor:
+    """1 / theta_i = b^(2i/d): tokens per radian, in the shape of `inverse_frequencies`."""
     device = base.device if isinstance(base, torch.Tensor) else None
-    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
-    return 1.0 / (base**exponents)
+    return base ** (torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim)
 
 
 def rotation_tables(

@@ -3,9 +3,16 @@
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.base import Checkpoint, Region, Scheme, Source
 from rope_patch.schemes.compose import Compose
+from rope_patch.schemes.dca import DualChunkAttention
+from rope_patch.schemes.giraffe import TruncatedBasis
+from rope_patch.schemes.llama3 import Llama3Scaling
+from rope_patch.schemes.lm_infinite import LMInfinite
 from rope_patch.schemes.logn import LogN
+from rope_patch.schemes.longrope import LongRoPE
 from rope_patch.schemes.ntk import AdjustedBase, DynamicNTK, NTKScaling
+from rope_patch.schemes.ntk_mixed import NTKMixed
 from rope_patch.schemes.pi import PositionInterpolation
+from rope_patch.schemes.proportional import Proportional
 from rope_patch.schemes.registry import (
     as_scheme,
     get_scheme,
@@ -18,7 +25,7 @@ from rope_patch.schemes.rerope import LeakyReRoPE, ReRoPE
 from rope_patch.schemes.rope import NoPE, RoPE
 from rope_patch.schemes.self_extend import SelfExtend
 from rope_patch.schemes.window import SlidingWindow
-from rope_patch.schemes.yarn import YaRN
+from rope_patch.schemes.yarn import DynamicYaRN, NTKByParts, YaRN
 
 for _scheme in (
     RoPE,
@@ -28,10 +35,19 @@ for _scheme in (
     AdjustedBase,
     DynamicNTK,
     YaRN,
+    NTKByParts,
+    NTKMixed,
+    DynamicYaRN,
+    Llama3Scaling,
+    LongRoPE,
+    Proportional,
+    TruncatedBasis,
     ReRoPE,
     LeakyReRoPE,
     SelfExtend,
+    DualChunkAttention,
     SlidingWindow,
+    LMInfinite,
     LogN,
     ALiBi,
 ):
@@ -42,12 +58,20 @@ __all__ = [
     "AdjustedBase",
     "Checkpoint",
     "Compose",
+    "DualChunkAttention",
     "DynamicNTK",
+    "DynamicYaRN",
+    "LMInfinite",
     "LeakyReRoPE",
+    "Llama3Scaling",
     "LogN",
+    "LongRoPE",
+    "NTKByParts",
+    "NTKMixed",
     "NTKScaling",
     "NoPE",
     "PositionInterpolation",
+    "Proportional",
     "ReRoPE",
     "Region",
     "RoPE",
@@ -55,6 +79,7 @@ __all__ = [
     "SelfExtend",
     "SlidingWindow",
     "Source",
+    "TruncatedBasis",
     "YaRN",
     "as_scheme",
     "get_scheme",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rope_patch.errors import InvalidField
-from rope_patch.rotary import inverse_frequencies
+from rope_patch.rotary import periods
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.typing import Frequencies, RotarySpec
 
@@ -67,8 +67,8 @@ class LongRoPE(Scheme):
                 f"this checkpoint has {rotary.dim // 2} pairs"
             )
         trained = self.original_max_position_embeddings or rotary.training_length
-        wavelength = 1.0 / inverse_frequencies(rotary.dim, rotary.base)
-        short, long = (1.0 / (torch.tensor(factors) * wavelength) for factors in (self.short_factor, self.long_factor))
+        period = periods(rotary.dim, rotary.base)
+        short, long = (1.0 / (torch.tensor(factors) * period) for factors in (self.short_factor, self.long_factor))
         temperature = self._temperature(trained)
         if self.length is not None:
             return Frequencies(long if self.length > trained else short, temperature)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from rope_patch.errors import NotExpressible
+from rope_patch.rotary import periods
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.typing import Frequencies, RotarySpec
 
@@ -72,19 +73,18 @@ class YaRN(Scheme):
 
     def _blend(self, rotary: RotarySpec, factor: float | torch.Tensor) -> torch.Tensor:
         """theta_i/k r_i + theta_i (1 - r_i), `(d/2,)`, or `(batch, d/2)` for factors `(batch, 1)`."""
-        wavelengths = rotary.base ** (torch.arange(0, rotary.dim, 2).float() / rotary.dim)
+        period = periods(rotary.dim, rotary.base)
         keep = 1 - self._ramp(rotary)
         if isinstance(factor, torch.Tensor):
-            wavelengths, keep = wavelengths.to(factor.device), keep.to(factor.device)
-        extrapolated, interpolated = 1.0 / wavelengths, 1.0 / (factor * wavelengths)
+            period, keep = period.to(factor.device), keep.to(factor.device)
+        extrapolated, interpolated = 1.0 / period, 1.0 / (factor * period)
         return interpolated * (1 - keep) + extrapolated * keep
 
     def _ramp(self, rotary: RotarySpec) -> torch.Tensor:
         """0 for pairs that are kept, 1 for pairs that are interpolated, `(d/2,)`."""
         trained = self._trained(rotary)
         if self.ramp == "rotations":
-            theta = rotary.base ** -(torch.arange(0, rotary.dim, 2).float() / rotary.dim)
-            rotations = trained * theta / (2 * math.pi)
+            rotations = trained / (2 * math.pi * periods(rotary.dim, rotary.base))
             span = max(self.beta_fast - self.beta_slow, 0.001)
             return 1 - ((rotations - self.beta_slow) / span).clamp(0, 1)
 

@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rope_patch import YaRN
+from rope_patch import DynamicYaRN, NotExpressible, YaRN
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition
 
@@ -20,7 +20,19 @@ def yarn(theta, length, factor=4, trained=32, base=10000.0, beta_fast=32, beta_s
     return theta / factor * ramp + theta * (1 - ramp)
 
 
+def rotations_ramp(theta, length):
+    """The paper's ramp, linear in the rotations within L."""
+    keep = np.clip((32 * theta / (2 * math.pi) - 1) / (32 - 1), 0, 1)
+    return theta / 4 * (1 - keep) + theta * keep
+
+
 DEFINITIONS = {
+    "yarn:factor=4,ramp=rotations": Definition(frequencies=rotations_ramp, temperature=0.1 * math.log(4) + 1),
+    "ntk_by_parts:factor=4": Definition(frequencies=yarn),
+    "dynamic_yarn:length=128": Definition(frequencies=yarn, temperature=0.1 * math.log(4) + 1),
+    "dynamic_yarn:attention_factor=1.0": Definition(
+        frequencies=lambda theta, length: yarn(theta, length, factor=max(1, length / 32))
+    ),
     "yarn:factor=4": Definition(frequencies=yarn, temperature=0.1 * math.log(4) + 1),
     "yarn:factor=4,attention_factor=1.0": Definition(frequencies=yarn),
     "yarn:factor=4+rerope:window=6": Definition(
@@ -63,3 +75,17 @@ def test_fast_pairs_stay_and_slow_pairs_are_interpolated():
     np.testing.assert_allclose(found[rotations > 40], plain[rotations > 40], rtol=1e-6)
     np.testing.assert_allclose(found[rotations < 0.8], plain[rotations < 0.8] / 16, rtol=1e-6)
     np.testing.assert_allclose(found, yarn(plain, 0, factor=16, trained=4096), rtol=1e-6)
+
+
+def test_dynamic_yarn_is_yarn_with_the_factor_that_each_row_needs():
+    spec = RotarySpec(64, 10000.0, 2048)
+    found = DynamicYaRN().frequencies(spec, torch.tensor([100, 8192]))
+    for row, factor in enumerate((1.0, 4.0)):
+        expected = YaRN(factor).frequencies(spec)
+        torch.testing.assert_close(found.inv_freq[row], expected.inv_freq)
+        assert found.attention_scaling[row].item() == pytest.approx(expected.attention_scaling)
+
+
+def test_the_papers_ramp_has_no_word_in_transformers():
+    with pytest.raises(NotExpressible, match="linear in the index"):
+        YaRN(4.0, ramp="rotations").rope_parameters(RotarySpec(64, 10000.0, 2048))

@@ -1,0 +1,55 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rope_patch import DualChunkAttention, InvalidField
+from rope_patch.schemes import Checkpoint
+from tests.definition import Definition
+from tests.schemes.regions import rotated_distances
+
+
+def chunked(chunk_size, local_window):
+    """The released code's positions, pair by pair."""
+    s = chunk_size - local_window
+
+    def distance(m, n):
+        back = m // s - n // s
+        query = np.where(back == 0, m % s, np.where(back == 1, np.minimum(m % s + s, chunk_size), 0))
+        return np.where(back >= 2, min(2 * s - 1, chunk_size), query) - n % s
+
+    return distance
+
+
+DEFINITIONS = {
+    "dca:chunk_size=9,local_window=2": Definition(distance=chunked(9, 2)),
+    "dca:chunk_size=12,local_window=8": Definition(distance=chunked(12, 8)),
+    "dca": Definition(distance=chunked(24, 4)),
+}
+
+
+@given(chunk_size=st.integers(2, 40), local_window=st.integers(1, 39))
+def test_distances_are_those_of_the_released_code(chunk_size, local_window):
+    if local_window >= chunk_size:
+        return
+    m, n, found = rotated_distances(DualChunkAttention(chunk_size, local_window), 100)
+    expected = torch.from_numpy(chunked(chunk_size, local_window)(m.numpy(), n.numpy()))
+    assert torch.equal(found[m >= n], expected[m >= n].double())
+
+
+@given(local_window=st.integers(1, 10))
+def test_true_distances_within_a_local_window_of_half_the_chunk_and_none_beyond_the_chunk(local_window):
+    m, n, found = rotated_distances(DualChunkAttention(20, local_window), 100)
+    near = (m >= n) & (m - n <= local_window)
+    assert torch.equal(found[near], (m - n)[near].double())
+    assert found[m >= n].max() <= 20
+
+
+def test_the_defaults_are_three_quarters_and_an_eighth_of_the_training_length():
+    assert DualChunkAttention().resolve(Checkpoint(4096, 8)) == DualChunkAttention(3072, 512)
+
+
+def test_a_window_that_fills_the_chunk_is_named():
+    with pytest.raises(InvalidField, match="local_window=8 must be below chunk_size=8"):
+        DualChunkAttention(8, 8)
