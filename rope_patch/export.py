@@ -33,8 +33,8 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
     Raises:
         NotExpressible: with the reason, when Transformers has no words for the scheme.
     """
-    parameters = copy.deepcopy(config.rope_parameters)
-    exported = parameters
+    _check_not_shared(config)
+    exported = copy.deepcopy(config.rope_parameters)
     for layer_type, entry in rope_entries(config).items():
         if layer_type not in (None, "full_attention"):
             continue
@@ -46,6 +46,18 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
             exported[layer_type] = said
     _check_accepted(exported, config)
     return exported
+
+
+def _check_not_shared(config: Any) -> None:
+    """One entry for all layers would also scale the sliding-window layers that a patch leaves alone."""
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    mixed = {"full_attention", "sliding_attention"} <= layer_types and None in rope_entries(config)
+    if mixed and window is not None and window <= training_length(config):
+        raise NotExpressible(
+            f"{type(config).__name__} has one entry of rope_parameters for full and sliding-window layers; "
+            f"the latter, with a window of {window} within the training length, must not be scaled"
+        )
 
 
 def _check_accepted(exported: dict[str, Any], config: Any) -> None:

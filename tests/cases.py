@@ -20,8 +20,6 @@ CASES = {
     "ntk_mixed": "ntk_mixed:factor=4",
     "dynamic_yarn": "dynamic_yarn",
     "llama3": "llama3:factor=4",
-    "longrope": "longrope:short_factor=[1,1,1,1,1,1,1,1],long_factor=[1,1,2,2,3,3,4,4],factor=4",
-    "proportional": "proportional:partial_rotary_factor=0.5",
     "giraffe": "giraffe:cutoff_length=32",
     "lm_infinite": "lm_infinite:local_window=7,n_global=3",
     "dca": "dca:chunk_size=9,local_window=2",

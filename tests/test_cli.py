@@ -205,7 +205,7 @@ def test_a_checkpoint_saved_under_a_scheme_is_measured_without_it(words, checkpo
 
 
 def test_importing_the_package_leaves_the_heavy_parts_out():
-    heavy = ["datasets", "matplotlib", "rich", "rope_patch.evaluation.perplexity", "rope_patch.evaluation.experiment"]
+    heavy = ["datasets", "matplotlib", "rope_patch.evaluation.perplexity", "rope_patch.evaluation.experiment"]
     code = f"import rope_patch, rope_patch.cli, sys; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

@@ -8,11 +8,9 @@ from rope_patch.schemes.giraffe import TruncatedBasis
 from rope_patch.schemes.llama3 import Llama3Scaling
 from rope_patch.schemes.lm_infinite import LMInfinite
 from rope_patch.schemes.logn import LogN
-from rope_patch.schemes.longrope import LongRoPE
 from rope_patch.schemes.ntk import AdjustedBase, DynamicNTK, NTKScaling
 from rope_patch.schemes.ntk_mixed import NTKMixed
 from rope_patch.schemes.pi import PositionInterpolation
-from rope_patch.schemes.proportional import Proportional
 from rope_patch.schemes.registry import (
     as_scheme,
     get_scheme,
@@ -39,8 +37,6 @@ for _scheme in (
     NTKMixed,
     DynamicYaRN,
     Llama3Scaling,
-    LongRoPE,
-    Proportional,
     TruncatedBasis,
     ReRoPE,
     LeakyReRoPE,
@@ -65,13 +61,11 @@ __all__ = [
     "LeakyReRoPE",
     "Llama3Scaling",
     "LogN",
-    "LongRoPE",
     "NTKByParts",
     "NTKMixed",
     "NTKScaling",
     "NoPE",
     "PositionInterpolation",
-    "Proportional",
     "ReRoPE",
     "Region",
     "RoPE",

@@ -136,3 +136,9 @@ def test_describe_shows_the_position_map_and_the_layers_left_alone():
     assert "layers 1, 3: layer without positions" in table
     with patch(build(), "window", window=6) as handle:
         assert "(128, 96): hidden" in describe(handle.model)
+
+
+@pytest.mark.parametrize("family", sorted(SHARED_TABLES))
+def test_parameters_that_would_also_scale_sliding_layers_are_not_expressible(family):
+    with pytest.raises(NotExpressible, match="one entry of rope_parameters for full and sliding-window layers"):
+        export_rope_parameters(get_scheme("yarn:factor=4"), config_of(family))
