@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 from torch import nn
 
-from rope_patch.errors import NotExpressible, UnsupportedModel
+from rope_patch.errors import NotExpressible
 from rope_patch.models.base import read_stack
-from rope_patch.models.config import rope_entries, training_length
+from rope_patch.models.config import checkpoint_of_config, rope_entries, scheme_of_config, training_length
 from rope_patch.schemes.base import Scheme
-from rope_patch.schemes.registry import list_schemes, scheme_class
 from rope_patch.typing import RotarySpec
 
 # what an entry says of the checkpoint, whatever the scheme
@@ -34,12 +32,19 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
         NotExpressible: with the reason, when Transformers has no words for the scheme.
     """
     _check_not_shared(config)
+    scheme = scheme.resolve(checkpoint_of_config(config))
     exported = copy.deepcopy(config.rope_parameters)
     for layer_type, entry in rope_entries(config).items():
         if layer_type not in (None, "full_attention"):
             continue
         spec = RotarySpec(_rotary_dim(config, entry), entry["rope_theta"], training_length(config))
-        said = {key: entry[key] for key in _KEPT if key in entry} | scheme.rope_parameters(spec)
+        kept, said = {key: entry[key] for key in _KEPT if key in entry}, scheme.rope_parameters(spec)
+        if "partial_rotary_factor" in said and kept.get("partial_rotary_factor", 1) != 1:
+            raise NotExpressible(
+                f"{scheme} takes its share of the whole head in Transformers; this checkpoint rotates "
+                f"{kept['partial_rotary_factor']} of it"
+            )
+        said = kept | said
         if layer_type is None:
             exported = said
         else:
@@ -88,18 +93,6 @@ def native_scheme(model: nn.Module) -> Scheme:
         UnsupportedModel: when the model has no rotary stack, or uses a type that no scheme here stands for.
     """
     return scheme_of_config(read_stack(model).config)
-
-
-def scheme_of_config(config: Any) -> Scheme:
-    """The scheme that `config.rope_parameters` describes, of full attention where they differ by layer type."""
-    entries = rope_entries(config)
-    entry = entries.get("full_attention") or next(iter(entries.values()))
-    rope_type = entry.get("rope_type", "default")
-    for cls in map(scheme_class, list_schemes()):
-        if cls.rope_type == rope_type:
-            fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-            return cls(**{key: value for key, value in entry.items() if key in fields and value is not None})
-    raise UnsupportedModel(f"rope_type {rope_type!r} of this checkpoint has no scheme of its own here")
 
 
 def _rotary_dim(config: Any, entry: dict[str, Any]) -> int:

@@ -11,6 +11,7 @@ decoding step turns only the few keys of the near window, by the difference.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import threading
 import weakref
@@ -23,6 +24,7 @@ from torch import nn
 from transformers import Cache, EncoderDecoderCache, QuantizedCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rope_patch.attention.decay import Decay
 from rope_patch.attention.engine import AttentionMode
 from rope_patch.attention.inputs import AttentionInputs
 from rope_patch.attention.spans import Span, find_spans
@@ -203,9 +205,8 @@ class LateAttention:
         if isinstance(cache, QuantizedCache):
             raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
         offset = cache.get_query_offset(self.layer.index)
-        start = offset - cache.get_mask_sizes(q_length, self.layer.index)[1]
-        # a static layer hands out its live counter, which the update will advance
-        return start.clone() if isinstance(start, torch.Tensor) else start
+        # the difference is a new number also where a static layer hands out its live counter
+        return offset - cache.get_mask_sizes(q_length, self.layer.index)[1]
 
     def frequencies(self, position_ids: torch.Tensor) -> Frequencies:
         """f of this layer for these positions."""
@@ -216,7 +217,7 @@ class LateAttention:
             return Frequencies(rotary.inv_freq, rotary.attention_scaling)
         length = position_ids.amax(dim=-1) + 1 if self.scheme.length_dependent else None
         found = self.scheme.frequencies(self.spec, length)
-        return Frequencies(found.inv_freq.to(position_ids.device), found.attention_scaling)
+        return dataclasses.replace(found, inv_freq=found.inv_freq.to(position_ids.device))
 
 
 @dataclass(eq=False)
@@ -250,12 +251,22 @@ class LateCall:
     def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
         """The spans of this call, found once for all layers that share its mask."""
         start, batch_size = int(inputs.query_start), inputs.value.shape[0]
+        positions = inputs.query_positions
         # the mask is kept beside what was found for it, so that its identity stays its own
         return self.state.shared.once(
             self.position_ids,
-            ("spans", id(inputs.mask), start, batch_size),
-            lambda: (inputs.mask, find_spans(self.position_ids, inputs.mask, start, batch_size)),
+            ("spans", id(inputs.mask), start, inputs.q_length, batch_size),
+            lambda: (inputs.mask, find_spans(positions, inputs.mask, start, batch_size)),
         )[1]
+
+    def decay(self) -> Decay | None:
+        """How the layer's pairs fade with distance; None where they do not."""
+        state = self.state
+        if not state.scheme.decays:
+            return None
+        rate = state.frequencies(self.position_ids).decay
+        assert rate is not None and state.layer.layout is not None  # for the type checker: the scheme says so
+        return Decay(state.layer.layout, rate)
 
     def rotated_query(self, query: torch.Tensor, position_map: PositionMap) -> torch.Tensor:
         """R_f(phi_q(m)) q, `(batch, heads, q_len, head_dim)`."""

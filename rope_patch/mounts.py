@@ -65,6 +65,9 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
     scheme = scheme.resolve(stack.checkpoint)
     if "bias" in scheme.slots and "frequencies" not in scheme.slots:
         scheme = Compose(scheme, NoPE())
+    if "segments" in scheme.slots and "frequencies" not in scheme.slots and _follows_length(stack.native):
+        # the model's own tables follow the longest row that it ever saw
+        scheme = Compose(scheme, cast(Scheme, stack.native).resolve(stack.checkpoint))
     left_alone = {layer.index: reason for layer in stack.layers if (reason := _reason_to_leave(layer, stack))}
     touched = [layer for layer in stack.layers if layer.index not in left_alone]
     if not touched:
@@ -80,7 +83,8 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
         layer.index not in left_alone or layer.layout is None or layer.rotary not in {t.rotary for t in touched}
         for layer in stack.layers
     )
-    by_rotary = owns_frequencies and not scheme.length_dependent and mount == "auto" and tables_are_ours
+    one_table_for_all = not scheme.length_dependent and not scheme.decays
+    by_rotary = owns_frequencies and one_table_for_all and mount == "auto" and tables_are_ours
     rotate_late = moves_positions or mount == "late" or (owns_frequencies and not by_rotary)
     needs_late = rotate_late or bool(scheme.slots - {"frequencies"})
     return Plan(
@@ -92,6 +96,10 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
         late_frequencies=owns_frequencies and not by_rotary,
         left_alone=left_alone,
     )
+
+
+def _follows_length(native: Scheme | None) -> bool:
+    return native is not None and native.length_dependent
 
 
 def _reason_to_leave(layer: AttentionLayer, stack: Stack) -> str:

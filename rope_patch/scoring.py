@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_patch.attention import decode, engine, oracle
+from rope_patch.attention import decay, decode, engine, oracle
 from rope_patch.attention.inputs import AttentionInputs, Branch
 from rope_patch.attention.masks import as_mask
 from rope_patch.errors import UnsupportedModel
@@ -50,7 +50,7 @@ def late_attention(
     scheme, implementation = state.scheme, state.config._attn_implementation
     if "query_scale" in scheme.slots:
         query = query * scheme.query_scale(call.position_ids)[:, None, :, None].to(query.dtype)
-    if not state.regions and "bias" not in scheme.slots and state.attention == "auto":
+    if not (state.regions or scheme.slots & {"bias"} or scheme.decays) and state.attention == "auto":
         if state.rotate:
             query, key = call.rotated_query(query, Identity()), call.rotated_key(key, Identity())
         previous = _previous_attention(module, implementation)
@@ -73,7 +73,8 @@ def late_attention(
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
     )
-    if implementation != "eager" and decode.applies(inputs, query, state.regions, state.attention):
+    fades = call.decay()
+    if fades is None and implementation != "eager" and decode.applies(inputs, query, state.regions, state.attention):
         output = decode.attend(
             state.regions,
             lambda region: call.rotated_query(query, region.query_map) if state.rotate else query,
@@ -82,11 +83,15 @@ def late_attention(
         )
         return output.transpose(1, 2).contiguous(), None
     inputs = inputs.with_branches(_branches(call, query, key))
-    if state.attention == "oracle" or implementation == "eager":
-        output, weights = oracle.attend(inputs)
-        return output.transpose(1, 2).contiguous(), weights.to(query.dtype)
-    output = engine.attend(inputs, state.attention, lambda: call.spans(inputs))
-    return output.transpose(1, 2).contiguous(), None
+    literal = state.attention == "oracle" or implementation == "eager"
+
+    def score(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if literal:
+            return oracle.attend(inputs)
+        return engine.attend(inputs, state.attention, lambda: call.spans(inputs)), None
+
+    output, weights = score(inputs) if fades is None else decay.attend(inputs, fades, score)
+    return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
 
 
 def _branches(call: LateCall, query: torch.Tensor, key: torch.Tensor) -> tuple[Branch, ...]:

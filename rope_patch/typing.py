@@ -40,7 +40,10 @@ class Frequencies:
     Attributes:
         inv_freq: radians per token, float32, `(d/2,)`; `(batch, d/2)` where they follow the length of each row.
         attention_scaling: multiplies cos and sin of query and key, so scores get its square.
+        decay: per token of distance, float32, `(d/2,)`: a pair's share of the score is multiplied by
+            exp(-decay (m - n)). None for none.
     """
 
     inv_freq: torch.Tensor
     attention_scaling: float | torch.Tensor = 1.0
+    decay: torch.Tensor | None = None

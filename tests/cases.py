@@ -20,6 +20,10 @@ CASES = {
     "ntk_mixed": "ntk_mixed:factor=4",
     "dynamic_yarn": "dynamic_yarn",
     "llama3": "llama3:factor=4",
+    "longrope": "longrope:short_factor=[1,1,1,1,1.5,1.5,2,2],long_factor=[1,1.5,2,3,4,5,6,8],factor=4",
+    "proportional": "proportional:partial_rotary_factor=0.5,factor=2",
+    "xpos": "xpos:scale_base=8",
+    "sandwich": "sandwich:embedding_dim=16,base=100",
     "giraffe": "giraffe:cutoff_length=32",
     "lm_infinite": "lm_infinite:local_window=7,n_global=3",
     "dca": "dca:chunk_size=9,local_window=2",
@@ -33,6 +37,8 @@ COMPOSITIONS = [
     "dynamic_ntk:factor=2+leaky_rerope:window=6,factor=4",
     "rope+alibi",
     "alibi+window:window=7",
+    "rope+sandwich:embedding_dim=16,base=100",
+    "xpos:scale_base=8+rerope:window=6",
 ]
 
 ALL = [*CASES.values(), *COMPOSITIONS]

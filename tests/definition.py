@@ -17,7 +17,10 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Definition:
-    """What a scheme means, in arrays: m `(q, 1)`, n `(1, k)`, theta `(d/2,)`, l the length of the text in tokens."""
+    """What a scheme means, in arrays: m `(q, 1)`, n `(1, k)`, theta `(d/2,)`, l the length of the text in tokens.
+
+    `pair_weights` multiply each pair's share of a score, by the distance that rotates it, `(q, k, d/2)`.
+    """
 
     distance: Callable[[Array, Array], Array] = lambda m, n: m - n
     visible: Callable[[Array, Array], Array] = lambda m, n: m >= n
@@ -25,6 +28,7 @@ class Definition:
     bias: Callable[[int, Array, Array], Array | float] = lambda head, m, n: 0.0
     frequencies: Callable[[Array, int], Array] = lambda theta, length: theta
     temperature: float = 1.0
+    pair_weights: Callable[[Array], Array | float] = lambda distance: 1.0
 
 
 def defined_logits(model: LlamaForCausalLM, ids: torch.Tensor, definition: Definition) -> torch.Tensor:
@@ -59,8 +63,10 @@ def _attend(q: Array, k: Array, v: Array, theta: Array, definition: Definition) 
     """`(length, heads * head_dim)` from q `(heads, length, head_dim)`, k and v `(kv_heads, length, head_dim)`."""
     length, half = q.shape[1], q.shape[2] // 2
     m, n = np.arange(length)[:, None], np.arange(length)[None, :]
-    angle = definition.distance(m, n)[..., None] * definition.frequencies(theta, length)
-    cos, sin = definition.temperature**2 * np.cos(angle), definition.temperature**2 * np.sin(angle)
+    distance = definition.distance(m, n)
+    angle = distance[..., None] * definition.frequencies(theta, length)
+    size = definition.temperature**2 * definition.pair_weights(distance)
+    cos, sin = size * np.cos(angle), size * np.sin(angle)
     heads = []
     for head in range(len(q)):
         group = head * len(k) // len(q)

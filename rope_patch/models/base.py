@@ -16,10 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch.errors import UnsupportedModel
-from rope_patch.models.config import rope_entries, training_length
+from rope_patch.models.config import checkpoint_of_config, rope_entries, scheme_of_config
 from rope_patch.models.probe import measure_layout
 from rope_patch.rotary import RotaryLayout
-from rope_patch.schemes.base import Checkpoint
+from rope_patch.schemes.base import Checkpoint, Scheme
 from rope_patch.typing import RotarySpec
 
 
@@ -91,13 +91,15 @@ class Stack:
         module: the `PreTrainedModel` that owns the rotary module.
         layers: its self-attention layers in order.
         rotary: every set of rotary tables.
-        training_length: L in tokens.
+        checkpoint: what a scheme's defaults are read from.
+        native: the scheme of the checkpoint itself; None where no scheme here stands for it.
     """
 
     module: PreTrainedModel
     layers: tuple[AttentionLayer, ...]
     rotary: tuple[RotaryTables, ...]
-    training_length: int
+    checkpoint: Checkpoint
+    native: Scheme | None
 
     @property
     def config(self) -> Any:
@@ -105,9 +107,9 @@ class Stack:
         return self.module.config
 
     @property
-    def checkpoint(self) -> Checkpoint:
-        """What a scheme's defaults are read from."""
-        return Checkpoint(self.training_length, self.config.num_attention_heads)
+    def training_length(self) -> int:
+        """L in tokens."""
+        return self.checkpoint.training_length
 
     def rotary_spec(self, rotary: RotaryTables) -> RotarySpec:
         """What a frequency scheme may know of one set of tables."""
@@ -149,7 +151,14 @@ def _read(stack: PreTrainedModel) -> Stack:
         raise UnsupportedModel(
             f"{family} has no self-attention that takes `position_embeddings` through the attention interface"
         )
-    return Stack(stack, layers, rotary, training_length(stack.config))
+    return Stack(stack, layers, rotary, checkpoint_of_config(stack.config), _native(stack.config))
+
+
+def _native(config: Any) -> Scheme | None:
+    try:
+        return scheme_of_config(config)
+    except UnsupportedModel:
+        return None
 
 
 def _is_rotary(module: nn.Module) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from rope_patch.errors import UnsupportedModel
+from rope_patch.schemes.base import Checkpoint, Scheme
+from rope_patch.schemes.registry import list_schemes, scheme_class
 
 
 def rope_entries(config: Any) -> dict[str | None, dict[str, Any]]:
@@ -34,3 +37,22 @@ def training_length(config: Any) -> int:
     if not length:
         raise UnsupportedModel(f"{type(config).__name__} says no `max_position_embeddings`: its length is unknown")
     return int(length)
+
+
+def checkpoint_of_config(config: Any) -> Checkpoint:
+    """What a scheme's defaults are read from."""
+    trained = training_length(config)
+    longest = getattr(config, "max_position_embeddings", None) or trained
+    return Checkpoint(trained, config.num_attention_heads, max(trained, longest))
+
+
+def scheme_of_config(config: Any) -> Scheme:
+    """The scheme that `config.rope_parameters` describes, of full attention where they differ by layer type."""
+    entries = rope_entries(config)
+    entry = entries.get("full_attention") or next(iter(entries.values()))
+    rope_type = entry.get("rope_type", "default")
+    for cls in map(scheme_class, list_schemes()):
+        if cls.rope_type == rope_type:
+            fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+            return cls(**{key: value for key, value in entry.items() if key in fields and value is not None})
+    raise UnsupportedModel(f"rope_type {rope_type!r} of this checkpoint has no scheme of its own here")

@@ -8,9 +8,11 @@ from rope_patch.schemes.giraffe import TruncatedBasis
 from rope_patch.schemes.llama3 import Llama3Scaling
 from rope_patch.schemes.lm_infinite import LMInfinite
 from rope_patch.schemes.logn import LogN
+from rope_patch.schemes.longrope import LongRoPE
 from rope_patch.schemes.ntk import AdjustedBase, DynamicNTK, NTKScaling
 from rope_patch.schemes.ntk_mixed import NTKMixed
 from rope_patch.schemes.pi import PositionInterpolation
+from rope_patch.schemes.proportional import Proportional
 from rope_patch.schemes.registry import (
     as_scheme,
     get_scheme,
@@ -21,8 +23,10 @@ from rope_patch.schemes.registry import (
 )
 from rope_patch.schemes.rerope import LeakyReRoPE, ReRoPE
 from rope_patch.schemes.rope import NoPE, RoPE
+from rope_patch.schemes.sandwich import Sandwich
 from rope_patch.schemes.self_extend import SelfExtend
 from rope_patch.schemes.window import SlidingWindow
+from rope_patch.schemes.xpos import XPos
 from rope_patch.schemes.yarn import DynamicYaRN, NTKByParts, YaRN
 
 for _scheme in (
@@ -37,7 +41,10 @@ for _scheme in (
     NTKMixed,
     DynamicYaRN,
     Llama3Scaling,
+    LongRoPE,
+    Proportional,
     TruncatedBasis,
+    XPos,
     ReRoPE,
     LeakyReRoPE,
     SelfExtend,
@@ -46,6 +53,7 @@ for _scheme in (
     LMInfinite,
     LogN,
     ALiBi,
+    Sandwich,
 ):
     register_scheme(_scheme)
 
@@ -61,19 +69,23 @@ __all__ = [
     "LeakyReRoPE",
     "Llama3Scaling",
     "LogN",
+    "LongRoPE",
     "NTKByParts",
     "NTKMixed",
     "NTKScaling",
     "NoPE",
     "PositionInterpolation",
+    "Proportional",
     "ReRoPE",
     "Region",
     "RoPE",
+    "Sandwich",
     "Scheme",
     "SelfExtend",
     "SlidingWindow",
     "Source",
     "TruncatedBasis",
+    "XPos",
     "YaRN",
     "as_scheme",
     "get_scheme",

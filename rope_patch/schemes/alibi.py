@@ -30,6 +30,7 @@ class ALiBi(Scheme):
         "https://github.com/ofirpress/attention_with_linear_biases",
     )
     regime = "from-scratch"
+    linear = True
 
     slopes: tuple[float, ...] | None = None
     symmetric: bool = False

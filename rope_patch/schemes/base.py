@@ -30,10 +30,17 @@ class Source:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a scheme's defaults may be read from: the training length L in tokens and the number of heads."""
+    """What a scheme's defaults may be read from.
+
+    Attributes:
+        training_length: L in tokens.
+        num_heads: number of query heads.
+        max_length: the longest text in tokens that the checkpoint is made for; L where it was not extended.
+    """
 
     training_length: int
     num_heads: int
+    max_length: int
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ class Scheme:
         source: where it was published.
         regime: what a pretrained checkpoint needs before it makes sense under this scheme.
         length_dependent: whether the frequencies follow the length of the text.
+        decays: whether the frequencies bring a decay, so that queries and keys are turned by different tables.
+        linear: whether the bias is a multiple of the distance, so that beside a causal mask a term per key says it all.
         absolute: whether a shift of all positions changes the scores.
         causal_only: whether the scheme has no meaning for keys after the query.
         rope_type: the `rope_type` of Transformers that means the same; None where there is none.
@@ -85,6 +94,8 @@ class Scheme:
     source: ClassVar[Source]
     regime: ClassVar[Regime] = "training-free"
     length_dependent: ClassVar[bool] = False
+    decays: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
     absolute: ClassVar[bool] = False
     causal_only: ClassVar[bool] = False
     rope_type: ClassVar[str | None] = None

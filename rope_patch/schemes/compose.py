@@ -64,6 +64,14 @@ class Compose(Scheme):
         return any(part.length_dependent for part in self._parts)
 
     @property
+    def decays(self) -> bool:  # type: ignore[override]
+        return any(part.decays for part in self._parts)
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]
+        return all(part.linear for part in self._filling("bias"))
+
+    @property
     def absolute(self) -> bool:  # type: ignore[override]
         return any(part.absolute for part in self._parts)
 

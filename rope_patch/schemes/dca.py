@@ -16,12 +16,15 @@ class DualChunkAttention(Scheme):
 
     With the period s = chunk_size - local_window and r = m mod s the query stands at r for its own chunk, at
     min(r + s, chunk_size) for the one before, so that neighbours across the border keep their distance, and at
-    min(2s - 1, chunk_size) for all earlier ones. No distance exceeds the chunk size. This is the released code; the
-    paper's s is three quarters of the training length.
+    min(2s - 1, chunk_size) for all earlier ones. No distance exceeds the chunk size. This is the released code. In the
+    paper (section 3, equations 3 to 6) the chunk itself is the period, s = chunk_size, and the window lies behind it:
+    with c = s + local_window the query stands at min(r + s, c - 1) and at c - 1.
 
     Args:
         chunk_size: in tokens, at least 2; default three quarters of the training length.
-        local_window: in tokens, at least 1 and below chunk_size; default an eighth of the training length.
+        local_window: in tokens, at least 1, and below chunk_size in the released form; default an eighth of the
+            training length, or what chunk_size leaves of it in the paper's form.
+        constants: `"released"` or `"paper"`.
     """
 
     name = "dca"
@@ -37,25 +40,35 @@ class DualChunkAttention(Scheme):
 
     chunk_size: int | None = None
     local_window: int | None = None
+    constants: str = "released"
 
     def __post_init__(self) -> None:
         self._at_least("chunk_size", 2, int, optional=True)
         self._at_least("local_window", 1, int, optional=True)
-        if self.chunk_size is not None and self.local_window is not None and self.local_window >= self.chunk_size:
+        self._one_of("constants", ("released", "paper"))
+        given = self.chunk_size is not None and self.local_window is not None
+        if given and self.constants == "released" and self.local_window >= self.chunk_size:  # type: ignore[operator]
             raise InvalidField(f"dca: local_window={self.local_window} must be below chunk_size={self.chunk_size}")
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
-        chunk_size = self.chunk_size or max(2, 3 * checkpoint.training_length // 4)
-        local_window = self.local_window or max(1, min(checkpoint.training_length // 8, chunk_size - 1))
+        trained = checkpoint.training_length
+        chunk_size = self.chunk_size or max(2, 3 * trained // 4)
+        window = trained - chunk_size if self.constants == "paper" else min(trained // 8, chunk_size - 1)
+        local_window = self.local_window or max(1, window)
         return dataclasses.replace(self, chunk_size=chunk_size, local_window=local_window)
 
     def segments(self) -> tuple[Region, ...]:
         if self.chunk_size is None or self.local_window is None:
             raise ValueError("dca: resolve() has to fill in the chunk size first")
-        c, s = self.chunk_size, self.chunk_size - self.local_window
+        if self.constants == "paper":
+            s, most = self.chunk_size, self.chunk_size + self.local_window - 1
+            farthest = most
+        else:
+            s, most = self.chunk_size - self.local_window, self.chunk_size
+            farthest = min(2 * s - 1, most)
         key = Periodic(s)
         return (
             Region(Periodic(s), key, start=0, stop=1, chunk=s),
-            Region(Periodic(s, shift=s, most=c), key, start=1, stop=2, chunk=s),
-            Region(Constant(min(2 * s - 1, c)), key, start=2, chunk=s),
+            Region(Periodic(s, shift=s, most=most), key, start=1, stop=2, chunk=s),
+            Region(Constant(farthest), key, start=2, chunk=s),
         )

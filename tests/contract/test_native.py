@@ -108,3 +108,35 @@ def test_rope_beside_a_bias_keeps_the_rotation(llama):
         replaced = logits(llama, tokens())
     with patch(llama, RoPE(), plain):
         assert (logits(llama, tokens()) - replaced).abs().max() > 1e-2
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
+    "original_max_position_embeddings": TRAINING_LENGTH,
+}
+FOLLOWING = [NATIVE["dynamic"], LONGROPE]
+
+
+@pytest.mark.parametrize("parameters", FOLLOWING, ids=lambda parameters: parameters["rope_type"])
+@pytest.mark.parametrize("spec", ["rerope:window=6", "self_extend:group_size=4,window=7", "dca:chunk_size=9"])
+def test_segments_on_a_checkpoint_whose_tables_follow_the_length_have_no_memory(parameters, spec):
+    model = build(rope_parameters=parameters, max_position_embeddings=2 * TRAINING_LENGTH)
+    with patch(model, spec):
+        before = logits(model, tokens(TRAINING_LENGTH))
+        longer = logits(model, tokens(2 * LENGTH))
+        assert torch.equal(logits(model, tokens(TRAINING_LENGTH)), before)
+    other = build(rope_parameters=parameters, max_position_embeddings=2 * TRAINING_LENGTH)
+    with patch(other, spec, mount="late", attention="oracle"):
+        assert_close(logits(other, tokens(2 * LENGTH)), longer)
+
+
+@pytest.mark.parametrize("parameters", FOLLOWING, ids=lambda parameters: parameters["rope_type"])
+def test_a_wide_window_on_a_checkpoint_whose_tables_follow_the_length_is_that_checkpoint(parameters):
+    values = {"rope_parameters": parameters, "max_position_embeddings": TRAINING_LENGTH}
+    for length in (TRAINING_LENGTH - 1, LENGTH):
+        expected = logits(build(**values), tokens(length))
+        with patch(build(**values), "rerope", window=LENGTH) as handle:
+            assert_close(logits(handle.model, tokens(length)), expected)

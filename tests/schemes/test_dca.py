@@ -22,7 +22,21 @@ def chunked(chunk_size, local_window):
     return distance
 
 
+def as_in_the_paper(chunk_size, local_window):
+    """Equations 3 to 6: with c = s + w, queries at m mod s, at min(m mod s + s, c - 1), and at c - 1."""
+    s, c = chunk_size, chunk_size + local_window
+
+    def distance(m, n):
+        back = m // s - n // s
+        earlier = np.where(back == 1, np.minimum(m % s + s, c - 1), c - 1)
+        return np.where(back == 0, m % s, earlier) - n % s
+
+    return distance
+
+
 DEFINITIONS = {
+    "dca:chunk_size=9,local_window=2,constants=paper": Definition(distance=as_in_the_paper(9, 2)),
+    "dca:constants=paper": Definition(distance=as_in_the_paper(24, 8)),
     "dca:chunk_size=9,local_window=2": Definition(distance=chunked(9, 2)),
     "dca:chunk_size=12,local_window=8": Definition(distance=chunked(12, 8)),
     "dca": Definition(distance=chunked(24, 4)),
@@ -47,7 +61,10 @@ def test_true_distances_within_a_local_window_of_half_the_chunk_and_none_beyond_
 
 
 def test_the_defaults_are_three_quarters_and_an_eighth_of_the_training_length():
-    assert DualChunkAttention().resolve(Checkpoint(4096, 8)) == DualChunkAttention(3072, 512)
+    checkpoint = Checkpoint(4096, 8, 4096)
+    assert DualChunkAttention().resolve(checkpoint) == DualChunkAttention(3072, 512)
+    in_the_paper = DualChunkAttention(constants="paper")
+    assert in_the_paper.resolve(checkpoint) == DualChunkAttention(3072, 1024, "paper")
 
 
 def test_a_window_that_fills_the_chunk_is_named():

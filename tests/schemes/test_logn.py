@@ -34,4 +34,4 @@ def test_without_clip_the_first_tokens_are_scaled_down():
 
 
 def test_the_default_training_length_is_that_of_the_checkpoint():
-    assert LogN().resolve(Checkpoint(256, 4)) == LogN(256)
+    assert LogN().resolve(Checkpoint(256, 4, 256)) == LogN(256)

@@ -28,5 +28,5 @@ def test_only_pairs_within_the_window_are_held_and_keep_their_distance(window):
 
 
 def test_the_default_window_is_the_training_length():
-    assert SlidingWindow().resolve(Checkpoint(256, 4)) == SlidingWindow(256)
-    assert SlidingWindow(8).resolve(Checkpoint(256, 4)) == SlidingWindow(8)
+    assert SlidingWindow().resolve(Checkpoint(256, 4, 256)) == SlidingWindow(256)
+    assert SlidingWindow(8).resolve(Checkpoint(256, 4, 256)) == SlidingWindow(8)

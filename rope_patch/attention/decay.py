@@ -1,0 +1,75 @@
+"""Rotations that also shrink: queries grow and keys fade from the end of each block of queries.
+
+The score of a pair (m, n) is to be multiplied by exp(-decay (m - n)), dimension by dimension. Counted from one fixed
+position, the factors exp(-decay m) and exp(decay n) leave the range of floating point in a long text. Counted from the
+last query of a block, a query's factor is at most exp(decay * rows), and what a key's factor underflows to was nothing
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.attention.inputs import AttentionInputs, Branch
+from rope_patch.rotary import RotaryLayout
+
+ROWS = 1024
+"""Queries per block: small enough for float16, large enough that keys are faded a few times only."""
+
+LARGEST_EXPONENT = 80.0
+"""Reached only where positions skip by more than a block; exp of it is finite, and so is the score."""
+
+Output = tuple[torch.Tensor, "torch.Tensor | None"]
+
+
+@dataclass(frozen=True)
+class Decay:
+    """How the pairs of one layer fade.
+
+    Attributes:
+        layout: which dimensions make a pair.
+        rate: per token of distance, `(d/2,)`.
+    """
+
+    layout: RotaryLayout
+    rate: torch.Tensor
+
+    def scale(self, x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+        """x with each pair times exp(rate * exponent): a rotation whose cosine is the factor and whose sine is zero.
+
+        Shape:
+            x `(batch, heads, length, head_dim)`, exponent `(batch or 1, length)`.
+        """
+        factor = (exponent[..., None] * self.rate.to(x.device)).clamp(max=LARGEST_EXPONENT).exp()[:, None].to(x.dtype)
+        return self.layout.rotate(x, factor, torch.zeros_like(factor))
+
+
+def attend(inputs: AttentionInputs, decay: Decay, score: Callable[[AttentionInputs], Output]) -> Output:
+    """Attention under a decay, block by block.
+
+    Args:
+        inputs: the call, its branches rotated but not faded.
+        decay: of the layer.
+        score: attention of one block: output `(batch, heads, rows, value_dim)`, and the weights where it has them.
+    """
+    outputs, weights = [], []
+    for start in range(0, inputs.q_length, ROWS):
+        block = inputs.rows(start, min(start + ROWS, inputs.q_length))
+        output, weight = score(block.with_branches(tuple(_faded(branch, block, decay) for branch in block.branches)))
+        outputs.append(output)
+        if weight is not None:
+            hidden = inputs.kv_length - weight.shape[-1]
+            weights.append(torch.nn.functional.pad(weight, (0, hidden)))
+    return torch.cat(outputs, dim=2), torch.cat(weights, dim=2) if weights else None
+
+
+def _faded(branch: Branch, block: AttentionInputs, decay: Decay) -> Branch:
+    m, n = block.query_positions.float(), block.key_positions.float()
+    if branch.region is not None:
+        m, n = branch.region.query_map(m), branch.region.key_map(n)
+    last = m.amax(dim=-1, keepdim=True)
+    # keys after the last query are hidden: they need no more than to stay finite
+    return Branch(branch.region, decay.scale(branch.query, last - m), decay.scale(branch.key, (n - last).clamp(max=0)))

@@ -1,0 +1,99 @@
+"""LongRoPE: one factor per pair, found by search."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rope_patch.errors import InvalidField, NotExpressible
+from rope_patch.rotary import periods
+from rope_patch.schemes.base import Checkpoint, Scheme, Source
+from rope_patch.typing import Frequencies, RotarySpec
+
+
+@dataclass(frozen=True)
+class LongRoPE(Scheme):
+    """Each pair is slowed by its own factor: one list for texts up to L, another for longer ones.
+
+    Args:
+        short_factor, long_factor: one number above 0 per pair (d/2).
+        factor: k for the temperature, at least 1; default the checkpoint's longest length over L.
+        attention_factor: multiplies cos and sin; default sqrt(1 + ln k / ln L).
+        original_max_position_embeddings: L in tokens; default from the checkpoint.
+        length: a length in tokens that decides between the lists for a whole request; default: follow each text.
+    """
+
+    name = "longrope"
+    equation = "theta_i / lambda_i, lambda = short_factor up to L, long_factor beyond; t = sqrt(1 + ln k / ln L)"
+    source = Source(
+        "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens",
+        2024,
+        "https://arxiv.org/abs/2402.13753",
+        "https://github.com/microsoft/LongRoPE",
+    )
+    regime = "fine-tune"
+    rope_type = "longrope"
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    factor: float | None = None
+    attention_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("short_factor", "long_factor"):
+            object.__setattr__(self, name, self._numbers(name, "pair"))
+        if len(self.short_factor) != len(self.long_factor):
+            raise InvalidField(
+                f"longrope: short_factor has {len(self.short_factor)} numbers, long_factor {len(self.long_factor)}"
+            )
+        self._at_least("factor", 1, float, optional=True)
+        self._above_zero("attention_factor", optional=True)
+        self._at_least("original_max_position_embeddings", 2, int, optional=True)
+        self._at_least("length", 1, int, optional=True)
+
+    def resolve(self, checkpoint: Checkpoint) -> Scheme:
+        if self.factor is not None:
+            return self
+        trained = self.original_max_position_embeddings or checkpoint.training_length
+        return dataclasses.replace(self, factor=max(1.0, checkpoint.max_length / trained))
+
+    @property
+    def length_dependent(self) -> bool:  # type: ignore[override]
+        return self.length is None and self.short_factor != self.long_factor
+
+    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+        if len(self.short_factor) != rotary.dim // 2:
+            raise InvalidField(
+                f"longrope: short_factor has {len(self.short_factor)} numbers; "
+                f"this checkpoint has {rotary.dim // 2} pairs"
+            )
+        trained = self.original_max_position_embeddings or rotary.training_length
+        period = periods(rotary.dim, rotary.base)
+        short, long = (1.0 / (torch.tensor(factors) * period) for factors in (self.short_factor, self.long_factor))
+        temperature = self._temperature(trained)
+        if self.length is not None:
+            return Frequencies(long if self.length > trained else short, temperature)
+        if length is None:
+            return Frequencies(short, temperature)
+        is_long = (length > trained)[:, None]
+        return Frequencies(torch.where(is_long, long.to(length.device), short.to(length.device)), temperature)
+
+    def _temperature(self, trained: int) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor is None or self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(trained))
+
+    def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
+        if self.length is not None:
+            raise NotExpressible("longrope: Transformers' longrope cannot be fixed to one length")
+        said = super().rope_parameters(rotary)
+        trained = self.original_max_position_embeddings or rotary.training_length
+        return {**said, "original_max_position_embeddings": trained}

@@ -1,0 +1,49 @@
+"""Proportional RoPE: only the fastest share of the pairs turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.errors import InvalidField
+from rope_patch.rotary import inverse_frequencies
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.typing import Frequencies, RotarySpec
+
+
+@dataclass(frozen=True)
+class Proportional(Scheme):
+    """theta_i / k for the first share of the pairs, no rotation for the rest, the base spread over all of them.
+
+    Args:
+        partial_rotary_factor: the share of pairs that turn, above 0 and at most 1.
+        factor: k, at least 1.
+    """
+
+    name = "proportional"
+    equation = "theta_i / k for i < p d/2, else 0"
+    source = Source(
+        "`proportional` in Transformers (Gemma 4)",
+        2026,
+        "https://huggingface.co/docs/transformers/main/en/internal/rope_utils",
+    )
+    regime = "from-scratch"
+    rope_type = "proportional"
+
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._above_zero("partial_rotary_factor")
+        if self.partial_rotary_factor > 1:
+            raise InvalidField(
+                f"proportional: partial_rotary_factor={self.partial_rotary_factor} is not allowed; it is at most 1"
+            )
+        self._at_least("factor", 1, float)
+
+    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+        turning = int(self.partial_rotary_factor * rotary.dim // 2)
+        inv_freq = inverse_frequencies(rotary.dim, rotary.base)
+        inv_freq[turning:] = 0
+        return Frequencies(inv_freq / self.factor)

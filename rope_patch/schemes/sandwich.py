@@ -1,0 +1,50 @@
+"""Sandwich: the inner product of sinusoidal embeddings as a bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.errors import InvalidField
+from rope_patch.rotary import inverse_frequencies
+from rope_patch.schemes.base import Scheme, Source
+
+
+@dataclass(frozen=True)
+class Sandwich(Scheme):
+    """What sinusoidal embeddings say of each other and nothing else: p_m . p_n falls off with the log of the distance.
+
+    The inner product is that of the embeddings of section 3.5 of "Attention Is All You Need"; it depends on m - n
+    alone. Head h of H divides it by 8h/H, which gives each head its own horizon, as ALiBi's slopes do. Half of
+    embedding_dim is taken off, which no softmax sees and which keeps the numbers small.
+
+    Args:
+        embedding_dim: d of the sinusoidal embedding, even, 128 by default; it has nothing to do with the model's.
+        base: b of its frequencies, 10000 by default.
+    """
+
+    name = "sandwich"
+    equation = "(sum_i cos((m-n) b^(-2i/d)) - d/2) H / (8h)"
+    source = Source(
+        "Dissecting Transformer Length Extrapolation via the Lens of Receptive Field Analysis",
+        2022,
+        "https://arxiv.org/abs/2212.10356",
+    )
+    regime = "from-scratch"
+
+    embedding_dim: int = 128
+    base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        self._at_least("embedding_dim", 2, int)
+        if self.embedding_dim % 2:
+            raise InvalidField(f"sandwich: embedding_dim={self.embedding_dim} is not allowed; it is even")
+        self._above_zero("base")
+
+    def bias(self, distance: torch.Tensor, num_heads: int) -> torch.Tensor:
+        inv_freq = inverse_frequencies(self.embedding_dim, self.base).to(distance.device)
+        # one frequency at a time: all of them at once would need d/2 numbers for every pair of tokens
+        product = sum((distance * frequency).cos() for frequency in inv_freq) - self.embedding_dim / 2
+        horizon = 8 / num_heads * torch.arange(1, num_heads + 1, device=distance.device)
+        return product / horizon.view(-1, *[1] * distance.ndim)

@@ -1,0 +1,48 @@
+"""XPos: rotation with a decay, so that far scores fade instead of oscillating."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.rotary import inverse_frequencies
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.typing import Frequencies, RotarySpec
+
+
+@dataclass(frozen=True)
+class XPos(Scheme):
+    """Every pair's share of the score shrinks by zeta_i for each `scale_base` tokens of distance, fast pairs most.
+
+    Queries carry zeta_i^(m / scale_base) and keys zeta_i^(-n / scale_base). Both run out of the range of floating
+    point in a long text, so both are counted from the end of each block of queries, which leaves every product as it
+    is. The released code counts from the middle of the text, for the same end.
+
+    Args:
+        scale_base: tokens per factor of zeta_i, 512 by default; above 0.
+        gamma: zeta_i = (2i/d + gamma) / (1 + gamma), 0.4 by default; above 0.
+    """
+
+    name = "xpos"
+    equation = "RoPE, each pair times zeta_i^((m-n)/scale_base), zeta_i = (2i/d + gamma)/(1 + gamma)"
+    source = Source(
+        "A Length-Extrapolatable Transformer",
+        2022,
+        "https://arxiv.org/abs/2212.10554",
+        "https://github.com/microsoft/torchscale",
+    )
+    regime = "from-scratch"
+    decays = True
+    causal_only = True
+
+    scale_base: float = 512.0
+    gamma: float = 0.4
+
+    def __post_init__(self) -> None:
+        self._above_zero("scale_base")
+        self._above_zero("gamma")
+
+    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+        zeta = (torch.arange(0, rotary.dim, 2).float() / rotary.dim + self.gamma) / (1 + self.gamma)
+        return Frequencies(inverse_frequencies(rotary.dim, rotary.base), decay=-zeta.log() / self.scale_base)
