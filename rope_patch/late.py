@@ -31,7 +31,7 @@ from rope_patch.attention.spans import Span, find_spans
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.base import AttentionLayer
 from rope_patch.positions import key_positions
-from rope_patch.rotary import rotation_tables
+from rope_patch.rotary import RotaryLayout, rotation_tables
 from rope_patch.schemes.base import Region, Scheme
 from rope_patch.typing import Frequencies, PositionMap, RotarySpec
 
@@ -265,8 +265,7 @@ class LateCall:
         if not state.scheme.decays:
             return None
         rate = state.frequencies(self.position_ids).decay
-        assert rate is not None and state.layer.layout is not None  # for the type checker: the scheme says so
-        return Decay(state.layer.layout, rate)
+        return Decay(cast(RotaryLayout, state.layer.layout), cast(torch.Tensor, rate))
 
     def rotated_query(self, query: torch.Tensor, position_map: PositionMap) -> torch.Tensor:
         """R_f(phi_q(m)) q, `(batch, heads, q_len, head_dim)`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +12,12 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import decay, decode, engine, oracle
-from rope_patch.attention.inputs import AttentionInputs, Branch
+from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
 from rope_patch.attention.masks import as_mask
 from rope_patch.errors import UnsupportedModel
 from rope_patch.late import LateCall
 from rope_patch.positions import Identity
-from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.base import ALL_PAIRS
 
 
 def late_attention(
@@ -68,15 +69,16 @@ def late_attention(
         causal=(getattr(module, "is_causal", True) if causal is None else causal) and query.shape[2] > 1,
         query_start=start,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        bias=_bias(scheme, query.shape[1]),
+        bias=_bias(call, query),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
     )
     fades = call.decay()
-    if fades is None and implementation != "eager" and decode.applies(inputs, query, state.regions, state.attention):
+    regions = state.regions or (ALL_PAIRS,)
+    if fades is None and implementation != "eager" and decode.applies(inputs, query, regions, state.attention):
         output = decode.attend(
-            state.regions,
+            regions,
             lambda region: call.rotated_query(query, region.query_map) if state.rotate else query,
             lambda region, slots: call.rotated_key(key, region.key_map, slots) if state.rotate else key[:, :, slots],
             inputs,
@@ -106,10 +108,17 @@ def _branches(call: LateCall, query: torch.Tensor, key: torch.Tensor) -> tuple[B
     )
 
 
-def _bias(scheme: Scheme, num_heads: int) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _bias(call: LateCall, query: torch.Tensor) -> DistanceBias | None:
+    scheme, heads = call.state.scheme, query.shape[1]
     if "bias" not in scheme.slots:
         return None
-    return lambda distance: scheme.bias(distance, num_heads)
+
+    def table(length: int) -> torch.Tensor:
+        distances = torch.arange(length, device=query.device)
+        compute = functools.partial(scheme.bias, distances, heads)
+        return call.state.shared.once(call.position_ids, ("bias", heads, length), compute)
+
+    return DistanceBias(lambda distance: scheme.bias(distance, heads), scheme.linear, table)
 
 
 def _previous_attention(module: nn.Module, implementation: str) -> Callable[..., Any]:

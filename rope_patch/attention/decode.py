@@ -26,9 +26,8 @@ def applies(inputs: AttentionInputs, query: torch.Tensor, regions: Sequence[Regi
     """Whether a call, its branches not yet rotated, is one decoding step of the kind that `attend` computes."""
     return (
         mode in ("auto", "segmented")
-        and bool(regions)
         and inputs.q_length == 1
-        and inputs.depends_on_rotation_alone
+        and inputs.fits_kernels
         and (inputs.mask is None or inputs.mask.dtype == torch.bool)
         and not (torch.is_grad_enabled() and query.requires_grad)
         and not torch.compiler.is_compiling()
@@ -53,6 +52,7 @@ def attend(regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: 
         inputs: the call; its branches are not used.
     """
     value, mask, slot = inputs.value, inputs.mask, int(inputs.query_start)
+    bias = None if inputs.bias is None else inputs.bias.values(slot + 1).flip(-1)  # by slot
     position = slot if all(region.translation_invariant for region in regions) else int(inputs.query_positions[0, 0])
     kernel = kernel_for(value)
     out = lse = None
@@ -65,6 +65,9 @@ def attend(regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: 
         keys = key_of(region, slots)
         tile = Tile(0, rows.shape[2], 0, keys.shape[2])
         hidden = _additive(mask, slots, rows)
+        if bias is not None:
+            term = bias[None, :, slots].unflatten(1, (value.shape[1], -1))
+            hidden = term if hidden is None else term + hidden
         part, part_lse = kernel.forward(rows, keys, value[:, :, slots], tile, inputs.scaling, hidden)
         if out is None or lse is None:
             out, lse = part.float(), part_lse
@@ -78,7 +81,7 @@ def slots_of(region: Region, slot: int, position: int) -> slice:
     """The slots of the region for the query at `slot` and `position`, none of them after the query."""
     behind = slot - position  # slot of a key minus its position
     here = position // region.chunk
-    newest = (here - max(0, int(region.start)) + 1) * region.chunk - 1
+    newest = (here - int(max(0, region.start)) + 1) * region.chunk - 1
     oldest = -behind if region.stop == math.inf else (here - int(region.stop) + 1) * region.chunk
     stop = min(newest, position, region.keys_below - 1) + 1
     return slice(max(0, oldest + behind), max(0, int(stop) + behind))

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from rope_patch.attention import chunked, oracle, segmented
-from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.inputs import AttentionInputs, DistanceBias
 from rope_patch.attention.spans import Span
 
 AttentionMode = Literal["auto", "oracle", "chunked", "segmented"]
@@ -29,9 +29,14 @@ def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.
     """
     if mode == "oracle":
         return oracle.attend(inputs)[0]
-    geometric = inputs.causal and inputs.depends_on_rotation_alone and not torch.compiler.is_compiling()
-    if mode != "chunked" and geometric:
+    geometric = inputs.causal and inputs.fits_kernels and not torch.compiler.is_compiling()
+    if mode != "chunked" and geometric and not _learned(inputs.bias):
         large = inputs.q_length * inputs.kv_length > SMALL
         if (large or mode == "segmented") and (found := spans()) is not None:
             return segmented.attend(inputs, found)
     return chunked.attend(inputs)
+
+
+def _learned(bias: DistanceBias | None) -> bool:
+    """Whether a gradient must flow into the bias, which no mask passes on."""
+    return bias is not None and bias.values(1).requires_grad

@@ -26,6 +26,25 @@ class Branch:
 
 
 @dataclass(frozen=True)
+class DistanceBias:
+    """b(m - n).
+
+    Attributes:
+        function: from distances of any shape to `(heads, *shape)`, float32.
+        linear: whether it is a multiple of the distance.
+        table: from a length to b(0), b(1), ... `(heads, length)`; default computed by `function`.
+    """
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    linear: bool = False
+    table: Callable[[int], torch.Tensor] | None = None
+
+    def values(self, length: int) -> torch.Tensor:
+        """b(0) to b(length - 1), `(heads, length)`."""
+        return self.function(torch.arange(length)) if self.table is None else self.table(length)
+
+
+@dataclass(frozen=True)
 class AttentionInputs:
     """One attention call.
 
@@ -38,7 +57,7 @@ class AttentionInputs:
         causal: whether keys after the query are hidden when there is no mask.
         query_start: slot of the first query among the keys.
         scaling: multiplies the scores.
-        bias: from distances m - n, `(batch, q, k)`, to `(heads, batch, q, k)` float32; added after scaling.
+        bias: by distance, added after scaling.
         softcap: c in c tanh(s / c), applied to the scaled scores before any bias or mask; None for none.
         sinks: one extra score per head that takes part in the softmax and carries no value; None for none.
         dropout: probability, applied to the attention weights.
@@ -52,7 +71,7 @@ class AttentionInputs:
     causal: bool
     query_start: int | torch.Tensor
     scaling: float
-    bias: Callable[[torch.Tensor], torch.Tensor] | None = None
+    bias: DistanceBias | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     dropout: float = 0.0
@@ -68,9 +87,9 @@ class AttentionInputs:
         return self.value.shape[2]
 
     @property
-    def depends_on_rotation_alone(self) -> bool:
-        """Whether scores are products of rotated states and nothing else, so that plain kernels can compute them."""
-        return self.bias is None and self.softcap is None and self.sinks is None and self.dropout == 0.0
+    def fits_kernels(self) -> bool:
+        """Whether scores are products of rotated states plus a bias by distance, as plain kernels compute them."""
+        return self.softcap is None and self.sinks is None and self.dropout == 0.0
 
     def with_branches(self, branches: tuple[Branch, ...]) -> AttentionInputs:
         """The same call with its queries and keys."""

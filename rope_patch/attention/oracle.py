@@ -45,7 +45,7 @@ def _scores(inputs: AttentionInputs) -> torch.Tensor:
     if inputs.softcap is not None:
         scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
     if inputs.bias is not None:
-        scores = scores + inputs.bias((m - n)[:, 0]).transpose(0, 1).to(scores.dtype)
+        scores = scores + inputs.bias.function((m - n)[:, 0]).transpose(0, 1).to(scores.dtype)
     if inputs.mask is not None and inputs.mask.dtype != torch.bool:
         scores = scores + inputs.mask.to(scores.dtype)
     elif inputs.mask is not None:

@@ -8,30 +8,29 @@ al., 2310.01889): no gradient flows through the merge.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from rope_patch.attention.bias import TileBias, tile_bias
 from rope_patch.attention.inputs import AttentionInputs, Branch
-from rope_patch.attention.kernels import kernel_for
+from rope_patch.attention.kernels import Biased, kernel_for
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tiles import Tile, tiles_of
-from rope_patch.positions import Identity
-from rope_patch.schemes.base import Region
-
-_ALL_PAIRS = Region(Identity(), Identity())
+from rope_patch.schemes.base import ALL_PAIRS, Region
 
 
 def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
     """Output of `oracle.attend` for a causal call made of spans, `(batch, heads, q_len, value_dim)`.
 
-    The caller has made sure that there is no bias, softcap, sink or dropout. Queries outside every span (pads) give
-    zeros.
+    The caller has made sure that there is no softcap, sink or dropout, and that no bias wants a gradient. Queries
+    outside every span (pads) give zeros.
     """
     regions = tuple(branch.region for branch in inputs.branches)
     states = [state for branch in inputs.branches for state in (branch.query, branch.key)]
-    return _Segmented.apply(spans, regions, inputs.scaling, inputs.value, *states)
+    return _Segmented.apply(spans, regions, tile_bias(inputs), inputs.scaling, inputs.value, *states)
 
 
 class _Segmented(torch.autograd.Function):
@@ -40,18 +39,19 @@ class _Segmented(torch.autograd.Function):
         ctx: Any,
         spans: tuple[Span, ...],
         regions: tuple[Region | None, ...],
+        bias: TileBias | None,
         scale: float,
         value: torch.Tensor,
         *states: torch.Tensor,
     ) -> torch.Tensor:
         branches = _as_branches(regions, states)
-        kernel = kernel_for(states[0])
+        kernel = Biased(kernel_for(states[0]), bias)
         query = states[0]
         out = torch.zeros(*query.shape[:3], value.shape[-1], dtype=torch.float32, device=query.device)
         lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
         for span in spans:
             touched = [False] * span.q_length
-            for branch, tile, queries, keys in _work(span, branches):
+            for branch, tile, queries, keys in _work(span, branches, bias):
                 part, part_lse = kernel.forward(branch.query[queries], branch.key[keys], value[keys], tile, scale)
                 rows = slice(tile.q0, tile.q1)
                 if any(touched[rows]):
@@ -61,20 +61,20 @@ class _Segmented(torch.autograd.Function):
                 touched[rows] = [True] * (tile.q1 - tile.q0)
         out = out.to(value.dtype)
         ctx.save_for_backward(value, out, lse, *states)
-        ctx.spans, ctx.regions, ctx.scale = spans, regions, scale
+        ctx.spans, ctx.regions, ctx.bias, ctx.scale = spans, regions, bias, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         value, out, lse, *states = ctx.saved_tensors
         branches = _as_branches(ctx.regions, states)
-        kernel = kernel_for(states[0])
+        kernel = Biased(kernel_for(states[0]), ctx.bias)
         # half precision would lose what many tiles add up
         gradients = [torch.zeros_like(state, dtype=torch.float32) for state in states]
         grad_value = torch.zeros_like(value, dtype=torch.float32)
         order = {id(branch): i for i, branch in enumerate(branches)}
         for span in ctx.spans:
-            for branch, tile, queries, keys in _work(span, branches):
+            for branch, tile, queries, keys in _work(span, branches, ctx.bias):
                 grad_q, grad_k, grad_v = kernel.backward(
                     grad[queries],
                     branch.query[queries],
@@ -90,17 +90,19 @@ class _Segmented(torch.autograd.Function):
                 gradients[index + 1][keys] += grad_k
                 grad_value[keys] += grad_v
         shares = [gradient.to(state.dtype) for gradient, state in zip(gradients, states, strict=True)]
-        return (None, None, None, grad_value.to(value.dtype), *shares)
+        return (None, None, None, None, grad_value.to(value.dtype), *shares)
 
 
 Index = tuple[slice, slice, slice]
 
 
-def _work(span: Span, branches: list[Branch]) -> Iterator[tuple[Branch, Tile, Index, Index]]:
+def _work(span: Span, branches: list[Branch], bias: TileBias | None) -> Iterator[tuple[Branch, Tile, Index, Index]]:
     """Every tile of a span with the places of its queries and keys in the batch."""
     every = slice(None)
-    for branch in branches:
-        for tile in tiles_of(branch.region or _ALL_PAIRS, span.q_length, span.offset, span.first_position):
+    # the far region first: its one large tile is then the ground to which small ones are added while they are in cache
+    for branch in sorted(branches, key=lambda branch: -branch.region.start if branch.region else 0):
+        tiles = tiles_of(branch.region or ALL_PAIRS, span.q_length, span.offset, span.first_position)
+        for tile in tiles if bias is None else itertools.chain.from_iterable(map(bias.pieces, tiles)):
             queries = slice(span.queries.start + tile.q0, span.queries.start + tile.q1)
             keys = slice(span.keys.start + tile.k0, span.keys.start + tile.k1)
             yield branch, tile, (span.rows, every, queries), (span.rows, every, keys)

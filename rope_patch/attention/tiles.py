@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ import torch
 
 from rope_patch.schemes.base import Region
 
-BAND_ROWS = 256
-"""Queries per tile of a band. Fewer waste less at the edges, more keep the kernels busy."""
+BAND_ROWS = 192
+"""Queries per tile of a band. Fewer waste less at the edges; from this many on, flash on CPU works in larger blocks."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Tile:
 
     Attributes:
         kind: `full` (all pairs), `causal` (row i sees keys up to i of the tile), or `band`.
-        low, high: for a band, the pairs with low <= d < high, where d counts from the tile's first query and key as
-            `shift` + row - column.
+        distance: from the first query to the first key, in tokens.
+        low, high: for a band, the pairs at low <= distance < high.
     """
 
     q0: int
@@ -32,13 +33,37 @@ class Tile:
     kind: Literal["full", "causal", "band"] = "full"
     low: int = 0
     high: int = 0
-    shift: int = 0
+    distance: int = 0
 
     def mask(self, device: torch.device) -> torch.Tensor:
         """Boolean `(q1 - q0, k1 - k0)` of a band."""
         rows = torch.arange(self.q1 - self.q0, device=device)[:, None]
-        distance = self.shift + rows - torch.arange(self.k1 - self.k0, device=device)
+        distance = self.distance + rows - torch.arange(self.k1 - self.k0, device=device)
         return (distance >= self.low) & (distance < self.high)
+
+
+def in_rows(tile: Tile, rows: int, as_bands: bool = False) -> Iterator[Tile]:
+    """A tile in parts that do not cross a multiple of `rows` among the queries of the span.
+
+    Args:
+        tile: any.
+        rows: height of the blocks.
+        as_bands: leave the parts of a causal tile whole, as bands, instead of a full and a causal tile for each.
+    """
+    for start in range(tile.q0 // rows * rows, tile.q1, rows):
+        q0, q1 = max(start, tile.q0), min(start + rows, tile.q1)
+        below = q0 - tile.q0
+        part = dataclasses.replace(tile, q0=q0, q1=q1, distance=tile.distance + below)
+        if tile.kind != "causal":
+            yield part
+        elif as_bands:
+            k1 = tile.k0 + q1 - tile.q0
+            yield dataclasses.replace(part, k1=k1, kind="band", low=tile.distance, high=part.distance + q1 - q0)
+        else:
+            edge = tile.k0 + below
+            if below:
+                yield dataclasses.replace(part, k1=edge, kind="full")
+            yield dataclasses.replace(part, k0=edge, k1=edge + q1 - q0, distance=tile.distance)
 
 
 def tiles_of(region: Region, q_length: int, offset: int, first_position: int = 0) -> Iterator[Tile]:
@@ -50,6 +75,11 @@ def tiles_of(region: Region, q_length: int, offset: int, first_position: int = 0
         offset: distance from the first query to the first key.
         first_position: position of the first key.
     """
+    for tile in _tiles_of(region, q_length, offset, first_position):
+        yield dataclasses.replace(tile, distance=offset + tile.q0 - tile.k0)
+
+
+def _tiles_of(region: Region, q_length: int, offset: int, first_position: int) -> Iterator[Tile]:
     if region.stop <= 0:
         return
     if region.chunk > 1:
@@ -69,7 +99,7 @@ def tiles_of(region: Region, q_length: int, offset: int, first_position: int = 0
     for q0 in range(open_until, q_length, BAND_ROWS):
         q1 = min(q0 + BAND_ROWS, q_length)
         k0, k1 = max(0, offset + q0 - int(region.stop) + 1), offset + q1 - low
-        yield Tile(q0, q1, k0, k1, "band", low, int(region.stop), shift=offset + q0 - k0)
+        yield Tile(q0, q1, k0, k1, "band", low, int(region.stop))
 
 
 def _wedge(q0: int, q1: int, k0: int, seen_by_first: int) -> Iterator[Tile]:

@@ -23,6 +23,7 @@ from rope_patch.rotary import RotaryLayout
 
 _PROBE = "rope_patch_probe"
 _TOKENS = 4
+_FOLLOWED = "something follows the rotation of queries and keys (a norm, a scale)"
 
 
 class Tables(Protocol):
@@ -72,7 +73,7 @@ def measure_layout(name: str, module: nn.Module, rotary: Tables) -> RotaryLayout
             expected = layout.rotate(still, cos_check[:, order].to(still), sin_check[:, order].to(still))
             tolerance = 8 * torch.finfo(still.dtype).eps * float(still.abs().max() * cos_check.abs().max())
             if (expected - checked).abs().max() > tolerance:
-                raise UnsupportedModel(f"{name}: something follows the rotation of queries and keys (a norm, a scale)")
+                raise UnsupportedModel(f"{name}: {_FOLLOWED}")
     return layout
 
 
@@ -81,9 +82,17 @@ def _frequency_of_column(name: str, rotary: Tables) -> tuple[int, ...]:
     count = rotary.inv_freq.shape[-1]
     positions = torch.arange(1, 17)[None]
     try:
-        cos, sin = (table[0] for table in rotary.tables(positions))
-    except Exception as error:  # a rotary module with another signature, e.g. positions in three dimensions
+        tables = rotary.tables(positions)
+    except Exception as error:  # a rotary module with another signature
         raise UnsupportedModel(f"{name}: its rotary tables cannot be read: {type(error).__name__}: {error}") from error
+    if isinstance(tables, torch.Tensor):
+        raise UnsupportedModel(f"{name}: its rotary module gives one complex table in place of cos and sin")
+    if _reads_planes(rotary, positions):
+        raise UnsupportedModel(
+            f"{name}: its rotary module reads positions in several dimensions (mRoPE, for images), "
+            "and a scheme places tokens in one"
+        )
+    cos, sin = (table[0] for table in tables)
     orders = {
         count: [tuple(range(count))],
         2 * count: [tuple(range(count)) * 2, tuple(i // 2 for i in range(2 * count))],
@@ -93,6 +102,14 @@ def _frequency_of_column(name: str, rotary: Tables) -> tuple[int, ...]:
         if torch.equal(cos[:, first][:, list(order)], cos) and torch.equal(sin[:, first][:, list(order)], sin):
             return order
     raise UnsupportedModel(f"{name}: rotary tables of width {cos.shape[-1]} for {count} frequencies")
+
+
+def _reads_planes(rotary: Tables, positions: torch.Tensor) -> bool:
+    """Whether three planes of positions become one table; any other module makes one of each plane, or fails."""
+    try:
+        return rotary.tables(positions[None].expand(3, -1, -1))[0].shape == rotary.tables(positions)[0].shape
+    except Exception:  # whatever a family raises, it does not read them
+        return False
 
 
 def _doubled(columns: tuple[int, ...]) -> bool:
@@ -125,6 +142,13 @@ def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch
     accepted = inspect.signature(module.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     arguments = {key: value for key, value in arguments.items() if takes_any or key in accepted}
+    unknown = [
+        p.name
+        for p in accepted.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.default is p.empty and p.name not in arguments
+    ]
+    if unknown:
+        raise UnsupportedModel(f"{type(module).__name__} requires {', '.join(unknown)}, which is not understood here")
     try:
         with _probing(module, capture), torch.no_grad():
             module(**arguments)
@@ -174,7 +198,7 @@ def _read_layout(
         plus = (signature == quarter[:, i, None]).all(0).nonzero().flatten().tolist()
         minus = (signature == -quarter[:, i, None]).all(0).nonzero().flatten().tolist()
         if len(plus) + len(minus) != 1:
-            raise UnsupportedModel(f"{name}: dimension {i} of the heads has no clear partner in the rotation")
+            raise UnsupportedModel(f"{name}: dimension {i} of the heads has no clear partner: {_FOLLOWED}")
         by_own = columns[_spelled(name, by_cos[..., i], still[..., i])]
         if columns[_spelled(name, by_sin[..., i], turned[..., i])] != by_own:
             raise UnsupportedModel(f"{name}: dimension {i} of the heads reads cos and sin of different frequencies")
@@ -195,5 +219,5 @@ def _spelled(name: str, digits: torch.Tensor, reference: torch.Tensor) -> int:
         if torch.equal(values, reference):
             column |= 1 << bit
         elif values.any():
-            raise UnsupportedModel(f"{name}: queries and keys do not follow the rotary tables exactly")
+            raise UnsupportedModel(f"{name}: {_FOLLOWED}")
     return column

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from rope_patch.errors import InvalidField, NotExpressible, did_you_mean
+from rope_patch.positions import Identity
 from rope_patch.typing import Frequencies, PositionMap, Regime, RotarySpec, Slot
 
 
@@ -71,6 +72,10 @@ class Region:
     def translation_invariant(self) -> bool:
         """Whether membership depends on m - n alone."""
         return self.chunk == 1 and self.keys_below == math.inf
+
+
+ALL_PAIRS = Region(Identity(), Identity())
+"""Every pair, rotated by its true positions."""
 
 
 class Scheme:

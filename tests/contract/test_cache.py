@@ -6,7 +6,7 @@ from transformers import StaticCache
 
 from rope_patch import get_scheme, patch
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
-from tests.families import FAMILIES, TRAINING_LENGTH, build
+from tests.families import FAMILIES, PACKED_ROWS_MIX, TRAINING_LENGTH, build
 from tests.runs import (
     assert_close,
     cached_logits,
@@ -105,14 +105,24 @@ def test_beam_search_with_a_cache_equals_beam_search_without(llama, spec):
         assert torch.equal(found, generated(llama, batch, attention_mask=mask, num_beams=3, use_cache=False))
 
 
-@families
-@representative
-def test_packed_rows_equal_separate_forwards(model, spec):
+def packed_and_separate(model):
     documents = [tokens(length, seed=length) for length in (13, 19, 8)]
     positions = torch.cat([torch.arange(document.shape[1]) for document in documents])[None]
+    separate = torch.cat([logits(model, document) for document in documents], dim=1)
+    return logits(model, torch.cat(documents, dim=1), position_ids=positions), separate
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - PACKED_ROWS_MIX))
+@representative
+def test_packed_rows_equal_separate_forwards(model, spec):
     with patch(model, spec):
-        expected = torch.cat([logits(model, document) for document in documents], dim=1)
-        assert_close(logits(model, torch.cat(documents, dim=1), position_ids=positions), expected)
+        assert_close(*packed_and_separate(model))
+
+
+@pytest.mark.parametrize("family", sorted(PACKED_ROWS_MIX))
+def test_where_packed_rows_mix_they_do_so_unpatched(model):
+    packed, separate = packed_and_separate(model)
+    assert (packed - separate).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3"])

@@ -17,7 +17,11 @@ from tests.runs import (
     tokens,
 )
 
-STATIC = [spec for spec in ALL if get_scheme(spec).slots == {"frequencies"} and not get_scheme(spec).length_dependent]
+STATIC = [
+    spec
+    for spec in ALL
+    if (scheme := get_scheme(spec)).slots == {"frequencies"} and not scheme.length_dependent and not scheme.decays
+]
 MODES = ["oracle", "chunked", "segmented", "auto"]
 
 

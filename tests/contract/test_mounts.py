@@ -14,11 +14,19 @@ from tests.snapshots import snapshot
 
 HALVES = tuple(range(8)), tuple(range(8, 16))
 NEIGHBOURS = tuple(range(0, 16, 2)), tuple(range(1, 16, 2))
-LAYOUTS = dict.fromkeys(FAMILIES, HALVES) | {
-    "gpt_neox": (tuple(range(4)), tuple(range(4, 8))),
-    "cohere": NEIGHBOURS,
-    "glm": (tuple(range(0, 8, 2)), tuple(range(1, 8, 2))),
+QUARTERS = tuple(range(4)), tuple(range(4, 8))
+FIRST_NEIGHBOURS = tuple(range(0, 8, 2)), tuple(range(1, 8, 2))
+BEHIND_THE_PLAIN_PART = tuple(range(16, 20)), tuple(range(20, 24))
+LAYOUTS = {
+    **dict.fromkeys(FAMILIES, HALVES),
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "helium"), NEIGHBOURS),
+    **dict.fromkeys(("gpt_neox", "glm4_moe", "laguna", "mimo_v2_flash", "nemotron"), QUARTERS),
+    **dict.fromkeys(("persimmon", "phi", "stablelm"), QUARTERS),
+    **dict.fromkeys(("glm", "glm4"), FIRST_NEIGHBOURS),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), BEHIND_THE_PLAIN_PART),
 }
+NO_POSITIONS = {"smollm3": [1, 3], "afmoe": [3], "cohere2": [3], "exaone4": [3], "exaone_moe": [3]}
+NARROW = {"gemma2": [0], "gemma3": [0, 2], "olmo3": [0, 2]}
 
 
 @pytest.mark.parametrize(
@@ -64,10 +72,9 @@ def test_planning_changes_nothing(llama, spec):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_are_left_alone_for_a_reason(model, family):
     left = plan_mounts(get_scheme("rerope:window=6"), read_stack(model)).left_alone
-    expected = {"gemma2": [0], "gemma3": [0, 2], "smollm3": [1, 3]}.get(family, [])
-    assert sorted(left) == expected
+    assert sorted(left) == (NO_POSITIONS | NARROW).get(family, [])
     for reason in left.values():
-        assert reason.startswith("layer without positions" if family == "smollm3" else "sliding window of 16")
+        assert reason.startswith("layer without positions" if family in NO_POSITIONS else "sliding window of 16")
 
 
 def test_only_the_tables_of_full_attention_change():
@@ -110,7 +117,7 @@ def test_the_layout_of_every_family_is_measured(model, family, dtype):
     layers = read_stack(model).layers
     assert snapshot(model) == before
     for layer in layers:
-        if family == "smollm3" and layer.index % 2:
+        if layer.index in NO_POSITIONS.get(family, []):
             assert layer.layout is None
         else:
             assert (layer.layout.first, layer.layout.second) == LAYOUTS[family]

@@ -107,7 +107,7 @@ def test_exported_parameters_make_plain_transformers_compute_the_scheme(family, 
     if not is_expressible(scheme, config):
         # Phi-3's config accepts no other type than default and longrope; one type speaks of whole heads alone
         with pytest.raises(
-            NotExpressible, match="Phi3Config does not accept|Phi3Config reads|takes its share of the whole head"
+            NotExpressible, match=r"Phi3Config does not accept|Phi3Config reads|takes its share of the whole head"
         ):
             export_rope_parameters(scheme, config)
         return
