@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.engine import AttentionMode
 from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.masks import as_mask_argument, groups_of_documents, groups_of_pads
 from rope_patch.attention.spans import Span, find_spans
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.base import AttentionLayer
@@ -96,14 +97,60 @@ class SharedTables:
 
 @dataclass(eq=False)
 class LateForward:
-    """Pre-hook of the stack: a new forward shares nothing with the last one."""
+    """Pre-hook of the stack: a new forward shares nothing with the last one, and pads need no mask of all pairs.
+
+    Attributes:
+        shared: the stack's tables.
+        scorers: the attention modules where every layer of the stack is among them and reads groups; else empty.
+    """
 
     shared: SharedTables
+    scorers: tuple[nn.Module, ...]
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forget; no argument changes."""
-        if not torch.compiler.is_compiling():
-            self.shared.forget()
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments with pads and packed documents as groups of keys, a number for each.
+
+        Transformers would turn them into a mask with a number for every pair of tokens.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        self.shared.forget()
+        chosen = cast(Any, module.config)._attn_implementation == "sdpa" and all(map(_is_ours, self.scorers))
+        if not self.scorers or not chosen:
+            return None
+        kwargs = _by_name(module, args, kwargs)
+        groups = _groups(kwargs, cast(Any, module.config))
+        return None if groups is None else ((), {**kwargs, "attention_mask": as_mask_argument(groups)})
+
+
+def _groups(kwargs: dict[str, Any], config: Any) -> torch.Tensor | None:
+    """Groups of the keys of a forward, where Transformers would make a mask for them."""
+    tokens = kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None or tokens.shape[1] == 1:
+        return None
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if isinstance(mask, torch.Tensor):
+        return groups_of_pads(mask) if mask.ndim == 2 and not mask.all() else None
+    without_cache = kwargs.get("past_key_values") is None and not (kwargs.get("use_cache") or config.use_cache)
+    if mask is None and without_cache and isinstance(positions, torch.Tensor) and positions.ndim == 2:
+        documents = groups_of_documents(positions)
+        return documents if documents.any() else None
+    return None
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return cast(Any, module.config)._attn_implementation == IMPLEMENTATION
+
+
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a forward by name."""
+    if not args:
+        return kwargs
+    names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 @dataclass(eq=False)
@@ -133,7 +180,6 @@ class LateAttention:
     attention: AttentionMode
     shared: SharedTables
     config: Any
-    implementation: str = IMPLEMENTATION
 
     def __post_init__(self) -> None:
         self.regions: tuple[Region, ...] = self.scheme.segments() if "segments" in self.scheme.slots else ()
@@ -146,15 +192,15 @@ class LateAttention:
 
     def register(self) -> None:
         """Make the attention function known to Transformers under its own name; no other name is touched."""
-        ALL_ATTENTION_FUNCTIONS[self.implementation] = self.function
+        ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] = self.function
         _users.add(self)
         # a patched model that is thrown away leaves nothing behind either
-        weakref.finalize(self, _forget_unused, self.implementation).atexit = False
+        weakref.finalize(self, _forget_unused, IMPLEMENTATION).atexit = False
 
     def release(self) -> None:
         """Forget this user of the name, and the name with the last of them."""
         _users.discard(self)
-        _forget_unused(self.implementation)
+        _forget_unused(IMPLEMENTATION)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -164,11 +210,9 @@ class LateAttention:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments with the rotation that is wanted first, and with the `LateCall`."""
-        if cast(Any, module.config)._attn_implementation != self.implementation:
+        if not _is_ours(module):
             return None  # somebody chose another attention for this module: leave its positions alone
-        if args:
-            names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
-            kwargs = dict(zip(names, args, strict=False)) | kwargs
+        kwargs = _by_name(module, args, kwargs)
         cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
@@ -251,13 +295,13 @@ class LateCall:
     def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
         """The spans of this call, found once for all layers that share its mask."""
         start, batch_size = int(inputs.query_start), inputs.value.shape[0]
-        positions = inputs.query_positions
+        positions, mask, groups = inputs.query_positions, inputs.mask, inputs.groups
         # the mask is kept beside what was found for it, so that its identity stays its own
         return self.state.shared.once(
             self.position_ids,
-            ("spans", id(inputs.mask), start, inputs.q_length, batch_size),
-            lambda: (inputs.mask, find_spans(positions, inputs.mask, start, batch_size)),
-        )[1]
+            ("spans", id(mask), None if groups is None else groups.data_ptr(), start, inputs.q_length, batch_size),
+            lambda: (mask, groups, find_spans(positions, mask, groups, start, batch_size)),
+        )[2]
 
     def decay(self) -> Decay | None:
         """How the layer's pairs fade with distance; None where they do not."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from rope_patch.attention.engine import AttentionMode
 from rope_patch.changes import Changes
 from rope_patch.errors import InvalidField, NothingToPatch, did_you_mean
-from rope_patch.late import LateAttention, LateForward, SharedTables
+from rope_patch.late import IMPLEMENTATION, LateAttention, LateForward, SharedTables
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
 from rope_patch.positions import Identity
 from rope_patch.schemes.base import Scheme
@@ -118,10 +118,17 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
     if not plan.late:
         return
     shared = SharedTables()
-    changes.hook(stack.module, LateForward(shared))
-    for layer in stack.layers:
-        if layer.index in plan.late:
-            _install_late(plan, layer, stack, attention, shared, changes)
+    layers = [layer for layer in stack.layers if layer.index in plan.late]
+    # a layer that is left alone, slides or delegates wants the mask of all pairs
+    reads_groups = (
+        len(layers) == stack.config.num_hidden_layers
+        and all(layer.sliding_window is None for layer in layers)
+        and bool(plan.scheme.slots & {"segments", "bias"} or plan.scheme.decays or attention != "auto")
+    )
+    scorers = tuple(layer.module for layer in layers) if reads_groups else ()
+    changes.hook(stack.module, LateForward(shared, scorers))
+    for layer in layers:
+        _install_late(plan, layer, stack, attention, shared, changes)
 
 
 def _install_rotary(scheme: Scheme, rotary: RotaryTables, stack: Stack, changes: Changes) -> None:
@@ -159,7 +166,7 @@ def _install_late(
         config=layer.module.config,
     )
     config = copy.copy(cast(Any, layer.module.config))
-    config._attn_implementation_internal = hook.implementation
+    config._attn_implementation_internal = IMPLEMENTATION
     changes.set(layer.module, "config", config)
     changes.hook(layer.module, hook)
     hook.register()

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import decay, decode, engine, oracle
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
-from rope_patch.attention.masks import as_mask
+from rope_patch.attention.masks import read_mask
 from rope_patch.errors import UnsupportedModel
 from rope_patch.late import LateCall
 from rope_patch.positions import Identity
@@ -59,12 +59,14 @@ def late_attention(
 
     start = 0 if call.query_start is None else call.query_start
     causal = kwargs.get("is_causal")
+    mask, groups = read_mask(attention_mask, call.position_ids, query.shape[2], key.shape[2], start, state.config)
     inputs = AttentionInputs(
         branches=(),
         value=value,
         query_positions=call.position_ids,
         key_positions=call.key_positions(key.shape[2]),
-        mask=as_mask(attention_mask, call.position_ids, query.shape[2], key.shape[2], start, state.config),
+        mask=mask,
+        groups=groups,
         # one query beside no mask is a decoding step: it sees every key there is
         causal=(getattr(module, "is_causal", True) if causal is None else causal) and query.shape[2] > 1,
         query_start=start,

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from rope_patch import UnsupportedPositions
-from rope_patch.attention.masks import as_mask
+from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.masks import read_mask
+from rope_patch.attention.spans import find_spans
 from rope_patch.positions import key_positions
 
 FLASH = SimpleNamespace(_attn_implementation="flash_attention_2")
@@ -17,29 +19,89 @@ def causal(length: int) -> torch.Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
+def seen(groups, q_length, query_start=0):
+    """What queries see, as the oracle reads it, `(rows, q_length, kv_length)`."""
+    kv_length = groups.shape[-1]
+    positions = torch.zeros(1, q_length, dtype=torch.long)
+    value = torch.zeros(1, 1, kv_length, 4)
+    inputs = AttentionInputs((), value, positions, groups, None, True, query_start, 1.0, groups=groups)
+    return inputs.visible()[:, 0]
+
+
 def test_packed_rows_are_causal_within_documents():
     positions = torch.tensor([[0, 1, 2, 0, 1, 0]])
-    expected = torch.block_diag(*(causal(length).int() for length in (3, 2, 1))).bool()
-    assert torch.equal(as_mask(None, positions, 6, 6, 0, FLASH)[0, 0], expected)
-    assert as_mask(None, positions, 6, 6, 0, SDPA) is None
+    mask, groups = read_mask(None, positions, 6, 6, 0, FLASH)
+    assert mask is None
+    assert torch.equal(seen(groups, 6)[0], torch.block_diag(*map(causal, (3, 2, 1))).bool())
+    assert read_mask(None, positions, 6, 6, 0, SDPA) == (None, None)
 
 
 def test_a_mask_of_pads_is_causal_too():
     pads = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    found = as_mask(pads, torch.arange(4)[None], 4, 4, 0, FLASH)
-    assert torch.equal(found[0, 0], causal(4) & pads[0].bool())
-    assert torch.equal(found[1, 0], causal(4))
+    mask, groups = read_mask(pads, torch.arange(4)[None], 4, 4, 0, FLASH)
+    assert mask is None
+    found = seen(groups, 4)
+    assert torch.equal(found[0, 2:], causal(4)[2:] & pads[0].bool())
+    assert not found[0, :2].any()  # pads see nothing
+    assert torch.equal(found[1], causal(4))
 
 
-def test_a_mask_of_pads_beside_a_cache_lets_the_queries_see_the_past():
-    found = as_mask(torch.tensor([[0, 1, 1, 1, 1]]), torch.tensor([[2, 3]]), 2, 5, 3, FLASH)
-    assert found[0, 0].tolist() == [[False, True, True, True, False], [False, True, True, True, True]]
+@pytest.mark.parametrize("shape", [(1, 5), (1, 1, 1, 5)])
+def test_a_mask_of_pads_beside_a_cache_lets_the_queries_see_the_past(shape):
+    pads = torch.tensor([[0, 1, 1, 1, 1]]) if len(shape) == 2 else torch.tensor([[-1, 0, 0, 0, 0]]).int()
+    _, groups = read_mask(pads.view(shape), torch.tensor([[2, 3]]), 2, 6, 3, FLASH)
+    expected = [[False, True, True, True, False, False], [False, True, True, True, True, False]]
+    assert seen(groups, 2, 3)[0].tolist() == expected
+    mask, groups = read_mask(pads.view(shape), torch.tensor([[3]]), 1, 6, 4, FLASH)
+    assert groups is None
+    assert mask.tolist() == [[[[False, True, True, True, True, False]]]]
 
 
 @pytest.mark.parametrize("mask", [object(), torch.ones(1, 1, 3), torch.ones(3)])
 def test_other_masks_are_refused(mask):
     with pytest.raises(UnsupportedPositions, match="set_attn_implementation"):
-        as_mask(mask, torch.arange(3)[None], 3, 3, 0, SDPA)
+        read_mask(mask, torch.arange(3)[None], 3, 3, 0, SDPA)
+
+
+def by_mask(groups, query_start=0, window=None):
+    """The spans that the materialised mask of the same groups gives."""
+    q_length = groups.shape[-1] - query_start
+    mask = seen(groups, q_length, query_start)[:, None]
+    if window:
+        mask = mask & ~torch.ones(mask.shape[-2:], dtype=torch.bool).tril(query_start - window)
+    positions = torch.arange(q_length)[None]
+    return find_spans(positions, mask, None, query_start, len(groups))
+
+
+@pytest.mark.parametrize("query_start", [0, 3])
+@pytest.mark.parametrize("rows", [[[0] * 8], [[-1, -1, 0, 0, 0, 0, 0, 0], [0] * 8], [[0, 0, 0, 0, 0, 0, -1, -1]]])
+def test_groups_make_the_spans_that_their_mask_makes(rows, query_start):
+    groups = torch.tensor(rows)
+    positions = torch.arange(8 - query_start)[None]
+    found = find_spans(positions, None, groups, query_start, len(groups))
+    assert found == by_mask(groups, query_start)
+    assert found
+
+
+def test_documents_are_spans_of_their_own_and_a_group_in_pieces_is_none():
+    groups, positions = torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1]]), torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])
+    found = find_spans(positions, None, groups, 0, 1)
+    assert [(span.queries.start, span.queries.stop, span.first_position) for span in found] == [
+        (0, 3, 0),
+        (3, 5, 0),
+        (5, 6, 0),
+    ]
+    assert find_spans(torch.arange(4)[None], None, torch.tensor([[0, -1, 0, 0]]), 0, 1) is None
+
+
+@pytest.mark.parametrize("query_start", [0, 3, 6])
+@pytest.mark.parametrize("pads", [0, 2])
+def test_a_sliding_window_is_one_span(pads, query_start):
+    groups = torch.tensor([[-1] * pads + [0] * (12 - pads)])
+    (span,) = by_mask(groups, query_start, window=4)
+    assert span.window == 4
+    assert span.queries.stop == 12 - query_start
+    assert span.keys.stop == 12
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.
     geometric = inputs.causal and inputs.fits_kernels and not torch.compiler.is_compiling()
     if mode != "chunked" and geometric and not _learned(inputs.bias):
         large = inputs.q_length * inputs.kv_length > SMALL
-        if (large or mode == "segmented") and (found := spans()) is not None:
+        found = spans() if large or mode == "segmented" else None
+        if found is not None and segmented.applies(inputs, found):
             return segmented.attend(inputs, found)
     return chunked.attend(inputs)
 

@@ -54,6 +54,8 @@ class AttentionInputs:
         query_positions, key_positions: integer, `(batch or 1, q_len)` and `(batch or 1, kv_len)`.
         mask: `(batch or 1, heads or 1, q_len, kv_len)`, boolean (True is attended) or added to the scores. None means
             causal by slot where `causal`, else everything.
+        groups: beside no mask: integer, `(batch or 1, kv_len)`; a query sees the keys of its own group, below zero are
+            pads. None for one group.
         causal: whether keys after the query are hidden when there is no mask.
         query_start: slot of the first query among the keys.
         scaling: multiplies the scores.
@@ -75,6 +77,7 @@ class AttentionInputs:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     dropout: float = 0.0
+    groups: torch.Tensor | None = None
 
     @property
     def q_length(self) -> int:
@@ -96,12 +99,16 @@ class AttentionInputs:
         return dataclasses.replace(self, branches=branches)
 
     def visible(self) -> torch.Tensor | None:
-        """Boolean `(1, 1, q_len, kv_len)` by slot where there is no mask and the model is causal; None otherwise."""
+        """Boolean `(batch or 1, 1, q_len, kv_len)` by slot and group where there is no mask; None for everything."""
         if self.mask is not None or not self.causal or (self.q_length == 1 and self.kv_length == 1):
             return None
         device = self.value.device
-        queries = torch.arange(self.q_length, device=device)[:, None] + self.query_start
-        return (torch.arange(self.kv_length, device=device) <= queries)[None, None]
+        queries = torch.arange(self.q_length, device=device) + self.query_start
+        causal = (torch.arange(self.kv_length, device=device) <= queries[:, None])[None, None]
+        if self.groups is None:
+            return causal
+        of_keys = self.groups[:, None, None, :]
+        return causal & (self.groups[:, None, queries, None] == of_keys) & (of_keys >= 0)
 
     def rows(self, start: int, stop: int) -> AttentionInputs:
         """The same call for the queries `start` to `stop` alone, without the keys that none of them can see."""
@@ -118,5 +125,6 @@ class AttentionInputs:
             query_positions=self.query_positions[:, start:stop],
             key_positions=self.key_positions[:, keys],
             mask=None if self.mask is None else self.mask[:, :, start:stop],
+            groups=None if self.groups is None else self.groups[:, keys],
             query_start=self.query_start + start,
         )

@@ -1,4 +1,8 @@
-"""Masks in all the forms in which Transformers hands them to an attention function, as one form."""
+"""Masks in all the forms in which Transformers hands them to an attention function, as one of two forms.
+
+A materialised mask takes a number for every pair of tokens. Pads and packed documents need no more than a number for
+every key, its *group*: a token sees the keys before it that are of its own group, and pads are of none.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,39 @@ import torch
 
 from rope_patch.errors import UnsupportedPositions
 
+PAD = -1
+"""The group of pads: no token sees them."""
 
-def as_mask(
+
+def groups_of_pads(mask: torch.Tensor) -> torch.Tensor:
+    """Groups of a mask `(batch, length)` that is true on tokens: one for all tokens of a row."""
+    return torch.where(mask.bool(), 0, PAD).int()
+
+
+def groups_of_documents(position_ids: torch.Tensor) -> torch.Tensor:
+    """Groups of packed rows, `(batch, length)`: a document starts where positions do not go up by one."""
+    jumps = position_ids.diff(dim=-1) != 1
+    return torch.nn.functional.pad(jumps.cumsum(dim=-1), (1, 0)).int()
+
+
+def as_mask_argument(groups: torch.Tensor) -> torch.Tensor:
+    """Groups as an `attention_mask` that Transformers passes on as it is, `(batch, 1, 1, length)`."""
+    return groups[:, None, None]
+
+
+def read_mask(
     mask: Any,
     position_ids: torch.Tensor,
     q_length: int,
     kv_length: int,
     query_start: int | torch.Tensor,
     config: Any,
-) -> torch.Tensor | None:
-    """The mask as `(batch or 1, heads or 1, q_len, kv_len)`, boolean or additive; None for none.
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A materialised mask `(batch or 1, heads or 1, q_len, kv_len)`, boolean or additive, or groups
+    `(batch or 1, kv_len)`; None for what there is not.
 
-    `sdpa` and `eager` masks have that form already. A flash mask is `(batch, kv_len)`, true on tokens that are no pads,
-    or None where rows are packed documents whose positions start again; causality is understood in both.
+    `sdpa` and `eager` masks are materialised. A flash mask is `(batch, kv_len)`, true on tokens that are no pads, or
+    None where rows are packed documents whose positions start again; causality is understood in both.
 
     Args:
         mask: what the attention function received.
@@ -33,25 +57,20 @@ def as_mask(
     """
     implementation = config._attn_implementation
     if mask is None:
-        if "flash" in implementation and kv_length == q_length > 1:
-            return _packed(position_ids)
-        return None
+        packed = "flash" in implementation and kv_length == q_length > 1
+        return None, groups_of_documents(position_ids) if packed else None
     if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4):
         raise UnsupportedPositions(
             f"a mask of type {type(mask).__name__} from attn_implementation={implementation!r}; "
             "call model.set_attn_implementation('sdpa') first"
         )
-    if mask.ndim == 2:
-        queries = torch.arange(q_length, device=mask.device)[:, None] + query_start
-        causal = torch.arange(kv_length, device=mask.device) <= queries
-        return causal & mask[:, None, None, :kv_length].bool()
-    return mask[..., :kv_length]
-
-
-def _packed(position_ids: torch.Tensor) -> torch.Tensor:
-    """Causal within documents: a new one starts where positions do not go up by one."""
-    jumps = position_ids.diff(dim=-1) != 1
-    document = torch.nn.functional.pad(jumps.cumsum(dim=-1), (1, 0))
-    length = position_ids.shape[-1]
-    same = document[:, None, :, None] == document[:, None, None, :]
-    return same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril()
+    is_argument = mask.ndim == 4 and mask.dtype == torch.int32
+    if mask.ndim == 4 and not is_argument:
+        return mask[..., :kv_length], None
+    groups = (mask[:, 0, 0] if is_argument else groups_of_pads(mask))[:, :kv_length]
+    # the empty tail of a static cache
+    groups = torch.nn.functional.pad(groups, (0, kv_length - groups.shape[-1]), value=PAD)
+    if q_length > 1:
+        return None, groups
+    slots = torch.arange(kv_length, device=groups.device)
+    return (groups != PAD)[:, None, None] & (slots <= query_start), None

@@ -9,6 +9,7 @@ al., 2310.01889): no gradient flows through the merge.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,12 @@ def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
     regions = tuple(branch.region for branch in inputs.branches)
     states = [state for branch in inputs.branches for state in (branch.query, branch.key)]
     return _Segmented.apply(spans, regions, tile_bias(inputs), inputs.scaling, inputs.value, *states)
+
+
+def applies(inputs: AttentionInputs, spans: tuple[Span, ...]) -> bool:
+    """Whether every region keeps its shape inside the windows of the spans."""
+    regions = [branch.region for branch in inputs.branches if branch.region is not None]
+    return all(region.translation_invariant for region in regions) or all(span.window == math.inf for span in spans)
 
 
 class _Segmented(torch.autograd.Function):
@@ -101,7 +108,8 @@ def _work(span: Span, branches: list[Branch], bias: TileBias | None) -> Iterator
     every = slice(None)
     # the far region first: its one large tile is then the ground to which small ones are added while they are in cache
     for branch in sorted(branches, key=lambda branch: -branch.region.start if branch.region else 0):
-        tiles = tiles_of(branch.region or ALL_PAIRS, span.q_length, span.offset, span.first_position)
+        region = (branch.region or ALL_PAIRS).within(span.window)
+        tiles = tiles_of(region, span.q_length, span.offset, span.first_position)
         for tile in tiles if bias is None else itertools.chain.from_iterable(map(bias.pieces, tiles)):
             queries = slice(span.queries.start + tile.q0, span.queries.start + tile.q1)
             keys = slice(span.keys.start + tile.k0, span.keys.start + tile.k1)

@@ -7,29 +7,32 @@ asking for every pair.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
 
 MOST_SPANS_PER_ROW = 256
-"""Beyond this many (a sliding window gives one per token) a mask is not treated as documents."""
+"""Beyond this many a mask is not treated as documents."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Queries that all see the keys from `keys.start` up to themselves, at consecutive positions.
+    """Queries that see the keys from `keys.start`, or from their window, up to themselves, at consecutive positions.
 
     Attributes:
         rows: of the batch.
         queries: index range of the queries.
         keys: slots of the keys; the last is that of the last query.
         first_position: position of the first key.
+        window: of sliding-window attention in tokens; infinite where there is none.
     """
 
     rows: slice
     queries: slice
     keys: slice
     first_position: int
+    window: float = math.inf
 
     @property
     def q_length(self) -> int:
@@ -43,37 +46,57 @@ class Span:
 
 
 def find_spans(
-    position_ids: torch.Tensor, mask: torch.Tensor | None, query_start: int, batch_size: int
+    position_ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    groups: torch.Tensor | None,
+    query_start: int,
+    batch_size: int,
 ) -> tuple[Span, ...] | None:
     """The spans of a causal call; None when its mask or its positions are not made of spans.
 
     Args:
         position_ids: `(batch or 1, q_len)`, of the queries.
-        mask: boolean `(batch or 1, 1, q_len, kv_len)`, or None for causal rows without pads.
+        mask: boolean `(batch or 1, 1, q_len, kv_len)`, or None.
+        groups: beside no mask, `(batch or 1, kv_len)`, or None for causal rows without pads.
         query_start: slot of the first query.
         batch_size: number of rows.
     """
     q_length = position_ids.shape[-1]
-    if mask is None:
+    first_key: torch.Tensor | None
+    if groups is not None:
+        first_key = _starts_of_groups(groups.cpu(), query_start, q_length)
+    elif mask is None:
         first_key = torch.zeros(1, q_length, dtype=torch.long)
     elif mask.dtype != torch.bool or mask.shape[1] != 1:
         return None
     else:
-        found = _first_keys(mask[:, 0], query_start)
-        if found is None:
-            return None
-        first_key = found
+        first_key = _first_keys(mask[:, 0], query_start)
+    if first_key is None:
+        return None
     positions = position_ids.cpu()
     spans: list[Span] = []
     same_for_all = len(first_key) == len(positions) == 1
     for row in range(1 if same_for_all else batch_size):
         rows = slice(0, batch_size) if same_for_all else slice(row, row + 1)
         firsts, places = first_key[row % len(first_key)], positions[row % len(positions)]
-        in_row = _spans_of_row(rows, firsts, places, query_start)
+        in_row = _spans_of_row(rows, firsts, places, query_start, may_slide=mask is not None)
         if in_row is None:
             return None
         spans += in_row
     return _merge_equal_rows(spans, batch_size)
+
+
+def _starts_of_groups(groups: torch.Tensor, query_start: int, q_length: int) -> torch.Tensor | None:
+    """First slot of each query's group, `(batch, q_len)`, -1 for pads; None where a group lies in several pieces."""
+    found = []
+    for row in groups:
+        members, lengths = torch.unique_consecutive(row, return_counts=True)
+        tokens = members[members >= 0]
+        if len(tokens.unique()) < len(tokens):
+            return None
+        starts = torch.where(members >= 0, lengths.cumsum(0) - lengths, -1)
+        found.append(starts.repeat_interleave(lengths)[query_start : query_start + q_length])
+    return torch.stack(found)
 
 
 def _first_keys(mask: torch.Tensor, query_start: int) -> torch.Tensor | None:
@@ -89,28 +112,41 @@ def _first_keys(mask: torch.Tensor, query_start: int) -> torch.Tensor | None:
     return torch.where(blind, -1, first).cpu() if bool((interval | blind).all()) else None
 
 
-def _spans_of_row(rows: slice, first_key: torch.Tensor, positions: torch.Tensor, query_start: int) -> list[Span] | None:
-    cuts = (first_key.diff() != 0).nonzero().flatten() + 1
+def _spans_of_row(
+    rows: slice, first_key: torch.Tensor, positions: torch.Tensor, query_start: int, may_slide: bool
+) -> list[Span] | None:
+    steps = first_key.diff()
+    sliding_from = _start_of_sliding(steps) if may_slide else len(first_key)
+    cuts = (steps[: max(sliding_from - 1, 0)] != 0).nonzero().flatten() + 1
     if len(cuts) > MOST_SPANS_PER_ROW:
         return None
     spans = []
     edges = [0, *cuts.tolist(), len(first_key)]
     for start, stop in itertools.pairwise(edges):
-        key = int(first_key[start])
+        key, slot = int(first_key[start]), query_start + start
         if key < 0:
             continue
         if not bool((positions[start:stop].diff() == 1).all()):
             return None
-        first_position = int(positions[start]) - (query_start + start - key)
-        spans.append(Span(rows, slice(start, stop), slice(key, query_start + stop), first_position))
+        window = math.inf
+        if sliding_from < stop:
+            window = query_start + sliding_from - int(first_key[sliding_from]) + 1
+        first_position = int(positions[start]) - (slot - key)
+        spans.append(Span(rows, slice(start, stop), slice(key, query_start + stop), first_position, window))
     return spans
+
+
+def _start_of_sliding(steps: torch.Tensor) -> int:
+    """The first query from which on each loses sight of one more key; the number of queries where none does."""
+    others = (steps != 1).nonzero()
+    return int(others[-1]) + 2 if len(others) else 1
 
 
 def _merge_equal_rows(spans: list[Span], batch_size: int) -> tuple[Span, ...]:
     """One span for all rows where every row has the same ones."""
-    by_row: dict[int, list[tuple[slice, slice, int]]] = {}
+    by_row: dict[int, list[tuple[slice, slice, int, float]]] = {}
     for span in spans:
-        by_row.setdefault(span.rows.start, []).append((span.queries, span.keys, span.first_position))
+        by_row.setdefault(span.rows.start, []).append((span.queries, span.keys, span.first_position, span.window))
     shapes = list(by_row.values())
     if len(shapes) == batch_size > 1 and all(shape == shapes[0] for shape in shapes):
         return tuple(Span(slice(0, batch_size), *shape) for shape in shapes[0])

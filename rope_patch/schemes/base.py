@@ -68,6 +68,10 @@ class Region:
         distance = m - n if unit == 1 else m.div(unit, rounding_mode=mode) - n.div(unit, rounding_mode=mode)
         return (distance >= self.start) & (distance < self.stop) & (n < self.keys_below)
 
+    def within(self, window: float) -> Region:
+        """The pairs of this region, counted in tokens, that are closer than `window`."""
+        return self if self.stop <= window else dataclasses.replace(self, stop=window)
+
     @property
     def translation_invariant(self) -> bool:
         """Whether membership depends on m - n alone."""
