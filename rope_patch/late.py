@@ -39,6 +39,8 @@ from rope_patch.typing import Frequencies, PositionMap, RotarySpec
 IMPLEMENTATION = "rope_patch"
 """Name under which the attention function is registered while any patched model needs it."""
 
+_SIGNATURE = "_rope_patch_scheme"
+
 Tables = tuple[torch.Tensor, torch.Tensor]
 
 # the modules that look the name up; when the last one goes, so does the name
@@ -101,10 +103,12 @@ class LateForward:
 
     Attributes:
         shared: the stack's tables.
+        scheme: as a line of text.
         scorers: the attention modules where every layer of the stack is among them and reads groups; else empty.
     """
 
     shared: SharedTables
+    scheme: str
     scorers: tuple[nn.Module, ...]
 
     def __call__(
@@ -114,15 +118,33 @@ class LateForward:
 
         Transformers would turn them into a mask with a number for every pair of tokens.
         """
+        kwargs = _by_name(module, args, kwargs)
+        self._sign(kwargs.get("past_key_values"))
         if torch.compiler.is_compiling():
             return None
         self.shared.forget()
         chosen = cast(Any, module.config)._attn_implementation == "sdpa" and all(map(_is_ours, self.scorers))
         if not self.scorers or not chosen:
             return None
-        kwargs = _by_name(module, args, kwargs)
         groups = _groups(kwargs, cast(Any, module.config))
         return None if groups is None else ((), {**kwargs, "attention_mask": as_mask_argument(groups)})
+
+    def _sign(self, cache: Any) -> None:
+        """Leave the scheme's name on a cache, and refuse one that was filled under another rotation.
+
+        Raises:
+            UnsupportedPositions: for keys from before the patch, or that prefix tuning put there.
+        """
+        if cache is None:
+            return
+        written_by = getattr(cache, _SIGNATURE, None)
+        if written_by != self.scheme and cache.get_seq_length() > 0:
+            raise UnsupportedPositions(
+                f"past_key_values hold {int(cache.get_seq_length())} tokens whose keys were written "
+                f"{'without a patch or by prefix tuning' if written_by is None else f'under {written_by}'}; "
+                f"{self.scheme} would rotate them wrongly: fill a new cache, and use LoRA or prompt tuning"
+            )
+        setattr(cache, _SIGNATURE, self.scheme)
 
 
 def _groups(kwargs: dict[str, Any], config: Any) -> torch.Tensor | None:
@@ -134,7 +156,8 @@ def _groups(kwargs: dict[str, Any], config: Any) -> torch.Tensor | None:
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if isinstance(mask, torch.Tensor):
         return groups_of_pads(mask) if mask.ndim == 2 and not mask.all() else None
-    without_cache = kwargs.get("past_key_values") is None and not (kwargs.get("use_cache") or config.use_cache)
+    use_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
+    without_cache = kwargs.get("past_key_values") is None and not use_cache
     if mask is None and without_cache and isinstance(positions, torch.Tensor) and positions.ndim == 2:
         documents = groups_of_documents(positions)
         return documents if documents.any() else None
@@ -315,17 +338,21 @@ class LateCall:
         """R_f(phi_q(m)) q, `(batch, heads, q_len, head_dim)`."""
         return self._rotated(query, self.position_ids, position_map, ("q",))
 
-    def rotated_key(self, key: torch.Tensor, position_map: PositionMap, slots: slice | None = None) -> torch.Tensor:
+    def rotated_key(
+        self, key: torch.Tensor, position_map: PositionMap, slots: slice | torch.Tensor | None = None
+    ) -> torch.Tensor:
         """R_f(phi_k(n)) k of some slots, `(batch, kv_heads, slots, head_dim)`.
 
         Args:
             key: of all slots.
             position_map: phi_k.
-            slots: default all. Given, the result lives in memory that the next layer overwrites.
+            slots: default all. Given as a slice, the result lives in memory that the next layer overwrites.
         """
         positions = self.key_positions(key.shape[2])
         if slots is None:
             return self._rotated(key, positions, position_map, ("k", key.shape[2], self.query_start))
+        if isinstance(slots, torch.Tensor):  # while compiling: nothing is remembered
+            return self._rotated(key[:, :, slots], positions[:, slots], position_map, ("k",))
         place = ("k", key.shape[2], self.query_start, slots.start, slots.stop)
         return self._rotated(key[:, :, slots], positions[:, slots], position_map, place, into_scratch=True)
 

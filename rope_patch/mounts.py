@@ -126,7 +126,7 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
         and bool(plan.scheme.slots & {"segments", "bias"} or plan.scheme.decays or attention != "auto")
     )
     scorers = tuple(layer.module for layer in layers) if reads_groups else ()
-    changes.hook(stack.module, LateForward(shared, scorers))
+    changes.hook(stack.module, LateForward(shared, str(plan.scheme), scorers))
     for layer in layers:
         _install_late(plan, layer, stack, attention, shared, changes)
 

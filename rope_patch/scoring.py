@@ -79,7 +79,8 @@ def late_attention(
     fades = call.decay()
     regions = state.regions or (ALL_PAIRS,)
     if fades is None and implementation != "eager" and decode.applies(inputs, query, regions, state.attention):
-        output = decode.attend(
+        step = decode.attend_in_graph if torch.compiler.is_compiling() else decode.attend
+        output = step(
             regions,
             lambda region: call.rotated_query(query, region.query_map) if state.rotate else query,
             lambda region, slots: call.rotated_key(key, region.key_map, slots) if state.rotate else key[:, :, slots],

@@ -1,7 +1,8 @@
 """One query against a long cache, without rotating the cache.
 
 The query is rotated once per region. Each region is a run of slots, and only where its rotation differs from the one
-the cache already has are keys turned: the near window, a few out of many.
+the cache already has are keys turned: the near window, a few out of many. `attend` cuts those runs out of the cache;
+`attend_in_graph` does the same with shapes that do not depend on the step, for a compiler.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.base import Region
 
 QueryOf = Callable[[Region], torch.Tensor]
-KeyOf = Callable[[Region, slice], torch.Tensor]
+KeyOf = Callable[[Region, "slice | torch.Tensor"], torch.Tensor]
 
 
 def applies(inputs: AttentionInputs, query: torch.Tensor, regions: Sequence[Region], mode: AttentionMode) -> bool:
@@ -30,8 +31,11 @@ def applies(inputs: AttentionInputs, query: torch.Tensor, regions: Sequence[Regi
         and inputs.fits_kernels
         and (inputs.mask is None or inputs.mask.dtype == torch.bool)
         and not (torch.is_grad_enabled() and query.requires_grad)
-        and not torch.compiler.is_compiling()
-        and (all(region.translation_invariant for region in regions) or _one_position(inputs.query_positions))
+        and (
+            torch.compiler.is_compiling()
+            or all(region.translation_invariant for region in regions)
+            or _one_position(inputs.query_positions)
+        )
     )
 
 
@@ -75,6 +79,39 @@ def attend(regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: 
             merge(out, lse, part, part_lse)
     assert out is not None  # for the type checker: the query itself is in some region
     return out.to(value.dtype).flatten(1, 2)[:, :, None]
+
+
+def attend_in_graph(
+    regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: AttentionInputs
+) -> torch.Tensor:
+    """What `attend` computes, traceable: a narrow region is gathered from the cache, any other is all of it, masked."""
+    value, m = inputs.value, inputs.query_positions[..., None]
+    every = torch.arange(inputs.kv_length, device=value.device)
+    scores, values = [], []
+    for region in regions:
+        first, width = int(max(0, region.start)), region.stop - max(0, region.start)
+        slots, exists = every, every <= inputs.query_start
+        if region.translation_invariant and width < inputs.kv_length:
+            slots = inputs.query_start - first - torch.arange(int(width), device=value.device)
+            exists, slots = slots >= 0, slots.clamp(min=0)
+        n = m - (inputs.query_start - slots)
+        seen = (exists & region.contains(m, n))[:, :, None]
+        if inputs.mask is not None:
+            seen = seen & inputs.mask[..., slots]
+        products = _grouped(query_of(region), value) @ key_of(region, slots).float().mT * inputs.scaling
+        if inputs.bias is not None:
+            term = inputs.bias.function((m - n)[:, 0]).transpose(0, 1)
+            products = products + term.unflatten(1, (value.shape[1], -1))
+        scores.append(products.masked_fill(~seen, torch.finfo(products.dtype).min))
+        values.append(value[:, :, slots])
+    weights = torch.cat(scores, dim=-1).softmax(dim=-1).split([x.shape[-1] for x in scores], dim=-1)
+    out = sum(weight @ part.float() for weight, part in zip(weights, values, strict=True))
+    return out.to(value.dtype).flatten(1, 2)[:, :, None]
+
+
+def _grouped(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """One query as the rows of each kv head, `(batch, kv_heads, group, head_dim)`, float32."""
+    return query.float().unflatten(1, (value.shape[1], -1))[:, :, :, 0]
 
 
 def slots_of(region: Region, slot: int, position: int) -> slice:

@@ -1,10 +1,15 @@
 """Caches, pads, packed rows and generation: all of them ways to the same logits."""
 
+import copy
+
+import peft
 import pytest
 import torch
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from rope_patch import get_scheme, patch
+from rope_patch import UnsupportedPositions, get_scheme, late, patch
+from rope_patch.attention import decode
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
 from tests.families import FAMILIES, PACKED_ROWS_MIX, TRAINING_LENGTH, build
 from tests.runs import (
@@ -166,3 +171,76 @@ def test_positions_changed_in_place_are_read_again(llama, spec):
         logits(llama, tokens(), position_ids=positions, attention_mask=mask)
         positions.mul_(2)
         assert torch.equal(logits(llama, tokens(), position_ids=positions, attention_mask=mask), expected)
+
+
+@pytest.mark.parametrize("spec", ["rerope:window=6", "logn:training_length=8", "alibi"])
+def test_a_cache_that_was_filled_without_the_patch_or_under_another_is_refused(llama, spec):
+    before, other = DynamicCache(), DynamicCache()
+    cached_logits(llama, tokens(8), [8], cache=before)
+    with patch(llama, "dca", chunk_size=9):
+        cached_logits(llama, tokens(8), [8], cache=other)
+    with patch(llama, spec):
+        with pytest.raises(UnsupportedPositions, match="8 tokens whose keys were written without a patch or by prefix"):
+            cached_logits(llama, tokens(4), [4], cache=before)
+        with pytest.raises(UnsupportedPositions, match="written under dca:chunk_size=9"):
+            cached_logits(llama, tokens(4), [4], cache=other)
+        own = DynamicCache()
+        cached_logits(llama, tokens(8), [8], cache=own)
+        expected = cached_logits(llama, tokens(4, seed=1), [4], cache=copy.deepcopy(own))
+        assert torch.equal(cached_logits(llama, tokens(4, seed=1), [4], cache=own), expected)
+
+
+@pytest.mark.parametrize("first", ["prefix", "patch"])
+def test_prefix_tuning_is_refused_and_prompt_tuning_is_not(llama, first):
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    if first == "patch":
+        patch(llama, "rerope", window=6)
+    model = peft.get_peft_model(llama, prefix)
+    if first == "prefix":
+        patch(model, "rerope", window=6)
+    with pytest.raises(UnsupportedPositions, match="4 tokens whose keys were written without a patch or by prefix"):
+        model(tokens(8))
+    prompt = peft.get_peft_model(build(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with patch(prompt, "rerope", window=6):
+        assert prompt(tokens(8)).logits.shape == (1, 12, 97)
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_a_decoding_step_in_one_graph_equals_one_by_slices(llama, spec, monkeypatch):
+    rows = [tokens(length, seed=length) for length in (usable_length(get_scheme(spec)), 23)]
+    batch, mask = left_padded(rows)
+    sizes = [batch.shape[1] - 3, 1, 1, 1]
+    with patch(llama, spec):
+        expected = cached_logits(llama, batch, sizes, mask)
+        monkeypatch.setattr(decode, "attend", decode.attend_in_graph)
+        found = cached_logits(llama, batch, sizes, mask)
+        static = StaticCache(config=llama.config, max_cache_len=batch.shape[1] + 5)
+        in_static = cached_logits(llama, batch, sizes, mask, static)
+    assert_close(found[mask.bool()], expected[mask.bool()])
+    assert_close(in_static[mask.bool()], expected[mask.bool()])
+
+
+@pytest.mark.parametrize("kind", ["left pads", "right pads", "packed"])
+@pytest.mark.parametrize("spec", ["rerope:window=6", "dca:chunk_size=9,local_window=2", "alibi", "xpos:scale_base=8"])
+def test_no_mask_of_all_pairs_is_made_for_pads_and_documents(llama, spec, kind, monkeypatch):
+    ids = tokens(rows=2)
+    positions = torch.cat([torch.arange(25), torch.arange(15)]).expand(2, -1)
+    inputs = {"position_ids": positions}
+    if kind != "packed":
+        mask = torch.ones_like(ids)
+        mask[1, slice(0, 9) if kind == "left pads" else slice(-9, None)] = 0
+        inputs = {"attention_mask": mask, "position_ids": positions_of(mask)}
+    kept = inputs.get("attention_mask", torch.ones_like(ids)).bool()
+    materialised = patch(llama, spec)
+    monkeypatch.setattr(late, "_groups", lambda *_: None)
+    expected = logits(llama, ids, **inputs)
+    monkeypatch.undo()
+
+    def no_mask(*_, **__):
+        raise AssertionError("a mask was made")
+
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", no_mask)
+    for attention in ("auto", "segmented", "oracle"):
+        materialised.remove()
+        materialised = patch(llama, spec, attention=attention)
+        assert_close(logits(llama, ids, **inputs)[kept], expected[kept])

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from transformers import DynamicCache, StaticCache
 
 from rope_patch import patch, unpatch
 from tests.cases import CASES, COMPOSITIONS, ROUTES
 from tests.families import build
-from tests.runs import assert_close, cached_logits, logits, tokens
+from tests.runs import assert_close, cached_logits, left_padded, logits, positions_of, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +55,22 @@ def test_generated_code_gives_the_logits_of_eager_mode(llama, spec):
         assert_close(logits(compiled, tokens()), expected, 1e-4)
 
 
-def test_decoding_with_a_compiled_model_equals_the_full_forward(llama):
-    with patch(llama, "rerope:window=6"):
-        expected = logits(llama, tokens(12))
-        compiled = torch.compile(llama, backend="eager")
-        assert_close(cached_logits(compiled, tokens(12), [8, 1, 3]), expected)
+@pytest.mark.parametrize("spec", [CASES[name] for name in ("yarn", "rerope", "dca", "alibi")])
+@pytest.mark.parametrize("static", [True, False])
+def test_decoding_with_a_compiled_model_equals_the_full_forward(llama, spec, static):
+    batch, mask = left_padded([tokens(), tokens(33)])
+    cache = StaticCache(config=llama.config, max_cache_len=45) if static else DynamicCache()
+    with patch(llama, spec):
+        expected = logits(llama, batch, attention_mask=mask, position_ids=positions_of(mask))
+        compiled = torch.compile(llama, fullgraph=True, backend="eager")
+        found = cached_logits(compiled, batch, [37, 1, 1, 1], mask, cache)
+        assert_close(found[mask.bool()], expected[mask.bool()])
+
+
+@pytest.mark.slow
+def test_generated_code_decodes_as_eager_mode_does(llama):
+    with patch(llama, "rerope", window=6):
+        expected = logits(llama, tokens(16))
+        cache = StaticCache(config=llama.config, max_cache_len=20)
+        compiled = torch.compile(llama, fullgraph=True)
+        assert_close(cached_logits(compiled, tokens(16), [13, 1, 1, 1], cache=cache), expected, 1e-4)
