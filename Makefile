@@ -1,14 +1,20 @@
-# make demo   set up, then draw perplexity against length for the embedded checkpoint
-# make test   set up, then run the tests
-# make check  set up, then lint, types, tests
-# make clean  remove what set-up and the demo made
+# make demo       set up, then draw perplexity against length for the embedded checkpoint
+# make test       set up, then run the tests
+# make nightly    set up, then run the tests on every family, not on a sample
+# make check      set up, then lint, types, tests
+# make bench      set up, then measure speed and memory against plain attention (under ten minutes on two cores)
+# make gpu-check  on a machine with a GPU: its tests, with the Python that is there (GPU_PYTHON), without set-up
+# make gpu-bench  on a machine with a GPU: measure there, likewise
+#                 OPTIONS="--only decode growth --resume" and others: python -m benchmarks.run --help
+# make clean      remove what set-up and the demo made
 
 PYTHON ?= python3
+GPU_PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint check clean
+.PHONY: setup demo test nightly lint check bench gpu-check gpu-bench clean
 
 setup: $(VENV)/.ready
 
@@ -27,6 +33,10 @@ test: setup
 	@echo "== tests, one process per core with one thread each (more would only wait for each other)"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
+nightly: setup
+	@echo "== tests on every family (about twenty minutes on one core)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --all-families
+
 lint: setup
 	@echo "== lint and types"
 	$(BIN)/ruff format --check .
@@ -34,6 +44,18 @@ lint: setup
 	$(BIN)/mypy
 
 check: lint test
+
+bench: setup
+	@echo "== benchmarks: best on a machine that does nothing else (under ten minutes)"
+	$(BIN)/python -m benchmarks.run $(OPTIONS)
+
+gpu-check:
+	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.machine cuda
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m cuda tests/test_cuda.py
+
+gpu-bench:
+	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.machine cuda
+	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.run --device cuda $(OPTIONS)
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

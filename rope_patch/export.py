@@ -15,6 +15,8 @@ from rope_patch.typing import RotarySpec
 
 # what an entry says of the checkpoint, whatever the scheme
 _KEPT = ("rope_theta", "partial_rotary_factor")
+# a query scale that some checkpoints keep beside their frequencies, with the length it counts in
+_QUERY_SCALE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 
 
 def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
@@ -38,7 +40,8 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
         if layer_type not in (None, "full_attention"):
             continue
         spec = RotarySpec(_rotary_dim(config, entry), entry["rope_theta"], training_length(config))
-        kept, said = {key: entry[key] for key in _KEPT if key in entry}, scheme.rope_parameters(spec)
+        names = _KEPT + (_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())
+        kept, said = {key: entry[key] for key in names if key in entry}, scheme.rope_parameters(spec)
         if "partial_rotary_factor" in said and kept.get("partial_rotary_factor", 1) != 1:
             raise NotExpressible(
                 f"{scheme} takes its share of the whole head in Transformers; this checkpoint rotates "

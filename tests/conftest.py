@@ -11,9 +11,28 @@ import pytest
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from tests.families import build
+from tests.families import FAMILIES, SAMPLE, build
 
 logging.set_verbosity_error()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option of the long run."""
+    parser.addoption("--all-families", action="store_true", help="every family instead of a sample, and nightly tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to the long run what belongs there."""
+    if config.getoption("all_families"):
+        return
+    left_out = [item for item in items if _is_nightly(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not _is_nightly(item)]
+
+
+def _is_nightly(item: pytest.Item) -> bool:
+    family = item.callspec.params.get("family") if hasattr(item, "callspec") else None
+    return item.get_closest_marker("nightly") is not None or family in FAMILIES.keys() - SAMPLE
 
 
 @pytest.fixture

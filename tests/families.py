@@ -7,22 +7,7 @@ import functools
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GlmConfig,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    SmolLM3Config,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 TRAINING_LENGTH = 32
 VOCABULARY = 97
@@ -40,54 +25,131 @@ _SHARED: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-_GQA: dict[str, Any] = {**_SHARED, "num_key_value_heads": 2}
-_DEEP: dict[str, Any] = {**_GQA, "num_hidden_layers": 4}
-_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-
-FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "llama_mha": (LlamaConfig, _SHARED),
-    "llama": (LlamaConfig, _GQA),
-    # wider than the training length, narrower than the texts of these tests
-    "mistral": (MistralConfig, {**_GQA, "sliding_window": TRAINING_LENGTH + 4}),
-    "qwen3": (Qwen3Config, {**_GQA, "head_dim": 16}),
-    "gpt_neox": (GPTNeoXConfig, {**_SHARED, "rope_parameters": _PARTIAL}),
-    "phi3": (Phi3Config, _GQA),
-    "cohere": (CohereConfig, {**_GQA, "use_qk_norm": True, "logit_scale": 1.0}),
-    "glm": (GlmConfig, {**_GQA, "head_dim": 16, "rope_parameters": _PARTIAL}),
-    # scores capped by a tanh, which `sdpa` ignored before Transformers refused it
-    "gemma2": (
-        Gemma2Config,
-        {
-            **_GQA,
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "sliding_window": 16,
-            "attn_logit_softcapping": 2.0,
-            "attn_implementation": "eager",
-        },
-    ),
-    "gemma3": (
-        Gemma3TextConfig,
-        {
-            **_DEEP,
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "sliding_window": 16,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-        },
-    ),
-    "smollm3": (SmolLM3Config, {**_DEEP, "no_rope_layers": [1, 0, 1, 0]}),
-    "olmo2": (Olmo2Config, _GQA),
+_GQA = {**_SHARED, "num_key_value_heads": 2}
+_HEAD = {**_GQA, "head_dim": 16}
+_DEEP = {"num_hidden_layers": 4}
+# every expert is chosen: a choice of some would jump where two scores differ by rounding alone
+_MOE = {
+    **_HEAD,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 4),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
 }
+# keys and values are projected from one narrow state, heads of values are narrower, and a part of each key turns
+_LATENT = {
+    **_MOE,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+_PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+# wider than the training length, narrower than the texts of these tests
+_WIDE_WINDOW = {"sliding_window": TRAINING_LENGTH + 4}
+_NARROW_WINDOW = {"sliding_window": 16}
+_ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_GEMMA = {**_HEAD, "query_pre_attn_scalar": 16}
+
+_SAMPLED: dict[str, dict[str, Any]] = {
+    "llama_mha": {"model_type": "llama", **_SHARED},
+    "llama": _GQA,
+    "mistral": {**_GQA, **_WIDE_WINDOW},
+    "qwen3": _HEAD,
+    "gpt_neox": {**_SHARED, **_PARTIAL},
+    "phi3": _GQA,
+    "cohere": {**_GQA, "use_qk_norm": True, "logit_scale": 1.0},
+    "glm": {**_HEAD, **_PARTIAL},
+    # scores capped by a tanh, which `sdpa` ignored before Transformers refused it
+    "gemma2": {**_GEMMA, **_NARROW_WINDOW, "attn_logit_softcapping": 2.0, "attn_implementation": "eager"},
+    "gemma3": {"model_type": "gemma3_text", **_GEMMA, **_DEEP, **_NARROW_WINDOW, **_ALTERNATING},
+    "smollm3": {**_GQA, **_DEEP, "no_rope_layers": [1, 0, 1, 0]},
+    "olmo2": _GQA,
+}
+
+_OTHERS: dict[str, dict[str, Any]] = {
+    "afmoe": {**_MOE, **_DEEP, **_WIDE_WINDOW},
+    "apertus": {**_GQA, **_PLAIN},
+    "arcee": _GQA,
+    "aria_text": _MOE,
+    "bitnet": _GQA,
+    "cohere2": {**_GQA, **_DEEP, **_WIDE_WINDOW, "logit_scale": 1.0},
+    "cohere2_moe": {**_MOE, **_DEEP, **_WIDE_WINDOW, "logit_scale": 1.0},
+    "cwm": {**_HEAD, **_PLAIN, **_WIDE_WINDOW, "bos_token_id": 1},
+    "deepseek_v3": _LATENT,
+    "dots1": _MOE,
+    "ernie4_5": _HEAD,
+    "ernie4_5_moe": _MOE,
+    "exaone4": {**_GQA, **_DEEP, **_WIDE_WINDOW},
+    "exaone_moe": {**_MOE, **_DEEP, **_WIDE_WINDOW},
+    "flex_olmo": _MOE,
+    "gemma": _HEAD,
+    "glm4": {**_HEAD, **_PARTIAL},
+    "glm4_moe": {**_MOE, **_PARTIAL},
+    "glm4_moe_lite": _LATENT,
+    "gpt_oss": {**_MOE, **_PLAIN, **_WIDE_WINDOW},
+    "granite": _GQA,
+    "granitemoe": _MOE,
+    "granitemoeshared": _MOE,
+    "helium": _HEAD,
+    "hy_v3": _MOE,
+    "hyperclovax": _HEAD,
+    "internlm3": _HEAD,
+    "iquestcoder": _HEAD,
+    "jais2": _HEAD,
+    "kolibri1": _MOE,
+    "laguna": _MOE,
+    "lfm2": {**_GQA, **_DEEP},
+    "longcat_flash": _LATENT,
+    "mellum": _MOE,
+    "minicpm3": _LATENT,
+    "minimax_m2": _MOE,
+    "ministral": {**_HEAD, **_WIDE_WINDOW},
+    "mixtral": _MOE,
+    "nemotron": _GQA,
+    "olmo": _GQA,
+    "olmo3": {**_GQA, **_DEEP, **_NARROW_WINDOW, **_ALTERNATING},
+    "olmoe": _MOE,
+    "persimmon": {**_SHARED, **_PARTIAL},
+    "phi": {**_GQA, **_PARTIAL},
+    "qwen2": _GQA,
+    "qwen2_moe": _MOE,
+    "qwen3_moe": _MOE,
+    "seed_oss": {**_HEAD, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "solar_open": _MOE,
+    "stablelm": {**_GQA, **_PARTIAL},
+    "starcoder2": _GQA,
+    "vaultgemma": {**_GEMMA, **_WIDE_WINDOW},
+    "youtu": _LATENT,
+}
+
+FAMILIES = {
+    family: {"model_type": family, **values}
+    for family, values in {**_SAMPLED, **_OTHERS}.items()
+    if values.get("model_type", family) in CONFIG_MAPPING
+}
+"""Every family that this version of Transformers has, with the values of its config."""
+
+GENERIC = {**_LATENT, **_DEEP}
+"""Values of which most config classes can make a tiny model."""
+
+SAMPLE = frozenset(_SAMPLED)
+"""The families of the usual run: one of each kind of layout, window, mask and rotary module."""
 
 SHARED_TABLES = {"gemma2"}
 """Families whose rotary tables also serve layers that are left alone, so that no scheme can be mounted on them."""
 
+PACKED_ROWS_MIX = {"afmoe", "gpt_oss"} & FAMILIES.keys()
+"""Families that let the documents of a packed row see each other, also unpatched."""
+
 
 def config_of(family: str, **changes: Any) -> PreTrainedConfig:
     """A fresh config of the family, with some of its values changed."""
-    cls, values = FAMILIES[family]
-    return cls(**copy.deepcopy({**values, **changes}))
+    return AutoConfig.for_model(**copy.deepcopy({**FAMILIES[family], **changes}))
 
 
 def build(family: str = "llama", **changes: Any) -> PreTrainedModel:
@@ -109,7 +171,7 @@ def from_config(config: PreTrainedConfig) -> PreTrainedModel:
                     parameter.add_(0.3 * torch.randn_like(parameter))
                 if any(part in name for part in ("q_norm", "k_norm")):
                     parameter.mul_(2)
-                elif any(part in name for part in ("q_proj.w", "k_proj.w")):
+                elif any(part in name for part in ("q_proj.w", "k_proj.w", "q_b_proj.w", "kv_a_proj_with_mqa.w")):
                     parameter.mul_(4)
                 elif any(part in name for part in ("qkv_proj.w", "query_key_value.w")):
                     parameter.mul_(3)

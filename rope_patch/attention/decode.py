@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rope_patch.attention.engine import AttentionMode
-from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.inputs import AttentionInputs, wide
 from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.segmented import merge
 from rope_patch.attention.tiles import Tile
@@ -58,7 +58,7 @@ def attend(regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: 
     value, mask, slot = inputs.value, inputs.mask, int(inputs.query_start)
     bias = None if inputs.bias is None else inputs.bias.values(slot + 1).flip(-1)  # by slot
     position = slot if all(region.translation_invariant for region in regions) else int(inputs.query_positions[0, 0])
-    kernel = kernel_for(value)
+    kernel = kernel_for(value, value, masked=mask is not None or bias is not None)
     out = lse = None
     for region in regions:
         slots = slots_of(region, slot, position)
@@ -74,7 +74,7 @@ def attend(regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: 
             hidden = term if hidden is None else term + hidden
         part, part_lse = kernel.forward(rows, keys, value[:, :, slots], tile, inputs.scaling, hidden)
         if out is None or lse is None:
-            out, lse = part.float(), part_lse
+            out, lse = wide(part), part_lse
         else:
             merge(out, lse, part, part_lse)
     assert out is not None  # for the type checker: the query itself is in some region
@@ -98,20 +98,20 @@ def attend_in_graph(
         seen = (exists & region.contains(m, n))[:, :, None]
         if inputs.mask is not None:
             seen = seen & inputs.mask[..., slots]
-        products = _grouped(query_of(region), value) @ key_of(region, slots).float().mT * inputs.scaling
+        products = _grouped(query_of(region), value) @ wide(key_of(region, slots)).mT * inputs.scaling
         if inputs.bias is not None:
             term = inputs.bias.function((m - n)[:, 0]).transpose(0, 1)
             products = products + term.unflatten(1, (value.shape[1], -1))
         scores.append(products.masked_fill(~seen, torch.finfo(products.dtype).min))
         values.append(value[:, :, slots])
     weights = torch.cat(scores, dim=-1).softmax(dim=-1).split([x.shape[-1] for x in scores], dim=-1)
-    out = sum(weight @ part.float() for weight, part in zip(weights, values, strict=True))
+    out = sum(weight @ wide(part) for weight, part in zip(weights, values, strict=True))
     return out.to(value.dtype).flatten(1, 2)[:, :, None]
 
 
 def _grouped(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """One query as the rows of each kv head, `(batch, kv_heads, group, head_dim)`, float32."""
-    return query.float().unflatten(1, (value.shape[1], -1))[:, :, :, 0]
+    """One query as the rows of each kv head, `(batch, kv_heads, group, head_dim)`, float32 at least."""
+    return wide(query).unflatten(1, (value.shape[1], -1))[:, :, :, 0]
 
 
 def slots_of(region: Region, slot: int, position: int) -> slice:

@@ -11,6 +11,11 @@ import torch
 from rope_patch.schemes.base import Region
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """`x` in float32, or in float64 where it is that already: what scores are computed in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 @dataclass(frozen=True)
 class Branch:
     """Queries and keys as they are rotated for one region; `region` None stands for all pairs.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from rope_patch.attention.bias import TileBias
-from rope_patch.attention.tiles import Tile
+from rope_patch.attention.inputs import wide
+from rope_patch.attention.spans import Span
+from rope_patch.attention.tiles import Tile, in_rows, tiles_of
+from rope_patch.schemes.base import Region
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -20,7 +24,19 @@ class Kernel(Protocol):
 
     An additive `mask`, float32 and broadcastable to the scores, takes the place of the tile's own where the tile is a
     band, and comes on top of it otherwise.
+
+    Attributes:
+        rows: the most queries of a tile; None for any number.
+        band_rows: the queries of a tile of a band.
     """
+
+    @property
+    def rows(self) -> int | None:
+        """See the class."""
+
+    @property
+    def band_rows(self) -> int:
+        """See the class."""
 
     def forward(
         self,
@@ -59,6 +75,14 @@ class Biased:
 
     kernel: Kernel
     bias: TileBias | None
+
+    def tiles(self, region: Region, span: Span) -> Iterator[Tile]:
+        """The tiles of a region of a span, as the kernel and the bias want them."""
+        region = region.within(span.window)
+        tiles = tiles_of(region, span.q_length, span.offset, span.first_position, self.kernel.band_rows)
+        for tile in tiles:
+            for part in (tile,) if self.bias is None else self.bias.pieces(tile):
+                yield from (part,) if self.kernel.rows is None else in_rows(part, self.kernel.rows, as_bands=True)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
@@ -100,6 +124,9 @@ class Biased:
 class FlashCPU:
     """The flash kernel behind `scaled_dot_product_attention` on CPU, which hands out its log-sum-exp."""
 
+    rows = None
+    band_rows = 192  # fewer waste less at the edges; from this many on, the kernel works in larger blocks
+
     def forward(
         self,
         q: torch.Tensor,
@@ -110,10 +137,12 @@ class FlashCPU:
         mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
-        mask = _additive(tile, q.dtype) if mask is None else mask
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        mask, value_dim = _additive(tile, q.dtype) if mask is None else mask, v.shape[-1]
+        q, k, v = _of_one_width(q, k, v)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, tile.kind == "causal", attn_mask=mask, scale=scale
         )
+        return out[..., :value_dim], lse
 
     def backward(
         self,
@@ -129,9 +158,20 @@ class FlashCPU:
     ) -> Tensors:
         """See `Kernel`."""
         mask = _additive(tile, q.dtype) if mask is None else mask
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        head_dim, value_dim = q.shape[-1], v.shape[-1]
+        grad, q, k, v, out = _of_one_width(grad, q, k, v, out)
+        grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, tile.kind == "causal", attn_mask=mask, scale=scale
         )
+        return grad_q[..., :head_dim], grad_k[..., :head_dim], grad_v[..., :value_dim]
+
+
+def _of_one_width(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """States with zeros where heads of values are narrower or wider than those of keys, as MLA has them."""
+    width = max(state.shape[-1] for state in states)
+    if all(state.shape[-1] == width for state in states):
+        return states
+    return tuple(torch.nn.functional.pad(state, (0, width - state.shape[-1])) for state in states)
 
 
 def _additive(tile: Tile, dtype: torch.dtype) -> torch.Tensor | None:
@@ -147,8 +187,81 @@ def _band(rows: int, columns: int, low: int, high: int, distance: int, dtype: to
     return torch.zeros(rows, columns, dtype=dtype).masked_fill(~seen, -torch.inf)
 
 
+class FlashCUDA:
+    """The flash kernel behind `scaled_dot_product_attention` on CUDA, for half precision; a band is one call.
+
+    Its windows are aligned with the last query and the last key (FlashAttention-2, from version 2.1).
+    """
+
+    rows = None
+    band_rows = 2**62
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tile: Tile,
+        scale: float,
+        mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel`; a mask is not possible."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, tile.kind == "causal", False, scale=scale, **_window(tile)
+        )
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tile: Tile,
+        scale: float,
+        mask: torch.Tensor | None = None,
+    ) -> Tensors:
+        """See `Kernel`; a mask is not possible."""
+        grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        gradients = torch.ops.aten._flash_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            out.contiguous(),
+            lse.contiguous(),
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            tile.kind == "causal",
+            no_dropout,
+            no_dropout[0],
+            scale=scale,
+            **_window(tile),
+        )
+        grad_q, grad_k, grad_v = (gradient.transpose(1, 2) for gradient in gradients)
+        return grad_q, grad_k, grad_v
+
+
+def _window(tile: Tile) -> dict[str, int]:
+    """How far a band reaches to either side of the diagonal that ends at the last query and the last key."""
+    if tile.kind != "band":
+        return {}
+    on_diagonal = tile.distance - ((tile.k1 - tile.k0) - (tile.q1 - tile.q0))
+    return {"window_size_left": tile.high - 1 - on_diagonal, "window_size_right": on_diagonal - tile.low}
+
+
 class Dense:
-    """Plain products in float32: on any device, in any dtype; the measure of the other kernels."""
+    """Plain products in float32 at least: on any device, in any dtype; the measure of the other kernels."""
+
+    rows = 256
+    band_rows = 256
 
     def forward(
         self,
@@ -180,9 +293,9 @@ class Dense:
         """See `Kernel`."""
         group = (k.shape[1], -1)
         weights = (self._scores(q, k, tile, scale, mask) - lse.unflatten(1, group)[..., None]).exp()
-        delta = (grad.float() * out.float()).sum(dim=-1, keepdim=True).unflatten(1, group)
+        delta = (wide(grad) * wide(out)).sum(dim=-1, keepdim=True).unflatten(1, group)
         grouped_grad = grad.unflatten(1, group)
-        inner = weights * ((grouped_grad.float() @ v.float()[:, :, None].mT) - delta) * scale
+        inner = weights * ((wide(grouped_grad) @ wide(v)[:, :, None].mT) - delta) * scale
         weights, inner = weights.to(q.dtype), inner.to(q.dtype)
         grad_q = (inner @ k[:, :, None]).flatten(1, 2)
         grad_k = (inner.mT @ q.unflatten(1, group)).sum(dim=2)
@@ -193,8 +306,8 @@ class Dense:
         self, q: torch.Tensor, k: torch.Tensor, tile: Tile, scale: float, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """`(batch, kv_heads, group, q_len, kv_len)`, float32."""
-        grouped = q.float().unflatten(1, (k.shape[1], -1))
-        scores = (grouped @ k.float()[:, :, None].mT).flatten(1, 2) * scale
+        grouped = wide(q).unflatten(1, (k.shape[1], -1))
+        scores = (grouped @ wide(k)[:, :, None].mT).flatten(1, 2) * scale
         if tile.kind == "causal":
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(hidden, -torch.inf)
@@ -205,8 +318,50 @@ class Dense:
         return scores.unflatten(1, (k.shape[1], -1))
 
 
-def kernel_for(q: torch.Tensor) -> Kernel:
-    """The kernel that is right and fastest for these queries."""
-    if q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16, torch.float16):
+def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel:
+    """The kernel that is right and fastest.
+
+    Args:
+        query: `(batch, heads, q_len, head_dim)`.
+        value: `(batch, kv_heads, kv_len, value_dim)`.
+        masked: whether tiles will bring masks.
+    """
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if query.device.type == "cpu" and (half or query.dtype == torch.float32):
         return FlashCPU()
+    head_dim = query.shape[-1]
+    fits = half and not masked and head_dim == value.shape[-1] and head_dim % 8 == 0 and head_dim <= 256
+    if query.device.type == "cuda" and fits and agrees(FlashCUDA(), query.device, query.dtype, head_dim):
+        return FlashCUDA()
     return Dense()
+
+
+@functools.lru_cache(maxsize=64)
+def agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether a kernel computes small tiles of every kind as `Dense` does, forward and backward.
+
+    The kernels behind PyTorch's own attention are called below their public face, which may change: they are tried
+    once before they are trusted.
+    """
+    random = torch.Generator().manual_seed(0)
+    q, grad = torch.randn(2, 1, 4, 24, head_dim, generator=random).to(device, dtype)
+    k, v = torch.randn(2, 1, 2, 24, head_dim, generator=random).to(device, dtype)
+    tiles = (Tile(0, 24, 0, 24), Tile(0, 24, 0, 24, "causal"), Tile(8, 24, 1, 24, "band", 0, 8, distance=7))
+    for tile in tiles:
+        queries, keys = (
+            (slice(None), slice(None), slice(tile.q0, tile.q1)),
+            (slice(None), slice(None), slice(tile.k0, tile.k1)),
+        )
+        out, lse = Dense().forward(q[queries], k[keys], v[keys], tile, 0.1)
+        expected = (out, lse, *Dense().backward(grad[queries], q[queries], k[keys], v[keys], out, lse, tile, 0.1))
+        try:
+            found = (
+                *kernel.forward(q[queries], k[keys], v[keys], tile, 0.1),
+                *kernel.backward(grad[queries], q[queries], k[keys], v[keys], out, lse, tile, 0.1),
+            )
+        except (RuntimeError, TypeError, NotImplementedError):
+            return False
+        for one, other in zip(found, expected, strict=True):
+            if not torch.allclose(one.float(), other.float(), atol=0.05, rtol=0.05):
+                return False
+    return True

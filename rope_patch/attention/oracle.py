@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.inputs import AttentionInputs, wide
 
 
 def attend(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,9 +58,8 @@ def _scores(inputs: AttentionInputs) -> torch.Tensor:
 
 def _products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """<q_m, k_n>, each key head serving its group of query heads without being repeated."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    grouped = _per_kv_head(query.to(dtype), key.shape[1])
-    return (grouped @ key.to(dtype)[:, :, None].transpose(-1, -2)).flatten(1, 2)
+    grouped = _per_kv_head(wide(query), key.shape[1])
+    return (grouped @ wide(key)[:, :, None].transpose(-1, -2)).flatten(1, 2)
 
 
 def _per_kv_head(x: torch.Tensor, kv_heads: int) -> torch.Tensor:

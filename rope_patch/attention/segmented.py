@@ -8,7 +8,6 @@ al., 2310.01889): no gradient flows through the merge.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +18,7 @@ from rope_patch.attention.bias import TileBias, tile_bias
 from rope_patch.attention.inputs import AttentionInputs, Branch
 from rope_patch.attention.kernels import Biased, kernel_for
 from rope_patch.attention.spans import Span
-from rope_patch.attention.tiles import Tile, tiles_of
+from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.base import ALL_PAIRS, Region
 
 
@@ -52,13 +51,14 @@ class _Segmented(torch.autograd.Function):
         *states: torch.Tensor,
     ) -> torch.Tensor:
         branches = _as_branches(regions, states)
-        kernel = Biased(kernel_for(states[0]), bias)
+        kernel = Biased(kernel_for(states[0], value, bias is not None), bias)
         query = states[0]
-        out = torch.zeros(*query.shape[:3], value.shape[-1], dtype=torch.float32, device=query.device)
-        lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        out = torch.zeros(*query.shape[:3], value.shape[-1], dtype=dtype, device=query.device)
+        lse = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
         for span in spans:
             touched = [False] * span.q_length
-            for branch, tile, queries, keys in _work(span, branches, bias):
+            for branch, tile, queries, keys in _work(span, branches, kernel):
                 part, part_lse = kernel.forward(branch.query[queries], branch.key[keys], value[keys], tile, scale)
                 rows = slice(tile.q0, tile.q1)
                 if any(touched[rows]):
@@ -75,13 +75,14 @@ class _Segmented(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         value, out, lse, *states = ctx.saved_tensors
         branches = _as_branches(ctx.regions, states)
-        kernel = Biased(kernel_for(states[0]), ctx.bias)
+        kernel = Biased(kernel_for(states[0], value, ctx.bias is not None), ctx.bias)
         # half precision would lose what many tiles add up
-        gradients = [torch.zeros_like(state, dtype=torch.float32) for state in states]
-        grad_value = torch.zeros_like(value, dtype=torch.float32)
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        gradients = [torch.zeros_like(state, dtype=dtype) for state in states]
+        grad_value = torch.zeros_like(value, dtype=dtype)
         order = {id(branch): i for i, branch in enumerate(branches)}
         for span in ctx.spans:
-            for branch, tile, queries, keys in _work(span, branches, ctx.bias):
+            for branch, tile, queries, keys in _work(span, branches, kernel):
                 grad_q, grad_k, grad_v = kernel.backward(
                     grad[queries],
                     branch.query[queries],
@@ -103,14 +104,12 @@ class _Segmented(torch.autograd.Function):
 Index = tuple[slice, slice, slice]
 
 
-def _work(span: Span, branches: list[Branch], bias: TileBias | None) -> Iterator[tuple[Branch, Tile, Index, Index]]:
+def _work(span: Span, branches: list[Branch], kernel: Biased) -> Iterator[tuple[Branch, Tile, Index, Index]]:
     """Every tile of a span with the places of its queries and keys in the batch."""
     every = slice(None)
     # the far region first: its one large tile is then the ground to which small ones are added while they are in cache
     for branch in sorted(branches, key=lambda branch: -branch.region.start if branch.region else 0):
-        region = (branch.region or ALL_PAIRS).within(span.window)
-        tiles = tiles_of(region, span.q_length, span.offset, span.first_position)
-        for tile in tiles if bias is None else itertools.chain.from_iterable(map(bias.pieces, tiles)):
+        for tile in kernel.tiles(branch.region or ALL_PAIRS, span):
             queries = slice(span.queries.start + tile.q0, span.queries.start + tile.q1)
             keys = slice(span.keys.start + tile.k0, span.keys.start + tile.k1)
             yield branch, tile, (span.rows, every, queries), (span.rows, every, keys)

@@ -12,9 +12,6 @@ import torch
 
 from rope_patch.schemes.base import Region
 
-BAND_ROWS = 192
-"""Queries per tile of a band. Fewer waste less at the edges; from this many on, flash on CPU works in larger blocks."""
-
 
 @dataclass(frozen=True)
 class Tile:
@@ -66,7 +63,9 @@ def in_rows(tile: Tile, rows: int, as_bands: bool = False) -> Iterator[Tile]:
             yield dataclasses.replace(part, k0=edge, k1=edge + q1 - q0, distance=tile.distance)
 
 
-def tiles_of(region: Region, q_length: int, offset: int, first_position: int = 0) -> Iterator[Tile]:
+def tiles_of(
+    region: Region, q_length: int, offset: int, first_position: int = 0, band_rows: int = 256
+) -> Iterator[Tile]:
     """Disjoint tiles that cover the pairs of a region with keys up to the query.
 
     Args:
@@ -74,12 +73,13 @@ def tiles_of(region: Region, q_length: int, offset: int, first_position: int = 0
         q_length: number of queries of the span; query i stands `offset + i` after the first key.
         offset: distance from the first query to the first key.
         first_position: position of the first key.
+        band_rows: queries per tile of a band.
     """
-    for tile in _tiles_of(region, q_length, offset, first_position):
+    for tile in _tiles_of(region, q_length, offset, first_position, band_rows):
         yield dataclasses.replace(tile, distance=offset + tile.q0 - tile.k0)
 
 
-def _tiles_of(region: Region, q_length: int, offset: int, first_position: int) -> Iterator[Tile]:
+def _tiles_of(region: Region, q_length: int, offset: int, first_position: int, band_rows: int) -> Iterator[Tile]:
     if region.stop <= 0:
         return
     if region.chunk > 1:
@@ -96,8 +96,8 @@ def _tiles_of(region: Region, q_length: int, offset: int, first_position: int) -
     open_until = q_length if region.stop == math.inf else min(max(int(region.stop) - offset, first), q_length)
     if open_until > first:
         yield from _wedge(first, open_until, 0, offset + first - low)
-    for q0 in range(open_until, q_length, BAND_ROWS):
-        q1 = min(q0 + BAND_ROWS, q_length)
+    for q0 in range(open_until, q_length, band_rows):
+        q1 = min(q0 + band_rows, q_length)
         k0, k1 = max(0, offset + q0 - int(region.stop) + 1), offset + q1 - low
         yield Tile(q0, q1, k0, k1, "band", low, int(region.stop))
 

@@ -142,7 +142,7 @@ def read_stack(model: nn.Module) -> Stack:
 
 def _read(stack: PreTrainedModel) -> Stack:
     family = type(stack).__name__
-    modules = [child for child in stack.children() if _is_rotary(child)]
+    modules = [module for module in stack.modules() if _is_rotary(module)]
     if len(modules) > 1:
         raise UnsupportedModel(f"{family} has {len(modules)} rotary modules; which layer uses which is not declared")
     rotary = _tables_of(modules[0], stack.config)

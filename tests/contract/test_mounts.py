@@ -15,8 +15,8 @@ from tests.snapshots import snapshot
 HALVES = tuple(range(8)), tuple(range(8, 16))
 NEIGHBOURS = tuple(range(0, 16, 2)), tuple(range(1, 16, 2))
 QUARTERS = tuple(range(4)), tuple(range(4, 8))
-FIRST_NEIGHBOURS = tuple(range(0, 8, 2)), tuple(range(1, 8, 2))
 BEHIND_THE_PLAIN_PART = tuple(range(16, 20)), tuple(range(20, 24))
+FIRST_NEIGHBOURS = tuple(range(0, 8, 2)), tuple(range(1, 8, 2))
 LAYOUTS = {
     **dict.fromkeys(FAMILIES, HALVES),
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "helium"), NEIGHBOURS),

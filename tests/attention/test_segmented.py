@@ -1,0 +1,236 @@
+"""Tiles cover every pair of a region once, kernels agree, and what they make together is the oracle."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rope_patch import get_scheme
+from rope_patch.attention import kernels, oracle, segmented
+from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
+from rope_patch.attention.kernels import Dense, FlashCPU, agrees
+from rope_patch.attention.spans import Span, find_spans
+from rope_patch.attention.tiles import Tile, in_rows, tiles_of
+from rope_patch.positions import Identity
+from rope_patch.schemes.base import ALL_PAIRS, Region
+
+BOUND = st.one_of(st.integers(-3, 40), st.just(math.inf))
+
+
+def region(start, stop, chunk=1, keys_below=math.inf):
+    return Region(Identity(), Identity(), start, stop, chunk, keys_below)
+
+
+REGIONS = st.one_of(
+    st.builds(region, st.integers(-5, 40), BOUND),
+    st.builds(region, st.integers(0, 3), st.one_of(st.integers(1, 4), st.just(math.inf)), st.integers(2, 12)),
+    st.builds(region, st.integers(0, 20), st.just(math.inf), st.just(1), st.integers(0, 15)),
+)
+
+
+def pairs_of(tile: Tile) -> torch.Tensor:
+    """Boolean `(rows, keys)` of the pairs that a tile scores."""
+    if tile.kind == "band":
+        return tile.mask(torch.device("cpu"))
+    every = torch.ones(tile.q1 - tile.q0, tile.k1 - tile.k0, dtype=torch.bool)
+    return every.tril() if tile.kind == "causal" else every
+
+
+@settings(max_examples=300, deadline=None)
+@given(REGIONS, st.integers(1, 50), st.integers(0, 30), st.integers(-3, 20), st.integers(1, 20), st.booleans())
+def test_every_visible_pair_of_a_region_is_in_one_tile(region, q_length, offset, first_position, rows, as_bands):
+    m = torch.arange(q_length)[:, None] + offset + first_position
+    n = torch.arange(q_length + offset)[None] + first_position
+    assume(first_position >= 0 or region.chunk == 1)
+    expected = (region.contains(m, n) & (m >= n)).int()
+    for split in (False, True):
+        counted = torch.zeros_like(expected)
+        for tile in tiles_of(region, q_length, offset, first_position, band_rows=rows):
+            for part in in_rows(tile, rows, as_bands) if split else (tile,):
+                assert part.q1 > part.q0
+                assert part.distance == offset + part.q0 - part.k0
+                counted[part.q0 : part.q1, part.k0 : part.k1] += pairs_of(part).int()
+                assert pairs_of(part).any(dim=-1).all(), "a row of a tile that sees nothing"
+                if split:
+                    assert part.q0 // rows == (part.q1 - 1) // rows
+        assert torch.equal(counted, expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(REGIONS, st.integers(1, 50), st.integers(0, 30))
+def test_a_window_of_flash_on_cuda_is_the_band(region, q_length, offset):
+    for tile in tiles_of(region, q_length, offset, band_rows=kernels.FlashCUDA.band_rows):
+        if tile.kind != "band":
+            assert kernels._window(tile) == {}
+            continue
+        window = kernels._window(tile)
+        rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
+        # a negative number would stand for no bound
+        assert min(window.values()) >= 0
+        beyond = torch.arange(keys)[None] - torch.arange(rows)[:, None] - (keys - rows)
+        inside = (beyond >= -window["window_size_left"]) & (beyond <= window["window_size_right"])
+        assert torch.equal(inside, pairs_of(tile))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_flash_agrees_with_plain_products(dtype, head_dim):
+    assert agrees(FlashCPU(), torch.device("cpu"), dtype, head_dim)
+
+
+class Wrong(FlashCPU):
+    """Differs from flash in one of its results."""
+
+    def __init__(self, place):
+        self.place = place
+
+    def forward(self, *args):
+        return tuple(1.2 * x if i == self.place else x for i, x in enumerate(super().forward(*args)))
+
+    def backward(self, *args):
+        return tuple(1.2 * x if i + 2 == self.place else x for i, x in enumerate(super().backward(*args)))
+
+
+class Missing(FlashCPU):
+    def forward(self, *args):
+        raise RuntimeError("no such operator")
+
+
+@pytest.mark.parametrize("kernel", [*map(Wrong, range(5)), Missing()])
+def test_a_kernel_that_is_wrong_or_missing_is_not_trusted(kernel):
+    assert not agrees(kernel, torch.device("cpu"), torch.float32, 16)
+
+
+def inputs_of(spec, mask_rows, q_length, kv_length, dtype=torch.float64, kv_heads=2, heads=4, dim=16, value_dim=16):
+    """A random call, and the rows of queries that are no pads."""
+    scheme = get_scheme(spec) if spec else None
+    random = torch.Generator().manual_seed(0)
+
+    def states(heads, length, dim=dim):
+        return torch.randn(len(mask_rows), heads, length, dim, generator=random, dtype=torch.float64).to(dtype)
+
+    regions = scheme.segments() if scheme and "segments" in scheme.slots else (ALL_PAIRS,)
+    regions = [region for region in regions if region.stop > 0]
+    branches = tuple(Branch(region, states(heads, q_length), states(kv_heads, kv_length)) for region in regions)
+    groups = torch.tensor(mask_rows)
+    positions = ((groups >= 0).cumsum(-1) - 1).clamp(min=0)
+    start = kv_length - q_length
+    bias = None
+    if scheme and "bias" in scheme.slots:
+        bias = DistanceBias(lambda distance: scheme.bias(distance, heads), scheme.linear)
+    keys = positions[:, :1] - (groups == -1).sum(-1, keepdim=True) + torch.arange(kv_length)
+    inputs = AttentionInputs(
+        branches,
+        states(kv_heads, kv_length, value_dim),
+        positions[:, start:],
+        keys,
+        None,
+        True,
+        start,
+        0.3,
+        bias,
+        groups=groups,
+    )
+    return inputs, groups[:, start:] >= 0
+
+
+ROWS = [[0] * 45, [-1] * 9 + [0] * 36]
+SPECS = [
+    "",
+    "rerope:window=6",
+    "self_extend:group_size=4,window=7",
+    "dca:chunk_size=9,local_window=2",
+    "lm_infinite:local_window=7,n_global=3",
+    "alibi",
+    "sandwich:embedding_dim=16,base=100",
+    "alibi+window:window=7",
+    "sandwich+rerope:window=9",
+]
+
+
+def gradients_of(attend, inputs, kept, grad):
+    leaves = [inputs.value, *(x for branch in inputs.branches for x in (branch.query, branch.key))]
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    branches = tuple(
+        Branch(branch.region, leaves[2 * i + 1], leaves[2 * i + 2]) for i, branch in enumerate(inputs.branches)
+    )
+    out = attend(dataclasses.replace(inputs, value=leaves[0], branches=branches))
+    (out * grad * kept[:, None, :, None]).sum().backward()
+    return out.detach() * kept[:, None, :, None], [leaf.grad for leaf in leaves]
+
+
+def run_segmented(inputs):
+    spans = find_spans(inputs.query_positions, None, inputs.groups, inputs.query_start, len(inputs.groups))
+    assert segmented.applies(inputs, spans)
+    return segmented.attend(inputs, spans)
+
+
+def in_double(inputs):
+    branches = tuple(Branch(branch.region, branch.query.double(), branch.key.double()) for branch in inputs.branches)
+    return dataclasses.replace(inputs, value=inputs.value.double(), branches=branches)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("q_length", [45, 20, 1])
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1] * 2, [[0] * 20 + [1] * 25]], ids=["padded", "plain", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_output_and_gradients_are_those_of_the_oracle_in_float64(spec, q_length, rows, dtype, monkeypatch):
+    if rows[0][-1] == 1 and (q_length < 45 or "dca" in spec or "infinite" in spec):
+        pytest.skip("packed rows have no cache, and their positions start again")
+    for kernel in (Dense, FlashCPU):
+        monkeypatch.setattr(kernel, "band_rows", 7)
+    monkeypatch.setattr(Dense, "rows", 5)
+    inputs, kept = inputs_of(spec, rows, q_length, 45, dtype)
+    grad = torch.randn(inputs.branches[0].query.shape, generator=torch.Generator().manual_seed(1))
+    expected, slopes = gradients_of(lambda x: oracle.attend(x)[0], in_double(inputs), kept, grad)
+    found, ours = gradients_of(run_segmented, inputs, kept, grad)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    if inputs.bias is not None:
+        tolerance = max(tolerance, 1e-5)  # a bias is computed in float32
+    for one, other in zip([found, *ours], [expected, *slopes], strict=True):
+        assert one.dtype == dtype or one is found
+        error = (one.double() - other).norm() / other.norm().clamp(min=1e-9)
+        assert error < tolerance
+
+
+@pytest.mark.parametrize("value_dim", [8, 24])
+def test_heads_of_values_may_have_another_width(value_dim):
+    inputs, kept = inputs_of("rerope:window=6", ROWS, 45, 45, torch.float32, value_dim=value_dim)
+    grad = torch.randn(2, 4, 45, value_dim, generator=torch.Generator().manual_seed(1))
+    expected, slopes = gradients_of(lambda x: oracle.attend(x)[0], in_double(inputs), kept, grad)
+    found, ours = gradients_of(run_segmented, inputs, kept, grad)
+    for one, other in zip([found, *ours], [expected, *slopes], strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["rerope:window=40", "dca:chunk_size=64,local_window=16"])
+def test_gradients_in_bfloat16_are_no_worse_than_those_of_plain_flash(spec):
+    inputs, kept = inputs_of(spec, [[0] * 256], 256, 256, torch.bfloat16)
+    grad = torch.randn(inputs.branches[0].query.shape, generator=torch.Generator().manual_seed(1))
+
+    def worst_error(attend, inputs):
+        _, expected = gradients_of(lambda x: oracle.attend(x)[0], in_double(inputs), kept, grad)
+        _, found = gradients_of(attend, inputs, kept, grad)
+        return max((a.double() - b).norm() / b.norm() for a, b in zip(found, expected, strict=True))
+
+    def plain_flash(inputs):
+        (branch,) = inputs.branches
+        return torch.nn.functional.scaled_dot_product_attention(
+            branch.query, branch.key, inputs.value, is_causal=True, scale=inputs.scaling, enable_gqa=True
+        )
+
+    one_region = dataclasses.replace(inputs, branches=(dataclasses.replace(inputs.branches[0], region=ALL_PAIRS),))
+    assert worst_error(run_segmented, inputs) < 1.1 * worst_error(plain_flash, one_region)
+
+
+def test_a_span_with_a_window_is_a_band_of_every_region():
+    inputs, _ = inputs_of("rerope:window=6", [[0] * 45], 45, 45)
+    span = Span(slice(0, 1), slice(0, 45), slice(0, 45), 0, window=11)
+    mask = torch.ones(45, 45, dtype=torch.bool).tril().triu(-10)[None, None]
+    expected = oracle.attend(dataclasses.replace(inputs, mask=mask, groups=None))[0]
+    torch.testing.assert_close(segmented.attend(inputs, (span,)), expected)
+    chunks, _ = inputs_of("dca:chunk_size=9,local_window=2", [[0] * 45], 45, 45)
+    assert not segmented.applies(chunks, (span,))

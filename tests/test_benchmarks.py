@@ -1,0 +1,209 @@
+"""The benchmarks measure what they say, and lose nothing; what they find is not tested here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import pytest
+import torch
+
+from benchmarks import report, run
+from benchmarks.attention import SEGMENTS, regions, spec
+from benchmarks.catalogue import comparisons, growth_makers, growth_shapes
+from benchmarks.comparison import Comparison, Shape, Side
+from benchmarks.dense import two_matrices
+from benchmarks.measure import Patience, in_turn, peak_bytes
+from benchmarks.results import Point, ResultFile, Row
+from rope_patch.attention import oracle
+from rope_patch.attention.inputs import AttentionInputs, Branch
+from rope_patch.schemes.registry import as_scheme
+
+ONCE = Patience(0.0, least=1)
+ROWS = comparisons("cpu")
+FACTS = {
+    "machine": {"device": "cpu", "processor": "a", "cores": 2, "threads": 1, "memory_gib": 1.0, "gpu": None},
+    "versions": {"torch": "2"},
+    "environment": {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": None},
+}
+
+
+def nothing(shape: Shape) -> Side:
+    return Side(lambda: None)
+
+
+def megabytes(shape: Shape, count: int) -> Side:
+    return Side(lambda: torch.ones(count, 2**18))
+
+
+def comparison(name: str = "a/b", **changes) -> Comparison:
+    return Comparison(name, "work", "yardstick", nothing, nothing, Shape(8), **{"target": 1.1, **changes})
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_two_dense_matrices_are_rerope(kv_heads):
+    shape = Shape(40, 4, kv_heads, 16)
+    near, far = [(shape.random(1, 4, 40, 16), shape.random(1, kv_heads, 40, 16)) for _ in range(2)]
+    value = shape.random(1, kv_heads, 40, 16)
+    within, beyond, _ = as_scheme(("rerope:window=7",), {}).segments()
+    positions = torch.arange(40)[None]
+    inputs = AttentionInputs(
+        branches=(Branch(within, *near), Branch(beyond, *far)),
+        value=value,
+        query_positions=positions,
+        key_positions=positions,
+        mask=None,
+        causal=True,
+        query_start=0,
+        scaling=16**-0.5,
+    )
+    torch.testing.assert_close(two_matrices(near, far, value, 7), oracle.attend(inputs)[0])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_row_runs(row):
+    small = dataclasses.replace(row.small(), memory_target=None)
+    found = run.measured(small, ONCE)
+    assert found.error is None
+    assert found.rounds == 1
+
+
+@pytest.mark.parametrize("scheme", SEGMENTS)
+def test_segment_schemes_are_measured_on_the_path_of_long_texts(scheme, monkeypatch):
+    monkeypatch.setattr("rope_patch.attention.engine.chunked.attend", pytest.fail)
+    assert regions(Shape(8192, 2, 2, 16).small(), scheme).run().shape == (1, 2, 640, 16)
+
+
+def test_the_rows_of_a_device_have_names_of_their_own(monkeypatch):
+    monkeypatch.setattr("benchmarks.catalogue.memory_bytes", lambda device: 2**36)
+    for device in ("cpu", "cuda"):
+        names = [row.name for row in comparisons(device)]
+        assert len(set(names)) == len(names)
+        assert all(row.shape.device == device for row in comparisons(device))
+        for shape in growth_shapes(device):
+            assert shape.device == device
+            assert len(growth_makers(shape)) in (2, 3)
+
+
+def test_dense_matrices_are_left_out_where_they_do_not_fit(monkeypatch):
+    monkeypatch.setattr("benchmarks.catalogue.memory_bytes", lambda device: 2**20)
+    assert list(growth_makers(Shape(8192))) == ["plain attention", "ReRoPE"]
+
+
+@pytest.mark.parametrize("scheme", SEGMENTS)
+def test_a_scheme_has_settings_at_every_length(scheme):
+    for length in (256, 8192, 131072):
+        as_scheme((spec(scheme, length),), {})
+
+
+def test_sides_run_in_turn_and_the_warm_up_does_not_count():
+    calls = []
+    sides = [
+        Side(functools.partial(calls.append, "a"), functools.partial(calls.append, "reset")),
+        Side(functools.partial(calls.append, "b")),
+    ]
+    times = in_turn(sides, "cpu", Patience(0.1, least=2, most=2))
+    assert calls == ["reset", "a", "b"] * 3
+    assert [len(side) for side in times] == [2, 2]
+
+
+def test_peak_memory_is_that_of_the_run():
+    assert peak_bytes(functools.partial(megabytes, count=64), Shape(8)) == pytest.approx(64 * 2**20, rel=0.1)
+
+
+def test_a_row_says_what_was_measured_and_whether_it_is_enough():
+    row = Row.of(comparison(memory_target=3.0, flops=lambda shape: 1e12), [[1.0, 3.0, 2.0], [1.0, 2.0, 4.0]], [50, 10])
+    assert (row.ratio, row.seconds, row.yardstick_seconds, row.rounds) == (1.0, 2.0, 2.0, 3)
+    assert row.spread == (0.75, 1.25)
+    assert (row.tflops, row.memory_ratio) == (0.5, 5.0)
+    assert row.met is False
+    assert Row.of(comparison(), [[1.0], [1.0]]).met is True
+    assert Row.of(comparison(target=None), [[1.0], [1.0]]).met is None
+
+
+def test_results_come_back_from_disk(tmp_path):
+    file = ResultFile(tmp_path / "cpu.json", FACTS)
+    file.ceiling["float32"] = 0.1
+    entries = [Row.of(comparison(), [[1.0, 2.0], [1.0, 2.0]], [3, 1]), Row.failed(comparison("c"), ValueError("x\ny"))]
+    point = Point("ReRoPE", 1024, "1024 tokens, 2 heads", 0.1, 2**20, "code")
+    file.put(*entries, point)
+    found = ResultFile.read(file.path)
+    assert (found.rows, found.points, found.facts, found.ceiling) == (entries, [point], FACTS, {"float32": 0.1})
+    assert found.rows[1].error == "ValueError: x"
+    assert [path.name for path in tmp_path.iterdir()] == ["cpu.json"]
+    json.loads(file.path.read_text(), parse_constant=pytest.fail)
+
+
+def test_rows_of_another_machine_are_not_added_to(tmp_path):
+    file = ResultFile(tmp_path / "cpu.json", FACTS)
+    file.put(Row.of(comparison(), [[1.0], [1.0]]))
+    assert ResultFile.continued(file.path, FACTS).has(comparison())
+    assert not ResultFile.continued(file.path, {**FACTS, "versions": {"torch": "3"}}).rows
+    assert not ResultFile.continued(tmp_path / "missing.json", FACTS).rows
+
+
+def test_a_row_that_failed_or_is_of_other_code_is_measured_again(tmp_path):
+    file = ResultFile(tmp_path / "cpu.json", FACTS)
+    file.put(Row.failed(comparison("failed"), ValueError()))
+    file.put(dataclasses.replace(Row.of(comparison("older"), [[1.0], [1.0]]), code="of last week"))
+    assert not file.has(comparison("failed"))
+    assert not file.has(comparison("older"))
+
+
+def test_a_row_that_fails_is_a_row(tmp_path):
+    def broken(shape: Shape) -> Side:
+        raise RuntimeError("out of memory")
+
+    rows = [dataclasses.replace(comparison("broken"), ours=broken), comparison("fine")]
+    file = ResultFile(tmp_path / "cpu.json", FACTS)
+    run.run(file, rows, ONCE)
+    failed, fine = file.rows
+    assert (failed.name, failed.error, failed.met) == ("broken", "RuntimeError: out of memory", False)
+    assert fine.error is None
+    assert "broken failed: RuntimeError" in report.markdown(file)
+
+
+def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path, monkeypatch, capsys):
+    rows = [comparison("first"), comparison("second")]
+    measured, seen = run.measured, []
+
+    def interrupted_once(row: Comparison, patience: Patience) -> Row:
+        seen.append(row.name)
+        if seen == ["first", "second"]:
+            raise KeyboardInterrupt
+        return measured(row, patience)
+
+    monkeypatch.setattr(run, "measured", interrupted_once)
+    monkeypatch.setattr(run, "jobs_for", lambda *_: rows)
+    arguments = ["--out", str(tmp_path), "--seconds", "0"]
+    assert run.main(arguments) == 130
+    assert [row.name for row in ResultFile.read(tmp_path / "cpu.json").rows] == ["first"]
+    assert run.main([*arguments, "--resume"]) == 0
+    assert [row.name for row in ResultFile.read(tmp_path / "cpu.json").rows] == ["first", "second"]
+    assert seen == ["first", "second", "second"]
+    assert "second" in capsys.readouterr().out
+
+
+def test_a_quick_run_from_the_command_line(tmp_path, capsys):
+    assert run.main(["--quick", "--only", "forward/rerope", "growth", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "forward/rerope/16384/float32" in shown
+    assert (tmp_path / "cpu.png").stat().st_size > 10_000
+    assert {point.line for point in ResultFile.read(tmp_path / "cpu.json").points} == set(
+        growth_makers(Shape(8).small())
+    )
+
+
+def test_names_and_devices_that_are_not_there(capsys, monkeypatch):
+    assert run.main(["--only", "flight"]) == 2
+    assert "flight" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run.main(["--device", "cuda"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_report_without_results(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["report", str(tmp_path / "none.json")])
+    assert report.main() == 2
+    assert "none.json" in capsys.readouterr().err

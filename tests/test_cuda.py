@@ -1,0 +1,96 @@
+"""On a GPU: every scheme under `attention="auto"` gives what its dense definition gives, in every dtype.
+
+Texts are long enough for the engine to leave small dense blocks behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from rope_patch import patch
+from tests.cases import ALL
+from tests.families import build
+from tests.runs import cached_logits, gradients, left_padded, logits, positions_of, tokens
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+DEVICE = "cuda"
+LENGTH = 640
+
+TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+"""Largest error relative to the norm. The definition scores in float32 whatever the dtype; what is faster does not."""
+
+dtypes = pytest.mark.parametrize("dtype", TOLERANCES)
+schemes = pytest.mark.parametrize("scheme", ALL)
+
+
+def both(scheme: str, dtype: str, way: Callable[[nn.Module], torch.Tensor], family: str = "llama") -> None:
+    """Compare what a way to run a model gives under the fast paths and under the definition."""
+    if "xpos" in scheme and dtype == "float16":
+        pytest.skip("the small scale of the test case is beyond the range of float16, in the definition too")
+    found = []
+    for attention in ("auto", "oracle"):
+        model = build(family).to(DEVICE, getattr(torch, dtype))
+        patch(model, scheme, attention=attention)
+        found.append(way(model))
+    assert_near(*found, TOLERANCES[dtype])
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    assert found.isfinite().all()
+    error = (found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12)
+    assert error <= tolerance, f"relative error {error:g}, allowed {tolerance:g}"
+
+
+def text(length: int = LENGTH, rows: int = 1) -> torch.Tensor:
+    return tokens(length, rows).to(DEVICE)
+
+
+@schemes
+@dtypes
+@pytest.mark.parametrize("family", ["llama", "llama_mha"])
+def test_forward(scheme, dtype, family):
+    both(scheme, dtype, lambda model: logits(model, text(rows=2)), family)
+
+
+@schemes
+@dtypes
+def test_gradients(scheme, dtype):
+    def all_gradients(model: nn.Module) -> torch.Tensor:
+        found = gradients(model, text())
+        return torch.cat([(gradient / gradient.norm().clamp(min=1e-12)).flatten() for gradient in found.values()])
+
+    both(scheme, dtype, all_gradients)
+
+
+@schemes
+@dtypes
+def test_padded(scheme, dtype):
+    ids, mask = (x.to(DEVICE) for x in left_padded([tokens(LENGTH), tokens(LENGTH - 37, seed=1)]))
+
+    def without_pads(model: nn.Module) -> torch.Tensor:
+        return logits(model, ids, attention_mask=mask, position_ids=positions_of(mask))[mask.bool()]
+
+    both(scheme, dtype, without_pads)
+
+
+@schemes
+@dtypes
+def test_packed(scheme, dtype):
+    lengths = (LENGTH // 2, LENGTH // 8, LENGTH - LENGTH // 2 - LENGTH // 8)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(DEVICE)
+    both(scheme, dtype, lambda model: logits(model, text(), position_ids=positions))
+
+
+@schemes
+@dtypes
+def test_cached(scheme, dtype):
+    sizes = (LENGTH - 24, 20, 1, 1, 1, 1)
+    both(scheme, dtype, lambda model: cached_logits(model, text(), sizes))
