@@ -1,0 +1,107 @@
+"""Attention alone, on states that are rotated already: regions, the platform's attention, two dense matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.comparison import Shape, Side
+from benchmarks.dense import two_matrices
+from rope_patch.attention import engine
+from rope_patch.attention.inputs import AttentionInputs, Branch
+from rope_patch.attention.spans import Span
+from rope_patch.schemes.registry import as_scheme
+
+_DCA_CHUNK = 2048
+
+SEGMENTS = ("rerope", "leaky_rerope", "self_extend", "dca")
+"""Schemes with regions that are compared with plain attention."""
+
+
+def spec(scheme: str, length: int) -> str:
+    """The scheme with a window of an eighth of the length, as a string for `patch`."""
+    window = max(1, length // 8)
+    chunk = min(_DCA_CHUNK, length // 2)
+    return {
+        "rerope": f"rerope:window={window}",
+        "leaky_rerope": f"leaky_rerope:window={window},factor=4",
+        "self_extend": f"self_extend:group_size=4,window={window}",
+        "dca": f"dca:chunk_size={chunk},local_window={chunk // 4}",
+    }[scheme]
+
+
+def regions(shape: Shape, scheme: str, backward: bool = False) -> Side:
+    """A segment scheme through the engine, every region with queries and keys of its own."""
+    length = shape.length
+    value = _keys(shape, backward)
+    branches = tuple(
+        Branch(region, _queries(shape, backward), _keys(shape, backward))
+        for region in as_scheme((spec(scheme, length),), {}).segments()
+        if region.stop > 0
+    )
+    positions = torch.arange(length, device=shape.device)[None]
+    inputs = AttentionInputs(
+        branches=branches,
+        value=value,
+        query_positions=positions,
+        key_positions=positions,
+        mask=None,
+        causal=True,
+        query_start=0,
+        scaling=shape.head_dim**-0.5,
+    )
+    spans = (Span(slice(0, 1), slice(0, length), slice(0, length), 0),)
+    leaves = [value, *(state for branch in branches for state in (branch.query, branch.key))]
+    return _side(shape, lambda: engine.attend(inputs, "auto", lambda: spans), leaves, backward)
+
+
+def sdpa(shape: Shape, backward: bool = False) -> Side:
+    """Plain causal attention, the fastest that the platform has."""
+    query, key, value = _queries(shape, backward), _keys(shape, backward), _keys(shape, backward)
+    # on a GPU without this, something slower could take the call unnoticed, and the yardstick would be too easy
+    fastest = shape.device == "cuda" and shape.dtype != "float32"
+
+    def attend() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if fastest else nullcontext():
+            return functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=shape.kv_heads != shape.heads
+            )
+
+    return _side(shape, attend, [query, key, value], backward)
+
+
+def dense(shape: Shape, backward: bool = False) -> Side:
+    """ReRoPE as the authors compute it."""
+    near = (_queries(shape, backward), _keys(shape, backward))
+    far = (_queries(shape, backward), _keys(shape, backward))
+    value, window = _keys(shape, backward), max(1, shape.length // 8)
+    return _side(shape, lambda: two_matrices(near, far, value, window), [value, *near, *far], backward)
+
+
+def flops(shape: Shape) -> float:
+    """Of causal attention forward: two products over half of all pairs, two operations per number."""
+    return 2.0 * shape.heads * shape.head_dim * shape.length**2
+
+
+def training_flops(shape: Shape) -> float:
+    """Forward and backward: the backward pass has five products where the forward has two."""
+    return 3.5 * flops(shape)
+
+
+def _queries(shape: Shape, backward: bool) -> torch.Tensor:
+    return shape.random(1, shape.heads, shape.length, shape.head_dim).requires_grad_(backward)
+
+
+def _keys(shape: Shape, backward: bool) -> torch.Tensor:
+    return shape.random(1, shape.kv_heads, shape.length, shape.head_dim).requires_grad_(backward)
+
+
+def _side(shape: Shape, attend: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor], backward: bool) -> Side:
+    if not backward:
+        return Side(torch.no_grad()(attend))
+    grad = shape.random(1, shape.heads, shape.length, shape.head_dim)
+    return Side(lambda: torch.autograd.grad(attend(), leaves, grad))

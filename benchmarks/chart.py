@@ -1,0 +1,95 @@
+"""Time and memory over lengths as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+from benchmarks.results import Point, ResultFile
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart
+_STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#1A1A1A", "marker": "o", "linestyle": (0, (5, 2))},
+    {"color": "#0072B2", "marker": "s"},
+    {"color": "#D55E00", "marker": "^"},
+)
+_INK, _FAINT = "#222222", "#777777"
+
+
+def save(results: ResultFile, path: Path) -> Path:
+    """Draw `figure(results)` into a PNG."""
+    drawn = figure(results)
+    FigureCanvasAgg(drawn)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, dpi=160, format="png")
+    return path
+
+
+def figure(results: ResultFile) -> Figure:
+    """Two panels, both logarithmic in both directions: time, and memory beyond the inputs."""
+    points = results.points
+    drawn = Figure(figsize=(11.0, 4.9), facecolor="white")
+    left, right = drawn.subplots(1, 2)
+    drawn.subplots_adjust(left=0.075, right=0.985, top=0.82, bottom=0.12, wspace=0.24)
+    _panel(left, points, "time of one call", lambda point: point.seconds, _seconds)
+    _panel(right, points, "peak memory beyond the inputs", lambda point: point.memory, _bytes)
+    machine = results.facts["machine"]
+    drawn.text(0.075, 0.93, "One attention call over lengths", size=15, weight="bold", color=_INK)
+    subtitle = f"{machine['gpu'] or machine['processor']}. Causal, forward; {_without_length(points)}."
+    drawn.text(0.075, 0.875, subtitle, size=9.5, color=_FAINT)
+    left.legend(frameon=False, fontsize=9, labelcolor=_INK)
+    return drawn
+
+
+def _without_length(points: list[Point]) -> str:
+    return points[0].shape.partition(", ")[2] if points else "nothing measured"
+
+
+def _panel(
+    chart: Any,
+    points: list[Point],
+    title: str,
+    value: Callable[[Point], float],
+    unit: Callable[[float, int], str],
+) -> None:
+    lines = dict.fromkeys(point.line for point in points)
+    lengths = sorted({point.length for point in points})
+    chart.set_xscale("log", base=2)
+    chart.set_yscale("log")
+    for style, line in zip(_STYLES, lines, strict=False):
+        # a length at which memory did not rise has no place on a logarithmic axis
+        shown = [(point.length, value(point)) for point in points if point.line == line and value(point) > 0]
+        chart.plot(*zip(*shown, strict=True), label=line, linewidth=2, markersize=5, **style) if shown else None
+    chart.xaxis.set_major_locator(FixedLocator(lengths))
+    chart.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length / 1024:g}k"))
+    chart.xaxis.set_minor_locator(NullLocator())
+    chart.yaxis.set_major_locator(LogLocator(10))
+    chart.yaxis.set_major_formatter(FuncFormatter(unit))
+    chart.yaxis.set_minor_locator(NullLocator())
+    chart.set_xlabel("length in tokens (1k = 1024)", size=9.5, color=_INK)
+    chart.set_ylabel(title, size=9.5, color=_INK)
+    chart.grid(color="#E6E6E6", linewidth=0.8)
+    chart.set_axisbelow(True)
+    chart.tick_params(length=0, labelsize=9, colors=_INK)
+    for side, spine in chart.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color("#BBBBBB")
+
+
+def _seconds(value: float, _: int) -> str:
+    return _with_unit(value, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")))
+
+
+def _bytes(value: float, _: int) -> str:
+    return _with_unit(value, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")))
+
+
+def _with_unit(value: float, units: tuple[tuple[float, str], ...]) -> str:
+    """In the largest unit of which there is at least one; ticks are powers of ten up to rounding."""
+    size, unit = next((pair for pair in units if value >= 0.999 * pair[0]), units[-1])
+    return f"{value / size:g} {unit}"

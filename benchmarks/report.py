@@ -1,0 +1,126 @@
+"""The table of a result file: for the terminal, and as markdown for the documents.
+
+python -m benchmarks.report [benchmarks/results/cpu.json] [--picture docs/images/growth.png]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks import chart
+from benchmarks.results import ResultFile, Row
+
+RESULTS = Path(__file__).parent / "results"
+
+_HEADER = ("work", "yardstick", "time [quartiles]", "at most", "memory", "at most", "TFLOP/s", "met")
+_WIDTH = 150
+_STYLES = {"yes": "green", "no": "bold red"}
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """One row of the table, a string per column."""
+    time = rate = ""
+    if row.ratio is not None and row.spread is not None:
+        quartiles = ", ".join(map(_number, row.spread))
+        time = f"{_number(row.ratio)} [{quartiles if row.rounds > 1 else 'one round'}]"
+    if row.tflops and row.yardstick_tflops:
+        rate = f"{row.tflops:.3g} of {row.yardstick_tflops:.3g}"
+    return (
+        row.work,
+        row.yardstick,
+        "failed" if row.error else time,
+        _number(row.target),
+        _number(row.memory_ratio),
+        _number(row.memory_target),
+        rate,
+        {None: "", True: "yes", False: "no"}[row.met],
+    )
+
+
+def notes(results: ResultFile) -> list[str]:
+    """What a reader needs to know beside the numbers, one sentence each."""
+    machine, versions = results.facts["machine"], results.facts["versions"]
+    where = f"{machine['gpu']}, " if machine["gpu"] else ""
+    changed = {name: value for name, value in results.facts["environment"].items() if value is not None}
+    settings = ", ".join(f"{name}={value}" for name, value in changed.items()) or "none"
+    commits = sorted({row.commit or "unknown" for row in results.rows})
+    ceiling = ", ".join(f"{value:.3g} in {dtype}" for dtype, value in results.ceiling.items())
+    return [
+        f"{where}{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, "
+        f"{machine['memory_gib']:g} GiB.",
+        ", ".join(f"{name} {value}" for name, value in versions.items()) + f"; {results.date}.",
+        f"Commit {', '.join(commits)}.",
+        f"Settings of allocator and threads: {settings}.",
+        f"Ceiling, one large matrix product: {ceiling} TFLOP/s." if ceiling else "No ceiling was measured.",
+        "Time is ours over the yardstick's, medians of runs in turn; memory likewise, the peak beyond the inputs"
+        + ("." if machine["gpu"] else ", in a process of its own that gives freed blocks back at once."),
+        *(f"{row.name} failed: {row.error}." for row in results.rows if row.error),
+    ]
+
+
+def table(results: ResultFile) -> Table:
+    """For the terminal, where the name of a row says what it is in fewer words."""
+    shown = Table(box=box.SIMPLE_HEAD)
+    for name in _HEADER:
+        shown.add_column(name, justify="left" if name in ("work", "yardstick") else "right")
+    for row in results.rows:
+        _, *rest, met = cells(row)
+        shown.add_row(row.name, *map(Text, rest), Text(met, style=_STYLES.get(met, "")))
+    return shown
+
+
+def markdown(results: ResultFile) -> str:
+    """For the documents."""
+    rows = [(f"{work}; {row.shape}", *rest) for row in results.rows for work, *rest in [cells(row)]]
+    shown = ["| " + " | ".join(line) + " |" for line in (_HEADER, ("---",) * len(_HEADER), *rows)]
+    return "\n".join([*shown, "", *notes(results)])
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if value >= 0.2 else f"{value:.3f}"
+
+
+def print_table(results: ResultFile, console: Console | None = None) -> None:
+    """The table and its notes."""
+    # a pipe has no width of its own, and the 80 columns that are assumed for it break every cell
+    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console.print(table(results))
+    for note in notes(results):
+        console.print(Text(note, style="dim"))
+
+
+def main() -> int:
+    """The command line.
+
+    Returns:
+        2 when there is nothing to show, else 0.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report",
+        description="Print measured rows as a markdown table.",
+    )
+    parser.add_argument("results", type=Path, nargs="?", default=RESULTS / "cpu.json")
+    parser.add_argument("--picture", type=Path, help="also draw the curve over lengths into this PNG")
+    options = parser.parse_args()
+    try:
+        results = ResultFile.read(options.results)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(markdown(results))
+    if options.picture:
+        chart.save(results, options.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Measure every row of the catalogue on one device, show the table, and draw the curve over lengths.
+
+python -m benchmarks.run [--device cuda] [--only 'decode/*' growth] [--resume]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import chart, machine, report
+from benchmarks.catalogue import comparisons, growth_makers, growth_shapes
+from benchmarks.comparison import Comparison, Shape
+from benchmarks.measure import Patience, in_turn, matmul_tflops, peak_bytes
+from benchmarks.results import Point, ResultFile, Row, describe_error
+from rope_patch.evaluation.results import provenance
+
+PICTURES = {"cpu": Path("docs/images/growth.png"), "cuda": Path("docs/images/growth-cuda.png")}
+QUICK = Path("runs/benchmarks")
+"""Where a quick run goes, whose numbers mean nothing: never among the measured ones."""
+
+
+def measured(comparison: Comparison, patience: Patience) -> Row:
+    """The row of a comparison; an error becomes a row too."""
+    shape = comparison.shape
+    makers = (comparison.ours, comparison.yardstick)
+    try:
+        times = in_turn([maker(shape) for maker in makers], shape.device, patience)
+        memory = [peak_bytes(maker, shape) for maker in makers] if comparison.memory_target else []
+        return Row.of(comparison, times, memory)
+    except Exception as error:
+        return Row.failed(comparison, error)
+    finally:
+        _release(shape.device)
+
+
+def measured_points(shape: Shape, patience: Patience) -> list[Point]:
+    """The points of the curve at one length."""
+    makers, code = growth_makers(shape), provenance()["code"]
+    try:
+        times = in_turn([maker(shape) for maker in makers.values()], shape.device, patience)
+        return [
+            Point(line, shape.length, str(shape), statistics.median(seconds), peak_bytes(maker, shape), code)
+            for (line, maker), seconds in zip(makers.items(), times, strict=True)
+        ]
+    except Exception as error:
+        tqdm.write(f"growth at {shape}: {describe_error(error)}", file=sys.stderr)
+        return []
+    finally:
+        _release(shape.device)
+
+
+def run(results: ResultFile, jobs: Sequence[Comparison | Shape], patience: Patience) -> None:
+    """Measure rows and points and write each as soon as it is there."""
+    device = results.facts["machine"]["device"]
+    for dtype in dict.fromkeys(job.dtype if isinstance(job, Shape) else job.shape.dtype for job in jobs):
+        results.ceiling[dtype] = matmul_tflops(dtype, device)
+    with tqdm(jobs, unit="row", file=sys.stderr, dynamic_ncols=True) as bar:
+        for job in bar:
+            if isinstance(job, Shape):
+                bar.set_description(f"growth at {job.length}")
+                results.put(*measured_points(job, patience))
+                continue
+            bar.set_description(job.name)
+            results.put(row := measured(job, patience))
+            if row.error:
+                tqdm.write(f"{row.name}: {row.error}", file=sys.stderr)
+
+
+def jobs_for(device: str, only: Sequence[str], quick: bool) -> list[Comparison | Shape]:
+    """What there is to measure: the rows and lengths whose names match any of the patterns, or all."""
+    jobs: list[Comparison | Shape] = [*comparisons(device), *growth_shapes(device)]
+    names = {id(job): job.name if isinstance(job, Comparison) else f"growth/{job.length}" for job in jobs}
+    chosen = [job for job in jobs if not only or any(_matches(names[id(job)], pattern) for pattern in only)]
+    # the same work at a length that takes no time; lengths that are equal then are measured once
+    return list(dict.fromkeys(job.small() for job in chosen)) if quick else chosen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch(name, pattern) or fnmatch(name, f"{pattern}/*")
+
+
+def _release(device: str) -> None:
+    gc.collect()  # a patched model and its hooks know each other
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Returns:
+        2 where the device or the names are wrong, 130 when interrupted, else 0: a missed target is a result.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure what patching costs.")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="rows by name, such as 'decode' 'growth'")
+    parser.add_argument("--resume", action="store_true", help="leave rows alone that this code has measured already")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that everything runs")
+    parser.add_argument(
+        "--seconds", type=float, default=Patience.seconds, help="how long to repeat a row (default %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, help=f"folder of the results (default {report.RESULTS.name}/ beside this)")
+    parser.add_argument("--picture", type=Path, help=f"of the curve over lengths (default {PICTURES['cpu']})")
+    options = parser.parse_args(arguments)
+    if reason := machine.missing(options.device):
+        print(reason, file=sys.stderr)
+        return 2
+    jobs = jobs_for(options.device, options.only, options.quick)
+    if not jobs:
+        known = ", ".join(dict.fromkeys(job.name.split("/")[0] for job in comparisons(options.device)))
+        print(f"nothing is named {' or '.join(options.only)}; there are {known}, growth", file=sys.stderr)
+        return 2
+    path = (options.out or (QUICK if options.quick else report.RESULTS)) / f"{options.device}.json"
+    facts = machine.facts(options.device)
+    results = ResultFile.continued(path, facts) if options.resume or options.only else ResultFile(path, facts)
+    if options.resume:
+        jobs = [job for job in jobs if not results.has(job)]
+    code = 0
+    try:
+        run(results, jobs, Patience(0.0, least=1) if options.quick else Patience(options.seconds))
+    except KeyboardInterrupt:
+        print("interrupted; what was measured is kept, and --resume goes on from there", file=sys.stderr)
+        code = 130
+    report.print_table(results)
+    if options.quick:
+        print("at sizes this small, and once each, the numbers mean nothing")
+    if results.points:
+        picture = options.picture or (path.with_suffix(".png") if options.quick else PICTURES[options.device])
+        print(f"{path}, {chart.save(results, picture)}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
