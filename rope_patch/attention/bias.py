@@ -56,7 +56,7 @@ class DiagonalTerm:
 
     values: torch.Tensor
     reverses_queries = True
-    rows = 256
+    rows = 1024
 
     def pieces(self, tile: Tile) -> Iterator[Tile]:
         """The tile in bands of rows: the hidden pairs of each are few, and its mask hides them."""

@@ -27,16 +27,14 @@ class Kernel(Protocol):
 
     Attributes:
         rows: the most queries of a tile; None for any number.
-        band_rows: the queries of a tile of a band.
     """
 
     @property
     def rows(self) -> int | None:
         """See the class."""
 
-    @property
-    def band_rows(self) -> int:
-        """See the class."""
+    def band_rows(self, width: float) -> int:
+        """The queries of a tile of a band that is `width` tokens wide."""
 
     def forward(
         self,
@@ -79,7 +77,8 @@ class Biased:
     def tiles(self, region: Region, span: Span) -> Iterator[Tile]:
         """The tiles of a region of a span, as the kernel and the bias want them."""
         region = region.within(span.window)
-        tiles = tiles_of(region, span.q_length, span.offset, span.first_position, self.kernel.band_rows)
+        rows = self.kernel.band_rows(region.stop - max(0, region.start))
+        tiles = tiles_of(region, span.q_length, span.offset, span.first_position, rows)
         for tile in tiles:
             for part in (tile,) if self.bias is None else self.bias.pieces(tile):
                 yield from (part,) if self.kernel.rows is None else in_rows(part, self.kernel.rows, as_bands=True)
@@ -125,7 +124,10 @@ class FlashCPU:
     """The flash kernel behind `scaled_dot_product_attention` on CPU, which hands out its log-sum-exp."""
 
     rows = None
-    band_rows = 192  # fewer waste less at the edges; from this many on, the kernel works in larger blocks
+
+    def band_rows(self, width: float) -> int:
+        """Fewer waste less at the edges; from 192 on, the kernel works in larger blocks."""
+        return 192 if width < 1024 else 256
 
     def forward(
         self,
@@ -194,7 +196,10 @@ class FlashCUDA:
     """
 
     rows = None
-    band_rows = 2**62
+
+    def band_rows(self, width: float) -> int:
+        """All of them: the kernel itself knows windows."""
+        return 2**62
 
     def forward(
         self,
@@ -261,7 +266,10 @@ class Dense:
     """Plain products in float32 at least: on any device, in any dtype; the measure of the other kernels."""
 
     rows = 256
-    band_rows = 256
+
+    def band_rows(self, width: float) -> int:
+        """No more than any other tile has."""
+        return self.rows
 
     def forward(
         self,

@@ -8,6 +8,7 @@ al., 2310.01889): no gradient flows through the merge.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,10 @@ def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
     return _Segmented.apply(spans, regions, tile_bias(inputs), inputs.scaling, inputs.value, *states)
 
 
+LARGE = 2**25
+"""Bytes. A larger temporary is mapped and faulted in anew at every call: the C library does not keep it."""
+
+
 def applies(inputs: AttentionInputs, spans: tuple[Span, ...]) -> bool:
     """Whether every region keeps its shape inside the windows of the spans."""
     regions = [branch.region for branch in inputs.branches if branch.region is not None]
@@ -54,18 +59,24 @@ class _Segmented(torch.autograd.Function):
         kernel = Biased(kernel_for(states[0], value, bias is not None), bias)
         query = states[0]
         dtype = torch.promote_types(query.dtype, torch.float32)
-        out = torch.zeros(*query.shape[:3], value.shape[-1], dtype=dtype, device=query.device)
+        batch, heads, length = query.shape[:3]
+        # laid out as the kernels lay theirs out, and as the model wants it next
+        out = torch.empty(batch, length, heads, value.shape[-1], dtype=dtype, device=query.device).transpose(1, 2)
         lse = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
+        touched = torch.zeros(batch, heads, length, dtype=torch.bool)
         for span in spans:
-            touched = [False] * span.q_length
-            for branch, tile, queries, keys in _work(span, branches, kernel):
+            for branch, tile, queries, keys in _work(span, branches, value, kernel):
                 part, part_lse = kernel.forward(branch.query[queries], branch.key[keys], value[keys], tile, scale)
-                rows = slice(tile.q0, tile.q1)
-                if any(touched[rows]):
-                    merge(out[queries], lse[queries], part, part_lse)
-                else:
+                seen = touched[queries]
+                if not seen.any():
                     out[queries], lse[queries] = part, part_lse
-                touched[rows] = [True] * (tile.q1 - tile.q0)
+                else:
+                    if not seen.all():
+                        out[queries].masked_fill_(~seen[..., None].to(out.device), 0)
+                    merge(out[queries], lse[queries], part, part_lse)
+                seen.fill_(True)
+        if not touched.all():
+            out.masked_fill_(~touched[..., None].to(out.device), 0)
         out = out.to(value.dtype)
         ctx.save_for_backward(value, out, lse, *states)
         ctx.spans, ctx.regions, ctx.bias, ctx.scale = spans, regions, bias, scale
@@ -76,43 +87,86 @@ class _Segmented(torch.autograd.Function):
         value, out, lse, *states = ctx.saved_tensors
         branches = _as_branches(ctx.regions, states)
         kernel = Biased(kernel_for(states[0], value, ctx.bias is not None), ctx.bias)
-        # half precision would lose what many tiles add up
-        dtype = torch.promote_types(value.dtype, torch.float32)
-        gradients = [torch.zeros_like(state, dtype=dtype) for state in states]
-        grad_value = torch.zeros_like(value, dtype=dtype)
-        order = {id(branch): i for i, branch in enumerate(branches)}
-        for span in ctx.spans:
-            for branch, tile, queries, keys in _work(span, branches, kernel):
-                grad_q, grad_k, grad_v = kernel.backward(
-                    grad[queries],
-                    branch.query[queries],
-                    branch.key[keys],
-                    value[keys],
-                    out[queries],
-                    lse[queries],
-                    tile,
-                    ctx.scale,
-                )
-                index = 2 * order[id(branch)]
-                gradients[index][queries] += grad_q
-                gradients[index + 1][keys] += grad_k
-                grad_value[keys] += grad_v
-        shares = [gradient.to(state.dtype) for gradient, state in zip(gradients, states, strict=True)]
-        return (None, None, None, None, grad_value.to(value.dtype), *shares)
+        work = [piece for span in ctx.spans for piece in _work(span, branches, value, kernel)]
+        of_value = _Sum(value, [(tile, keys) for _, tile, _, keys in work])
+        of_query = {id(b): _Sum(b.query, [(tile, queries) for x, tile, queries, _ in work if x is b]) for b in branches}
+        of_key = {id(b): _Sum(b.key, [(tile, keys) for x, tile, _, keys in work if x is b]) for b in branches}
+        for branch, tile, queries, keys in work:
+            grad_q, grad_k, grad_v = kernel.backward(
+                grad[queries],
+                branch.query[queries],
+                branch.key[keys],
+                value[keys],
+                out[queries],
+                lse[queries],
+                tile,
+                ctx.scale,
+            )
+            of_query[id(branch)].add(queries, grad_q)
+            of_key[id(branch)].add(keys, grad_k)
+            of_value.add(keys, grad_v)
+        shares = [sums[id(branch)].total() for branch in branches for sums in (of_query, of_key)]
+        return (None, None, None, None, of_value.total(), *shares)
 
 
 Index = tuple[slice, slice, slice]
 
 
-def _work(span: Span, branches: list[Branch], kernel: Biased) -> Iterator[tuple[Branch, Tile, Index, Index]]:
-    """Every tile of a span with the places of its queries and keys in the batch."""
-    every = slice(None)
+class _Sum:
+    """What tiles contribute to one gradient: written to its place where each place has one tile, else added up in
+    float32, because half precision would lose what many tiles add up.
+    """
+
+    def __init__(self, like: torch.Tensor, work: list[tuple[Tile, Index]]) -> None:
+        # the groups of heads of one tile do not meet
+        runs = {(id(tile), rows.start): (rows.start, run.start, run.stop) for tile, (rows, _, run) in work}
+        in_order = itertools.pairwise(sorted(runs.values()))
+        self._disjoint = all(a[0] != b[0] or a[2] <= b[1] for a, b in in_order)
+        self._dtype = like.dtype
+        dtype = like.dtype if self._disjoint else torch.promote_types(like.dtype, torch.float32)
+        self._sum = torch.zeros_like(like, dtype=dtype)
+
+    def add(self, place: Index, share: torch.Tensor) -> None:
+        """The contribution of one tile."""
+        if self._disjoint:
+            self._sum[place] = share
+        else:
+            self._sum[place] += share.to(self._sum.dtype)
+
+    def total(self) -> torch.Tensor:
+        """The gradient in the dtype of its tensor."""
+        return self._sum.to(self._dtype)
+
+
+def _work(
+    span: Span, branches: list[Branch], value: torch.Tensor, kernel: Biased
+) -> Iterator[tuple[Branch, Tile, Index, Index]]:
+    """Every tile of a span with the places of its queries and keys in the batch; a large one by groups of heads."""
     # the far region first: its one large tile is then the ground to which small ones are added while they are in cache
     for branch in sorted(branches, key=lambda branch: -branch.region.start if branch.region else 0):
         for tile in kernel.tiles(branch.region or ALL_PAIRS, span):
             queries = slice(span.queries.start + tile.q0, span.queries.start + tile.q1)
             keys = slice(span.keys.start + tile.k0, span.keys.start + tile.k1)
-            yield branch, tile, (span.rows, every, queries), (span.rows, every, keys)
+            rows = span.rows.stop - span.rows.start
+            whole = kernel.bias is not None or not branch.query.is_cpu  # a bias has a mask for all heads
+            groups = 1 if whole else _number_of_head_groups(rows, tile, branch.query)
+            for of_queries, of_keys in _head_groups(groups, branch.query.shape[1], value.shape[1]):
+                yield branch, tile, (span.rows, of_queries, queries), (span.rows, of_keys, keys)
+
+
+def _number_of_head_groups(rows: int, tile: Tile, query: torch.Tensor) -> int:
+    """As many as keep the output of each below `LARGE` bytes, and every thread at work."""
+    _, heads, _, head_dim = query.shape
+    size = rows * heads * (tile.q1 - tile.q0) * head_dim * query.element_size()
+    return max(1, min(math.ceil(size / LARGE), rows * heads // torch.get_num_threads()))
+
+
+def _head_groups(number: int, heads: int, kv_heads: int) -> Iterator[tuple[slice, slice]]:
+    """Query heads and the key heads that they share, in `number` groups at most."""
+    size, shared = math.ceil(kv_heads / number), heads // kv_heads
+    for start in range(0, kv_heads, size):
+        stop = min(start + size, kv_heads)
+        yield slice(start * shared, stop * shared), slice(start, stop)
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
