@@ -80,6 +80,11 @@ def peak_bytes(maker: Maker, shape: Shape) -> int:
     """How much memory one run takes at its peak beyond its inputs, its results included."""
     if shape.device == "cuda":
         return _cuda_peak(maker, shape)
+    return peak_and_seconds(maker, shape)[0]
+
+
+def peak_and_seconds(maker: Maker, shape: Shape) -> tuple[int, float]:
+    """The same of one run in a process of its own on CPU, with the time that it took."""
     context = multiprocessing.get_context("forkserver")
     # the server has imported everything and computed nothing, so its children start clean and at once
     context.set_forkserver_preload(["benchmarks.catalogue"])
@@ -97,13 +102,14 @@ def _cuda_peak(maker: Maker, shape: Shape) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _resident_peak(maker: Maker, shape: Shape) -> int:
+def _resident_peak(maker: Maker, shape: Shape) -> tuple[int, float]:
     _return_freed_blocks()
     side = _warm(maker, shape)
     peak = _resident_meter()
-    before = peak()
+    before, start = peak(), time.perf_counter()
     side.run()
-    return max(0, peak() - before)
+    seconds = time.perf_counter() - start
+    return max(0, peak() - before), seconds
 
 
 def _return_freed_blocks() -> None:

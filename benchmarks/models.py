@@ -46,12 +46,13 @@ def decoding(shape: Shape, scheme: str | None = None) -> Side:
     if scheme:
         patch(model, spec(scheme, shape.length))
     cache = DynamicCache(config=model.config)
-    for layer in range(_DECODING_LAYERS):
-        # what stands in the cache does not matter for the time, only how much
-        past = [shape.random(1, shape.kv_heads, shape.length, shape.head_dim) for _ in range(2)]
-        cache.update(past[0], past[1], layer)
     token = torch.ones(1, 1, dtype=torch.long, device=shape.device)
     step = torch.no_grad()(lambda: model(token, past_key_values=cache, use_cache=True))
+    step()  # a patched model takes a cache that it began itself
+    for layer in range(_DECODING_LAYERS):
+        # what else stands in it does not matter for the time, only how much
+        past = [shape.random(1, shape.kv_heads, shape.length - 1, shape.head_dim) for _ in range(2)]
+        cache.update(past[0], past[1], layer)
     return Side(step, reset=lambda: _shorten(cache, shape.length))
 
 

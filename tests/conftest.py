@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here needs the network, 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -22,12 +23,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to the long run what belongs there."""
-    if config.getoption("all_families"):
-        return
-    left_out = [item for item in items if _is_nightly(item)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not _is_nightly(item)]
+    """Leave to the long run, and to machines with a GPU, what belongs there."""
+    every, cuda = config.getoption("all_families"), torch.cuda.is_available()
+
+    def runs(item: pytest.Item) -> bool:
+        return (every or not _is_nightly(item)) and (cuda or item.get_closest_marker("cuda") is None)
+
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
+    items[:] = [item for item in items if runs(item)]
 
 
 def _is_nightly(item: pytest.Item) -> bool:

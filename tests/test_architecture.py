@@ -95,7 +95,11 @@ def test_the_floors_are_checked_at_all():
     assert floor_of("rope_patch.patch") > floor_of("rope_patch.models.base") > floor_of("rope_patch.schemes.base")
 
 
-OUR_FILES = [path for folder in ("rope_patch", "recipes", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+OUR_FILES = [
+    path
+    for folder in ("rope_patch", "recipes", "tests", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
 
 
 @pytest.mark.parametrize("path", OUR_FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rope_patch.errors import EvaluationError
 
-ROWS_PER_CHUNK = 256
+ROWS_PER_CHUNK = 128
 """How many positions pass through the language-model head at once."""
 
 
