@@ -275,16 +275,15 @@ class LateAttention:
         # the difference is a new number also where a static layer hands out its live counter
         return offset - cache.get_mask_sizes(q_length, self.layer.index)[1]
 
-    def frequencies(self, position_ids: torch.Tensor) -> Frequencies:
-        """f of this layer for these positions."""
+    def frequencies(self, lengths: torch.Tensor) -> Frequencies:
+        """f of this layer for rows of these lengths, `(batch or 1,)`."""
         rotary = self.layer.rotary
         if self.anchor is not None:
             return Frequencies(rotary.inv_freq)  # the factor came in with the first rotation
         if not self.own_frequencies:
             return Frequencies(rotary.inv_freq, rotary.attention_scaling)
-        length = position_ids.amax(dim=-1) + 1 if self.scheme.length_dependent else None
-        found = self.scheme.frequencies(self.spec, length)
-        return dataclasses.replace(found, inv_freq=found.inv_freq.to(position_ids.device))
+        found = self.scheme.frequencies(self.spec, lengths if self.scheme.length_dependent else None)
+        return dataclasses.replace(found, inv_freq=found.inv_freq.to(lengths.device))
 
 
 @dataclass(eq=False)
@@ -295,11 +294,21 @@ class LateCall:
         state: the hook.
         position_ids: `(batch or 1, q_len)`, positions of the queries.
         query_start: slot of the first query among the keys; None without a cache.
+        tokens: `(batch or 1, kv_len)`, true on keys that are no pads; None where no pads are known of.
     """
 
     state: LateAttention
     position_ids: torch.Tensor
     query_start: int | torch.Tensor | None
+    tokens: torch.Tensor | None = None
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """How long each row is, in tokens, its pads left out on either side: `(batch or 1,)`."""
+        if self.tokens is None:
+            return self.position_ids.amax(dim=-1) + 1
+        positions = self.key_positions(self.tokens.shape[-1])
+        return torch.where(self.tokens, positions, 0).amax(dim=-1) + 1
 
     @property
     def _shareable(self) -> bool:
@@ -331,7 +340,7 @@ class LateCall:
         state = self.state
         if not state.scheme.decays:
             return None
-        rate = state.frequencies(self.position_ids).decay
+        rate = state.frequencies(self.lengths).decay
         return Decay(cast(RotaryLayout, state.layer.layout), cast(torch.Tensor, rate))
 
     def rotated_query(self, query: torch.Tensor, position_map: PositionMap) -> torch.Tensor:
@@ -372,7 +381,7 @@ class LateCall:
 
         def tables() -> Tables:
             moved = position_map(positions) if anchor is None else position_map(positions) - anchor(positions)
-            frequencies = state.frequencies(self.position_ids)
+            frequencies = state.frequencies(self.lengths)
             return rotation_tables(moved, frequencies.inv_freq, frequencies.attention_scaling, x.dtype)
 
         key = (*place, position_map, state.layer.rotary.layer_type, x.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import decay, decode, engine, oracle
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
-from rope_patch.attention.masks import read_mask
+from rope_patch.attention.masks import read_mask, tokens_of
 from rope_patch.errors import UnsupportedModel
 from rope_patch.late import LateCall
 from rope_patch.positions import Identity
@@ -51,13 +52,16 @@ def late_attention(
     scheme, implementation = state.scheme, state.config._attn_implementation
     if "query_scale" in scheme.slots:
         query = query * scheme.query_scale(call.position_ids)[:, None, :, None].to(query.dtype)
+    start = 0 if call.query_start is None else call.query_start
+    if scheme.length_dependent and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
+        mask, groups = read_mask(attention_mask, call.position_ids, query.shape[2], key.shape[2], start, state.config)
+        call = dataclasses.replace(call, tokens=tokens_of(mask, groups))
     if not (state.regions or scheme.slots & {"bias"} or scheme.decays) and state.attention == "auto":
         if state.rotate:
             query, key = call.rotated_query(query, Identity()), call.rotated_key(key, Identity())
         previous = _previous_attention(module, implementation)
         return previous(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
 
-    start = 0 if call.query_start is None else call.query_start
     causal = kwargs.get("is_causal")
     mask, groups = read_mask(attention_mask, call.position_ids, query.shape[2], key.shape[2], start, state.config)
     inputs = AttentionInputs(

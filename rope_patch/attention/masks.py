@@ -32,6 +32,23 @@ def as_mask_argument(groups: torch.Tensor) -> torch.Tensor:
     return groups[:, None, None]
 
 
+def tokens_of(mask: torch.Tensor | None, groups: torch.Tensor | None) -> torch.Tensor | None:
+    """Which keys are no pads, `(batch or 1, kv_len)`: those that the last query of a row can see.
+
+    Args:
+        mask, groups: what `read_mask` returns.
+
+    Returns:
+        None where all are tokens.
+    """
+    if groups is not None:
+        return groups != PAD
+    if mask is None:
+        return None
+    last = mask[:, 0, -1]
+    return last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+
+
 def read_mask(
     mask: Any,
     position_ids: torch.Tensor,

@@ -244,3 +244,20 @@ def test_no_mask_of_all_pairs_is_made_for_pads_and_documents(llama, spec, kind, 
         materialised.remove()
         materialised = patch(llama, spec, attention=attention)
         assert_close(logits(llama, ids, **inputs)[kept], expected[kept])
+
+
+@pytest.mark.parametrize("spec", [spec for spec in ALL if get_scheme(spec).length_dependent])
+@pytest.mark.parametrize("attention", ["auto", "oracle"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_rows_of_a_batch_do_not_lengthen_each_other(llama, spec, attention, implementation):
+    llama.set_attn_implementation(implementation)
+    rows = [tokens(length, seed=length) for length in (3 * TRAINING_LENGTH, TRAINING_LENGTH + 9, 7)]
+    with patch(llama, spec, attention=attention):
+        expected = [logits(llama, row) for row in rows]
+        # pads on the right, and no positions given: every row counts to the end of the longest
+        batch = torch.zeros(3, 3 * TRAINING_LENGTH, dtype=torch.long)
+        for place, row in zip(batch, rows, strict=True):
+            place[: row.shape[1]] = row[0]
+        found = logits(llama, batch, attention_mask=(batch != 0).long())
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one[None, : other.shape[1]], other)
