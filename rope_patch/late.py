@@ -135,7 +135,7 @@ class LateForward:
         Raises:
             UnsupportedPositions: for keys from before the patch, or that prefix tuning put there.
         """
-        if cache is None:
+        if not isinstance(cache, Cache):
             return
         written_by = getattr(cache, _SIGNATURE, None)
         if written_by != self.scheme and cache.get_seq_length() > 0:
