@@ -34,7 +34,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 nightly: setup
-	@echo "== tests on every family (about twenty minutes on one core)"
+	@echo "== tests on every family (about twelve minutes on two cores)"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --all-families
 
 lint: setup

@@ -1,0 +1,92 @@
+"""The engine picks the fastest way that is right for a call, and dropout is right."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from rope_patch.attention import chunked, engine, segmented
+from rope_patch.attention.spans import find_spans
+from tests.attention.test_segmented import ROWS, gradients_of, inputs_of
+
+SPECS = ["rerope:window=6", "alibi"]
+
+
+def attend(inputs, mode="segmented"):
+    def spans():
+        return find_spans(inputs.query_positions, None, inputs.groups, inputs.query_start, len(inputs.groups))
+
+    return engine.attend(inputs, mode, spans)
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """The names of the ways that were taken."""
+    taken = []
+    for module in (segmented, chunked):
+        original, name = module.attend, module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(
+            module, "attend", lambda *args, original=original, name=name: taken.append(name) or original(*args)
+        )
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("changes", "way"),
+    [
+        ({}, "segmented"),
+        ({"dropout": 0.1}, "chunked"),
+        ({"softcap": 5.0}, "chunked"),
+        ({"sinks": torch.zeros(4)}, "chunked"),
+        ({"causal": False}, "chunked"),
+        ({"key_positions": torch.arange(45)[None]}, "segmented"),
+    ],
+)
+@pytest.mark.parametrize("spec", SPECS)
+def test_flash_where_scores_are_products_and_biases_and_the_definition_elsewhere(ways, changes, way, spec):
+    inputs, _ = inputs_of(spec, ROWS, 45, 45, torch.float32)
+    attend(dataclasses.replace(inputs, **changes))
+    assert ways == [way]
+
+
+def test_a_bias_that_wants_a_gradient_gets_one(ways):
+    inputs, kept = inputs_of("alibi", ROWS, 45, 45, torch.float32)
+    slopes = torch.rand(4, requires_grad=True)
+    learned = dataclasses.replace(
+        inputs.bias, function=lambda distance: -slopes.view(-1, *[1] * distance.ndim) * distance, table=None
+    )
+    (attend(dataclasses.replace(inputs, bias=learned)) * kept[:, None, :, None]).square().sum().backward()
+    assert ways == ["chunked"]
+    assert slopes.grad.abs().min() > 0
+
+
+def test_skipping_positions_take_the_way_by_positions(ways):
+    inputs, _ = inputs_of("rerope:window=6", ROWS[:1], 45, 45, torch.float32)
+    skipping = torch.cat([torch.arange(20), torch.arange(100, 125)])[None]
+    attend(dataclasses.replace(inputs, query_positions=skipping, key_positions=skipping))
+    assert ways == ["chunked"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_dropout_leaves_the_mean_and_changes_every_draw(spec):
+    inputs, kept = inputs_of(spec, ROWS, 45, 45, torch.float32)
+    expected = attend(inputs, "auto") * kept[:, None, :, None]
+    dropped = dataclasses.replace(inputs, dropout=0.3)
+    torch.manual_seed(0)
+    draws = torch.stack([attend(dropped, "auto") for _ in range(600)]) * kept[:, None, :, None]
+    assert (draws[0] - draws[1]).abs().max() > 0.1
+    error = (draws.mean(dim=0) - expected).abs()
+    assert (error < 6 * draws.std(dim=0) / 600**0.5 + 1e-5).all()
+
+
+def test_blocks_that_are_computed_again_drop_the_same_weights(monkeypatch):
+    monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 300)
+    inputs, kept = inputs_of("rerope:window=6", ROWS, 45, 45, torch.float32)
+    dropped = dataclasses.replace(inputs, dropout=0.3)
+    grad = torch.randn(inputs.branches[0].query.shape, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    again = gradients_of(attend, dropped, kept, grad)
+    monkeypatch.setattr(chunked, "checkpoint", lambda block, **_: block())
+    torch.manual_seed(0)
+    once = gradients_of(attend, dropped, kept, grad)
+    torch.testing.assert_close(again, once)
