@@ -81,17 +81,17 @@ def _frequency_of_column(name: str, rotary: Tables) -> tuple[int, ...]:
     """Which frequency each column of the model's own cos and sin tables belongs to."""
     count = rotary.inv_freq.shape[-1]
     positions = torch.arange(1, 17)[None]
+    if _reads_planes(rotary, positions):
+        raise UnsupportedModel(
+            f"{name}: its rotary module reads positions in several dimensions (mRoPE, for images), "
+            "and a scheme places tokens in one"
+        )
     try:
         tables = rotary.tables(positions)
     except Exception as error:  # a rotary module with another signature
         raise UnsupportedModel(f"{name}: its rotary tables cannot be read: {type(error).__name__}: {error}") from error
     if isinstance(tables, torch.Tensor):
         raise UnsupportedModel(f"{name}: its rotary module gives one complex table in place of cos and sin")
-    if _reads_planes(rotary, positions):
-        raise UnsupportedModel(
-            f"{name}: its rotary module reads positions in several dimensions (mRoPE, for images), "
-            "and a scheme places tokens in one"
-        )
     cos, sin = (table[0] for table in tables)
     orders = {
         count: [tuple(range(count))],
@@ -107,9 +107,10 @@ def _frequency_of_column(name: str, rotary: Tables) -> tuple[int, ...]:
 def _reads_planes(rotary: Tables, positions: torch.Tensor) -> bool:
     """Whether three planes of positions become one table; any other module makes one of each plane, or fails."""
     try:
-        return rotary.tables(positions[None].expand(3, -1, -1))[0].shape == rotary.tables(positions)[0].shape
+        tables = rotary.tables(positions[None].expand(3, -1, -1))
     except Exception:  # whatever a family raises, it does not read them
         return False
+    return isinstance(tables, tuple) and tables[0].shape[:2] == positions.shape
 
 
 def _doubled(columns: tuple[int, ...]) -> bool:
