@@ -189,6 +189,7 @@ def _band(rows: int, columns: int, low: int, high: int, distance: int, dtype: to
     return torch.zeros(rows, columns, dtype=dtype).masked_fill(~seen, -torch.inf)
 
 
+@dataclass(frozen=True)  # equal to any other, so that it is tried once and not at every call
 class FlashCUDA:
     """The flash kernel behind `scaled_dot_product_attention` on CUDA, for half precision; a band is one call.
 

@@ -81,6 +81,13 @@ def test_flash_agrees_with_plain_products(dtype, head_dim):
     assert agrees(FlashCPU(), torch.device("cpu"), dtype, head_dim)
 
 
+def test_a_kernel_is_tried_once_and_not_at_every_call():
+    agrees.cache_clear()
+    for _ in range(3):
+        agrees(kernels.FlashCUDA(), torch.device("cpu"), torch.bfloat16, 16)
+    assert agrees.cache_info().misses == 1
+
+
 class Wrong(FlashCPU):
     """Differs from flash in one of its results."""
 
