@@ -25,8 +25,7 @@ from transformers import Cache, EncoderDecoderCache, QuantizedCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention.decay import Decay
-from rope_patch.attention.engine import AttentionMode
-from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.inputs import AttentionInputs, AttentionMode
 from rope_patch.attention.masks import as_mask_argument, groups_of_documents, groups_of_pads
 from rope_patch.attention.spans import Span, find_spans
 from rope_patch.errors import UnsupportedPositions

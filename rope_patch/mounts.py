@@ -11,7 +11,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from rope_patch.attention.engine import AttentionMode
+from rope_patch.attention.inputs import AttentionMode
 from rope_patch.changes import Changes
 from rope_patch.errors import InvalidField, NothingToPatch, did_you_mean
 from rope_patch.late import IMPLEMENTATION, LateAttention, LateForward, SharedTables

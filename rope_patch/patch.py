@@ -7,7 +7,7 @@ from typing import Any, TypeVar, get_args
 
 from torch import nn
 
-from rope_patch.attention.engine import AttentionMode
+from rope_patch.attention.inputs import AttentionMode
 from rope_patch.changes import Changes
 from rope_patch.errors import AlreadyPatched, InvalidField, NotPatched, did_you_mean
 from rope_patch.export import export_rope_parameters, is_expressible

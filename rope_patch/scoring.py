@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_patch.attention import decay, decode, engine, oracle
-from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
+from rope_patch.attention import engine
+from rope_patch.attention.inputs import AttentionInputs, DistanceBias
 from rope_patch.attention.masks import read_mask, tokens_of
 from rope_patch.errors import UnsupportedModel
 from rope_patch.late import LateCall
 from rope_patch.positions import Identity
-from rope_patch.schemes.base import ALL_PAIRS
+from rope_patch.schemes.base import ALL_PAIRS, Region
 
 
 def late_attention(
@@ -80,39 +80,25 @@ def late_attention(
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
     )
-    fades = call.decay()
-    regions = state.regions or (ALL_PAIRS,)
-    if fades is None and implementation != "eager" and decode.applies(inputs, query, regions, state.attention):
-        step = decode.attend_in_graph if torch.compiler.is_compiling() else decode.attend
-        output = step(
-            regions,
-            lambda region: call.rotated_query(query, region.query_map) if state.rotate else query,
-            lambda region, slots: call.rotated_key(key, region.key_map, slots) if state.rotate else key[:, :, slots],
-            inputs,
-        )
-        return output.transpose(1, 2).contiguous(), None
-    inputs = inputs.with_branches(_branches(call, query, key))
-    literal = state.attention == "oracle" or implementation == "eager"
-
-    def score(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if literal:
-            return oracle.attend(inputs)
-        return engine.attend(inputs, state.attention, lambda: call.spans(inputs)), None
-
-    output, weights = score(inputs) if fades is None else decay.attend(inputs, fades, score)
+    output, weights = engine.score(
+        inputs,
+        query,
+        state.regions or (ALL_PAIRS,),
+        lambda region: call.rotated_query(query, region.query_map) if state.rotate else query,
+        lambda region, slots: _keys(call, key, region, slots),
+        lambda: call.spans(inputs),
+        mode=state.attention,
+        literal=implementation == "eager",
+        fades=call.decay(),
+    )
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
 
 
-def _branches(call: LateCall, query: torch.Tensor, key: torch.Tensor) -> tuple[Branch, ...]:
-    state = call.state
-    if not state.rotate:
-        return tuple(Branch(region, query, key) for region in state.regions or (None,))
-    if not state.regions:
-        return (Branch(None, call.rotated_query(query, Identity()), call.rotated_key(key, Identity())),)
-    return tuple(
-        Branch(region, call.rotated_query(query, region.query_map), call.rotated_key(key, region.key_map))
-        for region in state.regions
-    )
+def _keys(call: LateCall, key: torch.Tensor, region: Region, slots: slice | torch.Tensor | None) -> torch.Tensor:
+    """The keys of some slots, or of all, as a region wants them."""
+    if call.state.rotate:
+        return call.rotated_key(key, region.key_map, slots)
+    return key if slots is None else key[:, :, slots]
 
 
 def _bias(call: LateCall, query: torch.Tensor) -> DistanceBias | None:

@@ -12,15 +12,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rope_patch.attention.engine import AttentionMode
-from rope_patch.attention.inputs import AttentionInputs, wide
+from rope_patch.attention.inputs import AttentionInputs, AttentionMode, wide
 from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.segmented import merge
 from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.base import Region
 
 QueryOf = Callable[[Region], torch.Tensor]
-KeyOf = Callable[[Region, "slice | torch.Tensor"], torch.Tensor]
+KeyOf = Callable[[Region, "slice | torch.Tensor | None"], torch.Tensor]
 
 
 def applies(inputs: AttentionInputs, query: torch.Tensor, regions: Sequence[Region], mode: AttentionMode) -> bool:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
 
 import torch
 
-from rope_patch.attention import chunked, oracle, segmented
-from rope_patch.attention.inputs import AttentionInputs, DistanceBias
+from rope_patch.attention import chunked, decay, decode, oracle, segmented
+from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch, DistanceBias
 from rope_patch.attention.spans import Span
-
-AttentionMode = Literal["auto", "oracle", "chunked", "segmented"]
+from rope_patch.schemes.base import ALL_PAIRS, Region
 
 SMALL = 2**18
 """Below this many pairs a row, one dense block is faster than many tiles."""
@@ -19,12 +17,56 @@ SMALL = 2**18
 Spans = Callable[[], "tuple[Span, ...] | None"]
 
 
+def score(
+    inputs: AttentionInputs,
+    query: torch.Tensor,
+    regions: Sequence[Region],
+    query_of: decode.QueryOf,
+    key_of: decode.KeyOf,
+    spans: Spans,
+    mode: AttentionMode = "auto",
+    literal: bool = False,
+    fades: decay.Decay | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of a whole call, decoding steps included.
+
+    Args:
+        inputs: the call; its branches are filled in here.
+        query: as it arrived, `(batch, heads, q_len, head_dim)`.
+        regions: disjoint; `ALL_PAIRS` alone where there is no other.
+        query_of: the queries as they are rotated for a region.
+        key_of: the keys of some slots, or of all for None, as they are rotated for a region.
+        spans: finds the spans of the call, or None; asked only where they help.
+        mode: see `AttentionMode`.
+        literal: score by definition and give the attention weights, as eager attention does.
+        fades: how pairs decay with distance, or None.
+
+    Returns:
+        output `(batch, heads, q_len, value_dim)`, and the weights `(batch, heads, q_len, kv_len)` where `literal`, or
+        under the mode `oracle`.
+    """
+    if fades is None and not literal and decode.applies(inputs, query, regions, mode):
+        step = decode.attend_in_graph if torch.compiler.is_compiling() else decode.attend
+        return step(regions, query_of, key_of, inputs), None
+    whole = None if len(regions) == 1 and regions[0] == ALL_PAIRS else regions
+    inputs = inputs.with_branches(
+        tuple(Branch(region if whole else None, query_of(region), key_of(region, None)) for region in regions)
+    )
+
+    def attend_block(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if literal or mode == "oracle":
+            return oracle.attend(inputs)
+        return attend(inputs, mode, spans), None
+
+    return attend_block(inputs) if fades is None else decay.attend(inputs, fades, attend_block)
+
+
 def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.Tensor:
-    """Output `(batch, heads, q_len, value_dim)`.
+    """Output `(batch, heads, q_len, value_dim)` of rotated branches.
 
     Args:
         inputs: the call.
-        mode: `auto` decides; the others insist, as far as the call allows it.
+        mode: see `AttentionMode`.
         spans: finds the spans of the call, or None; asked only where they help.
     """
     if mode == "oracle":

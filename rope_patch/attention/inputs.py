@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from rope_patch.schemes.base import Region
+
+AttentionMode = Literal["auto", "oracle", "chunked", "segmented"]
+"""How to score: `auto` takes the fastest way that is exact, the others insist."""
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
