@@ -7,43 +7,67 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from rope_patch.export import scheme_of_config
-from rope_patch.models.base import read_stack
+from rope_patch.export import native_scheme_of
+from rope_patch.models.base import Stack
+from rope_patch.models.config import BASE
+from rope_patch.models.reading import find_stacks
 from rope_patch.mounts import Plan
-from rope_patch.patch import find_handle
+from rope_patch.patch import find_handles
 from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.rope import NoPE, RoPE
 
 
 def describe(model: nn.Module) -> str:
     """A table: each scheme with its slots, fields and source, the mount, the layers left alone, and a few positions.
 
-    The position map shows phi_q(m) - phi_k(n), the distance that is rotated, for some pairs (m, n).
+    The position map shows phi_q(m) - phi_k(n), the distance that is rotated, for some pairs (m, n). An encoder and a
+    decoder have a table each.
 
     Raises:
-        UnsupportedModel: when the model has no rotary stack.
+        UnsupportedModel: when the model has no stack that schemes could be mounted on.
     """
-    handle = find_handle(model)
-    stack = handle.stack if handle else read_stack(model)
-    scheme = handle.scheme if handle else scheme_of_config(stack.config)
+    mounted = {
+        stack.module: _table(model, stack, handle.scheme, plan)
+        for handle in find_handles(model)
+        for stack, plan in handle.mounted
+    }
+    return "\n\n".join(
+        mounted.get(module) or _table(model, stack := style.read(module), native_scheme_of(stack), None)
+        for style, module in find_stacks(model)
+    )
+
+
+def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> str:
+    part_of = f", {stack.part}" if stack.part else ""
     rows = [
-        ("model", f"{type(model).__name__}, {len(stack.layers)} attention layers"),
+        ("model", f"{type(model).__name__}{part_of}, {len(stack.layers)} attention layers"),
         ("training length", f"{stack.training_length} tokens"),
-        ("state", f"patched, mounted {handle.plan.mounts()}" if handle else "not patched; this is its native scheme"),
+        ("state", f"patched, mounted {plan.mounts()}" if plan else "not patched; this is its native scheme"),
     ]
-    resolved = scheme.resolve(stack.checkpoint)
+    resolved = asked.resolve(stack.checkpoint)
     for part in resolved.parts():
         rows.append(("scheme", str(part)))
         rows.append(("  slot", ", ".join(sorted(part.slots))))
         rows.append(("  equation", part.equation))
         rows.append(("  needs", part.regime))
         rows.append(("  source", f"{part.source.title} ({part.source.year}) {part.source.link}"))
-    if handle:
-        rows += [("left alone", line) for line in _left_alone(handle.plan)]
-        if "nope" in (part.name for part in handle.plan.scheme.parts()) and "bias" in scheme.slots:
-            rows.append(("rotation", "replaced by the bias; list RoPE() beside it to keep both"))
+    if plan:
+        rows += _own_positions(stack, resolved, plan)
+        rows += [("left alone", line) for line in _left_alone(plan)]
     rows.append(("positions", _position_map(resolved, stack.training_length)))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def _own_positions(stack: Stack, asked: Scheme, plan: Plan) -> Iterable[tuple[str, str]]:
+    """What becomes of the checkpoint's own positions, where the scheme does not say."""
+    added = [part for part in plan.scheme.parts() if part not in asked.parts()]
+    if stack.rotary:
+        return [("rotation", "replaced by the bias; list RoPE() beside it to keep both")] if NoPE() in added else []
+    if "bias" in plan.scheme.slots:
+        return [("bias", f"{part}, the checkpoint's own, stays") for part in added if "bias" in part.slots]
+    rotates = f"; {RoPE()} of base {BASE:g}" if RoPE() in added else ""
+    return [("bias", f"replaced by the rotation{rotates}; list {stack.native} beside it to keep both")]
 
 
 def _left_alone(plan: Plan) -> Iterable[str]:

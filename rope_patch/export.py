@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from rope_patch.errors import NotExpressible
-from rope_patch.models.base import read_stack
+from rope_patch.models.base import Stack
 from rope_patch.models.config import checkpoint_of_config, rope_entries, scheme_of_config, training_length
+from rope_patch.models.reading import read_stacks
 from rope_patch.schemes.base import Scheme
 from rope_patch.typing import RotarySpec
 
@@ -95,7 +96,16 @@ def native_scheme(model: nn.Module) -> Scheme:
     Raises:
         UnsupportedModel: when the model has no rotary stack, or uses a type that no scheme here stands for.
     """
-    return scheme_of_config(read_stack(model).config)
+    return native_scheme_of(read_stacks(model)[0])
+
+
+def native_scheme_of(stack: Stack) -> Scheme:
+    """The scheme of one stack of a checkpoint.
+
+    Raises:
+        UnsupportedModel: when it uses a type that no scheme here stands for.
+    """
+    return scheme_of_config(stack.config) if stack.rotary else cast(Scheme, stack.native)
 
 
 def _rotary_dim(config: Any, entry: dict[str, Any]) -> int:

@@ -29,11 +29,11 @@ from rope_patch.attention.inputs import AttentionInputs, AttentionMode
 from rope_patch.attention.masks import as_mask_argument, groups_of_documents, groups_of_pads
 from rope_patch.attention.spans import Span, find_spans
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.models.base import AttentionLayer
+from rope_patch.models.base import AttentionLayer, RotaryTables
 from rope_patch.positions import key_positions
 from rope_patch.rotary import RotaryLayout, rotation_tables
 from rope_patch.schemes.base import Region, Scheme
-from rope_patch.typing import Frequencies, PositionMap, RotarySpec
+from rope_patch.typing import Frequencies, PositionMap
 
 IMPLEMENTATION = "rope_patch"
 """Name under which the attention function is registered while any patched model needs it."""
@@ -104,11 +104,13 @@ class LateForward:
         shared: the stack's tables.
         scheme: as a line of text.
         scorers: the attention modules where every layer of the stack is among them and reads groups; else empty.
+        counts: whether the stack knows no positions, so that its tokens are to be counted here.
     """
 
     shared: SharedTables
     scheme: str
     scorers: tuple[nn.Module, ...]
+    counts: bool = False
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -122,11 +124,14 @@ class LateForward:
         if torch.compiler.is_compiling():
             return None
         self.shared.forget()
+        changed = {}
+        if self.counts and (positions := _counted_positions(kwargs)) is not None:
+            changed["position_ids"] = positions
         chosen = cast(Any, module.config)._attn_implementation == "sdpa" and all(map(_is_ours, self.scorers))
-        if not self.scorers or not chosen:
-            return None
-        groups = _groups(kwargs, cast(Any, module.config))
-        return None if groups is None else ((), {**kwargs, "attention_mask": as_mask_argument(groups)})
+        groups = _groups(kwargs, cast(Any, module.config)) if self.scorers and chosen else None
+        if groups is not None:
+            changed["attention_mask"] = as_mask_argument(groups)
+        return ((), {**kwargs, **changed}) if changed else None
 
     def _sign(self, cache: Any) -> None:
         """Leave the scheme's name on a cache, and refuse one that was filled under another rotation.
@@ -146,10 +151,28 @@ class LateForward:
         setattr(cache, _SIGNATURE, self.scheme)
 
 
+def _tokens(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """What a forward is given to read, `(batch, length, ...)`."""
+    tokens = kwargs.get("input_ids")
+    return kwargs.get("inputs_embeds") if tokens is None else tokens
+
+
+def _counted_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Positions of the tokens of a forward, `(batch or 1, length)`, which pads before them do not count for."""
+    tokens = _tokens(kwargs)
+    if tokens is None:
+        return None
+    mask, length = kwargs.get("attention_mask"), tokens.shape[1]
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length and not mask.all():
+        return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -length:]
+    cache = kwargs.get("past_key_values")
+    start = cache.get_seq_length() if isinstance(cache, Cache) else 0
+    return (torch.arange(length, device=tokens.device) + start)[None]
+
+
 def _groups(kwargs: dict[str, Any], config: Any) -> torch.Tensor | None:
     """Groups of the keys of a forward, where Transformers would make a mask for them."""
-    tokens = kwargs.get("input_ids")
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    tokens = _tokens(kwargs)
     if tokens is None or tokens.shape[1] == 1:
         return None
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -183,7 +206,6 @@ class LateAttention:
         function: the attention function that the module is to call.
         scheme: with its defaults filled in.
         layer: the attention module, its layout and its rotary tables.
-        spec: the checkpoint's rotary embedding.
         rotate: whether queries and keys are rotated by the attention function.
         anchored: whether they may arrive, and be cached, in the rotation of the farthest region's keys.
         own_frequencies: whether the scheme's frequencies are computed here; else the model's tables are read.
@@ -195,7 +217,6 @@ class LateAttention:
     function: Callable[..., Any]
     scheme: Scheme
     layer: AttentionLayer
-    spec: RotarySpec
     rotate: bool
     anchored: bool
     own_frequencies: bool
@@ -206,7 +227,7 @@ class LateAttention:
     def __post_init__(self) -> None:
         self.regions: tuple[Region, ...] = self.scheme.segments() if "segments" in self.scheme.slots else ()
         # keys after the query lie in regions of negative distance, which a causal model never looks at
-        if getattr(self.layer.module, "is_causal", True):
+        if self.layer.is_causal:
             self.regions = tuple(region for region in self.regions if region.stop > 0)
         self.anchor: PositionMap | None = None
         if self.anchored and self.regions:
@@ -247,7 +268,7 @@ class LateAttention:
             raise UnsupportedPositions(
                 f"{self.layer.name}: position_ids of shape {tuple(position_ids.shape)}; (batch, length) is allowed"
             )
-        if self.rotate:
+        if self.rotate and self.layer.rotary is not None:
             kwargs["position_embeddings"] = self._first_rotation(kwargs["position_embeddings"], position_ids, hidden)
         kwargs["rope_patch"] = LateCall(self, position_ids, start)
         return (), kwargs
@@ -257,7 +278,7 @@ class LateAttention:
         if self.anchor is None:
             cos, sin = given
             return torch.ones_like(cos), torch.zeros_like(sin)
-        anchor, rotary = self.anchor, self.layer.rotary
+        anchor, rotary = self.anchor, cast(RotaryTables, self.layer.rotary)
         return self.shared.once(
             position_ids,
             ("anchor", rotary.layer_type, anchor, hidden.dtype),
@@ -276,12 +297,12 @@ class LateAttention:
 
     def frequencies(self, lengths: torch.Tensor) -> Frequencies:
         """f of this layer for rows of these lengths, `(batch or 1,)`."""
-        rotary = self.layer.rotary
-        if self.anchor is not None:
-            return Frequencies(rotary.inv_freq)  # the factor came in with the first rotation
         if not self.own_frequencies:
+            rotary = cast(RotaryTables, self.layer.rotary)
+            if self.anchor is not None:
+                return Frequencies(rotary.inv_freq)  # the factor came in with the first rotation
             return Frequencies(rotary.inv_freq, rotary.attention_scaling)
-        found = self.scheme.frequencies(self.spec, lengths if self.scheme.length_dependent else None)
+        found = self.scheme.frequencies(self.layer.spec, lengths if self.scheme.length_dependent else None)
         return dataclasses.replace(found, inv_freq=found.inv_freq.to(lengths.device))
 
 
@@ -325,13 +346,13 @@ class LateCall:
 
     def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
         """The spans of this call, found once for all layers that share its mask."""
-        start, batch_size = int(inputs.query_start), inputs.value.shape[0]
+        start, batch_size, causal = int(inputs.query_start), inputs.value.shape[0], inputs.causal
         positions, mask, groups = inputs.query_positions, inputs.mask, inputs.groups
         # the mask is kept beside what was found for it, so that its identity stays its own
         return self.state.shared.once(
             self.position_ids,
             ("spans", id(mask), None if groups is None else groups.data_ptr(), start, inputs.q_length, batch_size),
-            lambda: (mask, groups, find_spans(positions, mask, groups, start, batch_size)),
+            lambda: (mask, groups, find_spans(positions, mask, groups, start, batch_size, causal)),
         )[2]
 
     def decay(self) -> Decay | None:
@@ -383,7 +404,7 @@ class LateCall:
             frequencies = state.frequencies(self.lengths)
             return rotation_tables(moved, frequencies.inv_freq, frequencies.attention_scaling, x.dtype)
 
-        key = (*place, position_map, state.layer.rotary.layer_type, x.dtype)
+        key = (*place, position_map, state.layer.layer_type, x.dtype)
         shared = self._shareable or place == ("q",)
         cos, sin = state.shared.once(self.position_ids, key, tables) if shared else tables()
         if into_scratch:

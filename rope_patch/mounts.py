@@ -8,18 +8,19 @@ the meaning; rotary equals it where it applies.
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from rope_patch.attention.inputs import AttentionMode
 from rope_patch.changes import Changes
-from rope_patch.errors import InvalidField, NothingToPatch, did_you_mean
+from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
 from rope_patch.late import IMPLEMENTATION, LateAttention, LateForward, SharedTables
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
 from rope_patch.positions import Identity
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
-from rope_patch.schemes.rope import NoPE
+from rope_patch.schemes.rope import NoPE, RoPE
 from rope_patch.scoring import late_attention
 
 Mount = Literal["auto", "late"]
@@ -63,11 +64,8 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
     if mount not in ("auto", "late"):
         raise InvalidField(f"mount={mount!r}: {did_you_mean(str(mount), ('auto', 'late'))}")
     scheme = scheme.resolve(stack.checkpoint)
-    if "bias" in scheme.slots and "frequencies" not in scheme.slots:
-        scheme = Compose(scheme, NoPE())
-    if "segments" in scheme.slots and "frequencies" not in scheme.slots and _follows_length(stack.native):
-        # the model's own tables follow the longest row that it ever saw
-        scheme = Compose(scheme, cast(Scheme, stack.native).resolve(stack.checkpoint))
+    _check_fit(scheme, stack)
+    scheme = (_beside_rotation if stack.rotary else _beside_bias)(scheme, stack)
     left_alone = {layer.index: reason for layer in stack.layers if (reason := _reason_to_leave(layer, stack))}
     touched = [layer for layer in stack.layers if layer.index not in left_alone]
     if not touched:
@@ -75,31 +73,67 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
         raise NothingToPatch(f"{scheme} would change no layer of {type(stack.module).__name__}: {reasons}")
 
     owns_frequencies = "frequencies" in scheme.slots
-    moves_positions = "segments" in scheme.slots and any(
-        not (isinstance(region.query_map, Identity) and isinstance(region.key_map, Identity))
-        for region in scheme.segments()
-    )
+    moves_positions = _moves_positions(scheme)
     tables_are_ours = all(
         layer.index not in left_alone or layer.layout is None or layer.rotary not in {t.rotary for t in touched}
         for layer in stack.layers
     )
     one_table_for_all = not scheme.length_dependent and not scheme.decays
-    by_rotary = owns_frequencies and one_table_for_all and mount == "auto" and tables_are_ours
+    by_rotary = bool(stack.rotary) and owns_frequencies and one_table_for_all and mount == "auto" and tables_are_ours
     rotate_late = moves_positions or mount == "late" or (owns_frequencies and not by_rotary)
-    needs_late = rotate_late or bool(scheme.slots - {"frequencies"})
+    if not stack.rotary:
+        rotate_late = any("frequencies" in part.slots and not isinstance(part, NoPE) for part in scheme.parts())
+    needs_late = rotate_late or not stack.rotary or bool(scheme.slots - {"frequencies"})
     return Plan(
         scheme=scheme,
-        rotary=tuple(dict.fromkeys(layer.rotary.layer_type for layer in touched)) if by_rotary else (),
+        rotary=tuple(dict.fromkeys(layer.layer_type for layer in touched)) if by_rotary else (),
         late=tuple(layer.index for layer in touched) if needs_late else (),
         rotate_late=rotate_late,
-        anchored=moves_positions and mount == "auto" and (by_rotary or not owns_frequencies),
+        anchored=moves_positions and mount == "auto" and (by_rotary or not owns_frequencies) and bool(stack.rotary),
         late_frequencies=owns_frequencies and not by_rotary,
         left_alone=left_alone,
     )
 
 
-def _follows_length(native: Scheme | None) -> bool:
-    return native is not None and native.length_dependent
+def _check_fit(scheme: Scheme, stack: Stack) -> None:
+    family = type(stack.module).__name__
+    if scheme.causal_only and stack.checkpoint.bidirectional:
+        raise UnsupportedModel(f"{family} sees both directions, and {scheme} has no meaning for keys after the query")
+    if scheme.learned and any(layer.bias_table is None for layer in stack.layers):
+        raise UnsupportedModel(
+            f"{scheme} reads a learned table ({', '.join(scheme.learned)}) that {family} has not got"
+        )
+
+
+def _beside_rotation(scheme: Scheme, stack: Stack) -> Scheme:
+    """What a checkpoint with a rotary embedding does under a scheme: a bias stands in place of the rotation."""
+    if "frequencies" in scheme.slots:
+        return scheme
+    if "bias" in scheme.slots:
+        return Compose(scheme, NoPE())
+    if "segments" in scheme.slots and stack.native is not None and stack.native.length_dependent:
+        # the model's own tables follow the longest row that it ever saw
+        return Compose(scheme, stack.native.resolve(stack.checkpoint))
+    return scheme
+
+
+def _beside_bias(scheme: Scheme, stack: Stack) -> Scheme:
+    """What a checkpoint whose positions are a bias does under a scheme: whatever rotates stands in place of the bias,
+    and what says nothing of positions leaves it.
+    """
+    if scheme.slots & {"frequencies", "bias"}:
+        rotates = "frequencies" in scheme.slots
+        return Compose(scheme, RoPE()) if _moves_positions(scheme) and not rotates else scheme
+    if _moves_positions(scheme):
+        return Compose(scheme, RoPE())
+    return Compose(scheme, cast(Scheme, stack.native).resolve(stack.checkpoint))
+
+
+def _moves_positions(scheme: Scheme) -> bool:
+    return "segments" in scheme.slots and any(
+        not (isinstance(region.query_map, Identity) and isinstance(region.key_map, Identity))
+        for region in scheme.segments()
+    )
 
 
 def _reason_to_leave(layer: AttentionLayer, stack: Stack) -> str:
@@ -114,9 +148,11 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
     """Carry a plan out. On an error the caller undoes `changes`."""
     for rotary in stack.rotary:
         if rotary.layer_type in plan.rotary:
-            _install_rotary(plan.scheme, rotary, stack, changes)
+            _install_rotary(plan.scheme, rotary, stack.training_length, changes)
     if not plan.late:
         return
+    for item in stack.replacements:
+        changes.set(item.module, item.name, item.value)
     shared = SharedTables()
     layers = [layer for layer in stack.layers if layer.index in plan.late]
     # a layer that is left alone, slides or delegates wants the mask of all pairs
@@ -126,13 +162,14 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
         and bool(plan.scheme.slots & {"segments", "bias"} or plan.scheme.decays or attention != "auto")
     )
     scorers = tuple(layer.module for layer in layers) if reads_groups else ()
-    changes.hook(stack.module, LateForward(shared, str(plan.scheme), scorers))
+    counts = "position_ids" not in inspect.signature(stack.module.forward).parameters
+    changes.hook(stack.module, LateForward(shared, str(plan.scheme), scorers, counts))
     for layer in layers:
-        _install_late(plan, layer, stack, attention, shared, changes)
+        _install_late(plan, layer, attention, shared, changes)
 
 
-def _install_rotary(scheme: Scheme, rotary: RotaryTables, stack: Stack, changes: Changes) -> None:
-    frequencies = scheme.frequencies(stack.rotary_spec(rotary))
+def _install_rotary(scheme: Scheme, rotary: RotaryTables, training_length: int, changes: Changes) -> None:
+    frequencies = scheme.frequencies(rotary.spec(training_length))
     inv_freq = frequencies.inv_freq.to(rotary.inv_freq)
     for name in ("inv_freq", "original_inv_freq"):
         if hasattr(rotary.module, rotary.attribute(name)):
@@ -148,7 +185,6 @@ def _install_rotary(scheme: Scheme, rotary: RotaryTables, stack: Stack, changes:
 def _install_late(
     plan: Plan,
     layer: AttentionLayer,
-    stack: Stack,
     attention: AttentionMode,
     shared: SharedTables,
     changes: Changes,
@@ -157,7 +193,6 @@ def _install_late(
         function=late_attention,
         scheme=plan.scheme,
         layer=layer,
-        spec=stack.rotary_spec(layer.rotary),
         rotate=plan.rotate_late,
         anchored=plan.anchored,
         own_frequencies=plan.late_frequencies,

@@ -12,7 +12,8 @@ from rope_patch.changes import Changes
 from rope_patch.errors import AlreadyPatched, InvalidField, NotPatched, did_you_mean
 from rope_patch.export import export_rope_parameters, is_expressible
 from rope_patch.late import LateAttention
-from rope_patch.models.base import Stack, read_stack
+from rope_patch.models.base import Stack
+from rope_patch.models.reading import read_stacks
 from rope_patch.mounts import Mount, Plan, install, plan_mounts
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import as_scheme
@@ -28,16 +29,26 @@ class PatchHandle:
     Attributes:
         model: the patched model.
         scheme: the scheme as it was asked for.
-        plan: where it was mounted.
-        stack: the part of the model that it was mounted on, as it was read before.
+        mounted: the parts of the model that it was mounted on, as they were read before, and where it went in each.
     """
 
-    def __init__(self, model: nn.Module, scheme: Scheme, plan: Plan, stack: Stack, changes: Changes) -> None:
+    def __init__(
+        self, model: nn.Module, scheme: Scheme, mounted: tuple[tuple[Stack, Plan], ...], changes: Changes
+    ) -> None:
         self.model = model
         self.scheme = scheme
-        self.plan = plan
-        self.stack = stack
+        self.mounted = mounted
         self._changes = changes
+
+    @property
+    def stack(self) -> Stack:
+        """The only part of the model, or its encoder."""
+        return self.mounted[0][0]
+
+    @property
+    def plan(self) -> Plan:
+        """Where the scheme went in `stack`."""
+        return self.mounted[0][1]
 
     def remove(self) -> None:
         """Restore the model bit for bit.
@@ -47,7 +58,7 @@ class PatchHandle:
         """
         if vars(self.stack.module).get(_HANDLE) is not self:
             raise NotPatched(f"{type(self.model).__name__} does not carry {self.scheme} any more")
-        _take_back(self.stack, self._changes)
+        _take_back(self.mounted, self._changes)
 
     def __enter__(self) -> PatchHandle:
         return self
@@ -95,16 +106,16 @@ def patch(
         raise InvalidField(f"attention={attention!r}: {did_you_mean(str(attention), get_args(AttentionMode))}")
     if isinstance(model, nn.Module) and (handle := find_handle(model)) is not None:
         raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}; unpatch it before applying {scheme}")
-    stack = read_stack(model)
-    plan = plan_mounts(scheme, stack, mount)
+    mounted = tuple((stack, plan_mounts(scheme, stack, mount)) for stack in read_stacks(model))
     changes = Changes()
-    handle = PatchHandle(model, scheme, plan, stack, changes)
+    handle = PatchHandle(model, scheme, mounted, changes)
     try:
-        _name_in_config(model, stack, scheme, plan, changes)
-        install(plan, stack, attention, changes)
-        changes.set(stack.module, _HANDLE, handle)
+        _name_in_config(model, scheme, mounted, changes)
+        for stack, plan in mounted:
+            install(plan, stack, attention, changes)
+            changes.set(stack.module, _HANDLE, handle)
     except BaseException:
-        _take_back(stack, changes)
+        _take_back(mounted, changes)
         raise
     return handle
 
@@ -118,36 +129,52 @@ def unpatch(model: Model) -> Model:
     Raises:
         NotPatched: when it carries no scheme.
     """
-    handle = find_handle(model)
-    if handle is None:
+    handles = find_handles(model)
+    if not handles:
         raise NotPatched(f"{type(model).__name__} carries no scheme")
-    handle.remove()
+    for handle in handles:
+        handle.remove()
     return model
 
 
 def find_handle(model: nn.Module) -> PatchHandle | None:
     """The handle of a patched model, also from inside or outside a wrapper around it; None where there is none."""
-    return next((vars(module)[_HANDLE] for module in model.modules() if _HANDLE in vars(module)), None)
+    return next(iter(find_handles(model)), None)
 
 
-def _take_back(stack: Stack, changes: Changes) -> None:
-    hooks = [hook for layer in stack.layers for hook in layer.module._forward_pre_hooks.values()]
+def find_handles(model: nn.Module) -> tuple[PatchHandle, ...]:
+    """All of them: an encoder and a decoder may carry a scheme each."""
+    found = [vars(module)[_HANDLE] for module in model.modules() if _HANDLE in vars(module)]
+    return tuple(dict.fromkeys(found))
+
+
+def _take_back(mounted: tuple[tuple[Stack, Plan], ...], changes: Changes) -> None:
+    hooks = [
+        hook for stack, _ in mounted for layer in stack.layers for hook in layer.module._forward_pre_hooks.values()
+    ]
     changes.undo()
     for hook in hooks:
         if isinstance(hook, LateAttention):
             hook.release()
 
 
-def _name_in_config(model: nn.Module, stack: Stack, scheme: Scheme, plan: Plan, changes: Changes) -> None:
+def _name_in_config(
+    model: nn.Module, scheme: Scheme, mounted: tuple[tuple[Stack, Plan], ...], changes: Changes
+) -> None:
     """Give this model configs of its own (other models may share the ones it had) that name the scheme.
 
     A scheme that Transformers has words for is also said in them, so that it survives without this library.
     """
-    native = copy.deepcopy(stack.config.rope_parameters)
+    stack, plan = mounted[0]
+    native = copy.deepcopy(getattr(stack.config, "rope_parameters", None))
     exported = export_rope_parameters(scheme, stack.config) if _says_it_all(scheme, stack, plan) else native
+    record: dict[str, Any] = {"scheme": scheme.to_dict()}
+    if native is not None:
+        record["rope_parameters"] = native
     for config in changes.fork_configs(model.modules()):
-        config.rope_patch = {"scheme": scheme.to_dict(), "rope_parameters": native}
-    stack.config.rope_parameters = exported
+        config.rope_patch = copy.deepcopy(record)
+    if native is not None:
+        stack.config.rope_parameters = exported
     changes.settle_configs()
 
 

@@ -5,22 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rope_patch.errors import NotPatched
+from rope_patch.models.baichuan import register_baichuan
 from rope_patch.patch import PatchHandle, patch
 from rope_patch.schemes.registry import scheme_from_dict
 
 _RECORD = "rope_patch"
+_PLACES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
 def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
     """Load a checkpoint and, where it was saved under a scheme, patch it again.
 
+    Checkpoints of Baichuan are loaded by the classes of this library, whatever code lies beside them.
+
     Args:
         path: a folder written by `save_pretrained`, or a hub id.
-        **kwargs: for `AutoModelForCausalLM.from_pretrained`.
+        **kwargs: for `from_pretrained` of the class that wrote the checkpoint.
 
     Returns:
         the model; `unpatch` gives the checkpoint without the scheme.
@@ -30,15 +35,43 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
     """
     config = kwargs.pop("config", None)
     if config is None:
-        known = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-        config = AutoConfig.from_pretrained(path, **{key: kwargs[key] for key in known if key in kwargs})
+        places = {key: kwargs[key] for key in _PLACES if key in kwargs}
+        if make_loadable(path, **places):
+            kwargs.pop("trust_remote_code", None)
+        config = AutoConfig.from_pretrained(path, **places)
     record = vars(config).pop(_RECORD, None)
-    if record is not None:
+    if record is not None and "rope_parameters" in record:
         config.rope_parameters = record["rope_parameters"]
-    model = AutoModelForCausalLM.from_pretrained(path, config=config, **kwargs)
+    model = _class_of(config).from_pretrained(path, config=config, **kwargs)
     if record is not None:
         patch(model, scheme_from_dict(record["scheme"]))
     return model
+
+
+def make_loadable(path: str | Path, **places: Any) -> bool:
+    """Register the classes of this library that a checkpoint needs.
+
+    Args:
+        path: a folder, or a hub id.
+        **places: where to look, as `from_pretrained` takes it.
+
+    Returns:
+        whether it needs any.
+    """
+    values, _ = PreTrainedConfig.get_config_dict(path, **places)
+    if values.get("model_type") != "baichuan":
+        return False
+    register_baichuan()
+    return True
+
+
+def _class_of(config: Any) -> Any:
+    """The class that wrote the checkpoint, as far as Transformers has it."""
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    return AutoModelForCausalLM
 
 
 def repatch(model: nn.Module) -> PatchHandle:

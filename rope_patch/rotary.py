@@ -116,6 +116,11 @@ class RotaryLayout:
         return out
 
 
+def half_split(dim: int) -> RotaryLayout:
+    """The layout of Llama on all of a head: dimension i turns with i + d/2."""
+    return RotaryLayout(tuple(range(dim // 2)), tuple(range(dim // 2, dim)))
+
+
 def _between(x: torch.Tensor, turned: torch.Tensor, start: int) -> torch.Tensor:
     stop = start + turned.shape[-1]
     if start == 0 and stop == x.shape[-1]:

@@ -19,6 +19,7 @@ from rope_patch.errors import UnsupportedModel
 from rope_patch.late import LateCall
 from rope_patch.positions import Identity
 from rope_patch.schemes.base import ALL_PAIRS, Region
+from rope_patch.typing import NO_WEIGHTS
 
 
 def late_attention(
@@ -102,16 +103,23 @@ def _keys(call: LateCall, key: torch.Tensor, region: Region, slots: slice | torc
 
 
 def _bias(call: LateCall, query: torch.Tensor) -> DistanceBias | None:
-    scheme, heads = call.state.scheme, query.shape[1]
-    if "bias" not in scheme.slots:
+    state, heads = call.state, query.shape[1]
+    if "bias" not in state.scheme.slots:
         return None
+    table = state.layer.bias_table
+    weights = NO_WEIGHTS if table is None else {"relative_attention_bias": table.weight}
 
-    def table(length: int) -> torch.Tensor:
-        distances = torch.arange(length, device=query.device)
-        compute = functools.partial(scheme.bias, distances, heads)
-        return call.state.shared.once(call.position_ids, ("bias", heads, length), compute)
+    def bias(distance: torch.Tensor) -> torch.Tensor:
+        return state.scheme.bias(distance, heads, weights)
 
-    return DistanceBias(lambda distance: scheme.bias(distance, heads), scheme.linear, table)
+    def values(low: int, high: int) -> torch.Tensor:
+        distances = torch.arange(low, high, device=query.device)
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values()):
+            return bias(distances)  # of a graph of its own, which may be walked before another layer's
+        key = ("bias", id(table), heads, low, high)
+        return call.state.shared.once(call.position_ids, key, functools.partial(bias, distances))
+
+    return DistanceBias(bias, state.scheme.linear, values)
 
 
 def _previous_attention(module: nn.Module, implementation: str) -> Callable[..., Any]:

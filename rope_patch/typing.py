@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -16,6 +17,11 @@ Slot = Literal["frequencies", "segments", "query_scale", "bias", "values", "embe
 
 PositionMap = Callable[[torch.Tensor], torch.Tensor]
 """phi: integer positions of any shape to the positions that rotate, same shape."""
+
+Weights = Mapping[str, torch.Tensor]
+"""Learned parameters of a scheme by name."""
+
+NO_WEIGHTS: Weights = MappingProxyType({})
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rope_patch import get_scheme
+
 CASES = {
     "rope": "rope",
     "nope": "nope",
@@ -27,6 +29,7 @@ CASES = {
     "giraffe": "giraffe:cutoff_length=32",
     "lm_infinite": "lm_infinite:local_window=7,n_global=3",
     "dca": "dca:chunk_size=9,local_window=2",
+    "t5": "t5:interpolation=2",
 }
 """Registry name to the settings that the contract suite runs; a new scheme needs no more than a line here."""
 
@@ -41,7 +44,15 @@ COMPOSITIONS = [
     "xpos:scale_base=8+rerope:window=6",
 ]
 
-ALL = [*CASES.values(), *COMPOSITIONS]
+
+def fits_rotary(spec: str) -> bool:
+    """Whether a scheme can be mounted on a model that has nothing but a rotary embedding."""
+    scheme = get_scheme(spec)
+    return not scheme.learned and "embedding" not in scheme.slots
+
+
+ALL = [spec for spec in (*CASES.values(), *COMPOSITIONS) if fits_rotary(spec)]
+"""What the contract holds for on every Llama-style family."""
 
 REPRESENTATIVE = [
     CASES[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,14 +18,16 @@ from rope_patch.late import IMPLEMENTATION
 from tests.runs import logits, tokens
 
 
-def snapshot(model: nn.Module) -> dict[str, Any]:
-    """Tensors bit for bit, attributes, hooks and configs by identity and value, registries, and logits."""
+def snapshot(
+    model: nn.Module, run: Callable[[nn.Module], torch.Tensor] = lambda model: logits(model, tokens())
+) -> dict[str, Any]:
+    """Tensors bit for bit, attributes, hooks and configs by identity and value, registries, and what a run gives."""
     return {
         "state_dict": {name: _value(tensor) for name, tensor in model.state_dict().items()},
         "modules": {name: _attributes(module) for name, module in model.named_modules()},
         "registries": _registries(),
         "classes": {cls: dict(vars(cls)) for cls in sorted({type(m) for m in model.modules()}, key=repr)},
-        "logits": _value(logits(model, tokens())),
+        "logits": _value(run(model)),
     }
 
 

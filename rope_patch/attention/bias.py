@@ -7,7 +7,6 @@ with the queries in reverse order the mask is a strided view of one vector.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -51,27 +50,45 @@ class DiagonalTerm:
     """Any b(m - n).
 
     Attributes:
-        values: b(0), b(1), ... `(heads, distances)`, float32.
+        values: b(first), b(first + 1), ... `(heads, distances)`, float32.
+        first: the smallest distance of the call.
     """
 
     values: torch.Tensor
+    first: int = 0
     reverses_queries = True
     rows = 1024
 
     def pieces(self, tile: Tile) -> Iterator[Tile]:
         """The tile in bands of rows: the hidden pairs of each are few, and its mask hides them."""
-        return in_rows(tile, self.rows, as_bands=True)
+        return iter((tile,)) if tile.kind == "full" else in_rows(tile, self.rows, as_bands=True)
 
     def mask(self, tile: Tile) -> torch.Tensor:
         """`(1, heads, rows, keys)`, a view; its row r belongs to the query `q1 - 1 - r`."""
         rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
-        farthest = tile.distance + rows - 1
-        distances = torch.arange(farthest, farthest - rows - keys + 1, -1, device=self.values.device)
-        low, high = (max(tile.low, 0), tile.high) if tile.kind == "band" else (0, math.inf)
-        inside = (distances >= low) & (distances < high)
-        diagonals = self.values[:, distances.clamp(min=0)].masked_fill(~inside, -torch.inf)
+        nearest, farthest = tile.distance - keys + 1, tile.distance + rows - 1
+        distances = torch.arange(farthest, nearest - 1, -1, device=self.values.device)
+        inside = distances >= self.first
+        if tile.kind == "band":
+            inside &= (distances >= tile.low) & (distances < tile.high)
+        places = (distances - self.first).clamp(min=0)
+        diagonals = self.values[:, places].masked_fill(~inside, -torch.inf)
         heads, length = diagonals.shape
         return diagonals.as_strided((1, heads, rows, keys), (heads * length, length, 1, 1))
+
+    def gradient(self, tile: Tile, inner: torch.Tensor, into: torch.Tensor) -> None:
+        """Add up the gradients of the scores along the diagonals of a tile.
+
+        Args:
+            inner: gradients of the scores of the tile, `(heads, rows, keys)`, zero where pairs are hidden.
+            into: gradients of `values`.
+        """
+        _, rows, keys = inner.shape
+        # with every row one longer than the one before it is read, diagonals become columns
+        skewed = torch.nn.functional.pad(inner.flip(-1), (0, rows)).flatten(1)[:, :-rows]
+        sums = skewed.unflatten(1, (rows, keys + rows - 1)).sum(dim=1)
+        nearest = tile.distance - keys + 1 - self.first
+        into[:, max(nearest, 0) : nearest + keys + rows - 1] += sums[:, max(-nearest, 0) :]
 
 
 TileBias = LinearTerm | DiagonalTerm
@@ -79,9 +96,13 @@ TileBias = LinearTerm | DiagonalTerm
 
 def tile_bias(inputs: AttentionInputs) -> TileBias | None:
     """The bias of a call in the form that tiles take; None where there is none."""
-    if inputs.bias is None:
+    bias = inputs.bias
+    if bias is None:
         return None
-    if inputs.bias.linear:
-        none, one = inputs.bias.values(2).unbind(dim=-1)
+    if not inputs.causal:
+        first = 1 - inputs.kv_length
+        return DiagonalTerm(bias.values(first, inputs.q_length), first)
+    if bias.linear and not bias.learned:
+        none, one = bias.values(0, 2).unbind(dim=-1)
         return LinearTerm(none - one)
-    return DiagonalTerm(inputs.bias.values(inputs.kv_length))
+    return DiagonalTerm(bias.values(0, inputs.kv_length))

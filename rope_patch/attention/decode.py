@@ -55,7 +55,7 @@ def attend(regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: 
         inputs: the call; its branches are not used.
     """
     value, mask, slot = inputs.value, inputs.mask, int(inputs.query_start)
-    bias = None if inputs.bias is None else inputs.bias.values(slot + 1).flip(-1)  # by slot
+    bias = None if inputs.bias is None else inputs.bias.values(0, slot + 1).flip(-1)  # by slot
     position = slot if all(region.translation_invariant for region in regions) else int(inputs.query_positions[0, 0])
     kernel = kernel_for(value, value, masked=mask is not None or bias is not None)
     out = lse = None

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rope_patch.attention import chunked, decay, decode, oracle, segmented
-from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch, DistanceBias
+from rope_patch.attention import chunked, decay, decode, dense, oracle, segmented
+from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
 from rope_patch.attention.spans import Span
 from rope_patch.schemes.base import ALL_PAIRS, Region
 
@@ -71,15 +71,12 @@ def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.
     """
     if mode == "oracle":
         return oracle.attend(inputs)[0]
-    geometric = inputs.causal and inputs.fits_kernels and not torch.compiler.is_compiling()
-    if mode != "chunked" and geometric and not _learned(inputs.bias):
-        large = inputs.q_length * inputs.kv_length > SMALL
-        found = spans() if large or mode == "segmented" else None
+    small = inputs.q_length * inputs.kv_length <= SMALL
+    if mode == "auto" and small and dense.applies(inputs):
+        return dense.attend(inputs)
+    geometric = (inputs.causal or inputs.q_length == inputs.kv_length) and inputs.fits_kernels
+    if mode != "chunked" and geometric and not torch.compiler.is_compiling():
+        found = spans() if not small or mode == "segmented" else None
         if found is not None and segmented.applies(inputs, found):
             return segmented.attend(inputs, found)
     return chunked.attend(inputs)
-
-
-def _learned(bias: DistanceBias | None) -> bool:
-    """Whether a gradient must flow into the bias, which no mask passes on."""
-    return bias is not None and bias.values(1).requires_grad

@@ -40,17 +40,23 @@ class DistanceBias:
 
     Attributes:
         function: from distances of any shape to `(heads, *shape)`, float32.
-        linear: whether it is a multiple of the distance.
-        table: from a length to b(0), b(1), ... `(heads, length)`; default computed by `function`.
+        linear: whether it is a multiple of the distance, on either side.
+        table: from two distances to the values from the first to below the second, `(heads, distances)`; default
+            computed by `function`.
     """
 
     function: Callable[[torch.Tensor], torch.Tensor]
     linear: bool = False
-    table: Callable[[int], torch.Tensor] | None = None
+    table: Callable[[int, int], torch.Tensor] | None = None
 
-    def values(self, length: int) -> torch.Tensor:
-        """b(0) to b(length - 1), `(heads, length)`."""
-        return self.function(torch.arange(length)) if self.table is None else self.table(length)
+    def values(self, low: int, high: int) -> torch.Tensor:
+        """b(low) to b(high - 1), `(heads, high - low)`."""
+        return self.function(torch.arange(low, high)) if self.table is None else self.table(low, high)
+
+    @property
+    def learned(self) -> bool:
+        """Whether a gradient is to flow into it."""
+        return self.values(0, 1).requires_grad
 
 
 @dataclass(frozen=True)
@@ -109,15 +115,18 @@ class AttentionInputs:
 
     def visible(self) -> torch.Tensor | None:
         """Boolean `(batch or 1, 1, q_len, kv_len)` by slot and group where there is no mask; None for everything."""
-        if self.mask is not None or not self.causal or (self.q_length == 1 and self.kv_length == 1):
-            return None
         device = self.value.device
         queries = torch.arange(self.q_length, device=device) + self.query_start
-        causal = (torch.arange(self.kv_length, device=device) <= queries[:, None])[None, None]
-        if self.groups is None:
-            return causal
+        causal = None
+        if self.causal and self.kv_length > 1:
+            causal = (torch.arange(self.kv_length, device=device) <= queries[:, None])[None, None]
+        if self.mask is not None or self.groups is None:
+            return None if self.mask is not None else causal
         of_keys = self.groups[:, None, None, :]
-        return causal & (self.groups[:, None, queries, None] == of_keys) & (of_keys >= 0)
+        of_queries = self.groups[:, None, queries, None]
+        same = (of_queries == of_keys) & (of_keys >= 0)
+        # where nothing else hides keys, a pad sees every token, as it does in Transformers; nobody reads it
+        return same | ((of_queries < 0) & (of_keys >= 0)) if causal is None else causal & same
 
     def rows(self, start: int, stop: int) -> AttentionInputs:
         """The same call for the queries `start` to `stop` alone, without the keys that none of them can see."""

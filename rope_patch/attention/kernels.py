@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
-from rope_patch.attention.bias import TileBias
+from rope_patch.attention.bias import DiagonalTerm, TileBias
 from rope_patch.attention.inputs import wide
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tiles import Tile, in_rows, tiles_of
@@ -77,8 +77,8 @@ class Biased:
     def tiles(self, region: Region, span: Span) -> Iterator[Tile]:
         """The tiles of a region of a span, as the kernel and the bias want them."""
         region = region.within(span.window)
-        rows = self.kernel.band_rows(region.stop - max(0, region.start))
-        tiles = tiles_of(region, span.q_length, span.offset, span.first_position, rows)
+        rows = self.kernel.band_rows(region.stop - (max(0, region.start) if span.causal else region.start))
+        tiles = tiles_of(region, span.q_length, span.offset, span.first_position, rows, span.causal)
         for tile in tiles:
             for part in (tile,) if self.bias is None else self.bias.pieces(tile):
                 yield from (part,) if self.kernel.rows is None else in_rows(part, self.kernel.rows, as_bands=True)
@@ -112,6 +112,27 @@ class Biased:
         grad_q, grad_k, grad_v = self.kernel.backward(grad, q, k, v, out, lse, tile, scale, self.bias.mask(tile))
         (grad_q,) = self._ordered(grad_q)
         return grad_q, grad_k, grad_v
+
+    def bias_gradient(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tile: Tile,
+        scale: float,
+        into: torch.Tensor,
+    ) -> None:
+        """Add what a tile contributes to the gradient of the bias' values, a block of queries at a time."""
+        bias = cast(DiagonalTerm, self.bias)
+        for block in in_rows(tile, Dense.rows, as_bands=True):
+            rows, keys = slice(block.q0 - tile.q0, block.q1 - tile.q0), slice(block.k0 - tile.k0, block.k1 - tile.k0)
+            mask = bias.mask(block).flip(2)
+            states = (grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows])
+            _, inner = Dense().of_scores(*states, block, scale, mask)
+            bias.gradient(block, inner.flatten(1, 2).sum(dim=0), into)
 
     def _ordered(self, *of_queries: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What belongs to queries, in the order of the mask's rows, or back again."""
@@ -301,15 +322,30 @@ class Dense:
     ) -> Tensors:
         """See `Kernel`."""
         group = (k.shape[1], -1)
-        weights = (self._scores(q, k, tile, scale, mask) - lse.unflatten(1, group)[..., None]).exp()
-        delta = (wide(grad) * wide(out)).sum(dim=-1, keepdim=True).unflatten(1, group)
-        grouped_grad = grad.unflatten(1, group)
-        inner = weights * ((wide(grouped_grad) @ wide(v)[:, :, None].mT) - delta) * scale
-        weights, inner = weights.to(q.dtype), inner.to(q.dtype)
+        weights, inner = self.of_scores(grad, q, k, v, out, lse, tile, scale, mask)
+        weights, inner = weights.to(q.dtype), (inner * scale).to(q.dtype)
         grad_q = (inner @ k[:, :, None]).flatten(1, 2)
         grad_k = (inner.mT @ q.unflatten(1, group)).sum(dim=2)
-        grad_v = (weights.mT @ grouped_grad).sum(dim=2)
+        grad_v = (weights.mT @ grad.unflatten(1, group)).sum(dim=2)
         return grad_q, grad_k, grad_v
+
+    def of_scores(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tile: Tile,
+        scale: float,
+        mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention weights, and gradients of the scores: `(batch, kv_heads, group, q_len, kv_len)`, float32."""
+        group = (k.shape[1], -1)
+        weights = (self._scores(q, k, tile, scale, mask) - lse.unflatten(1, group)[..., None]).exp()
+        delta = (wide(grad) * wide(out)).sum(dim=-1, keepdim=True).unflatten(1, group)
+        return weights, weights * ((wide(grad.unflatten(1, group)) @ wide(v)[:, :, None].mT) - delta)
 
     def _scores(
         self, q: torch.Tensor, k: torch.Tensor, tile: Tile, scale: float, mask: torch.Tensor | None

@@ -11,11 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from rope_patch.attention.bias import TileBias, tile_bias
+from rope_patch.attention.bias import DiagonalTerm, TileBias, tile_bias
 from rope_patch.attention.inputs import AttentionInputs, Branch
 from rope_patch.attention.kernels import Biased, kernel_for
 from rope_patch.attention.spans import Span
@@ -24,14 +24,15 @@ from rope_patch.schemes.base import ALL_PAIRS, Region
 
 
 def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
-    """Output of `oracle.attend` for a causal call made of spans, `(batch, heads, q_len, value_dim)`.
+    """Output of `oracle.attend` for a call made of spans, `(batch, heads, q_len, value_dim)`.
 
-    The caller has made sure that there is no softcap, sink or dropout, and that no bias wants a gradient. Queries
-    outside every span (pads) give zeros.
+    The caller has made sure that there is no softcap, sink or dropout. Queries outside every span (pads) give zeros.
     """
     regions = tuple(branch.region for branch in inputs.branches)
     states = [state for branch in inputs.branches for state in (branch.query, branch.key)]
-    return _Segmented.apply(spans, regions, tile_bias(inputs), inputs.scaling, inputs.value, *states)
+    bias = tile_bias(inputs)
+    values = bias.values if isinstance(bias, DiagonalTerm) else None  # where a gradient may flow to
+    return _Segmented.apply(spans, regions, bias, inputs.scaling, values, inputs.value, *states)
 
 
 LARGE = 2**25
@@ -41,7 +42,8 @@ LARGE = 2**25
 def applies(inputs: AttentionInputs, spans: tuple[Span, ...]) -> bool:
     """Whether every region keeps its shape inside the windows of the spans."""
     regions = [branch.region for branch in inputs.branches if branch.region is not None]
-    return all(region.translation_invariant for region in regions) or all(span.window == math.inf for span in spans)
+    plain = all(span.window == math.inf for span in spans) and inputs.causal
+    return plain or all(region.translation_invariant for region in regions)
 
 
 class _Segmented(torch.autograd.Function):
@@ -52,6 +54,7 @@ class _Segmented(torch.autograd.Function):
         regions: tuple[Region | None, ...],
         bias: TileBias | None,
         scale: float,
+        bias_values: torch.Tensor | None,
         value: torch.Tensor,
         *states: torch.Tensor,
     ) -> torch.Tensor:
@@ -91,22 +94,18 @@ class _Segmented(torch.autograd.Function):
         of_value = _Sum(value, [(tile, keys) for _, tile, _, keys in work])
         of_query = {id(b): _Sum(b.query, [(tile, queries) for x, tile, queries, _ in work if x is b]) for b in branches}
         of_key = {id(b): _Sum(b.key, [(tile, keys) for x, tile, _, keys in work if x is b]) for b in branches}
+        of_bias = torch.zeros_like(cast(DiagonalTerm, ctx.bias).values) if ctx.needs_input_grad[4] else None
         for branch, tile, queries, keys in work:
-            grad_q, grad_k, grad_v = kernel.backward(
-                grad[queries],
-                branch.query[queries],
-                branch.key[keys],
-                value[keys],
-                out[queries],
-                lse[queries],
-                tile,
-                ctx.scale,
-            )
+            q, k, v = branch.query[queries], branch.key[keys], value[keys]
+            outcome = (out[queries], lse[queries], tile, ctx.scale)
+            grad_q, grad_k, grad_v = kernel.backward(grad[queries], q, k, v, *outcome)
+            if of_bias is not None:
+                kernel.bias_gradient(grad[queries], q, k, v, *outcome, into=of_bias)
             of_query[id(branch)].add(queries, grad_q)
             of_key[id(branch)].add(keys, grad_k)
             of_value.add(keys, grad_v)
         shares = [sums[id(branch)].total() for branch in branches for sums in (of_query, of_key)]
-        return (None, None, None, None, of_value.total(), *shares)
+        return (None, None, None, None, of_bias, of_value.total(), *shares)
 
 
 Index = tuple[slice, slice, slice]

@@ -6,6 +6,7 @@ asking for every pair.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class Span:
         keys: slots of the keys; the last is that of the last query.
         first_position: position of the first key.
         window: of sliding-window attention in tokens; infinite where there is none.
+        causal: whether each query sees the keys up to itself alone; otherwise all keys of the span.
     """
 
     rows: slice
@@ -33,6 +35,7 @@ class Span:
     keys: slice
     first_position: int
     window: float = math.inf
+    causal: bool = True
 
     @property
     def q_length(self) -> int:
@@ -51,8 +54,9 @@ def find_spans(
     groups: torch.Tensor | None,
     query_start: int,
     batch_size: int,
+    causal: bool = True,
 ) -> tuple[Span, ...] | None:
-    """The spans of a causal call; None when its mask or its positions are not made of spans.
+    """The spans of a call; None when its mask or its positions are not made of spans.
 
     Args:
         position_ids: `(batch or 1, q_len)`, of the queries.
@@ -60,7 +64,10 @@ def find_spans(
         groups: beside no mask, `(batch or 1, kv_len)`, or None for causal rows without pads.
         query_start: slot of the first query.
         batch_size: number of rows.
+        causal: whether a query sees the keys up to itself alone; otherwise queries are as many as keys.
     """
+    if mask is not None and not causal:
+        return None
     q_length = position_ids.shape[-1]
     first_key: torch.Tensor | None
     if groups is not None:
@@ -83,7 +90,7 @@ def find_spans(
         if in_row is None:
             return None
         spans += in_row
-    return _merge_equal_rows(spans, batch_size)
+    return _merge_equal_rows([dataclasses.replace(span, causal=causal) for span in spans], batch_size)
 
 
 def _starts_of_groups(groups: torch.Tensor, query_start: int, q_length: int) -> torch.Tensor | None:
@@ -144,10 +151,11 @@ def _start_of_sliding(steps: torch.Tensor) -> int:
 
 def _merge_equal_rows(spans: list[Span], batch_size: int) -> tuple[Span, ...]:
     """One span for all rows where every row has the same ones."""
-    by_row: dict[int, list[tuple[slice, slice, int, float]]] = {}
+    every_row = slice(0, batch_size)
+    by_row: dict[int, list[Span]] = {}
     for span in spans:
-        by_row.setdefault(span.rows.start, []).append((span.queries, span.keys, span.first_position, span.window))
+        by_row.setdefault(span.rows.start, []).append(dataclasses.replace(span, rows=every_row))
     shapes = list(by_row.values())
     if len(shapes) == batch_size > 1 and all(shape == shapes[0] for shape in shapes):
-        return tuple(Span(slice(0, batch_size), *shape) for shape in shapes[0])
+        return tuple(shapes[0])
     return tuple(spans)

@@ -64,9 +64,9 @@ def in_rows(tile: Tile, rows: int, as_bands: bool = False) -> Iterator[Tile]:
 
 
 def tiles_of(
-    region: Region, q_length: int, offset: int, first_position: int = 0, band_rows: int = 256
+    region: Region, q_length: int, offset: int, first_position: int = 0, band_rows: int = 256, causal: bool = True
 ) -> Iterator[Tile]:
-    """Disjoint tiles that cover the pairs of a region with keys up to the query.
+    """Disjoint tiles that cover the pairs of a region, with keys up to the query alone where `causal`.
 
     Args:
         region: pairs by distance.
@@ -74,8 +74,10 @@ def tiles_of(
         offset: distance from the first query to the first key.
         first_position: position of the first key.
         band_rows: queries per tile of a band.
+        causal: otherwise there are as many keys as queries, and the region goes by distance alone.
     """
-    for tile in _tiles_of(region, q_length, offset, first_position, band_rows):
+    tiles = _tiles_of(region, q_length, offset, first_position, band_rows)
+    for tile in tiles if causal else _tiles_both_ways(region, q_length, band_rows):
         yield dataclasses.replace(tile, distance=offset + tile.q0 - tile.k0)
 
 
@@ -100,6 +102,29 @@ def _tiles_of(region: Region, q_length: int, offset: int, first_position: int, b
         q1 = min(q0 + band_rows, q_length)
         k0, k1 = max(0, offset + q0 - int(region.stop) + 1), offset + q1 - low
         yield Tile(q0, q1, k0, k1, "band", low, int(region.stop))
+
+
+def _tiles_both_ways(region: Region, length: int, rows: int) -> Iterator[Tile]:
+    """Each block of queries with the keys that all of them see, and a band to either side that some of them see."""
+    if region.start == -math.inf and region.stop == math.inf:
+        yield Tile(0, length, 0, length)
+        return
+    # beyond these bounds no pair lies
+    low, high = int(max(region.start, 1 - length)), int(min(region.stop, length))
+    # queries outside these see nothing
+    first, last = max(0, low), min(length, length - 1 + high) if low < high else 0
+    for q0 in range(first, last, rows):
+        q1 = min(q0 + rows, last)
+        oldest, newest = max(0, q0 - high + 1), min(length, q1 - low)
+        k0, k1 = max(0, q1 - high), min(length, q0 - low + 1)  # what all of them see
+        if k1 <= k0:
+            yield Tile(q0, q1, oldest, newest, "band", low, high)
+            continue
+        if oldest < k0:
+            yield Tile(q0, q1 - 1, oldest, k0, "band", low, high)
+        yield Tile(q0, q1, k0, k1)
+        if k1 < newest:
+            yield Tile(q0 + 1, q1, k1, newest, "band", low, high)
 
 
 def _wedge(q0: int, q1: int, k0: int, seen_by_first: int) -> Iterator[Tile]:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from rope_patch.errors import EvaluationError, did_you_mean
-from rope_patch.persistence import from_pretrained
+from rope_patch.persistence import from_pretrained, make_loadable
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -61,6 +61,7 @@ def load_tokenizer(path: str) -> Any:
         EvaluationError: when there is none.
     """
     with _one_line(path, "a tokenizer"):
+        make_loadable(path, **_where(path))
         return AutoTokenizer.from_pretrained(path, **_where(path))
 
 

@@ -25,8 +25,9 @@ from rope_patch.evaluation.nll import causal_language_model, chunked_nll
 from rope_patch.evaluation.results import ResultFile, Row, identity, provenance, weights_fingerprint
 from rope_patch.evaluation.specs import PLAIN, scheme_at
 from rope_patch.evaluation.texts import Selection, select_windows
-from rope_patch.models.base import Stack, read_stack
+from rope_patch.models.base import Stack
 from rope_patch.models.config import rope_entries
+from rope_patch.models.reading import read_stack
 from rope_patch.mounts import plan_mounts
 from rope_patch.patch import find_handle, patch
 from rope_patch.schemes import Scheme

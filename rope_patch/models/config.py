@@ -9,6 +9,9 @@ from rope_patch.errors import UnsupportedModel
 from rope_patch.schemes.base import Checkpoint, Scheme
 from rope_patch.schemes.registry import list_schemes, scheme_class
 
+BASE = 10_000.0
+"""b where a checkpoint has no rotary embedding to say it: the published one (RoFormer, section 3.2.2)."""
+
 
 def rope_entries(config: Any) -> dict[str | None, dict[str, Any]]:
     """The entries of `config.rope_parameters` by layer type; the key None where one entry serves all layers.

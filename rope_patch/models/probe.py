@@ -77,6 +77,15 @@ def measure_layout(name: str, module: nn.Module, rotary: Tables) -> RotaryLayout
     return layout
 
 
+def reaches_interface(module: nn.Module) -> bool:
+    """Whether a self-attention module that takes no tables calls the attention interface of Transformers."""
+    try:
+        _run(module, torch.ones(1, 1), torch.zeros(1, 1))
+    except UnsupportedModel:
+        return False
+    return True
+
+
 def _frequency_of_column(name: str, rotary: Tables) -> tuple[int, ...]:
     """Which frequency each column of the model's own cos and sin tables belongs to."""
     count = rotary.inv_freq.shape[-1]

@@ -25,6 +25,7 @@ from rope_patch.schemes.rerope import LeakyReRoPE, ReRoPE
 from rope_patch.schemes.rope import NoPE, RoPE
 from rope_patch.schemes.sandwich import Sandwich
 from rope_patch.schemes.self_extend import SelfExtend
+from rope_patch.schemes.t5 import T5Bias
 from rope_patch.schemes.window import SlidingWindow
 from rope_patch.schemes.xpos import XPos
 from rope_patch.schemes.yarn import DynamicYaRN, NTKByParts, YaRN
@@ -54,6 +55,7 @@ for _scheme in (
     LogN,
     ALiBi,
     Sandwich,
+    T5Bias,
 ):
     register_scheme(_scheme)
 
@@ -84,6 +86,7 @@ __all__ = [
     "SelfExtend",
     "SlidingWindow",
     "Source",
+    "T5Bias",
     "TruncatedBasis",
     "XPos",
     "YaRN",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Checkpoint, Scheme, Source
+from rope_patch.typing import NO_WEIGHTS, Weights
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class ALiBi(Scheme):
     Args:
         slopes: one per head; default the published ones, 2^(-8 i / n) for n heads where n is a power of two, and for
             other head counts those of the power below followed by every second one of the power above.
-        symmetric: meant for models that see both directions, where the penalty is the same on either side.
+        symmetric: for models that see both directions, where the penalty is the same on either side; default True
+            there, and only there.
     """
 
     name = "alibi"
@@ -49,9 +52,9 @@ class ALiBi(Scheme):
             raise InvalidField(
                 f"alibi: slopes has {len(self.slopes)} values; this checkpoint has {checkpoint.num_heads} heads"
             )
-        return self
+        return dataclasses.replace(self, symmetric=self.symmetric or checkpoint.bidirectional)
 
-    def bias(self, distance: torch.Tensor, num_heads: int) -> torch.Tensor:
+    def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         slopes = torch.tensor(self.slopes or alibi_slopes(num_heads), device=distance.device)
         return -slopes.view(-1, *[1] * distance.ndim) * distance.abs()
 

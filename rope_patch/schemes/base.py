@@ -16,7 +16,7 @@ import torch
 
 from rope_patch.errors import InvalidField, NotExpressible, did_you_mean
 from rope_patch.positions import Identity
-from rope_patch.typing import Frequencies, PositionMap, Regime, RotarySpec, Slot
+from rope_patch.typing import NO_WEIGHTS, Frequencies, PositionMap, Regime, RotarySpec, Slot, Weights
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,16 @@ class Checkpoint:
         training_length: L in tokens.
         num_heads: number of query heads.
         max_length: the longest text in tokens that the checkpoint is made for; L where it was not extended.
+        bidirectional: whether tokens see the keys after them.
+        buckets: of its biases by bucket of distance, their number and the distance from which on the last one serves;
+            None where it has no such biases.
     """
 
     training_length: int
     num_heads: int
     max_length: int
+    bidirectional: bool = False
+    buckets: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ class Scheme:
         absolute: whether a shift of all positions changes the scores.
         causal_only: whether the scheme has no meaning for keys after the query.
         rope_type: the `rope_type` of Transformers that means the same; None where there is none.
+        learned: names of the weights that it reads.
     """
 
     name: ClassVar[str]
@@ -108,6 +114,7 @@ class Scheme:
     absolute: ClassVar[bool] = False
     causal_only: ClassVar[bool] = False
     rope_type: ClassVar[str | None] = None
+    learned: ClassVar[tuple[str, ...]] = ()
 
     # --- slots ---------------------------------------------------------------------------------------------------
 
@@ -123,8 +130,16 @@ class Scheme:
         """lambda(m), float32, the shape of `positions`."""
         raise NotImplementedError
 
-    def bias(self, distance: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """b by distance m - n: float32, `(heads, *distance.shape)`."""
+    def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        """b by distance m - n: float32, `(heads, *distance.shape)`. `weights` are those named in `learned`."""
+        raise NotImplementedError
+
+    def embedding(self, native: torch.Tensor) -> torch.Tensor:
+        """The rows that are added to the input at positions 0, 1, ..., `(N, hidden)`.
+
+        Args:
+            native: the checkpoint's own rows, `(n, hidden)`.
+        """
         raise NotImplementedError
 
     def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
@@ -220,7 +235,7 @@ class Scheme:
             raise InvalidField(f"{self.name}: {field}={value!r}: {did_you_mean(str(value), allowed)}")
 
 
-SLOTS: tuple[Slot, ...] = ("frequencies", "segments", "query_scale", "bias")
+SLOTS: tuple[Slot, ...] = ("frequencies", "segments", "query_scale", "bias", "embedding")
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from rope_patch.errors import InvalidField, SlotConflict
 from rope_patch.schemes.base import Checkpoint, Region, Scheme, Source
-from rope_patch.typing import Frequencies, Regime, RotarySpec, Slot
+from rope_patch.typing import NO_WEIGHTS, Frequencies, Regime, RotarySpec, Slot, Weights
 
 _SHARED: frozenset[Slot] = frozenset({"query_scale", "bias"})
 
@@ -68,6 +68,10 @@ class Compose(Scheme):
         return any(part.decays for part in self._parts)
 
     @property
+    def learned(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(name for part in self._parts for name in part.learned)
+
+    @property
     def linear(self) -> bool:  # type: ignore[override]
         return all(part.linear for part in self._filling("bias"))
 
@@ -92,9 +96,12 @@ class Compose(Scheme):
         scales = [part.query_scale(positions) for part in self._filling("query_scale")]
         return torch.stack(scales).prod(dim=0)
 
-    def bias(self, distance: torch.Tensor, num_heads: int) -> torch.Tensor:
-        biases = [part.bias(distance, num_heads) for part in self._filling("bias")]
+    def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        biases = [part.bias(distance, num_heads, weights) for part in self._filling("bias")]
         return torch.stack(biases).sum(dim=0)
+
+    def embedding(self, native: torch.Tensor) -> torch.Tensor:
+        return self._owners["embedding"].embedding(native)
 
     def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
         for part in self._parts:

@@ -9,6 +9,7 @@ import torch
 from rope_patch.errors import InvalidField
 from rope_patch.rotary import inverse_frequencies
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.typing import NO_WEIGHTS, Weights
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Sandwich(Scheme):
             raise InvalidField(f"sandwich: embedding_dim={self.embedding_dim} is not allowed; it is even")
         self._above_zero("base")
 
-    def bias(self, distance: torch.Tensor, num_heads: int) -> torch.Tensor:
+    def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         inv_freq = inverse_frequencies(self.embedding_dim, self.base).to(distance.device)
         # one frequency at a time: all of them at once would need d/2 numbers for every pair of tokens
         product = sum((distance * frequency).cos() for frequency in inv_freq) - self.embedding_dim / 2

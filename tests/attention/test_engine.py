@@ -14,7 +14,8 @@ SPECS = ["rerope:window=6", "alibi"]
 
 def attend(inputs, mode="segmented"):
     def spans():
-        return find_spans(inputs.query_positions, None, inputs.groups, inputs.query_start, len(inputs.groups))
+        rows = len(inputs.value)
+        return find_spans(inputs.query_positions, None, inputs.groups, inputs.query_start, rows, inputs.causal)
 
     return engine.attend(inputs, mode, spans)
 
@@ -38,7 +39,8 @@ def ways(monkeypatch):
         ({"dropout": 0.1}, "chunked"),
         ({"softcap": 5.0}, "chunked"),
         ({"sinks": torch.zeros(4)}, "chunked"),
-        ({"causal": False}, "chunked"),
+        ({"causal": False}, "segmented"),
+        ({"causal": False, "mask": torch.ones(1, 1, 45, 45, dtype=torch.bool), "groups": None}, "chunked"),
         ({"key_positions": torch.arange(45)[None]}, "segmented"),
     ],
 )
@@ -55,8 +57,13 @@ def test_a_bias_that_wants_a_gradient_gets_one(ways):
     learned = dataclasses.replace(
         inputs.bias, function=lambda distance: -slopes.view(-1, *[1] * distance.ndim) * distance, table=None
     )
-    (attend(dataclasses.replace(inputs, bias=learned)) * kept[:, None, :, None]).square().sum().backward()
-    assert ways == ["chunked"]
+    found = {}
+    for mode in ("segmented", "chunked"):
+        slopes.grad = None
+        (attend(dataclasses.replace(inputs, bias=learned), mode) * kept[:, None, :, None]).square().sum().backward()
+        found[mode] = slopes.grad
+    assert ways == ["segmented", "chunked"]
+    torch.testing.assert_close(found["segmented"], found["chunked"], rtol=1e-4, atol=1e-4)
     assert slopes.grad.abs().min() > 0
 
 

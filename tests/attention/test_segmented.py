@@ -111,7 +111,9 @@ def test_a_kernel_that_is_wrong_or_missing_is_not_trusted(kernel):
     assert not agrees(kernel, torch.device("cpu"), torch.float32, 16)
 
 
-def inputs_of(spec, mask_rows, q_length, kv_length, dtype=torch.float64, kv_heads=2, heads=4, dim=16, value_dim=16):
+def inputs_of(
+    spec, mask_rows, q_length, kv_length, dtype=torch.float64, kv_heads=2, heads=4, dim=16, value_dim=16, causal=True
+):
     """A random call, and the rows of queries that are no pads."""
     scheme = get_scheme(spec) if spec else None
     random = torch.Generator().manual_seed(0)
@@ -120,7 +122,7 @@ def inputs_of(spec, mask_rows, q_length, kv_length, dtype=torch.float64, kv_head
         return torch.randn(len(mask_rows), heads, length, dim, generator=random, dtype=torch.float64).to(dtype)
 
     regions = scheme.segments() if scheme and "segments" in scheme.slots else (ALL_PAIRS,)
-    regions = [region for region in regions if region.stop > 0]
+    regions = [region for region in regions if region.stop > 0 or not causal]
     branches = tuple(Branch(region, states(heads, q_length), states(kv_heads, kv_length)) for region in regions)
     groups = torch.tensor(mask_rows)
     positions = ((groups >= 0).cumsum(-1) - 1).clamp(min=0)
@@ -128,14 +130,15 @@ def inputs_of(spec, mask_rows, q_length, kv_length, dtype=torch.float64, kv_head
     bias = None
     if scheme and "bias" in scheme.slots:
         bias = DistanceBias(lambda distance: scheme.bias(distance, heads), scheme.linear)
-    keys = positions[:, :1] - (groups == -1).sum(-1, keepdim=True) + torch.arange(kv_length)
+    pads_before = (groups >= 0).int().argmax(dim=-1, keepdim=True)
+    keys = torch.arange(kv_length) - pads_before
     inputs = AttentionInputs(
         branches,
         states(kv_heads, kv_length, value_dim),
         positions[:, start:],
         keys,
         None,
-        True,
+        causal,
         start,
         0.3,
         bias,
@@ -170,7 +173,8 @@ def gradients_of(attend, inputs, kept, grad):
 
 
 def run_segmented(inputs):
-    spans = find_spans(inputs.query_positions, None, inputs.groups, inputs.query_start, len(inputs.groups))
+    rows = len(inputs.groups)
+    spans = find_spans(inputs.query_positions, None, inputs.groups, inputs.query_start, rows, inputs.causal)
     assert segmented.applies(inputs, spans)
     return segmented.attend(inputs, spans)
 

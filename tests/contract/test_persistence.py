@@ -21,7 +21,7 @@ from rope_patch import (
     unpatch,
 )
 from rope_patch.export import is_expressible
-from rope_patch.models.base import read_stack
+from rope_patch.models.reading import read_stack
 from tests.cases import ALL, ROUTES
 from tests.families import FAMILIES, SHARED_TABLES, build, config_of, from_config
 from tests.runs import LENGTH, assert_close, logits, tokens
@@ -33,7 +33,7 @@ def fits(scheme, model):
     """Whether a scheme with one number per pair has as many as this model turns."""
     stack = read_stack(model)
     try:
-        return scheme.frequencies(stack.rotary_spec(stack.rotary[-1])) is not None
+        return scheme.frequencies(stack.rotary[-1].spec(stack.training_length)) is not None
     except InvalidField:
         return False
 

@@ -1,0 +1,35 @@
+"""A small call as PyTorch's own attention, with a mask for every pair, as Transformers has it for biases of any size."""
+
+from __future__ import annotations
+
+import torch
+
+from rope_patch.attention.inputs import AttentionInputs
+
+
+def applies(inputs: AttentionInputs) -> bool:
+    """Whether scores are those of one rotation plus a bias, in a precision that the bias may be rounded to."""
+    return (
+        inputs.bias is not None
+        and inputs.fits_kernels
+        and len(inputs.branches) == 1
+        and inputs.branches[0].region is None
+        and inputs.branches[0].key.shape[1] == inputs.branches[0].query.shape[1]
+        and inputs.value.dtype in (torch.float32, torch.float64)
+    )
+
+
+def attend(inputs: AttentionInputs) -> torch.Tensor:
+    """Output of `oracle.attend`, `(batch, heads, q_len, value_dim)`, to the last bit what T5 computes under `sdpa`."""
+    (branch,) = inputs.branches
+    m, n = inputs.query_positions[:, :, None], inputs.key_positions[:, None, :]
+    assert inputs.bias is not None  # for the type checker: see `applies`
+    mask = inputs.bias.function(m - n).transpose(0, 1).to(inputs.value.dtype)
+    seen = inputs.visible() if inputs.mask is None else inputs.mask
+    if seen is not None and seen.dtype == torch.bool:
+        mask = torch.where(seen, mask, torch.finfo(mask.dtype).min)
+    elif seen is not None:
+        mask = mask + seen
+    return torch.nn.functional.scaled_dot_product_attention(
+        branch.query, branch.key, inputs.value, attn_mask=mask.contiguous(), scale=inputs.scaling
+    )

@@ -1,0 +1,39 @@
+"""Distances sorted into buckets: each near distance has one of its own, farther ones share them logarithmically."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def relative_buckets(
+    relative_position: torch.Tensor, bidirectional: bool, num_buckets: int, max_distance: int
+) -> torch.Tensor:
+    """The bucket of n - m, an integer below `num_buckets`.
+
+    Half of the buckets of a direction are for single distances, the other half for distances up to `max_distance` at
+    equal steps of the logarithm; the last one also takes whatever is farther. The order of operations is that of
+    Transformers, so that edges of buckets fall on the same distance.
+
+    Args:
+        relative_position: n - m, integer, of any shape.
+        bidirectional: give each direction half of the buckets; otherwise keys after the query fall into the first.
+        num_buckets: of both directions together.
+        max_distance: in tokens.
+
+    Source:
+        T5, 1910.10683, section 2.1, and the authors' code (mesh_tensorflow).
+    """
+    if bidirectional:
+        num_buckets //= 2
+        later = (relative_position > 0).long() * num_buckets
+        distance = relative_position.abs()
+    else:
+        later = torch.zeros_like(relative_position, dtype=torch.long)
+        distance = -relative_position.clamp(max=0)
+    exact = num_buckets // 2
+    steps = torch.log(distance.float() / exact) / math.log(max_distance / exact) * (num_buckets - exact)
+    # the logarithm of zero is not looked at
+    shared = (exact + steps.clamp(min=0).long()).clamp(max=num_buckets - 1)
+    return later + torch.where(distance < exact, distance, shared)

@@ -1,0 +1,39 @@
+"""Reading the ALiBi kind: attention without rotation, whose positions are a bias by distance.
+
+The RoPE kind needs nothing of its own: it is read as any Llama-style stack.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from rope_patch.models.base import AttentionLayer, Stack
+from rope_patch.models.config import BASE
+from rope_patch.rotary import half_split
+from rope_patch.schemes.alibi import ALiBi
+from rope_patch.schemes.base import Checkpoint
+from rope_patch.typing import RotarySpec
+
+
+def recognises(module: nn.Module) -> bool:
+    """Whether a model is the stack of a native Baichuan of the ALiBi kind."""
+    return (
+        isinstance(module, PreTrainedModel)
+        and getattr(module.config, "uses_alibi", False)
+        and isinstance(getattr(module, "layers", None), nn.ModuleList)
+    )
+
+
+def read(stack: PreTrainedModel) -> Stack:
+    """The layers of a stack that is recognised, with the rotation that a scheme would bring: Baichuan-7B's."""
+    config = cast(Any, stack.config)
+    length, head_dim = config.model_max_length, config.hidden_size // config.num_attention_heads
+    spec = RotarySpec(head_dim, BASE, length)
+    layers = tuple(
+        AttentionLayer(f"layers.{index}.self_attn", layer.self_attn, index, spec, half_split(head_dim))
+        for index, layer in enumerate(stack.layers)
+    )
+    return Stack(stack, Checkpoint(length, config.num_attention_heads, length), ALiBi(), layers)

@@ -1,0 +1,41 @@
+"""How Baichuan's chat models are spoken to, as Jinja."""
+
+from __future__ import annotations
+
+_TEMPLATE = """\
+{%- for message in messages -%}
+    {%- if message['role'] == 'user' -%}
+        {{- '<user>' + message['content'] -}}
+    {%- elif message['role'] == 'assistant' -%}
+        {{- '<assistant>' + message['content'] <eos> -}}
+    {%- elif <system> -%}
+        {{- message['content'] -}}
+    {%- else -%}
+        {{- raise_exception('role ' + message['role'] + ' at place ' + loop.index0|string + '; allowed: <roles>') -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<assistant>' -}}
+{%- endif -%}
+"""
+
+
+def chat_template(user: str, assistant: str, second_generation: bool) -> str:
+    """The prompt that the published `chat` method builds, without any bos.
+
+    Args:
+        user, assistant: the tokens that open a turn.
+        second_generation: Baichuan 2 takes a system text, raw and first, and closes no turn; Baichuan takes none, and
+            closes the turns of the assistant by eos.
+    """
+    differences = {
+        "<user>": user,
+        "<assistant>": assistant,
+        "<eos>": "" if second_generation else "+ eos_token",
+        "<system>": "message['role'] == 'system' and loop.first" if second_generation else "false",
+        "<roles>": "system (first), user, assistant" if second_generation else "user, assistant",
+    }
+    template = _TEMPLATE
+    for place, text in differences.items():
+        template = template.replace(place, text)
+    return template

@@ -1,0 +1,120 @@
+"""The config of all Baichuan models, with the field names as published."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from rope_patch.errors import InvalidField, did_you_mean
+
+POSITION_KINDS = ("rope", "alibi")
+
+TRAINING_LENGTH = 4096
+"""Of every published checkpoint, for a config that does not say."""
+
+_ROTARY_ARCHITECTURE = "BaiChuanForCausalLM"
+_ROTARY_HIDDEN_SIZE = 4096
+_NORM_HEAD_VOCABULARY = 125696
+_SAID_ONLY_WHERE_SET = (
+    "max_position_embeddings",
+    "model_max_length",
+    "normalize_lm_head",
+    "position_embedding_type",
+)
+
+
+class BaichuanConfig(PreTrainedConfig):
+    """Baichuan-7B (RoPE), Baichuan-13B (ALiBi) and Baichuan 2 (either, with a normalised head), base and chat.
+
+    Args:
+        position_embedding_type: `rope` or `alibi`. Default by the published configs: RoPE where the architecture is
+            `BaiChuanForCausalLM`, where `max_position_embeddings` is given, or where `hidden_size` is 4096; else ALiBi.
+        max_position_embeddings: training length in tokens of the RoPE kind.
+        model_max_length: training length in tokens of the ALiBi kind; a RoPE config may say it too.
+        normalize_lm_head: whether the head multiplies by rows of length one. Default: where the vocabulary has the
+            125696 entries of Baichuan 2.
+        z_loss_weight: of the mean squared largest logit, added to the loss.
+        gradient_checkpointing: found in published configs as `[false]`, and ignored in that form.
+        fused_qkv: whether attention keeps `W_pack` as one module, instead of `q_proj`, `k_proj` and `v_proj`; files are
+            the same either way.
+
+    Raises:
+        InvalidField: for a position kind that there is not.
+    """
+
+    model_type = "baichuan"
+    keys_to_ignore_at_inference = ("past_key_values",)
+    attribute_map = {"num_key_value_heads": "num_attention_heads"}  # noqa: RUF012  # every head has keys of its own
+
+    # what Llama's parts ask for and no Baichuan has
+    attention_bias = False
+    mlp_bias = False
+    attention_dropout = 0.0
+    # the class that AutoTokenizer takes for a folder that names none
+    tokenizer_class = "BaichuanTokenizer"
+
+    vocab_size: int = 64000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    hidden_act: str = "silu"
+    max_position_embeddings: int | None = None
+    model_max_length: int | None = None
+    position_embedding_type: str | None = None
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+    normalize_lm_head: bool | None = None
+    z_loss_weight: float = 0.0
+    gradient_checkpointing: Any = False
+    rope_parameters: dict[str, Any] | None = None
+    fused_qkv: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        kind = self.position_embedding_type
+        if kind not in (None, *POSITION_KINDS):
+            raise InvalidField(f"position_embedding_type {kind!r}: {did_you_mean(str(kind), POSITION_KINDS)}")
+        self.architectures: list[str] = self.architectures or []  # AutoModelForCausalLM looks through them
+        rotary = not self.uses_alibi
+        if rotary and self.max_position_embeddings is None:
+            # said from now on, so that the kind can be read from a saved config whatever its architecture
+            self.max_position_embeddings = self.model_max_length or TRAINING_LENGTH
+        if not rotary and self.model_max_length is None:
+            self.model_max_length = self.max_position_embeddings or TRAINING_LENGTH
+        if self.normalizes_head:
+            self.normalize_lm_head = True  # also when the vocabulary is resized
+        super().__post_init__(**kwargs)
+        if not rotary:
+            self.rope_parameters = None  # and said so in files: vLLM asks every Baichuan for them
+
+    @property
+    def uses_alibi(self) -> bool:
+        """Whether positions are a penalty on distance (the 13B models) and not a rotation (the 7B models)."""
+        if self.position_embedding_type is not None:
+            return self.position_embedding_type == "alibi"
+        return not (
+            _ROTARY_ARCHITECTURE in self.architectures
+            or self.max_position_embeddings is not None
+            or self.hidden_size == _ROTARY_HIDDEN_SIZE
+        )
+
+    @property
+    def normalizes_head(self) -> bool:
+        """Whether the rows of the head have length one in the product (Baichuan 2)."""
+        if self.normalize_lm_head is not None:
+            return self.normalize_lm_head
+        return self.vocab_size == _NORM_HEAD_VOCABULARY
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields; those that a published config may lack only where they say something."""
+        fields = super().to_dict()
+        unsaid = {name for name in _SAID_ONLY_WHERE_SET if fields.get(name) is None}
+        if not fields.get("fused_qkv"):
+            unsaid.add("fused_qkv")
+        return {name: value for name, value in fields.items() if name not in unsaid}

@@ -1,0 +1,274 @@
+"""Baichuan on the parts of Transformers' Llama."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk, WeightConverter
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from rope_patch.attention.inputs import wide
+from rope_patch.models.baichuan.alibi import SharedByLayers, alibi_attention_forward, query_start
+from rope_patch.models.baichuan.configuration import BaichuanConfig
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+# A model class is not complete without the names of its weights in files, so they are said where it is defined.
+# A module that keeps `W_pack` as it is finds its own name among the keys, and Transformers leaves such keys alone.
+register_checkpoint_conversion_mapping(
+    BaichuanConfig.model_type,
+    [
+        WeightConverter(
+            source_patterns="self_attn.W_pack.weight",
+            target_patterns=[f"self_attn.{name}_proj.weight" for name in "qkv"],
+            operations=[Chunk(dim=0)],
+        )
+    ],
+    overwrite=True,
+)
+
+
+class BaichuanAttention(nn.Module):
+    """Self-attention with rotated queries and keys, through the attention interface of Transformers."""
+
+    def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.num_key_value_groups = 1
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+        width = config.hidden_size
+        if config.fused_qkv:
+            self.W_pack = nn.Linear(width, 3 * width, bias=False)
+        else:
+            self.q_proj = nn.Linear(width, width, bias=False)
+            self.k_proj = nn.Linear(width, width, bias=False)
+            self.v_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Tables | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`(batch, length, hidden)` to the same, and the attention weights where the attention function gives them.
+
+        Args:
+            hidden_states: after the norm.
+            position_embeddings: cos and sin, `(batch or 1, length, head_dim)`.
+            attention_mask: in the form that the attention function takes.
+            past_key_values: receives the rotated keys and the values.
+            **kwargs: for the attention function.
+        """
+        query, key, value = self._project(hidden_states)
+        assert position_embeddings is not None  # for the type checker: the model always gives them
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        score = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = score(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
+        return self.o_proj(output.flatten(2)), weights
+
+    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values, each `(batch, heads, length, head_dim)`."""
+        if self.config.fused_qkv:
+            states = self.W_pack(hidden_states).chunk(3, dim=-1)
+        else:
+            states = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        return tuple(x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in states)
+
+
+class BaichuanAlibiAttention(BaichuanAttention):
+    """Self-attention with a penalty on distance."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Tables | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As of the other kind; `position_embeddings` are part of the interface, and nothing here rotates."""
+        query, key, value = self._project(hidden_states)
+        implementation = self.config._attn_implementation
+        if implementation.startswith("rope_patch"):  # a scheme is mounted, which brings a bias of its own
+            score = ALL_ATTENTION_FUNCTIONS[implementation]
+        else:
+            score = alibi_attention_forward
+            kwargs["start"] = query_start(past_key_values, self.layer_idx, query.shape[2])
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        output, weights = score(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
+        return self.o_proj(output.flatten(2)), weights
+
+
+class BaichuanDecoderLayer(LlamaDecoderLayer):
+    """Llama's layer around the attention of this kind."""
+
+    def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        attention = BaichuanAlibiAttention if config.uses_alibi else BaichuanAttention
+        self.self_attn = attention(config, layer_idx)
+
+
+class BaichuanPreTrainedModel(PreTrainedModel):
+    """What Transformers must know of both models."""
+
+    config: BaichuanConfig
+    config_class = BaichuanConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("BaichuanDecoderLayer",)
+    _skip_keys_device_placement = ("past_key_values",)
+    # published files carry the tables of frequencies, which follow from the config
+    _keys_to_ignore_on_load_unexpected = (r"rotary_emb\.inv_freq",)
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+    _can_record_outputs = {  # noqa: RUF012  # as every model of Transformers says it
+        "hidden_states": BaichuanDecoderLayer,
+        "attentions": BaichuanAttention,
+    }
+
+    def _backward_compatibility_gradient_checkpointing(self) -> None:
+        # a trailing comma made the published value `[false]`, which Transformers would take for true
+        if not isinstance(self.config.gradient_checkpointing, list | tuple):
+            super()._backward_compatibility_gradient_checkpointing()
+
+
+class BaichuanModel(BaichuanPreTrainedModel):
+    """The stack of layers."""
+
+    def __init__(self, config: BaichuanConfig) -> None:
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(BaichuanDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if not config.uses_alibi:
+            self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states `(batch, length, hidden)` of tokens `(batch, length)` or of their embeddings.
+
+        Raises:
+            ValueError: unless exactly one of tokens and embeddings is given.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen)[None]
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=hidden_states,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        if self.config.uses_alibi:
+            kwargs["shared"] = SharedByLayers()
+        else:
+            kwargs["position_embeddings"] = self.rotary_emb(hidden_states, position_ids=position_ids)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+
+class NormHead(nn.Linear):
+    """logits = h . w / |w| for every row w of the weight, which itself is never changed.
+
+    The published code normalises the weight in training, and in evaluation overwrites it by the normalised one.
+    """
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(..., hidden)` to `(..., vocabulary)`, in the dtype of the hidden states; lengths are float32 at least."""
+        lengths = torch.linalg.vector_norm(self.weight, dim=-1, dtype=wide(self.weight[:0]).dtype).clamp_min(1e-12)
+        return (super().forward(hidden_states) / lengths).to(hidden_states.dtype)
+
+
+class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
+    """The stack and the language-model head."""
+
+    _tied_weights_keys = LlamaForCausalLM._tied_weights_keys
+
+    def __init__(self, config: BaichuanConfig) -> None:
+        super().__init__(config)
+        self.model = BaichuanModel(config)
+        self.vocab_size = config.vocab_size
+        head = NormHead if config.normalizes_head else nn.Linear
+        self.lm_head = head(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    forward = LlamaForCausalLM.forward
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Put another head in place; the plain one that resizing the vocabulary makes stays normalised."""
+        if self.config.normalizes_head and type(new_embeddings) is nn.Linear:
+            head = NormHead(new_embeddings.in_features, new_embeddings.out_features, bias=False, device="meta")
+            head.weight = new_embeddings.weight
+            new_embeddings = head
+        super().set_output_embeddings(new_embeddings)
+
+    def loss_function(self, logits: torch.Tensor, labels: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+        """Cross-entropy, plus `z_loss_weight` times the mean squared largest logit of every predicting position.
+
+        Shape:
+            logits `(batch, length, vocabulary)`, labels `(batch, length)`.
+        """
+        loss = super().loss_function(logits=logits, labels=labels, **kwargs)
+        if not self.config.z_loss_weight:
+            return loss
+        return loss + self.config.z_loss_weight * logits[..., :-1, :].float().amax(dim=-1).square().mean()
+
+
+class BaiChuanForCausalLM(BaichuanForCausalLM):
+    """The spelling of Baichuan-7B: its folders are saved under it again, and vLLM reads the position kind from it."""

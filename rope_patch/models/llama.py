@@ -1,0 +1,117 @@
+"""Reading Llama-style stacks: self-attention that is handed `position_embeddings` of one rotary module.
+
+Nothing here knows a family by name: how a layer turns its dimensions is measured by `models.probe`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from rope_patch.errors import UnsupportedModel
+from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
+from rope_patch.models.config import checkpoint_of_config, rope_entries, scheme_of_config
+from rope_patch.models.probe import measure_layout
+from rope_patch.schemes.base import Scheme
+
+
+def recognises(module: nn.Module) -> bool:
+    """Whether a model owns a rotary module of Transformers, one with `inv_freq`."""
+    return isinstance(module, PreTrainedModel) and any(_is_rotary(child) for child in module.children())
+
+
+def read(stack: PreTrainedModel) -> Stack:
+    """The layers and tables of a stack that is recognised.
+
+    Raises:
+        UnsupportedModel: with the reason, when a part of it is not understood.
+    """
+    family = type(stack).__name__
+    modules = [module for module in stack.modules() if _is_rotary(module)]
+    if len(modules) > 1:
+        raise UnsupportedModel(f"{family} has {len(modules)} rotary modules; which layer uses which is not declared")
+    rotary = _tables_of(modules[0], stack.config)
+    checkpoint = checkpoint_of_config(stack.config)
+    layers = tuple(
+        _read_layer(name, module, rotary, stack, checkpoint.training_length)
+        for name, module in _attention_modules(stack)
+    )
+    if not layers:
+        raise UnsupportedModel(
+            f"{family} has no self-attention that takes `position_embeddings` through the attention interface"
+        )
+    return Stack(stack, checkpoint, _native(stack.config), layers, rotary)
+
+
+def _native(config: Any) -> Scheme | None:
+    try:
+        return scheme_of_config(config)
+    except UnsupportedModel:
+        return None
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    return any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
+
+
+def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
+    buffers = [name for name, _ in module.named_buffers(recurse=False)]
+    types: list[str | None] = [None]
+    if "inv_freq" not in buffers:
+        types = [name.removesuffix("_inv_freq") for name in buffers if not name.endswith("original_inv_freq")]
+    entries = rope_entries(config)
+    for layer_type in types:
+        if not entries.get(layer_type, {}).get("rope_theta"):
+            raise UnsupportedModel(f"{type(config).__name__} says no `rope_theta` for layer type {layer_type!r}")
+    return tuple(RotaryTables(module, layer_type, entries[layer_type]["rope_theta"]) for layer_type in types)
+
+
+def _attention_modules(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The innermost modules that know their layer index and take `position_embeddings`."""
+
+    def qualifies(module: nn.Module) -> bool:
+        return (
+            hasattr(module, "layer_idx")
+            and hasattr(module, "config")
+            and "position_embeddings" in inspect.signature(module.forward).parameters
+        )
+
+    for name, module in stack.named_modules():
+        inner = (child for child in module.modules() if child is not module)
+        if qualifies(module) and not any(map(qualifies, inner)):
+            yield name, module
+
+
+def _read_layer(
+    name: str, module: nn.Module, rotary: tuple[RotaryTables, ...], stack: PreTrainedModel, training_length: int
+) -> AttentionLayer:
+    if getattr(module, "is_kv_shared_layer", False):
+        raise UnsupportedModel(f"{type(stack).__name__}: {name} shares the keys of another layer")
+    layer_type = _layer_type(module)
+    tables = next((t for t in rotary if t.layer_type in (None, layer_type)), None)
+    if tables is None:
+        raise UnsupportedModel(f"{type(stack).__name__}: no rotary tables for {name} of layer type {layer_type!r}")
+    sliding = getattr(module, "sliding_window", None)
+    if layer_type is not None and "sliding" in layer_type:
+        sliding = sliding or getattr(module.config, "sliding_window", None)
+    elif layer_type == "full_attention":
+        sliding = None
+    elif sliding is None:
+        # Mistral-like: the window stands in the config alone and holds for every layer
+        sliding = getattr(module.config, "sliding_window", None) if _window_for_all(module) else None
+    layout = measure_layout(name, module, tables)
+    spec = tables.spec(training_length)
+    return AttentionLayer(name, module, cast(int, module.layer_idx), spec, layout, tables, sliding)
+
+
+def _layer_type(module: nn.Module) -> str | None:
+    types = getattr(module.config, "layer_types", None)
+    return types[module.layer_idx] if types else getattr(module, "layer_type", None)
+
+
+def _window_for_all(module: nn.Module) -> bool:
+    return bool(getattr(module.config, "use_sliding_window", True)) and not getattr(module.config, "layer_types", None)

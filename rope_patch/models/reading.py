@@ -1,0 +1,56 @@
+"""Finding the stacks of a model, whatever their style."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from rope_patch.errors import UnsupportedModel
+from rope_patch.models import llama, t5
+from rope_patch.models.base import Stack
+
+STYLES: tuple[ModuleType, ...] = (llama, t5)
+"""Each has `recognises(module)` and `read(module)`, which returns a `Stack`."""
+
+
+def read_stacks(model: nn.Module) -> tuple[Stack, ...]:
+    """Every stack of a model that schemes can be mounted on: one, or an encoder and a decoder.
+
+    Raises:
+        UnsupportedModel: with the reason, when there is none, or one with a part that is not understood.
+    """
+    return tuple(style.read(module) for style, module in find_stacks(model))
+
+
+def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
+    """The modules that `read_stacks` reads, each with the style that reads it.
+
+    Raises:
+        UnsupportedModel: when there is none, or more than are understood.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"{model!r} is a {type(model).__name__}, not a loaded model")
+    found = [(style, module) for style in STYLES for module in model.modules() if style.recognises(module)]
+    if not found:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no stack with a rotary module of Transformers (a child with `inv_freq`), as "
+            "Llama-style decoders have, and none with the biases of T5"
+        )
+    names = ", ".join(type(module).__name__ for _, module in found)
+    if len(found) > 1 and any(style is not t5 for style, _ in found):
+        raise UnsupportedModel(f"{type(model).__name__} has several rotary stacks ({names}); patch one of them itself")
+    return found
+
+
+def read_stack(model: nn.Module) -> Stack:
+    """The only stack of a model.
+
+    Raises:
+        UnsupportedModel: also when it has an encoder and a decoder.
+    """
+    stacks = read_stacks(model)
+    if len(stacks) > 1:
+        raise UnsupportedModel(f"{type(model).__name__} has {len(stacks)} stacks; name one of them")
+    return stacks[0]

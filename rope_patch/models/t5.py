@@ -1,0 +1,107 @@
+"""Reading T5-style stacks: attention with learned biases by bucket of distance, in an encoder and in a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rope_patch.errors import UnsupportedModel
+from rope_patch.models.base import AttentionLayer, Replacement, Stack
+from rope_patch.models.config import BASE
+from rope_patch.models.probe import reaches_interface
+from rope_patch.rotary import half_split
+from rope_patch.schemes.base import Checkpoint
+from rope_patch.schemes.t5 import T5Bias
+from rope_patch.typing import RotarySpec
+
+TRAINING_LENGTH = 512
+"""L in tokens where a config does not say `n_positions`: that of T5 (1910.10683, section 3.1.2)."""
+
+
+def recognises(module: nn.Module) -> bool:
+    """Whether a model runs blocks of T5's attention."""
+    blocks = getattr(module, "block", None)
+    return (
+        isinstance(module, PreTrainedModel)
+        and isinstance(blocks, nn.ModuleList)
+        and any(True for _ in _attention_modules(blocks, "SelfAttention"))
+    )
+
+
+def read(stack: PreTrainedModel) -> Stack:
+    """The layers of an encoder or a decoder that is recognised.
+
+    Raises:
+        UnsupportedModel: for LongT5, whose encoders attend without the attention interface, for UDOP, whose biases
+            also follow the layout of a page, and for whatever else does not come by the interface.
+    """
+    config, family = cast(Any, stack.config), type(stack).__name__
+    if config.model_type == "longt5":
+        raise UnsupportedModel(f"{family}: the local attention of LongT5 bypasses the attention interface")
+    if hasattr(stack, "relative_bias"):
+        raise UnsupportedModel(f"{family} has biases for the layout of a page, which no scheme here stands for")
+    own = list(_attention_modules(stack.block, "SelfAttention"))
+    for name, module in own:
+        if not reaches_interface(module):
+            raise UnsupportedModel(f"{family}: {name} does not call the attention interface of Transformers")
+    tables = [getattr(module, "relative_attention_bias", None) for _, module in own]
+    length = int(getattr(config, "n_positions", None) or TRAINING_LENGTH)
+    buckets = (config.relative_attention_num_buckets, config.relative_attention_max_distance)
+    both_sides = not config.is_decoder
+    spec = RotarySpec(config.d_kv, BASE, length)
+    layers = tuple(
+        # where the first layer alone has a table, it serves all
+        AttentionLayer(f"block.{name}", module, index, spec, half_split(config.d_kv), bias_table=table or tables[0])
+        for index, ((name, module), table) in enumerate(zip(own, tables, strict=True))
+    )
+    across = [module for _, module in _attention_modules(stack.block, "EncDecAttention")]
+    modules = [module for _, module in own] + across
+    replacements = tuple(
+        replacement
+        for module in modules
+        for replacement in (
+            Replacement(module, "has_relative_attention_bias", True),
+            Replacement(module, "compute_bias", NoBias(module)),
+        )
+    )
+    return Stack(
+        stack,
+        Checkpoint(length, config.num_heads, length, both_sides, buckets),
+        T5Bias(*buckets),
+        layers,
+        part="encoder" if both_sides else "decoder",
+        replacements=replacements,
+    )
+
+
+def _attention_modules(blocks: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
+    for path, module in blocks.named_modules():
+        if path.rpartition(".")[2] == name and hasattr(module, "compute_bias"):
+            yield path, module
+
+
+@dataclass(eq=False)
+class NoBias:
+    """What an attention module has in place of its `compute_bias` while it is patched.
+
+    A self-attention gets its biases from distances then. A cross-attention has none, and would fill a tensor of all
+    pairs with zeros to say so.
+
+    Attributes:
+        module: the attention module; where it is not scored here, its own biases are computed.
+    """
+
+    module: nn.Module
+
+    def __call__(self, query_length: int, key_length: int, **kwargs: Any) -> torch.Tensor | None:
+        """None; or the module's own biases, `(1, heads, query_length, key_length)`."""
+        module = cast(Any, self.module)
+        has_own = hasattr(module, "relative_attention_bias")
+        if has_own and not module.config._attn_implementation.startswith("rope_patch"):
+            return type(module).compute_bias(module, query_length, key_length, **kwargs)
+        return None

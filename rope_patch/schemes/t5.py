@@ -1,0 +1,77 @@
+"""The learned biases of T5."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.buckets import relative_buckets
+from rope_patch.errors import InvalidField
+from rope_patch.schemes.base import Checkpoint, Scheme, Source
+from rope_patch.typing import NO_WEIGHTS, Weights
+
+
+@dataclass(frozen=True)
+class T5Bias(Scheme):
+    """A learned number per head for each bucket of n - m, added to the scores.
+
+    Near distances have a bucket each, farther ones share them logarithmically, and whatever lies beyond `max_distance`
+    shares the last: T5 reads longer texts than it was trained on without meeting a distance it does not know.
+
+    Args:
+        num_buckets: default as many as the checkpoint has.
+        max_distance: in tokens, from which on the last bucket serves; default that of the checkpoint. A larger one
+            extends the logarithmic buckets and leaves those of single distances as they are.
+        bidirectional: half of the buckets for keys after the query; default whether the model sees them.
+        interpolation: k, at least 1: buckets of (n - m) / k, cut to an integer, so that distances k times as long fall
+            into the buckets of trained ones.
+    """
+
+    name = "t5"
+    equation = "table[bucket((n - m) / k), h]"
+    source = Source(
+        "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer",
+        2019,
+        "https://arxiv.org/abs/1910.10683",
+        "https://github.com/google-research/text-to-text-transfer-transformer",
+    )
+    regime = "fine-tune"
+    learned = ("relative_attention_bias",)
+
+    num_buckets: int | None = None
+    max_distance: int | None = None
+    bidirectional: bool | None = None
+    interpolation: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._at_least("num_buckets", 4, int, optional=True)
+        self._at_least("max_distance", 2, int, optional=True)
+        if self.bidirectional is not None:
+            self._require("bidirectional", bool, True, "True, False or None")
+        self._at_least("interpolation", 1, float)
+
+    def resolve(self, checkpoint: Checkpoint) -> Scheme:
+        own_buckets, own_distance = checkpoint.buckets or (32, 128)
+        if checkpoint.buckets and self.num_buckets not in (None, own_buckets):
+            raise InvalidField(
+                f"t5: num_buckets={self.num_buckets}; the table of this checkpoint has {own_buckets} rows"
+            )
+        both = checkpoint.bidirectional if self.bidirectional is None else self.bidirectional
+        buckets, farthest = self.num_buckets or own_buckets, self.max_distance or own_distance
+        single = buckets // (4 if both else 2)
+        if farthest <= single:
+            raise InvalidField(
+                f"t5: max_distance={farthest} is not allowed; {buckets} buckets hold single distances up to {single}, "
+                "and max_distance must lie beyond"
+            )
+        return dataclasses.replace(self, num_buckets=buckets, max_distance=farthest, bidirectional=both)
+
+    def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        relative = -distance
+        if self.interpolation != 1:
+            relative = (relative / self.interpolation).trunc().long()
+        buckets = relative_buckets(relative, bool(self.bidirectional), self.num_buckets or 32, self.max_distance or 128)
+        table = weights["relative_attention_bias"]
+        return table.to(torch.promote_types(table.dtype, torch.float32))[buckets].movedim(-1, 0)
