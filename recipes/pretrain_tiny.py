@@ -23,7 +23,7 @@ import yaml
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from rope_patch.evaluation.corpora import standard_library
 
@@ -92,7 +92,7 @@ def main() -> None:
             save_state(output, model, optimizer, step)
             saved = time.monotonic()
     save_state(output, model, optimizer, step)
-    export(output, model, tokenizer)
+    save_checkpoint(output / "checkpoint", model, tokenizer)
     draw_loss_curve(output)
 
 
@@ -216,10 +216,9 @@ def restore(output: Path, model: torch.nn.Module, optimizer: torch.optim.Optimiz
     return state["step"]
 
 
-def export(output: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     """The Hugging Face folder: weights stored in bfloat16, half the size, and declared float32 to load as such."""
-    folder = output / "checkpoint"
-    rounded = LlamaForCausalLM(model.config)
+    rounded = type(model)(model.config)
     rounded.load_state_dict(model.state_dict())
     rounded.to(torch.bfloat16).save_pretrained(folder)
     declared = json.loads((folder / "config.json").read_text())

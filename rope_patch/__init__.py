@@ -14,6 +14,7 @@ from rope_patch.errors import (
     UnsupportedPositions,
 )
 from rope_patch.export import export_rope_parameters, native_scheme
+from rope_patch.models.baichuan import register_baichuan
 from rope_patch.mounts import plan_mounts
 from rope_patch.patch import PatchHandle, patch, unpatch
 from rope_patch.persistence import from_pretrained, repatch
@@ -99,6 +100,7 @@ __all__ = [
     "native_scheme",
     "patch",
     "plan_mounts",
+    "register_baichuan",
     "register_scheme",
     "repatch",
     "unpatch",

@@ -34,6 +34,8 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
     Raises:
         NotExpressible: with the reason, when Transformers has no words for the scheme.
     """
+    if not getattr(config, "rope_parameters", None):
+        raise NotExpressible(f"{type(config).__name__} has no `rope_parameters`: its positions are no rotation")
     _check_not_shared(config)
     scheme = scheme.resolve(checkpoint_of_config(config))
     exported = copy.deepcopy(config.rope_parameters)

@@ -30,7 +30,7 @@ from rope_patch.attention.masks import as_mask_argument, groups_of_documents, gr
 from rope_patch.attention.spans import Span, find_spans
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.base import AttentionLayer, RotaryTables
-from rope_patch.positions import key_positions
+from rope_patch.positions import key_positions, query_start
 from rope_patch.rotary import RotaryLayout, rotation_tables
 from rope_patch.schemes.base import Region, Scheme
 from rope_patch.typing import Frequencies, PositionMap
@@ -291,9 +291,7 @@ class LateAttention:
             return None
         if isinstance(cache, QuantizedCache):
             raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
-        offset = cache.get_query_offset(self.layer.index)
-        # the difference is a new number also where a static layer hands out its live counter
-        return offset - cache.get_mask_sizes(q_length, self.layer.index)[1]
+        return query_start(cache, self.layer.index, q_length)
 
     def frequencies(self, lengths: torch.Tensor) -> Frequencies:
         """f of this layer for rows of these lengths, `(batch or 1,)`."""

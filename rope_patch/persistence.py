@@ -7,10 +7,10 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.errors import NotPatched
-from rope_patch.models.baichuan import register_baichuan
+from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
 from rope_patch.patch import PatchHandle, patch
 from rope_patch.schemes.registry import scheme_from_dict
 
@@ -39,6 +39,9 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
         if make_loadable(path, **places):
             kwargs.pop("trust_remote_code", None)
         config = AutoConfig.from_pretrained(path, **places)
+        # as Transformers does where it reads the config itself: what is a field of the config changes it
+        fields = [key for key in kwargs if key in vars(config) and key not in ("dtype", "torch_dtype")]
+        config.update({key: kwargs.pop(key) for key in fields})
     record = vars(config).pop(_RECORD, None)
     if record is not None and "rope_parameters" in record:
         config.rope_parameters = record["rope_parameters"]
@@ -58,8 +61,7 @@ def make_loadable(path: str | Path, **places: Any) -> bool:
     Returns:
         whether it needs any.
     """
-    values, _ = PreTrainedConfig.get_config_dict(path, **places)
-    if values.get("model_type") != "baichuan":
+    if not is_baichuan_folder(path, **places):
         return False
     register_baichuan()
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,6 +34,13 @@ def key_positions(
     steps = torch.arange(kv_length, device=query_positions.device) - start
     inside = steps.clamp(0, q_length - 1)
     return query_positions[:, inside] + (steps - inside)
+
+
+def query_start(cache: Any, layer_index: int, q_length: int) -> int | torch.Tensor:
+    """Slot of the first query among the keys that a cache of Transformers will return; asked before it is updated."""
+    offset = cache.get_query_offset(layer_index)
+    # the difference is a new number also where a static layer hands out its live counter
+    return offset - cache.get_mask_sizes(q_length, layer_index)[1]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from rope_patch import register_baichuan
+
 TRAINING_LENGTH = 32
 VOCABULARY = 97
 
@@ -55,6 +57,8 @@ _NARROW_WINDOW = {"sliding_window": 16}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _GEMMA = {**_HEAD, "query_pre_attn_scalar": 16}
 
+register_baichuan()
+
 _SAMPLED: dict[str, dict[str, Any]] = {
     "llama_mha": {"model_type": "llama", **_SHARED},
     "llama": _GQA,
@@ -69,6 +73,12 @@ _SAMPLED: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "gemma3_text", **_GEMMA, **_DEEP, **_NARROW_WINDOW, **_ALTERNATING},
     "smollm3": {**_GQA, **_DEEP, "no_rope_layers": [1, 0, 1, 0]},
     "olmo2": _GQA,
+    "baichuan": _SHARED,
+    # positions are a penalty on distance, and nothing rotates until a scheme brings it
+    "baichuan_alibi": {
+        **{"model_type": "baichuan", **_SHARED, "position_embedding_type": "alibi"},
+        **{"max_position_embeddings": None, "model_max_length": TRAINING_LENGTH},
+    },
 }
 
 _OTHERS: dict[str, dict[str, Any]] = {
@@ -139,6 +149,9 @@ GENERIC = {**_LATENT, **_DEEP}
 
 SAMPLE = frozenset(_SAMPLED)
 """The families of the usual run: one of each kind of layout, window, mask and rotary module."""
+
+BIASED = {"baichuan_alibi"}
+"""Families whose own positions are a bias, so that there are no rotary tables to mount a scheme on."""
 
 SHARED_TABLES = {"gemma2"}
 """Families whose rotary tables also serve layers that are left alone, so that no scheme can be mounted on them."""

@@ -1,4 +1,4 @@
-"""A small call as PyTorch's own attention, with a mask for every pair, as Transformers has it for biases of any size."""
+"""A small call as PyTorch's own attention with a mask for every pair, as Transformers has it at any size."""
 
 from __future__ import annotations
 

@@ -221,6 +221,8 @@ def _plan(
 def _follows_length(scheme: Scheme | None, stack: Stack) -> bool:
     if scheme is not None and "frequencies" in scheme.slots:
         return scheme.length_dependent
+    if not stack.rotary:
+        return False
     types = {entry.get("rope_type") for entry in rope_entries(stack.config).values()}
     return bool(types & {"dynamic", "longrope"})
 

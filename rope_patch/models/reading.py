@@ -9,9 +9,11 @@ from transformers import PreTrainedModel
 
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models import llama, t5
+from rope_patch.models.baichuan import adapter as baichuan
+from rope_patch.models.baichuan import published_remote_code
 from rope_patch.models.base import Stack
 
-STYLES: tuple[ModuleType, ...] = (llama, t5)
+STYLES: tuple[ModuleType, ...] = (llama, t5, baichuan)
 """Each has `recognises(module)` and `read(module)`, which returns a `Stack`."""
 
 
@@ -33,6 +35,8 @@ def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"{model!r} is a {type(model).__name__}, not a loaded model")
     found = [(style, module) for style in STYLES for module in model.modules() if style.recognises(module)]
+    if (advice := published_remote_code(model)) is not None:
+        raise UnsupportedModel(advice)
     if not found:
         raise UnsupportedModel(
             f"{type(model).__name__} has no stack with a rotary module of Transformers (a child with `inv_freq`), as "

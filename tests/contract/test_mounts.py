@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from rope_patch import InvalidField, NothingToPatch, UnsupportedModel, get_scheme, patch, plan_mounts
-from rope_patch.models.reading import read_stack
 from rope_patch.models.probe import measure_layout
+from rope_patch.models.reading import read_stack
 from rope_patch.rotary import RotaryLayout
 from tests.cases import ALL
 from tests.families import FAMILIES, SHARED_TABLES, build

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache
 
 from rope_patch.attention import engine
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
@@ -32,14 +31,6 @@ class SharedByLayers:
         if key not in self._memory:
             self._memory[key] = compute()
         return self._memory[key]
-
-
-def query_start(cache: Cache | None, layer_idx: int, q_length: int) -> int | torch.Tensor:
-    """Slot of the first query among the keys that the cache will return; asked before the cache is updated."""
-    if cache is None:
-        return 0
-    # the difference is a new number also where a static layer hands out its live counter
-    return cache.get_query_offset(layer_idx) - cache.get_mask_sizes(q_length, layer_idx)[1]
 
 
 def alibi_attention_forward(

@@ -24,8 +24,9 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from rope_patch.attention.inputs import wide
-from rope_patch.models.baichuan.alibi import SharedByLayers, alibi_attention_forward, query_start
+from rope_patch.models.baichuan.alibi import SharedByLayers, alibi_attention_forward
 from rope_patch.models.baichuan.configuration import BaichuanConfig
+from rope_patch.positions import query_start
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -117,7 +118,8 @@ class BaichuanAlibiAttention(BaichuanAttention):
             score = ALL_ATTENTION_FUNCTIONS[implementation]
         else:
             score = alibi_attention_forward
-            kwargs["start"] = query_start(past_key_values, self.layer_idx, query.shape[2])
+            if past_key_values is not None:
+                kwargs["start"] = query_start(past_key_values, self.layer_idx, query.shape[2])
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         output, weights = score(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
