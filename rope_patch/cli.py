@@ -243,9 +243,10 @@ def _add_perplexity(commands: Any) -> None:
     how = command.add_argument_group("how")
     how.add_argument(
         "--protocol",
-        default="last",
+        default="auto",
         metavar="NAME",
-        help="last: the same targets at every length; by_position: one pass at the longest length (default: last)",
+        help="last: the same targets at every length; by_position: one pass at the longest length; span_corruption: "
+        "the same hidden spans at every length, for models of T5's style (default: by the model)",
     )
     how.add_argument("--targets", type=int, metavar="T", help="scored tokens per window (default: min(L, 4096))")
     how.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: the checkpoint's)")

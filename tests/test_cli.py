@@ -122,8 +122,8 @@ def test_folders_that_are_no_checkpoint(words, tmp_path, capsys):
     for name, message in {
         "empty": "is no checkpoint folder: it is a folder without config.json",
         "file": "is no checkpoint folder: it is a file",
-        "broken": "cannot load a causal language model from",
-        "headless": "cannot load a causal language model from",
+        "broken": "cannot load a language model from",
+        "headless": "cannot load a language model from",
     }.items():
         assert main(words(model=tmp_path / name)) == 2
         complaint = capsys.readouterr().err.strip().splitlines()[-1]

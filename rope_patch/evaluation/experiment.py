@@ -32,7 +32,7 @@ class Experiment:
         model: checkpoint folder; default the one that comes with the repository.
         text: a text file or a folder of them; default the held-out modules of Python's standard library.
         dataset: a dataset's name or folder instead, with its `split` and the `column` that holds the text.
-        protocol: `last` or `by_position`.
+        protocol: `last`, `by_position` or `span_corruption`; `auto` chooses by the model.
         targets: T, scored tokens per window; default min(L, 4096).
         documents: how many documents; default all.
         windows_per_document: how many places in each document are scored.
@@ -51,7 +51,7 @@ class Experiment:
     dataset: str | None = None
     split: str | None = None
     column: str = "text"
-    protocol: str = "last"
+    protocol: str = "auto"
     targets: int | None = None
     documents: int | None = None
     windows_per_document: int = 1

@@ -34,7 +34,7 @@ def default_checkpoint() -> str:
 
 
 def load_model(path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "auto") -> nn.Module:
-    """A causal language model, patched again where it was saved under a scheme.
+    """A language model, patched again where it was saved under a scheme.
 
     Args:
         path: a checkpoint folder, or the id of a model on the hub.
@@ -49,7 +49,7 @@ def load_model(path: str, *, dtype: str = "auto", device: str = "auto", attentio
         raise EvaluationError(f"dtype {dtype!r}: {did_you_mean(dtype, DTYPES)}")
     place = _device(device)
     chosen: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
-    with _one_line(path, "a causal language model"):
+    with _one_line(path, "a language model"):
         model = from_pretrained(path, dtype=dtype, **_where(path), **chosen)
     return model.to(place)
 

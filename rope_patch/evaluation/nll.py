@@ -41,7 +41,7 @@ def chunked_nll(
     scored, length = targets.shape[1], input_ids.shape[1]
     if scored > length:
         raise EvaluationError(f"{scored} targets for a context of {length} tokens: at most {length} are predicted")
-    language_model = causal_language_model(model)
+    language_model = find_language_model(model)
     outputs = language_model.base_model(input_ids=input_ids, use_cache=False, return_dict=True)
     hidden = outputs.last_hidden_state[:, length - scored :]
     chunks = zip(hidden.split(rows_per_chunk, dim=1), targets.split(rows_per_chunk, dim=1), strict=True)
@@ -54,14 +54,16 @@ def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
 
 
-def causal_language_model(model: nn.Module) -> PreTrainedModel:
+def find_language_model(model: nn.Module) -> PreTrainedModel:
     """The Transformers model with a language-model head, in `model` itself or in what it wraps.
 
     Raises:
         EvaluationError: when there is none.
     """
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.base_model is not module and module.can_generate():
+        if not isinstance(module, PreTrainedModel) or not module.can_generate():
+            continue
+        if module.base_model is not module or module.config.is_encoder_decoder:
             return module
     raise EvaluationError(f"{type(model).__name__} has no language-model head, so it predicts no token")
 

@@ -3,6 +3,8 @@
 protocol `last`         the last T tokens of every window, seen from contexts of each length that end at the same
                         token; the same targets at every length
 protocol `by_position`  one pass at the longest length, the mean over the positions up to each length
+protocol `span_corruption`  for encoders with decoders: spans among the last T tokens are hidden, the encoder reads
+                        contexts of each length, the decoder says the same spans
 nll = sum of -ln p(target) / number of targets, perplexity = exp(nll)
 """
 
@@ -19,20 +21,23 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from rope_patch.errors import AlreadyPatched, EvaluationError, did_you_mean
-from rope_patch.evaluation.nll import causal_language_model, chunked_nll
+from rope_patch.evaluation.nll import chunked_nll, find_language_model
 from rope_patch.evaluation.results import ResultFile, Row, identity, provenance, weights_fingerprint
+from rope_patch.evaluation.span_corruption import HiddenSpans
 from rope_patch.evaluation.specs import PLAIN, scheme_at
 from rope_patch.evaluation.texts import Selection, select_windows
 from rope_patch.models.base import Stack
 from rope_patch.models.config import rope_entries
-from rope_patch.models.reading import read_stack
+from rope_patch.models.reading import read_stacks
 from rope_patch.mounts import plan_mounts
 from rope_patch.patch import find_handle, patch
 from rope_patch.schemes import Scheme
 
-Protocol = Literal["last", "by_position"]
+Protocol = Literal["auto", "last", "by_position", "span_corruption"]
+"""`auto` is what a model calls for: `span_corruption` where it has an encoder and a decoder, else `last`."""
 
 DEFAULT_TARGETS = 4096
 """T where the training length does not set it lower."""
@@ -75,7 +80,7 @@ def measure(
     schemes: Sequence[str | Scheme],
     lengths: Sequence[int],
     *,
-    protocol: Protocol = "last",
+    protocol: Protocol = "auto",
     targets: int | None = None,
     documents: int | None = None,
     windows_per_document: int = 1,
@@ -86,13 +91,15 @@ def measure(
     """Measure every scheme at every length. The model is unpatched before, between and after.
 
     Args:
-        model: a causal language model of Transformers that carries no scheme.
+        model: a language model of Transformers that carries no scheme, causal or of T5's style.
         tokenizer: its tokenizer.
         corpus: rows with `name` and `text`, such as `load_corpus()` gives.
         schemes: scheme objects or strings; a string may be `plain`, and may say `factor=auto` (see `scheme_at`).
         lengths: context lengths in tokens, ascending.
-        protocol: `"last"`, or `"by_position"` for schemes that do not depend on the length.
-        targets: T, scored tokens per window under `last`; default min(L, 4096).
+        protocol: `"last"`, `"by_position"` for schemes that do not depend on the length, or `"span_corruption"`;
+            `"auto"` chooses by the model.
+        targets: T, scored tokens per window under `last`, or the tokens among which spans are hidden; default
+            min(L, 4096).
         documents, windows_per_document, seed: see `select_windows`.
         name: of the model in the rows; default `model.config.name_or_path`.
         results: where rows are appended as they come, and where rows of an earlier run are taken from.
@@ -109,11 +116,14 @@ def measure(
     check_request(protocol, lengths, targets)
     if (handle := find_handle(model)) is not None:
         raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}; unpatch it before measuring")
-    stack = read_stack(model)
-    language_model = causal_language_model(model)
+    stacks = read_stacks(model)
+    language_model = find_language_model(model)
+    protocol = _protocol_for(language_model, protocol)
+    training_length = stacks[0].training_length
     if targets is None:
-        targets = _default_targets(protocol, lengths, stack.training_length)
-    passes = _plan(schemes, lengths, protocol, targets, stack)
+        targets = _default_targets(protocol, lengths, training_length)
+    passes = _plan(schemes, lengths, protocol, targets, stacks)
+    hidden = HiddenSpans(tokenizer, targets, seed) if protocol == "span_corruption" else None
     selection = select_windows(
         corpus,
         tokenizer,
@@ -127,7 +137,7 @@ def measure(
         "model": name or getattr(language_model.config, "name_or_path", "") or type(language_model).__name__,
         "weights": weights_fingerprint(model),
         "protocol": protocol,
-        "training_length": stack.training_length,
+        "training_length": training_length,
         "documents": selection.documents,
         "windows": len(selection.windows),
         "short_documents": selection.short_documents,
@@ -142,7 +152,7 @@ def measure(
     rows: list[Row] = []
     with _evaluating(model), _bar(passes, known, selection) as bar:
         for job, found in zip(passes, known, strict=True):
-            rows += found or _compute(model, job, selection, shared, results, bar)
+            rows += found or _compute(model, job, selection, hidden, shared, results, bar)
     return rows
 
 
@@ -181,6 +191,16 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def _protocol_for(language_model: PreTrainedModel, protocol: Protocol) -> Protocol:
+    two_parts = language_model.config.is_encoder_decoder
+    if protocol == "auto":
+        return "span_corruption" if two_parts else "last"
+    if two_parts != (protocol == "span_corruption"):
+        kind = "an encoder with a decoder" if two_parts else "a decoder alone"
+        raise EvaluationError(f"protocol {protocol!r} is not for {type(language_model).__name__}, which is {kind}")
+    return protocol
+
+
 def _default_targets(protocol: str, lengths: Sequence[int], training_length: int) -> int:
     if protocol == "by_position":
         return lengths[-1]
@@ -190,7 +210,7 @@ def _default_targets(protocol: str, lengths: Sequence[int], training_length: int
 
 
 def _plan(
-    schemes: Sequence[str | Scheme], lengths: Sequence[int], protocol: str, targets: int, stack: Stack
+    schemes: Sequence[str | Scheme], lengths: Sequence[int], protocol: str, targets: int, stacks: Sequence[Stack]
 ) -> list[Pass]:
     if not schemes:
         raise EvaluationError("no schemes were given; give at least one, such as 'plain'")
@@ -198,23 +218,23 @@ def _plan(
     if twice := {line for line in lines if lines.count(line) > 1}:
         raise EvaluationError(f"scheme {sorted(twice)[0]!r} is there twice")
     shapes: list[tuple[int, tuple[Bin, ...]]]
-    if protocol == "last":
-        shapes = [(length, (Bin(length - targets, length),)) for length in lengths]
-    else:
+    if protocol == "by_position":
         shapes = [(lengths[-1], tuple(Bin(start, stop) for start, stop in pairwise([0, *lengths])))]
-    passes = []
+    else:
+        shapes = [(length, (Bin(length - targets, length),)) for length in lengths]
+    passes, stack = [], stacks[0]
     for line, spec in zip(lines, schemes, strict=True):
         for length, bins in shapes:
             scheme = spec if isinstance(spec, Scheme) else scheme_at(spec, length, stack.training_length)
-            if scheme is not None:
-                scheme = scheme.resolve(stack.checkpoint)
+            if scheme is not None and len(stacks) == 1:
+                scheme = scheme.resolve(stack.checkpoint)  # else the defaults of each part are its own
             if protocol == "by_position" and _follows_length(scheme, stack):
                 raise EvaluationError(
                     f"{line} depends on the length of the text, so one pass at {length} tokens says nothing of shorter "
                     "ones; use protocol 'last'"
                 )
-            mount = plan_mounts(scheme, stack).mounts() if scheme else "none"
-            passes.append(Pass(line, scheme, mount, length, bins))
+            mounts = [plan_mounts(scheme, part).mounts() for part in stacks] if scheme else ["none"]
+            passes.append(Pass(line, scheme, mounts[0], length, bins))
     return passes
 
 
@@ -251,6 +271,7 @@ def _compute(
     model: nn.Module,
     job: Pass,
     selection: Selection,
+    hidden: HiddenSpans | None,
     shared: dict[str, Any],
     results: ResultFile | None,
     bar: tqdm,
@@ -260,15 +281,19 @@ def _compute(
     losses = []
     began = time.perf_counter()
     with patch(model, job.scheme) if job.scheme else nullcontext():
-        for window in selection.windows:
-            tokens = window.context(job.length)[None].to(shared["device"])
-            losses.append(chunked_nll(model, tokens[:, :-1], tokens[:, start + 1 :])[0].double().cpu())
+        for index, window in enumerate(selection.windows):
+            tokens = window.context(job.length).to(shared["device"])
+            if hidden is None:
+                found = chunked_nll(model, tokens[None, :-1], tokens[None, start + 1 :])[0]
+            else:
+                found = hidden.nll(model, tokens[1:], index)
+            losses.append(found.double().cpu())
             bar.update(job.length)
     seconds = time.perf_counter() - began
     nll = torch.stack(losses)
     rows = []
     for span in job.bins:
-        scored = nll[:, span.start - start : span.stop - start]
+        scored = nll if hidden else nll[:, span.start - start : span.stop - start]
         mean = scored.mean().item()
         row = Row(
             **shared,

@@ -86,6 +86,8 @@ class Grid:
         row = self.any
         share = {
             "last": f"NLL of the same last {row.targets} tokens of {_count(row.windows, 'window')}",
+            "span_corruption": f"NLL of the same hidden spans of the last {row.targets} tokens of "
+            f"{_count(row.windows, 'window')}",
             "by_position": f"NLL by position in one pass over {_count(row.windows, 'window')}",
         }[row.protocol]
         source = f"{share} from {_count(row.documents, 'document')}, {row.dtype}, protocol {row.protocol}"

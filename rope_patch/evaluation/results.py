@@ -37,7 +37,7 @@ class Row:
         scheme: the scheme that was measured, all fields filled in; `{"name": "plain"}` for none.
         regime: what the scheme says it needs before it makes sense.
         mount: where it was mounted; `none` for the plain checkpoint.
-        protocol: `last` or `by_position`.
+        protocol: `last`, `by_position` or `span_corruption`.
         length: context length in tokens; for `by_position` the last position of the bin.
         training_length: L in tokens.
         targets: scored tokens per window.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from rope_patch.errors import EvaluationError
 
@@ -77,6 +78,49 @@ def corrupt(
     target += [sentinels[len(spans)], end]
     text += [False, False]
     return torch.tensor(source), torch.tensor(target), torch.tensor(text)
+
+
+class HiddenSpans:
+    """The same spans of the same last tokens, hidden from an encoder whatever the length of its context.
+
+    Args:
+        tokenizer: of the checkpoint, with sentinels.
+        targets: T, the last tokens of a context, among which spans are hidden.
+        seed: of the spans.
+
+    Raises:
+        EvaluationError: when T is too small for a span, or needs more sentinels than there are.
+    """
+
+    def __init__(self, tokenizer: Any, targets: int, seed: int) -> None:
+        self.targets = targets
+        self._sentinels = sentinels_of(tokenizer)
+        self._end = tokenizer.eos_token_id
+        self._seed = seed
+        needed = len(self._spans(0)) + 1
+        if needed > len(self._sentinels):
+            raise EvaluationError(
+                f"targets={targets} hides {needed - 1} spans, which takes {needed} sentinels; "
+                f"{type(tokenizer).__name__} has {len(self._sentinels)}"
+            )
+
+    def _spans(self, window: int) -> list[Span]:
+        return draw_spans(self.targets, torch.Generator().manual_seed(self._seed * 1_000_003 + window))
+
+    @torch.no_grad()
+    def nll(self, model: nn.Module, tokens: torch.Tensor, window: int) -> torch.Tensor:
+        """-ln p of every hidden token, given the rest of the context and the hidden tokens before it, `(hidden,)`.
+
+        Args:
+            model: of T5's style.
+            tokens: the context, `(length,)`, ending with the last target.
+            window: its number; spans are a function of it and of the seed.
+        """
+        offset = len(tokens) - self.targets
+        spans = [(offset + start, offset + stop) for start, stop in self._spans(window)]
+        source, target, hidden = (x.to(tokens.device) for x in corrupt(tokens, spans, self._sentinels, self._end))
+        logits = model(input_ids=source[None], labels=target[None]).logits[0]
+        return nn.functional.cross_entropy(logits[hidden].float(), target[hidden], reduction="none")
 
 
 def sentinels_of(tokenizer: Any) -> list[int]:
