@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from benchmarks.comparison import Shape, Side
 from benchmarks.dense import two_matrices
 from rope_patch.attention import engine
-from rope_patch.attention.inputs import AttentionInputs, Branch
+from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
 from rope_patch.attention.spans import Span
+from rope_patch.schemes.base import Checkpoint
 from rope_patch.schemes.registry import as_scheme
+from rope_patch.schemes.t5 import T5Bias
 
 _DCA_CHUNK = 2048
 
@@ -57,6 +61,53 @@ def regions(shape: Shape, scheme: str, backward: bool = False) -> Side:
     spans = (Span(slice(0, 1), slice(0, length), slice(0, length), 0),)
     leaves = [value, *(state for branch in branches for state in (branch.query, branch.key))]
     return _side(shape, lambda: engine.attend(inputs, "auto", lambda: spans), leaves, backward)
+
+
+def t5_encoder(shape: Shape) -> Side:
+    """Attention in both directions under T5's biases, looked up in their table at every call."""
+    inputs, table = _both_directions(shape), _table(shape)
+    scheme = T5Bias().resolve(Checkpoint(512, shape.heads, 512, bidirectional=True, buckets=(32, 128)))
+    weights = {"relative_attention_bias": table}
+    inputs = dataclasses.replace(inputs, bias=DistanceBias(lambda m: scheme.bias(m, shape.heads, weights)))
+    spans = (Span(slice(0, 1), slice(0, shape.length), slice(0, shape.length), 0, causal=False),)
+    return _side(shape, lambda: engine.attend(inputs, "auto", lambda: spans), [], False)
+
+
+def unbiased_encoder(shape: Shape) -> Side:
+    """The same without biases, as fast as the platform can."""
+    (branch,), value = _both_directions(shape).branches, _keys(shape, False)
+    return _side(shape, lambda: functional.scaled_dot_product_attention(branch.query, branch.key, value), [], False)
+
+
+def materialised_encoder(shape: Shape) -> Side:
+    """The same as Transformers has it: a bias for every pair, made at every call."""
+    (branch,), value, table = _both_directions(shape).branches, _keys(shape, False), _table(shape)
+    places = torch.arange(shape.length, device=shape.device)
+
+    def attend() -> torch.Tensor:
+        buckets = T5Attention._relative_position_bucket(places[None] - places[:, None])
+        bias = functional.embedding(buckets, table).permute(2, 0, 1)[None].contiguous()
+        return functional.scaled_dot_product_attention(branch.query, branch.key, value, attn_mask=bias)
+
+    return _side(shape, attend, [], False)
+
+
+def _both_directions(shape: Shape) -> AttentionInputs:
+    positions = torch.arange(shape.length, device=shape.device)[None]
+    return AttentionInputs(
+        branches=(Branch(None, _queries(shape, False), _keys(shape, False)),),
+        value=_keys(shape, False),
+        query_positions=positions,
+        key_positions=positions,
+        mask=None,
+        causal=False,
+        query_start=0,
+        scaling=shape.head_dim**-0.5,
+    )
+
+
+def _table(shape: Shape) -> torch.Tensor:
+    return shape.random(32, shape.heads)
 
 
 def sdpa(shape: Shape, backward: bool = False) -> Side:

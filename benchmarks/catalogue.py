@@ -57,6 +57,7 @@ def _on_cpu() -> Iterator[Comparison]:
         for scheme in ("rerope", "dca"):
             yield _training(scheme, replace(long, dtype=dtype), target)
     yield from _dense(Shape(4096))
+    yield from _encoder(replace(long, head_dim=64))
     yield from _modules(long)
     for dtype in ("float32", "bfloat16"):
         yield from _decoding(Shape(8192, 8, 2, dtype=dtype))
@@ -71,6 +72,7 @@ def _on_cuda() -> Iterator[Comparison]:
     for scheme in attention.SEGMENTS:
         yield _training(scheme, long, 1.20)
     yield from _dense(replace(long, length=4096))
+    yield from _encoder(replace(long, length=8192, kv_heads=32, head_dim=64))
     yield from _modules(replace(long, kv_heads=32))
     yield from _decoding(long)
     yield from _perplexity(Shape(8192, 4, 4, 64, "bfloat16", "cuda"))
@@ -142,6 +144,30 @@ def _dense(shape: Shape) -> Iterator[Comparison]:
         plain,
         shape,
         flops=rate,
+    )
+
+
+def _encoder(shape: Shape) -> Iterator[Comparison]:
+    """Both directions, under the biases of T5."""
+    yield _row(
+        "encoder/t5",
+        "T5 biases in both directions, forward",
+        "attention without biases",
+        attention.t5_encoder,
+        attention.unbiased_encoder,
+        shape,
+        target=1.06,
+        memory_target=_LINEAR,
+    )
+    yield _row(
+        "encoder/materialised",
+        "T5 biases in both directions, forward",
+        "a bias for every pair",
+        attention.t5_encoder,
+        attention.materialised_encoder,
+        shape,
+        target=1 / 4,
+        memory_target=1 / 20,
     )
 
 

@@ -30,8 +30,9 @@ _ROUNDING: dict[str, Callable[[float], float]] = {
 def scheme_at(spec: str, length: int, training_length: int) -> Scheme | None:
     """The scheme that a line of the table stands for at one length.
 
-    `factor=auto`, `interpolation=auto` and `group_size=auto` become the smallest value that keeps every distance within
-    the training length: k = l / L, and k = (l - w) / (L - w) for a scheme that leaves distances within a window w alone.
+    `factor=auto`, `interpolation=auto` and `group_size=auto` become the smallest value that keeps every distance
+    within the training length: k = l / L, and k = (l - w) / (L - w) for a scheme that leaves the distances within a
+    window w alone.
 
     Args:
         spec: `plain`, or what `get_scheme` reads, such as `yarn:factor=auto` or `rerope:window=128+logn`.
