@@ -20,7 +20,9 @@ class Changes:
 
     def set(self, target: Any, name: str, value: Any) -> None:
         """`setattr`, remembered."""
-        own = {**vars(target), **target._buffers} if isinstance(target, nn.Module) else vars(target)
+        own = vars(target)
+        if isinstance(target, nn.Module):
+            own = {**own, **target._buffers, **target._parameters}
         self._log.append((target, name, name in own, own.get(name)))
         setattr(target, name, value)
 
@@ -63,10 +65,18 @@ class Changes:
             else:
                 current = getattr(target, name)
                 if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
-                    value = value.to(current)
+                    value = _following(value, current)
                 setattr(target, name, value)
         while self._forks:
             self._forks.pop().join()
+
+
+def _following(value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
+    """A tensor on the device and in the dtype of the one that stood in for it; a parameter stays the same object."""
+    if not isinstance(value, nn.Parameter):
+        return value.to(current)
+    value.data = value.data.to(current)
+    return value.requires_grad_(current.requires_grad)
 
 
 class ConfigFork:

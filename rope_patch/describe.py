@@ -62,6 +62,8 @@ def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> 
 def _own_positions(stack: Stack, asked: Scheme, plan: Plan) -> Iterable[tuple[str, str]]:
     """What becomes of the checkpoint's own positions, where the scheme does not say."""
     added = [part for part in plan.scheme.parts() if part not in asked.parts()]
+    if stack.absolute is not None:
+        return [("rows", "the checkpoint's own come first" if asked.keeps_rows else "in place of the checkpoint's own")]
     if stack.rotary:
         return [("rotation", "replaced by the bias; list RoPE() beside it to keep both")] if NoPE() in added else []
     if "bias" in plan.scheme.slots:

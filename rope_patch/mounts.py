@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 from rope_patch.attention.inputs import AttentionMode
 from rope_patch.changes import Changes
+from rope_patch.embedding import install_embedding
 from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
 from rope_patch.late import IMPLEMENTATION, LateAttention, LateForward, SharedTables
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
@@ -38,6 +39,7 @@ class Plan:
         anchored: whether keys are cached in the rotation of the farthest region, instead of unrotated.
         late_frequencies: whether the late layers compute the scheme's frequencies, instead of reading the model's.
         left_alone: index and reason of every layer that stays as it is.
+        embedding: whether the table of learned positions changes.
     """
 
     scheme: Scheme
@@ -47,10 +49,11 @@ class Plan:
     anchored: bool
     late_frequencies: bool
     left_alone: dict[int, str]
+    embedding: bool = False
 
     def mounts(self) -> str:
         """The mounts in one phrase, for `describe`."""
-        used = ["rotary"] * bool(self.rotary) + ["late"] * bool(self.late)
+        used = ["rotary"] * bool(self.rotary) + ["late"] * bool(self.late) + ["embedding"] * self.embedding
         return " + ".join(used) or "none"
 
 
@@ -65,6 +68,8 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
         raise InvalidField(f"mount={mount!r}: {did_you_mean(str(mount), ('auto', 'late'))}")
     scheme = scheme.resolve(stack.checkpoint)
     _check_fit(scheme, stack)
+    if "embedding" in scheme.slots:
+        return Plan(scheme, (), (), False, False, False, {}, embedding=True)
     scheme = (_beside_rotation if stack.rotary else _beside_bias)(scheme, stack)
     left_alone = {layer.index: reason for layer in stack.layers if (reason := _reason_to_leave(layer, stack))}
     touched = [layer for layer in stack.layers if layer.index not in left_alone]
@@ -97,6 +102,13 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
 
 def _check_fit(scheme: Scheme, stack: Stack) -> None:
     family = type(stack.module).__name__
+    if "embedding" in scheme.slots and stack.absolute is None:
+        raise UnsupportedModel(f"{scheme} is a table of positions; {family} adds none to its input")
+    if stack.absolute is not None and scheme.slots != {"embedding"}:
+        raise UnsupportedModel(
+            f"{family} adds learned positions to its input; {scheme} fills {', '.join(sorted(scheme.slots))}, and only "
+            "the slot embedding can be filled there"
+        )
     if scheme.causal_only and stack.checkpoint.bidirectional:
         raise UnsupportedModel(f"{family} sees both directions, and {scheme} has no meaning for keys after the query")
     if scheme.learned and any(layer.bias_table is None for layer in stack.layers):
@@ -146,6 +158,8 @@ def _reason_to_leave(layer: AttentionLayer, stack: Stack) -> str:
 
 def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> None:
     """Carry a plan out. On an error the caller undoes `changes`."""
+    if plan.embedding and stack.absolute is not None:
+        install_embedding(plan.scheme, stack.absolute, changes)
     for rotary in stack.rotary:
         if rotary.layer_type in plan.rotary:
             _install_rotary(plan.scheme, rotary, stack.training_length, changes)

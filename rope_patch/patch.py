@@ -106,6 +106,10 @@ def patch(
         raise InvalidField(f"attention={attention!r}: {did_you_mean(str(attention), get_args(AttentionMode))}")
     if isinstance(model, nn.Module) and (handle := find_handle(model)) is not None:
         raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}; unpatch it before applying {scheme}")
+    if (record := find_record(model)) is not None and "positions" in record:
+        raise AlreadyPatched(
+            f"{type(model).__name__} was saved with the table of {record['scheme']['name']}; `repatch` takes it up"
+        )
     mounted = tuple((stack, plan_mounts(scheme, stack, mount)) for stack in read_stacks(model))
     changes = Changes()
     handle = PatchHandle(model, scheme, mounted, changes)
@@ -148,6 +152,13 @@ def find_handles(model: nn.Module) -> tuple[PatchHandle, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def find_record(model: Any) -> dict[str, Any] | None:
+    """What the config of a model says of the scheme under which it was patched or saved."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    configs = (vars(module).get("config") for module in modules)
+    return next((found for config in configs if (found := getattr(config, "rope_patch", None))), None)
+
+
 def _take_back(mounted: tuple[tuple[Stack, Plan], ...], changes: Changes) -> None:
     hooks = [
         hook for stack, _ in mounted for layer in stack.layers for hook in layer.module._forward_pre_hooks.values()
@@ -171,6 +182,8 @@ def _name_in_config(
     record: dict[str, Any] = {"scheme": scheme.to_dict()}
     if native is not None:
         record["rope_parameters"] = native
+    if plan.embedding:
+        record["positions"] = stack.training_length  # the weights hold the longer table
     for config in changes.fork_configs(model.modules()):
         config.rope_patch = copy.deepcopy(record)
     if native is not None:

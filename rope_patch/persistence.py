@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rope_patch.embedding import shorten
 from rope_patch.errors import NotPatched
+from rope_patch.models.absolute import AbsoluteTable
 from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
-from rope_patch.patch import PatchHandle, patch
+from rope_patch.models.reading import read_stacks
+from rope_patch.patch import PatchHandle, find_handle, find_record, patch
 from rope_patch.schemes.registry import scheme_from_dict
 
 _RECORD = "rope_patch"
@@ -42,12 +45,14 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
         # as Transformers does where it reads the config itself: what is a field of the config changes it
         fields = [key for key in kwargs if key in vars(config) and key not in ("dtype", "torch_dtype")]
         config.update({key: kwargs.pop(key) for key in fields})
-    record = vars(config).pop(_RECORD, None)
+    record = vars(config).get(_RECORD)
+    if record is not None and "positions" not in record:
+        del config.rope_patch
     if record is not None and "rope_parameters" in record:
         config.rope_parameters = record["rope_parameters"]
     model = _class_of(config).from_pretrained(path, config=config, **kwargs)
     if record is not None:
-        patch(model, scheme_from_dict(record["scheme"]))
+        _resume(model, record)
     return model
 
 
@@ -83,8 +88,26 @@ def repatch(model: nn.Module) -> PatchHandle:
         NotPatched: when the config names none.
         AlreadyPatched: when the model carries a scheme.
     """
-    configs = (vars(module).get("config") for module in model.modules())
-    record = next((found for config in configs if (found := getattr(config, _RECORD, None))), None)
+    record = find_record(model)
     if record is None:
         raise NotPatched(f"the config of {type(model).__name__} has no `rope_patch`: it was not saved under a scheme")
-    return patch(model, scheme_from_dict(record["scheme"]))
+    handle = _resume(model, record)
+    if handle is None:
+        raise NotPatched(f"{type(model).__name__} was saved without the rows that {record['scheme']['name']} replaced")
+    return handle
+
+
+def _resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
+    """Put a loaded model under the scheme that it was saved under; None where its own positions were not saved."""
+    scheme = scheme_from_dict(record["scheme"])
+    if "positions" not in record or find_handle(model) is not None:
+        return patch(model, scheme)
+    if not scheme.keeps_rows:
+        return None
+    (stack,) = read_stacks(model)
+    table = cast(AbsoluteTable, stack.absolute)
+    saved = shorten(table, record["positions"])
+    del stack.config.rope_patch
+    handle = patch(model, scheme)
+    table.rows.copy_(saved)  # as they were trained
+    return handle

@@ -30,6 +30,9 @@ CASES = {
     "lm_infinite": "lm_infinite:local_window=7,n_global=3",
     "dca": "dca:chunk_size=9,local_window=2",
     "t5": "t5:interpolation=2",
+    "sinusoidal": "sinusoidal",
+    "learned": "learned:extend=40",
+    "hierarchical": "hierarchical",
 }
 """Registry name to the settings that the contract suite runs; a new scheme needs no more than a line here."""
 

@@ -23,7 +23,7 @@ _VERSION = "Transformers "
 
 _HEAD = f"""# Families
 
-What becomes of every model type that `AutoModelForCausalLM` knows, with {_VERSION}{{version}}. Written by
+What becomes of every model type that `AutoModelForCausalLM` knows, and of this library's own Baichuan, with {_VERSION}{{version}}. Written by
 `python -m tests.families_table > docs/families.md`; nothing in it is typed by hand.
 
 - **{PASSES}**: the contract suite holds for a tiny random model of it (`pytest --all-families tests/contract`).
@@ -40,7 +40,8 @@ What becomes of every model type that `AutoModelForCausalLM` knows, with {_VERSI
 
 def table() -> str:
     """The whole document."""
-    rows = [(model_type, *outcome(model_type)) for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
+    own = {values["model_type"] for values in FAMILIES.values()}  # Baichuan is this library's
+    rows = [(model_type, *outcome(model_type)) for model_type in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *own})]
     found = [row[1] for row in rows]
     counts = ", ".join(f"{found.count(kind)} {kind}" for kind in (PASSES, "patched", "refused", "not built"))
     head = _HEAD.format(version=transformers.__version__, counts=f"Of {len(rows)} types: {counts}.")

@@ -27,7 +27,7 @@ FLOORS = [
     {"schemes"},
     {"attention"},
     {"models"},
-    {"changes", "late", "scoring", "mounts"},
+    {"changes", "embedding", "late", "scoring", "mounts"},
     {"export", "patch", "persistence", "describe"},
     {"evaluation"},
     {"cli"},

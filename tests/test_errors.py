@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTModel
 
 import rope_patch
 from rope_patch import (
@@ -174,20 +174,33 @@ def test_unpatching_what_is_not_patched(llama):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=16, n_layer=1, n_head=2)),
-        lambda: BertModel(BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)),
+        lambda: ViTModel(ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)),
         lambda: nn.Linear(2, 2),
         nn.Identity,
     ],
-    ids=["gpt2", "bert", "linear", "identity"],
+    ids=["vit", "linear", "identity"],
 )
-def test_a_model_without_a_rotary_stack(make):
+def test_a_model_without_a_stack(make):
     model = make()
     before = [(name, dict(vars(module))) for name, module in model.named_modules()]
     for act in (lambda: patch(model, "rerope:window=6"), lambda: native_scheme(model)):
         with pytest.raises(UnsupportedModel, match=f"{type(model).__name__} has no stack with a rotary module"):
             act()
     assert [(name, dict(vars(module))) for name, module in model.named_modules()] == before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=16, n_layer=1, n_head=2)),
+        lambda: BertModel(BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)),
+    ],
+    ids=["gpt2", "bert"],
+)
+@pytest.mark.parametrize("spec", ["rerope:window=6", "yarn:factor=2", "alibi", "logn", "hierarchical+alibi"])
+def test_schemes_of_attention_on_a_model_with_a_table_of_positions(make, spec):
+    with pytest.raises(UnsupportedModel, match="adds learned positions to its input"):
+        patch(make(), spec)
 
 
 @pytest.mark.parametrize("thing", ["model", None, 3, torch.nn.Linear])

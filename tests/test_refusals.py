@@ -64,7 +64,7 @@ def test_positions_of_images():
     model = AutoModelForImageTextToText.from_config(
         AutoConfig.for_model("qwen2_vl", text_config=text, vision_config=vision)
     ).eval()
-    with refused(model, UnsupportedModel, "several rotary stacks"):
+    with refused(model, UnsupportedModel, "several stacks"):
         patch(model, "rerope:window=6")
     with refused(model, UnsupportedModel, SEVERAL_DIMENSIONS):
         patch(model.model.language_model, "rerope:window=6")

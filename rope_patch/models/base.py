@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from transformers import PreTrainedModel
 from rope_patch.rotary import RotaryLayout
 from rope_patch.schemes.base import Checkpoint, Scheme
 from rope_patch.typing import RotarySpec
+
+if TYPE_CHECKING:  # which is read by a module that needs `Stack`
+    from rope_patch.models.absolute import AbsoluteTable
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Stack:
         rotary: every set of rotary tables.
         part: `encoder` or `decoder` where a model may have both.
         replacements: what its modules want set before schemes can be mounted in their attention.
+        absolute: its learned absolute positions; None where it has none, or where positions enter elsewhere too.
     """
 
     module: PreTrainedModel
@@ -123,6 +127,7 @@ class Stack:
     rotary: tuple[RotaryTables, ...] = ()
     part: str = ""
     replacements: tuple[Replacement, ...] = ()
+    absolute: AbsoluteTable | None = None
 
     @property
     def config(self) -> Any:

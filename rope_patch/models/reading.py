@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch.errors import UnsupportedModel
-from rope_patch.models import llama, t5
+from rope_patch.models import absolute, llama, t5
 from rope_patch.models.baichuan import adapter as baichuan
 from rope_patch.models.baichuan import published_remote_code
 from rope_patch.models.base import Stack
@@ -34,18 +34,22 @@ def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"{model!r} is a {type(model).__name__}, not a loaded model")
-    found = [(style, module) for style in STYLES for module in model.modules() if style.recognises(module)]
+    found = _recognised(model, STYLES) or _recognised(model, (absolute,))  # a table may stand beside a rotation
     if (advice := published_remote_code(model)) is not None:
         raise UnsupportedModel(advice)
     if not found:
         raise UnsupportedModel(
             f"{type(model).__name__} has no stack with a rotary module of Transformers (a child with `inv_freq`), as "
-            "Llama-style decoders have, and none with the biases of T5"
+            "Llama-style decoders have, none with the biases of T5, and no learned positions of a text"
         )
     names = ", ".join(type(module).__name__ for _, module in found)
     if len(found) > 1 and any(style is not t5 for style, _ in found):
-        raise UnsupportedModel(f"{type(model).__name__} has several rotary stacks ({names}); patch one of them itself")
+        raise UnsupportedModel(f"{type(model).__name__} has several stacks ({names}); patch one of them itself")
     return found
+
+
+def _recognised(model: nn.Module, styles: tuple[ModuleType, ...]) -> list[tuple[ModuleType, PreTrainedModel]]:
+    return [(style, module) for style in styles for module in model.modules() if style.recognises(module)]
 
 
 def read_stack(model: nn.Module) -> Stack:

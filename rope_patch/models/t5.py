@@ -61,13 +61,11 @@ def read(stack: PreTrainedModel) -> Stack:
     )
     across = [module for _, module in _attention_modules(stack.block, "EncDecAttention")]
     modules = [module for _, module in own] + across
-    replacements = tuple(
-        replacement
-        for module in modules
-        for replacement in (
-            Replacement(module, "has_relative_attention_bias", True),
-            Replacement(module, "compute_bias", NoBias(module)),
-        )
+    replacements = (
+        # umT5 of Transformers 5.17 does not say it of its decoder
+        *(Replacement(module, "is_causal", config.is_decoder) for _, module in own),
+        *(Replacement(module, "has_relative_attention_bias", True) for module in modules),
+        *(Replacement(module, "compute_bias", NoBias(module)) for module in modules),
     )
     return Stack(
         stack,

@@ -5,6 +5,8 @@ from rope_patch.schemes.base import Checkpoint, Region, Scheme, Source
 from rope_patch.schemes.compose import Compose
 from rope_patch.schemes.dca import DualChunkAttention
 from rope_patch.schemes.giraffe import TruncatedBasis
+from rope_patch.schemes.hierarchical import Hierarchical
+from rope_patch.schemes.learned import Learned
 from rope_patch.schemes.llama3 import Llama3Scaling
 from rope_patch.schemes.lm_infinite import LMInfinite
 from rope_patch.schemes.logn import LogN
@@ -25,6 +27,7 @@ from rope_patch.schemes.rerope import LeakyReRoPE, ReRoPE
 from rope_patch.schemes.rope import NoPE, RoPE
 from rope_patch.schemes.sandwich import Sandwich
 from rope_patch.schemes.self_extend import SelfExtend
+from rope_patch.schemes.sinusoidal import Sinusoidal
 from rope_patch.schemes.t5 import T5Bias
 from rope_patch.schemes.window import SlidingWindow
 from rope_patch.schemes.xpos import XPos
@@ -56,6 +59,9 @@ for _scheme in (
     ALiBi,
     Sandwich,
     T5Bias,
+    Sinusoidal,
+    Learned,
+    Hierarchical,
 ):
     register_scheme(_scheme)
 
@@ -67,8 +73,10 @@ __all__ = [
     "DualChunkAttention",
     "DynamicNTK",
     "DynamicYaRN",
+    "Hierarchical",
     "LMInfinite",
     "LeakyReRoPE",
+    "Learned",
     "Llama3Scaling",
     "LogN",
     "LongRoPE",
@@ -84,6 +92,7 @@ __all__ = [
     "Sandwich",
     "Scheme",
     "SelfExtend",
+    "Sinusoidal",
     "SlidingWindow",
     "Source",
     "T5Bias",

@@ -100,6 +100,7 @@ class Scheme:
         linear: whether the bias is a multiple of the distance, so that beside a causal mask a term per key says it all.
         absolute: whether a shift of all positions changes the scores.
         causal_only: whether the scheme has no meaning for keys after the query.
+        keeps_rows: whether the first rows of its table of positions are the checkpoint's own.
         rope_type: the `rope_type` of Transformers that means the same; None where there is none.
         learned: names of the weights that it reads.
     """
@@ -113,6 +114,7 @@ class Scheme:
     linear: ClassVar[bool] = False
     absolute: ClassVar[bool] = False
     causal_only: ClassVar[bool] = False
+    keeps_rows: ClassVar[bool] = False
     rope_type: ClassVar[str | None] = None
     learned: ClassVar[tuple[str, ...]] = ()
 

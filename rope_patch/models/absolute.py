@@ -1,0 +1,210 @@
+"""Reading stacks that add learned absolute positions to their input: BERT, RoBERTa, ELECTRA, GPT-2, OPT and their like.
+
+No family is known by name. A table is an `nn.Embedding` that is called after positions; which of its rows the first
+token of a text reads, and so how many are reserved in front, is measured on four tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from rope_patch.errors import UnsupportedModel
+from rope_patch.models.base import Stack
+from rope_patch.schemes.base import Checkpoint
+from rope_patch.schemes.learned import Learned
+
+_TABLE = re.compile(r"^(?!.*relative).*position|^wpe$")
+_LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions")
+"""Under these names configs and modules say how long a text may be; some count the reserved rows, some do not."""
+
+
+@dataclass(frozen=True)
+class AbsoluteTable:
+    """The learned absolute positions of one stack, and all that limits a text to as many.
+
+    Attributes:
+        module: the `PreTrainedModel` that runs the stack.
+        name: path of the table inside it.
+        embedding: the table, `(reserved + n, hidden)`.
+        reserved: rows in front that stand for no position: `padding_idx + 1` in RoBERTa, two in OPT, else none.
+        buffers: owner and name of each buffer with a place per row: `position_ids`, `token_type_ids`.
+    """
+
+    module: PreTrainedModel
+    name: str
+    embedding: nn.Embedding
+    reserved: int
+    buffers: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The rows that stand for positions, `(n, hidden)`, detached."""
+        return self.embedding.weight.detach()[self.reserved :]
+
+    @property
+    def capacity(self) -> int:
+        """n: the longest text in tokens."""
+        return len(self.rows)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What a scheme's defaults are read from."""
+        return Checkpoint(self.capacity, self.config.num_attention_heads, self.capacity)
+
+    @property
+    def config(self) -> Any:
+        """The config of the stack, as it is now."""
+        return self.module.config
+
+    def limits(self) -> Iterator[tuple[Any, str, int]]:
+        """Holder, name and value of each number that says how long a text may be: in the config and on modules."""
+        said = (self.capacity, self.capacity + self.reserved)
+        for holder in (self.config, *self.module.modules()):
+            for name in _LIMITS:
+                if vars(holder).get(name) in said:
+                    yield holder, name, vars(holder)[name]
+
+
+def recognises(module: nn.Module) -> bool:
+    """Whether a model of text looks up learned positions itself, not only through a model inside it."""
+    return _has_table(module) and not any(_has_table(child) for child in module.modules() if child is not module)
+
+
+def read(stack: PreTrainedModel) -> Stack:
+    """A stack that is recognised; schemes go into its table, not into its attention.
+
+    Raises:
+        UnsupportedModel: as `read_table`.
+    """
+    table = read_table(stack)
+    return Stack(stack, table.checkpoint, Learned(), absolute=table)
+
+
+def read_table(stack: PreTrainedModel) -> AbsoluteTable:
+    """The table of a stack that is recognised.
+
+    Raises:
+        UnsupportedModel: with the reason, when it has several, when positions also enter in another way, when
+            something of a fixed size cannot grow with the table, or when saving would not keep a longer one.
+    """
+    name, embedding = _only_table(stack)
+    _refuse_other_positions(stack)
+    reserved = _measure_reserved(stack, name, embedding)
+    buffers = _buffers(stack, embedding.num_embeddings, reserved)
+    table = AbsoluteTable(stack, name, embedding, reserved, buffers)
+    _refuse_sinusoids(stack, name, table.rows)
+    if not any(holder is table.config for holder, _, _ in table.limits()):
+        _refuse(stack, f"its config says nowhere how many rows {name} has, so a longer one could not be loaded again")
+    return table
+
+
+def _tables(module: nn.Module) -> Iterator[tuple[str, nn.Embedding]]:
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding) and _TABLE.search(name.rpartition(".")[2]):
+            yield name, child
+
+
+def _has_table(module: nn.Module) -> bool:
+    reads_text = isinstance(module, PreTrainedModel) and module.main_input_name == "input_ids"
+    return reads_text and next(_tables(module), None) is not None
+
+
+def _only_table(stack: PreTrainedModel) -> tuple[str, nn.Embedding]:
+    tables = list(_tables(stack))
+    if len(tables) > 1:
+        _refuse(stack, f"it has several tables of positions ({', '.join(name for name, _ in tables)})")
+    (name, embedding), *_ = tables
+    if embedding.weight.is_meta:
+        _refuse(stack, f"the weights of {name} are on the meta device; load them before patching")
+    holders = [found for found, weight in stack.named_parameters(remove_duplicate=False) if weight is embedding.weight]
+    if len(holders) > 1:
+        _refuse(stack, f"{name} shares its weights ({', '.join(holders)})")
+    return name, embedding
+
+
+def _refuse_other_positions(stack: PreTrainedModel) -> None:
+    kind = getattr(stack.config, "position_embedding_type", None) or "absolute"
+    if kind != "absolute":
+        _refuse(stack, f"position_embedding_type={kind!r}; only 'absolute' adds positions to the input alone")
+    if getattr(stack.config, "relative_attention", False):
+        _refuse(stack, "its attention has relative positions beside the table (relative_attention=True)")
+
+
+def _refuse_sinusoids(stack: PreTrainedModel, name: str, rows: torch.Tensor) -> None:
+    squared_norms = rows.double().square().sum(dim=-1)
+    half = squared_norms.new_tensor(rows.shape[-1] / 2)  # sin^2 + cos^2 in every pair
+    if torch.allclose(squared_norms, half, rtol=1e-2):
+        _refuse(stack, f"the rows of {name} are sinusoids, computed and not learned")
+
+
+def _buffers(stack: PreTrainedModel, rows: int, reserved: int) -> tuple[tuple[nn.Module, str], ...]:
+    sizes, found = (rows, rows - reserved), []
+    for path, module in stack.named_modules():
+        for name, buffer in module.named_buffers(prefix=path, recurse=False):
+            if buffer.ndim > 1 and buffer.shape[-1] == buffer.shape[-2] and buffer.shape[-1] in sizes:
+                _refuse(
+                    stack, f"{name} is a mask of {buffer.shape[-1]} x {buffer.shape[-1]} positions, which cannot grow"
+                )
+            if buffer.shape in [(1, size) for size in sizes] and not buffer.is_floating_point():
+                if not torch.equal(buffer, lengthened(buffer, 0)):
+                    _refuse(stack, f"{name} has a number per position that follows no rule")
+                found.append((module, name.rpartition(".")[2]))
+    return tuple(found)
+
+
+def lengthened(buffer: torch.Tensor, growth: int) -> torch.Tensor:
+    """A buffer of one number per row, `(1, rows)`, made longer: what counts up counts on, zeros stay zeros."""
+    places = torch.arange(buffer.shape[1] + growth).to(buffer)
+    counts = buffer[0, -1] != buffer[0, 0]
+    return (buffer[0, 0] + counts * places)[None]
+
+
+def _measure_reserved(stack: PreTrainedModel, name: str, embedding: nn.Embedding) -> int:
+    """The row that the first token of a text reads, where the following tokens read the rows after it."""
+    try:
+        middle = stack.config.vocab_size // 2  # pads and the like, which some models do not count, stand at the ends
+        tokens = torch.arange(middle, middle + 4, device=embedding.weight.device)
+        with torch.no_grad(), _Lookup(embedding.weight):
+            stack(input_ids=tokens[None])
+    except _Found as found:
+        rows = found.rows[: len(tokens)]
+    except Exception as error:  # whatever a model of another kind makes of four tokens
+        raise UnsupportedModel(f"{type(stack).__name__} does not read a text of four tokens: {error}") from error
+    else:
+        _refuse(stack, f"{name} is not looked up when it reads a text")
+    if rows != list(range(rows[0], rows[0] + len(rows))):
+        _refuse(stack, f"a text of {len(rows)} tokens reads the rows {rows} of {name}, which are no run")
+    return rows[0]
+
+
+class _Found(BaseException):  # not an Exception: nothing that a model catches
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+
+class _Lookup(TorchFunctionMode):
+    """Ends a forward at the first look-up in a table, and says of which rows."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (*args, *(kwargs or {}).values())
+        if any(value is self.weight for value in given):
+            for value in given:
+                if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64):
+                    raise _Found(value.flatten().tolist())
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse(stack: PreTrainedModel, reason: str) -> NoReturn:
+    raise UnsupportedModel(f"{type(stack).__name__}: {reason}")
