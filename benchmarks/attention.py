@@ -60,7 +60,7 @@ def regions(shape: Shape, scheme: str, backward: bool = False) -> Side:
     )
     spans = (Span(slice(0, 1), slice(0, length), slice(0, length), 0),)
     leaves = [value, *(state for branch in branches for state in (branch.query, branch.key))]
-    return _side(shape, lambda: engine.attend(inputs, "auto", lambda: spans), leaves, backward)
+    return _side(shape, lambda: engine.attend(inputs, "auto", lambda _: spans), leaves, backward)
 
 
 def t5_encoder(shape: Shape) -> Side:
@@ -70,7 +70,7 @@ def t5_encoder(shape: Shape) -> Side:
     weights = {"relative_attention_bias": table}
     inputs = dataclasses.replace(inputs, bias=DistanceBias(lambda m: scheme.bias(m, shape.heads, weights)))
     spans = (Span(slice(0, 1), slice(0, shape.length), slice(0, shape.length), 0, causal=False),)
-    return _side(shape, lambda: engine.attend(inputs, "auto", lambda: spans), [], False)
+    return _side(shape, lambda: engine.attend(inputs, "auto", lambda _: spans), [], False)
 
 
 def unbiased_encoder(shape: Shape) -> Side:

@@ -87,7 +87,7 @@ def late_attention(
         state.regions or (ALL_PAIRS,),
         lambda region: call.rotated_query(query, region.query_map) if state.rotate else query,
         lambda region, slots: _keys(call, key, region, slots),
-        lambda: call.spans(inputs),
+        call.spans,
         mode=state.attention,
         literal=implementation == "eager",
         fades=call.decay(),

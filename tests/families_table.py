@@ -23,8 +23,9 @@ _VERSION = "Transformers "
 
 _HEAD = f"""# Families
 
-What becomes of every model type that `AutoModelForCausalLM` knows, and of this library's own Baichuan, with {_VERSION}{{version}}. Written by
-`python -m tests.families_table > docs/families.md`; nothing in it is typed by hand.
+What becomes of every model type that `AutoModelForCausalLM` knows, with {_VERSION}{{version}}, and of this library's
+own Baichuan. Written by `python -m tests.families_table > docs/families.md`; nothing in it is typed by hand. T5-style
+encoders and decoders, and the tables of BERT-likes, have suites of their own (`tests/models`).
 
 - **{PASSES}**: the contract suite holds for a tiny random model of it (`pytest --all-families tests/contract`).
 - **patched**: a tiny random model takes `{_SCHEME}` and runs under it; nothing more is known.
@@ -55,7 +56,7 @@ def passing(document: str) -> set[str]:
 
 def version(document: str) -> str:
     """The version of Transformers that a document was written with."""
-    return document.split(_VERSION)[1].split(". ")[0]
+    return document.split(_VERSION)[1].split(", ")[0]
 
 
 def outcome(model_type: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from rope_patch.schemes.base import ALL_PAIRS, Region
 SMALL = 2**18
 """Below this many pairs a row, one dense block is faster than many tiles."""
 
-Spans = Callable[[], "tuple[Span, ...] | None"]
+Spans = Callable[[AttentionInputs], "tuple[Span, ...] | None"]
 
 
 def score(
@@ -36,7 +36,7 @@ def score(
         regions: disjoint; `ALL_PAIRS` alone where there is no other.
         query_of: the queries as they are rotated for a region.
         key_of: the keys of some slots, or of all for None, as they are rotated for a region.
-        spans: finds the spans of the call, or None; asked only where they help.
+        spans: finds the spans of a call, or None; asked only where they help.
         mode: see `AttentionMode`.
         literal: score by definition and give the attention weights, as eager attention does.
         fades: how pairs decay with distance, or None.
@@ -67,7 +67,7 @@ def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.
     Args:
         inputs: the call.
         mode: see `AttentionMode`.
-        spans: finds the spans of the call, or None; asked only where they help.
+        spans: finds the spans of a call, or None; asked only where they help.
     """
     if mode == "oracle":
         return oracle.attend(inputs)[0]
@@ -76,7 +76,7 @@ def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.
         return dense.attend(inputs)
     geometric = (inputs.causal or inputs.q_length == inputs.kv_length) and inputs.fits_kernels
     if mode != "chunked" and geometric and not torch.compiler.is_compiling():
-        found = spans() if not small or mode == "segmented" else None
+        found = spans(inputs) if not small or mode == "segmented" else None
         if found is not None and segmented.applies(inputs, found):
             return segmented.attend(inputs, found)
     return chunked.attend(inputs)

@@ -77,7 +77,7 @@ def alibi_attention_forward(
     def table(low: int, high: int) -> torch.Tensor:
         return shared.once(("bias", low, high), lambda: bias(torch.arange(low, high, device=query.device)))
 
-    def spans() -> tuple[Span, ...] | None:
+    def spans(_: AttentionInputs) -> tuple[Span, ...] | None:
         batch_size = query.shape[0]
         return shared.once("spans", lambda: find_spans(position_ids, mask, groups, int(start), batch_size))
 
