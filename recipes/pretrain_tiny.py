@@ -15,6 +15,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,25 +32,31 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
-class Config:
+class Schedule:
+    """What every run here is told."""
+
     output: str
-    vocab_size: int
     context: int
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
     batch_size: int
     steps: int
     warmup_steps: int
     decay_steps: int
     learning_rate: float
     weight_decay: float
-    repeat_probability: float
-    repeat_span: tuple[int, int]
     save_every_seconds: float
     evaluate_every: int
     seed: int
+
+
+@dataclass(frozen=True)
+class Config(Schedule):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    repeat_probability: float
+    repeat_span: tuple[int, int]
 
 
 def main() -> None:
@@ -62,9 +69,26 @@ def main() -> None:
     tokenizer = train_tokenizer(config, output)
     stream = tokenise(tokenizer, "train")
     held_out = tokenise(tokenizer, "held_out")
-
     torch.manual_seed(config.seed)
     model = LlamaForCausalLM(llama_config(config, tokenizer))
+    train(
+        config,
+        model,
+        tokenizer,
+        loss_at=lambda step: next_token_loss(model, draw_batch(stream, step, config)),
+        held_out_loss=lambda: evaluate(model, held_out, config),
+    )
+
+
+def train(
+    config: Schedule,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    loss_at: Callable[[int], torch.Tensor],
+    held_out_loss: Callable[[], float],
+) -> None:
+    """Go on from the last saved state to `config.steps`, then write the checkpoint and draw the loss curve."""
+    output = Path(config.output)
     optimizer = make_optimizer(model, config)
     step = restore(output, model, optimizer)
     log = (output / "log.jsonl").open("a", buffering=1)
@@ -74,7 +98,7 @@ def main() -> None:
     while step < config.steps:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
-        loss = train_step(model, optimizer, draw_batch(stream, step, config))
+        loss = take_step(model, optimizer, lambda step=step: loss_at(step))
         step += 1
         bar.update()
         if step % config.evaluate_every == 0 or step == config.steps:
@@ -82,7 +106,7 @@ def main() -> None:
                 "step": step,
                 "tokens": step * config.batch_size * config.context,
                 "train_nll": round(loss, 4),
-                "held_out_nll": round(evaluate(model, held_out, config), 4),
+                "held_out_nll": round(held_out_loss(), 4),
                 "learning_rate": optimizer.param_groups[0]["lr"],
                 "seconds": round(time.monotonic() - started),
             }
@@ -138,14 +162,14 @@ def llama_config(config: Config, tokenizer: PreTrainedTokenizerFast) -> LlamaCon
     )
 
 
-def make_optimizer(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
+def make_optimizer(model: torch.nn.Module, config: Schedule) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     gains = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
-def learning_rate(step: int, config: Config) -> float:
+def learning_rate(step: int, config: Schedule) -> float:
     warmup = (step + 1) / config.warmup_steps
     decay = (config.steps - step) / config.decay_steps
     return config.learning_rate * min(1.0, warmup, decay)
@@ -175,9 +199,11 @@ def draw_batch(stream: torch.Tensor, step: int, config: Config) -> torch.Tensor:
     return rows
 
 
-def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> float:
+def take_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, compute_loss: Callable[[], torch.Tensor]
+) -> float:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = next_token_loss(model, rows)
+        loss = compute_loss()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

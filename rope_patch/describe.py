@@ -39,8 +39,9 @@ def describe(model: nn.Module) -> str:
 
 def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> str:
     part_of = f", {stack.part}" if stack.part else ""
+    content = f"{len(stack.layers)} attention layers" if stack.layers else "a table of positions"
     rows = [
-        ("model", f"{type(model).__name__}{part_of}, {len(stack.layers)} attention layers"),
+        ("model", f"{type(model).__name__}{part_of}, {content}"),
         ("training length", f"{stack.training_length} tokens"),
         ("state", f"patched, mounted {plan.mounts()}" if plan else "not patched; this is its native scheme"),
     ]
@@ -54,7 +55,8 @@ def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> 
     if plan:
         rows += _own_positions(stack, resolved, plan)
         rows += [("left alone", line) for line in _left_alone(plan)]
-    rows.append(("positions", _position_map(resolved, stack.training_length)))
+    if stack.layers:
+        rows.append(("positions", _position_map(resolved, stack.training_length)))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
@@ -68,8 +70,9 @@ def _own_positions(stack: Stack, asked: Scheme, plan: Plan) -> Iterable[tuple[st
         return [("rotation", "replaced by the bias; list RoPE() beside it to keep both")] if NoPE() in added else []
     if "bias" in plan.scheme.slots:
         return [("bias", f"{part}, the checkpoint's own, stays") for part in added if "bias" in part.slots]
-    rotates = f"; {RoPE()} of base {BASE:g}" if RoPE() in added else ""
-    return [("bias", f"replaced by the rotation{rotates}; list {stack.native} beside it to keep both")]
+    native = stack.native.name if stack.native else "it"
+    rotation = f"a rotation of base {BASE:g}" if RoPE() in added else "the rotation"
+    return [("bias", f"replaced by {rotation}; list {native} beside it to keep both")]
 
 
 def _left_alone(plan: Plan) -> Iterable[str]:

@@ -83,6 +83,10 @@ class Compose(Scheme):
     def causal_only(self) -> bool:  # type: ignore[override]
         return any(part.causal_only for part in self._parts)
 
+    @property
+    def keeps_rows(self) -> bool:  # type: ignore[override]
+        return all(part.keeps_rows for part in self._filling("embedding"))
+
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         return Compose(*(part.resolve(checkpoint) for part in self._parts))
 
