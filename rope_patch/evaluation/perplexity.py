@@ -233,6 +233,12 @@ def _plan(
                     f"{line} depends on the length of the text, so one pass at {length} tokens says nothing of shorter "
                     "ones; use protocol 'last'"
                 )
+            table = stack.absolute
+            if scheme is None and table is not None and length > table.capacity:
+                raise EvaluationError(
+                    f"{line} at {length} tokens: {type(stack.module).__name__} has {table.capacity} positions; "
+                    "measure longer texts under a scheme alone, without references (--no-references)"
+                )
             mounts = [plan_mounts(scheme, part).mounts() for part in stacks] if scheme else ["none"]
             passes.append(Pass(line, scheme, mounts[0], length, bins))
     return passes

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import rope_patch
 from rope_patch import AlreadyPatched, InvalidField, NothingToPatch, patch
@@ -231,3 +232,14 @@ def test_a_model_that_no_scheme_would_change_is_refused(tokenizer):
     config = MistralConfig(**sizes, num_key_value_heads=1, vocab_size=257, max_position_embeddings=64, sliding_window=8)
     with pytest.raises(NothingToPatch):
         go(MistralForCausalLM(config), tokenizer, ["rerope:window=8"])
+
+
+def test_a_model_with_a_table_of_positions_is_measured_as_far_as_its_table_reaches(tokenizer):
+    config = GPT2Config(vocab_size=257, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).eval()
+    plain, table = go(model, tokenizer, ["plain", "hierarchical"], (16,))
+    assert plain.nll == table.nll
+    assert table.mount == "embedding"
+    assert go(model, tokenizer, ["hierarchical"], (16, 64))[1].length == 64
+    with pytest.raises(EvaluationError, match="plain at 64 tokens: GPT2Model has 16 positions"):
+        go(model, tokenizer, ["plain", "hierarchical"], (16, 64))
