@@ -1,0 +1,62 @@
+"""The recipes beside the measurement: what they write is what they say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_patch
+from rope_patch import native_scheme
+from tests.runs import assert_close, logits
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "recipes"
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("kind", ["rope", "alibi"])
+def test_the_small_llama_in_the_layout_of_baichuan(kind, tmp_path):
+    done = run("recipes/as_baichuan.py", str(tmp_path), *["--alibi"] * (kind == "alibi"))
+    assert done.returncode == 0, done.stderr
+    model = rope_patch.from_pretrained(tmp_path).eval()
+    assert type(model).__name__ == ("BaichuanForCausalLM" if kind == "alibi" else "BaiChuanForCausalLM")
+    assert native_scheme(model).name == kind
+    llama = AutoModelForCausalLM.from_pretrained(RECIPES / "assets" / "tiny-llama").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = torch.tensor([tokenizer("def patch(model, scheme):\n    return model")["input_ids"]])
+    if kind == "alibi":
+        rope_patch.patch(llama, "alibi")
+    assert_close(logits(model, ids), logits(llama, ids), 2e-4)
+
+
+@pytest.mark.parametrize("name", ["pretrain_tiny", "pretrain_tiny_t5"])
+def test_pretraining_takes_a_step_and_writes_a_checkpoint(name, tmp_path):
+    config = yaml.safe_load((RECIPES / "configs" / f"{name}.yaml").read_text())
+    config |= {"output": str(tmp_path), "steps": 2, "batch_size": 1, "evaluate_every": 2}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    if "tokenizer" not in config:  # training one takes half a minute
+        tokenizer = (RECIPES / "assets" / "tiny-llama" / "tokenizer.json").read_text()
+        (tmp_path / "tokenizer.json").write_text(tokenizer)
+    done = run(f"recipes/{name}.py", str(tmp_path / "config.yaml"))
+    assert done.returncode == 0, done.stderr
+    (row,) = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert row["step"] == 2
+    model = rope_patch.from_pretrained(tmp_path / "checkpoint")
+    assert sum(p.numel() for p in model.parameters()) > 1e6
+    assert (tmp_path / "checkpoint" / "loss.png").is_file()
+
+
+@pytest.mark.parametrize("path", sorted((RECIPES / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_says_something_to_its_recipe(path):
+    assert yaml.safe_load(path.read_text())
+    assert path.stem in {"demo"} or (RECIPES / f"{path.stem}.py").is_file()
