@@ -75,6 +75,7 @@ def main() -> None:
         config,
         model,
         tokenizer,
+        optimizer=make_optimizer(model, config),
         loss_at=lambda step: next_token_loss(model, draw_batch(stream, step, config)),
         held_out_loss=lambda: evaluate(model, held_out, config),
     )
@@ -84,12 +85,12 @@ def train(
     config: Schedule,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
+    optimizer: torch.optim.Optimizer,
     loss_at: Callable[[int], torch.Tensor],
     held_out_loss: Callable[[], float],
 ) -> None:
     """Go on from the last saved state to `config.steps`, then write the checkpoint and draw the loss curve."""
     output = Path(config.output)
-    optimizer = make_optimizer(model, config)
     step = restore(output, model, optimizer)
     log = (output / "log.jsonl").open("a", buffering=1)
     saved, started = time.monotonic(), time.monotonic()

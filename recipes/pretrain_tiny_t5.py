@@ -47,7 +47,9 @@ def main() -> None:
     def loss_at(step: int) -> torch.Tensor:
         return span_loss(model, draw_batch(stream, tokenizer, config, seed=config.seed * 1_000_003 + step))
 
-    train(config, model, tokenizer, loss_at, lambda: evaluate(model, held_out, tokenizer, config))
+    # as T5 was trained: steps in proportion to the size of a weight, which differs widely between its matrices
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    train(config, model, tokenizer, optimizer, loss_at, lambda: evaluate(model, held_out, tokenizer, config))
 
 
 def make_tokenizer(config: Config) -> PreTrainedTokenizerFast:

@@ -133,12 +133,11 @@ def _beside_bias(scheme: Scheme, stack: Stack) -> Scheme:
     """What a checkpoint whose positions are a bias does under a scheme: whatever rotates stands in place of the bias,
     and what says nothing of positions leaves it.
     """
-    if scheme.slots & {"frequencies", "bias"}:
-        rotates = "frequencies" in scheme.slots
-        return Compose(scheme, RoPE()) if _moves_positions(scheme) and not rotates else scheme
+    if "frequencies" in scheme.slots:
+        return scheme
     if _moves_positions(scheme):
         return Compose(scheme, RoPE())
-    return Compose(scheme, cast(Scheme, stack.native).resolve(stack.checkpoint))
+    return scheme if "bias" in scheme.slots else Compose(scheme, cast(Scheme, stack.native).resolve(stack.checkpoint))
 
 
 def _moves_positions(scheme: Scheme) -> bool:
