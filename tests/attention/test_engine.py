@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from rope_patch.attention import chunked, engine, segmented
+from rope_patch.attention import chunked, dense, engine, oracle, segmented
 from rope_patch.attention.spans import find_spans
 from tests.attention.test_segmented import ROWS, gradients_of, inputs_of
 
@@ -65,6 +65,22 @@ def test_a_bias_that_wants_a_gradient_gets_one(ways):
     assert ways == ["segmented", "chunked"]
     torch.testing.assert_close(found["segmented"], found["chunked"], rtol=1e-4, atol=1e-4)
     assert slopes.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["groups", "nothing", "boolean", "additive"])
+def test_a_small_call_under_a_bias_is_the_definition(kind, causal):
+    inputs, kept = inputs_of("alibi", ROWS, 45, 45, torch.float32, kv_heads=4, causal=causal)
+    branch = dataclasses.replace(inputs.branches[0], region=None)
+    seen = torch.rand(2, 1, 45, 45, generator=torch.Generator().manual_seed(3)) < 0.5
+    seen |= torch.eye(45, dtype=torch.bool)
+    masks = {"boolean": seen, "additive": torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)}
+    mask, groups = masks.get(kind), inputs.groups if kind == "groups" else None
+    inputs = dataclasses.replace(inputs, branches=(branch,), mask=mask, groups=groups)
+    assert dense.applies(inputs)
+    kept = kept if kind == "groups" else torch.ones_like(kept)
+    expected = oracle.attend(inputs)[0] * kept[:, None, :, None]
+    torch.testing.assert_close(attend(inputs, "auto") * kept[:, None, :, None], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_skipping_positions_take_the_way_by_positions(ways):

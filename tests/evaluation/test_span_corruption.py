@@ -58,23 +58,21 @@ def test_the_example_of_the_paper():
 
 
 def test_the_same_tokens_are_hidden_at_every_length(monkeypatch):
-    model, tokenizer, seen = t5_model(), t5_tokenizer(), {}
+    model, tokenizer, calls = t5_model(), t5_tokenizer(), []
 
     def spy(input_ids, labels):
-        seen.setdefault(labels.tolist()[0][1:4][0], []).append((input_ids.tolist()[0], labels.tolist()[0]))
+        calls.append((input_ids.tolist()[0], labels.tolist()[0]))
         return type("Output", (), {"logits": torch.zeros(1, labels.shape[1], 257 + 1 + SENTINELS)})
 
     monkeypatch.setattr(model, "forward", spy)
     measure(model, tokenizer, CORPUS, ["plain"], [40, 80, 140], targets=40)
-    calls = [call for found in seen.values() for call in found]
     assert len(calls) == 6
-    by_length = [calls[i : i + 2] for i in (0, 2, 4)] if len(seen) == 1 else None
-    targets = {tuple(labels) for _, labels in calls}
-    assert len(targets) == 2, "one set of hidden tokens for each document, whatever the length"
-    sources = sorted(len(source) for source, _ in calls)
-    assert sources[2] - sources[0] == 40
-    assert sources[4] - sources[2] == 60
-    assert by_length is None or all(len(found) == 2 for found in by_length)
+    shortest, *longer = calls[:2], calls[2:4], calls[4:]
+    assert shortest[0][1] != shortest[1][1], "each document has tokens of its own"
+    for more, at_length in zip((40, 100), longer, strict=True):
+        for (source, labels), (longer_source, longer_labels) in zip(shortest, at_length, strict=True):
+            assert longer_labels == labels
+            assert longer_source[more:] == source
 
 
 @pytest.mark.parametrize("family", ["t5", "umt5"])
