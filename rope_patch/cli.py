@@ -136,7 +136,9 @@ def _entry(cls: Any) -> dict[str, Any]:
     return {
         "name": cls.name,
         "class": cls.__name__,
-        "slots": [slot for slot in SLOTS if getattr(cls, slot) is not getattr(Scheme, slot)],
+        "slots": list(
+            dict.fromkeys(slot for name, slot in SLOTS.items() if getattr(cls, name) is not getattr(Scheme, name))
+        ),
         "needs": cls.regime,
         "fields": fields,
         "equation": cls.equation,

@@ -50,6 +50,73 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class ModelShape:
+    """What the learned parameters of a scheme are sized by.
+
+    Attributes:
+        num_heads: number of query heads.
+        head_dim: of queries and keys; that of values too, where `value_dim` says nothing else.
+        hidden_size: of the states between the layers.
+        num_layers: of the stack.
+        vocab_size: number of token ids.
+        training_length: L in tokens.
+        value_dim: of one head's values.
+    """
+
+    num_heads: int
+    head_dim: int
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    training_length: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Some queries and all keys that they may look at, as a bias by content sees them.
+
+    Attributes:
+        query: `(batch, heads, q_len, head_dim)`, as projected: not rotated, not scaled.
+        key: `(batch, heads, kv_len, head_dim)`, as projected, repeated where heads share keys.
+        m, n: integer positions, `(batch or 1, q_len, 1)` and `(batch or 1, 1, kv_len)`.
+        scores: lambda(m) <R q, R k> * scaling, float32 at least, `(batch, heads, q_len, kv_len)`.
+        seen: boolean, broadcasts to `scores`: the pairs that no mask hides.
+        scaling: what products of queries and keys are multiplied by.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    m: torch.Tensor
+    n: torch.Tensor
+    scores: torch.Tensor
+    seen: torch.Tensor
+    scaling: float
+
+    @property
+    def distance(self) -> torch.Tensor:
+        """m - n, `(batch or 1, q_len, kv_len)`."""
+        return self.m - self.n
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What enters a stack, or one of its blocks.
+
+    Attributes:
+        states: x, `(batch, length, hidden)`.
+        positions: integer, `(batch or 1, length)`.
+        ids: `(batch, length)`; None where the model was given vectors instead of tokens.
+        block: the index of the layer that they enter; 0 at the input.
+    """
+
+    states: torch.Tensor
+    positions: torch.Tensor
+    ids: torch.Tensor | None = None
+    block: int = 0
+
+
+@dataclass(frozen=True)
 class Region:
     """The pairs (m, n) with start <= floor(m/chunk) - floor(n/chunk) < stop, and the positions that rotate there.
 
@@ -102,7 +169,9 @@ class Scheme:
         causal_only: whether the scheme has no meaning for keys after the query.
         keeps_rows: whether the first rows of its table of positions are the checkpoint's own.
         rope_type: the `rope_type` of Transformers that means the same; None where there is none.
-        learned: names of the weights that it reads.
+        shared: names of its learned parameters that all layers have in common; each layer has its own of the others.
+        every_block: whether positions enter at the input of every layer, and not of the first alone.
+        stateful: whether its `embedding` carries a state from token to token, see `advance`.
     """
 
     name: ClassVar[str]
@@ -116,7 +185,9 @@ class Scheme:
     causal_only: ClassVar[bool] = False
     keeps_rows: ClassVar[bool] = False
     rope_type: ClassVar[str | None] = None
-    learned: ClassVar[tuple[str, ...]] = ()
+    shared: ClassVar[tuple[str, ...]] = ()
+    every_block: ClassVar[bool] = False
+    stateful: ClassVar[bool] = False
 
     # --- slots ---------------------------------------------------------------------------------------------------
 
@@ -133,16 +204,75 @@ class Scheme:
         raise NotImplementedError
 
     def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        """b by distance m - n: float32, `(heads, *distance.shape)`. `weights` are those named in `learned`."""
+        """b by distance m - n: float32, `(heads, *distance.shape)`."""
         raise NotImplementedError
 
-    def embedding(self, native: torch.Tensor) -> torch.Tensor:
-        """The rows that are added to the input at positions 0, 1, ..., `(N, hidden)`.
+    def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        """b by content, or by positions that a distance does not say: added to `pairs.scores`, to whose shape it
+        broadcasts. What it says of hidden pairs is not looked at.
+        """
+        raise NotImplementedError
+
+    def weight_factor(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        """c by distance m - n: float32, `(heads, *distance.shape)`."""
+        raise NotImplementedError
+
+    def relative_values(
+        self, attention: torch.Tensor, distance: torch.Tensor, weights: Weights = NO_WEIGHTS
+    ) -> torch.Tensor:
+        """sum_n attention(m, n) u(m, n), `(batch, heads, q_len, value_dim)`.
+
+        Args:
+            attention: c(m, n) softmax_n(s(m, n)), `(batch, heads, q_len, kv_len)`.
+            distance: m - n, `(batch or 1, q_len, kv_len)`.
+            weights: learned parameters by name.
+        """
+        raise NotImplementedError
+
+    def embedding(self, tokens: Tokens, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        """e(x_m, token_m, m), the shape and dtype of `tokens.states`.
+
+        Raises:
+            UnsupportedPositions: where there is no vector for a position, or no ids and the scheme reads them.
+        """
+        raise NotImplementedError
+
+    def advance(
+        self, tokens: Tokens, state: torch.Tensor | None, weights: Weights = NO_WEIGHTS
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`embedding` of a scheme that is `stateful`, with what it remembers of earlier tokens.
+
+        Args:
+            tokens: the next ones of each row; a row begins anew at every position 0.
+            state: what the last call returned, `(batch, width)`; None at the beginning.
+            weights: learned parameters by name.
+
+        Returns:
+            the new states of the tokens, and the state after the last of them, `(batch, width)`.
+        """
+        raise NotImplementedError
+
+    def rows(self, native: torch.Tensor) -> torch.Tensor:
+        """For models that add a table of positions to their input: the rows at positions 0, 1, ..., `(N, hidden)`.
 
         Args:
             native: the checkpoint's own rows, `(n, hidden)`.
         """
         raise NotImplementedError
+
+    # --- learned parameters ----------------------------------------------------------------------------------------
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        """The learned parameters that the scheme brings, as they start: float32, on the CPU, by name.
+
+        They start so that a pretrained model changes as little as the method allows. The slots' methods are given
+        them, trained, as `weights`.
+
+        Args:
+            shape: what they are sized by.
+            random: the only source of chance; seeded alike for the same layer of every model.
+        """
+        return {}
 
     def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
         """The scheme in the words of Transformers' `rope_parameters`, without what every type shares.
@@ -158,10 +288,15 @@ class Scheme:
     # --- what the library derives ---------------------------------------------------------------------------------
 
     @property
-    def slots(self) -> frozenset[Slot]:
-        """The slots that this scheme fills: those whose method it overrides."""
+    def methods(self) -> frozenset[str]:
+        """The slot methods that this scheme overrides."""
         own = type(self)
-        return frozenset(slot for slot in SLOTS if getattr(own, slot) is not getattr(Scheme, slot))
+        return frozenset(name for name in SLOTS if getattr(own, name) is not getattr(Scheme, name))
+
+    @property
+    def slots(self) -> frozenset[Slot]:
+        """The slots that this scheme fills."""
+        return frozenset(SLOTS[name] for name in self.methods)
 
     def parts(self) -> tuple[Scheme, ...]:
         """The schemes of a composition; a plain scheme is its own only part."""
@@ -237,7 +372,17 @@ class Scheme:
             raise InvalidField(f"{self.name}: {field}={value!r}: {did_you_mean(str(value), allowed)}")
 
 
-SLOTS: tuple[Slot, ...] = ("frequencies", "segments", "query_scale", "bias", "embedding")
+SLOTS: dict[str, Slot] = {
+    "frequencies": "frequencies",
+    "segments": "segments",
+    "query_scale": "query_scale",
+    "bias": "bias",
+    "content_bias": "bias",
+    "weight_factor": "values",
+    "relative_values": "values",
+    "embedding": "embedding",
+}
+"""Which slot of the equation each method fills."""
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rope_patch.errors import InvalidField, SlotConflict
-from rope_patch.schemes.base import Checkpoint, Region, Scheme, Source
+from rope_patch.schemes.base import Checkpoint, ModelShape, Pairs, Region, Scheme, Source, Tokens
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Regime, RotarySpec, Slot, Weights
 
 _SHARED: frozenset[Slot] = frozenset({"query_scale", "bias"})
@@ -50,8 +50,8 @@ class Compose(Scheme):
         return self._parts
 
     @property
-    def slots(self) -> frozenset[Slot]:
-        return frozenset().union(*(part.slots for part in self._parts))
+    def methods(self) -> frozenset[str]:
+        return frozenset().union(*(part.methods for part in self._parts))
 
     @property
     def regime(self) -> Regime:  # type: ignore[override]
@@ -68,12 +68,20 @@ class Compose(Scheme):
         return any(part.decays for part in self._parts)
 
     @property
-    def learned(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(name for part in self._parts for name in part.learned)
+    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(name for part in self._parts for name in part.shared)
+
+    @property
+    def every_block(self) -> bool:  # type: ignore[override]
+        return any(part.every_block for part in self._parts)
+
+    @property
+    def stateful(self) -> bool:  # type: ignore[override]
+        return any(part.stateful for part in self._parts)
 
     @property
     def linear(self) -> bool:  # type: ignore[override]
-        return all(part.linear for part in self._filling("bias"))
+        return all(part.linear for part in self._having("bias"))
 
     @property
     def absolute(self) -> bool:  # type: ignore[override]
@@ -85,7 +93,7 @@ class Compose(Scheme):
 
     @property
     def keeps_rows(self) -> bool:  # type: ignore[override]
-        return all(part.keeps_rows for part in self._filling("embedding"))
+        return all(part.keeps_rows for part in self._having("embedding"))
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         return Compose(*(part.resolve(checkpoint) for part in self._parts))
@@ -97,23 +105,50 @@ class Compose(Scheme):
         return self._owners["segments"].segments()
 
     def query_scale(self, positions: torch.Tensor) -> torch.Tensor:
-        scales = [part.query_scale(positions) for part in self._filling("query_scale")]
+        scales = [part.query_scale(positions) for part in self._having("query_scale")]
         return torch.stack(scales).prod(dim=0)
 
     def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        biases = [part.bias(distance, num_heads, weights) for part in self._filling("bias")]
-        return torch.stack(biases).sum(dim=0)
+        return sum(part.bias(distance, num_heads, weights) for part in self._having("bias"))
 
-    def embedding(self, native: torch.Tensor) -> torch.Tensor:
-        return self._owners["embedding"].embedding(native)
+    def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        return sum(part.content_bias(pairs, weights) for part in self._having("content_bias"))
+
+    def weight_factor(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        return self._owners["values"].weight_factor(distance, num_heads, weights)
+
+    def relative_values(
+        self, attention: torch.Tensor, distance: torch.Tensor, weights: Weights = NO_WEIGHTS
+    ) -> torch.Tensor:
+        return self._owners["values"].relative_values(attention, distance, weights)
+
+    def embedding(self, tokens: Tokens, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        return self._owners["embedding"].embedding(tokens, weights)
+
+    def advance(
+        self, tokens: Tokens, state: torch.Tensor | None, weights: Weights = NO_WEIGHTS
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._owners["embedding"].advance(tokens, state, weights)
+
+    def rows(self, native: torch.Tensor) -> torch.Tensor:
+        return self._owners["embedding"].rows(native)
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for part in self._parts:
+            for name, value in part.parameters(shape, random).items():
+                if name in found:
+                    raise SlotConflict(f"two schemes of {self} learn parameters called {name!r}; keep one of them")
+                found[name] = value
+        return found
 
     def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
         for part in self._parts:
             part.rope_parameters(rotary)  # names the first part that Transformers has no words for
         return self._owners["frequencies"].rope_parameters(rotary)
 
-    def _filling(self, slot: Slot) -> Iterable[Scheme]:
-        return (part for part in self._parts if slot in part.slots)
+    def _having(self, method: str) -> Iterable[Scheme]:
+        return (part for part in self._parts if method in part.methods)
 
     def fields(self) -> dict[str, Any]:
         return {"schemes": [part.to_dict() for part in self._parts]}
