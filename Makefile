@@ -1,4 +1,5 @@
 # make demo       set up, then draw perplexity against length for the embedded checkpoint
+# make demo-compare  set up, then train six position encodings from scratch and compare them (under five minutes)
 # make test       set up, then run the tests
 # make nightly    set up, then run the tests on every family, not on a sample
 # make check      set up, then lint, types, tests
@@ -14,7 +15,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test nightly lint check bench gpu-check gpu-bench clean
+.PHONY: setup demo demo-compare test nightly lint check bench gpu-check gpu-bench clean
 
 setup: $(VENV)/.ready
 
@@ -28,6 +29,10 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 demo: setup
 	@echo "== demo: perplexity against length on the embedded checkpoint (about two minutes)"
 	$(BIN)/python recipes/perplexity.py recipes/configs/demo.yaml
+
+demo-compare: setup
+	@echo "== demo: six position encodings, each trained from scratch at 128 bytes and measured up to 1024 (under five minutes)"
+	$(BIN)/python recipes/compare_encodings.py recipes/configs/compare_demo.yaml
 
 test: setup
 	@echo "== tests, one process per core with one thread each (more would only wait for each other)"

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,29 +20,21 @@ import torch
 import yaml
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from rope_patch.evaluation.corpora import standard_library
+from rope_patch.training.loop import (
+    Diverged,
+    Schedule,
+    draw_crops,
+    even_crops,
+    make_optimizer,
+    next_token_loss,
+    read_log,
+    train,
+)
 
 END_OF_TEXT = "<|endoftext|>"
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What every run here is told."""
-
-    output: str
-    context: int
-    batch_size: int
-    steps: int
-    warmup_steps: int
-    decay_steps: int
-    learning_rate: float
-    weight_decay: float
-    save_every_seconds: float
-    evaluate_every: int
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +60,7 @@ def main() -> None:
     held_out = tokenise(tokenizer, "held_out")
     torch.manual_seed(config.seed)
     model = LlamaForCausalLM(llama_config(config, tokenizer))
-    train(
+    pretrain(
         config,
         model,
         tokenizer,
@@ -81,7 +70,7 @@ def main() -> None:
     )
 
 
-def train(
+def pretrain(
     config: Schedule,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
@@ -89,34 +78,17 @@ def train(
     loss_at: Callable[[int], torch.Tensor],
     held_out_loss: Callable[[], float],
 ) -> None:
-    """Go on from the last saved state to `config.steps`, then write the checkpoint and draw the loss curve."""
-    output = Path(config.output)
-    step = restore(output, model, optimizer)
-    log = (output / "log.jsonl").open("a", buffering=1)
-    saved, started = time.monotonic(), time.monotonic()
+    """Train in bfloat16, then write the checkpoint and draw the loss curve."""
 
-    bar = tqdm(total=config.steps, initial=step, unit="step", mininterval=10)
-    while step < config.steps:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
-        loss = take_step(model, optimizer, lambda step=step: loss_at(step))
-        step += 1
-        bar.update()
-        if step % config.evaluate_every == 0 or step == config.steps:
-            row = {
-                "step": step,
-                "tokens": step * config.batch_size * config.context,
-                "train_nll": round(loss, 4),
-                "held_out_nll": round(held_out_loss(), 4),
-                "learning_rate": optimizer.param_groups[0]["lr"],
-                "seconds": round(time.monotonic() - started),
-            }
-            log.write(json.dumps(row) + "\n")
-            bar.set_postfix(train=row["train_nll"], held_out=row["held_out_nll"])
-        if time.monotonic() - saved > config.save_every_seconds:
-            save_state(output, model, optimizer, step)
-            saved = time.monotonic()
-    save_state(output, model, optimizer, step)
+    def rounded_loss(step: int) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loss_at(step)
+
+    try:
+        train(config, model, optimizer, rounded_loss, held_out_loss)
+    except Diverged as error:
+        raise SystemExit(str(error)) from error
+    output = Path(config.output)
     save_checkpoint(output / "checkpoint", model, tokenizer)
     draw_loss_curve(output)
 
@@ -163,19 +135,6 @@ def llama_config(config: Config, tokenizer: PreTrainedTokenizerFast) -> LlamaCon
     )
 
 
-def make_optimizer(model: torch.nn.Module, config: Schedule) -> torch.optim.Optimizer:
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    gains = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
-
-
-def learning_rate(step: int, config: Schedule) -> float:
-    warmup = (step + 1) / config.warmup_steps
-    decay = (config.steps - step) / config.decay_steps
-    return config.learning_rate * min(1.0, warmup, decay)
-
-
 def draw_batch(stream: torch.Tensor, step: int, config: Config) -> torch.Tensor:
     """Random crops, `(batch, context + 1)`; some carry a span from elsewhere twice. A function of the step alone."""
     random = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
@@ -183,12 +142,7 @@ def draw_batch(stream: torch.Tensor, step: int, config: Config) -> torch.Tensor:
     def integer(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=random))
 
-    rows = torch.stack(
-        [
-            stream[start : start + config.context + 1]
-            for start in torch.randint(len(stream) - config.context - 1, (config.batch_size,), generator=random)
-        ]
-    )
+    rows = draw_crops(stream, config.context, config.batch_size, random)
     for row in rows:
         if torch.rand((), generator=random) < config.repeat_probability:
             length = integer(*config.repeat_span)
@@ -200,47 +154,11 @@ def draw_batch(stream: torch.Tensor, step: int, config: Config) -> torch.Tensor:
     return rows
 
 
-def take_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, compute_loss: Callable[[], torch.Tensor]
-) -> float:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = compute_loss()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    if not math.isfinite(loss.item()):
-        raise SystemExit("the loss is not finite: the last saved state is intact, lower the learning rate")
-    return loss.item()
-
-
-def next_token_loss(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    logits = model(input_ids=rows[:, :-1], use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
-
-
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, held_out: torch.Tensor, config: Config, windows: int = 64) -> float:
-    starts = torch.linspace(0, len(held_out) - config.context - 1, windows).long()
-    rows = torch.stack([held_out[start : start + config.context + 1] for start in starts])
+    rows = even_crops(held_out, config.context, windows)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return sum(next_token_loss(model, part).item() for part in rows.split(16)) / (windows // 16)
-
-
-def save_state(output: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    aside = output / "state.pt.tmp"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, aside)
-    os.replace(aside, output / "state.pt")
-
-
-def restore(output: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    path = output / "state.pt"
-    if not path.exists():
-        return 0
-    state = torch.load(path, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["step"]
 
 
 def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -255,9 +173,8 @@ def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedT
 
 
 def draw_loss_curve(output: Path) -> None:
-    """`checkpoint/loss.png`, and the figures behind it; a resumed run may have logged a step twice."""
-    rows = {row["step"]: row for row in map(json.loads, (output / "log.jsonl").read_text().splitlines())}
-    ordered = [rows[step] for step in sorted(rows)]
+    """`checkpoint/loss.png`, and the figures behind it."""
+    ordered = read_log(output)
     lines = (json.dumps(row) for row in ordered)
     (output / "checkpoint" / "training_log.jsonl").write_text("\n".join(lines) + "\n")
     figure = Figure(figsize=(7, 3.2), layout="constrained")

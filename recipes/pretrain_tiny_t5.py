@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 import yaml
-from pretrain_tiny import Schedule, tokenise, train
+from pretrain_tiny import pretrain, tokenise
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from rope_patch.evaluation.span_corruption import corrupt, draw_spans, sentinels_of
+from rope_patch.training.loop import Schedule
 
 SENTINELS = 64
 
@@ -49,7 +50,7 @@ def main() -> None:
 
     # as T5 was trained: steps in proportion to the size of a weight, which differs widely between its matrices
     optimizer = torch.optim.Adafactor(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
-    train(config, model, tokenizer, optimizer, loss_at, lambda: evaluate(model, held_out, tokenizer, config))
+    pretrain(config, model, tokenizer, optimizer, loss_at, lambda: evaluate(model, held_out, tokenizer, config))
 
 
 def make_tokenizer(config: Config) -> PreTrainedTokenizerFast:

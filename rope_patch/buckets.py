@@ -37,3 +37,24 @@ def relative_buckets(
     # the logarithm of zero is not looked at
     shared = (exact + steps.clamp(min=0).long()).clamp(max=num_buckets - 1)
     return later + torch.where(distance < exact, distance, shared)
+
+
+def signed_log_buckets(distance: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:
+    """The signed bucket of m - n: a distance itself up to half of the buckets, a step of its logarithm beyond.
+
+    Bucket `num_buckets - 1` ends at the distance `max_distance - 1`; farther ones go on counting, and whoever looks
+    rows up clips them. The order of operations is that of the released code, so edges fall on the same distance.
+
+    Args:
+        distance: m - n, integer, of any shape.
+        num_buckets: of one direction.
+        max_distance: in tokens, above half of `num_buckets`.
+
+    Source:
+        DeBERTaV3, 2111.09543, and the authors' code (`make_log_bucket_position`).
+    """
+    single = num_buckets // 2
+    size = distance.abs().clamp(min=single)
+    steps = (size / single).log() / torch.log(torch.tensor((max_distance - 1) / single)) * (single - 1)
+    shared = (steps.ceil().long() + single) * distance.sign()
+    return torch.where(distance.abs() <= single, distance, shared)

@@ -1,4 +1,4 @@
-"""The command line: `rope-patch list | describe | perplexity`.
+"""The command line: `rope-patch list | describe | perplexity | compare | plot`.
 
 Errors that a user can mend are one line on stderr and exit status 2.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -25,8 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         exit status: 0, 2 for wrong input, 130 when interrupted.
     """
-    arguments = _parser().parse_args(argv)
-    return run_politely(lambda: arguments.run(arguments), interrupted=arguments.interrupted)
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = _parser().parse_args(words)
+    interrupted = arguments.interrupted.format(command=shlex.join(["rope-patch", *words]))
+    return run_politely(lambda: arguments.run(arguments), interrupted=interrupted)
 
 
 def run_politely(action: Any, interrupted: str = "interrupted") -> int:
@@ -74,7 +77,7 @@ def show_outcome(outcome: Any) -> None:
 def _perplexity(arguments: argparse.Namespace) -> None:
     from rope_patch.evaluation.experiment import Experiment
 
-    arguments.lengths = _lengths(arguments.lengths)
+    arguments.lengths = _whole_numbers("lengths", arguments.lengths, "256,512,1024")
     names = [field.name for field in dataclasses.fields(Experiment)]
     experiment = Experiment(**{name: getattr(arguments, name) for name in names})
     outcome = run_perplexity(experiment)
@@ -82,6 +85,35 @@ def _perplexity(arguments: argparse.Namespace) -> None:
         print(json.dumps([json.loads(row.to_json()) for row in outcome.rows], indent=2))
     else:
         show_outcome(outcome)
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from rope_patch.evaluation.loading import quiet_transformers
+    from rope_patch.training.comparison import Comparison
+    from rope_patch.training.experiment import run
+    from rope_patch.training.report import print_table
+
+    given = {
+        "encodings": tuple(arguments.schemes) if arguments.schemes is not None else None,
+        "seeds": _whole_numbers("seeds", arguments.seeds, "0,1,2") if arguments.seeds is not None else None,
+        "steps": arguments.steps,
+        "output": arguments.output,
+        "device": arguments.device,
+    }
+    changed = {name: value for name, value in given.items() if value is not None}
+    if arguments.config is not None:
+        comparison = dataclasses.replace(Comparison.from_yaml(arguments.config), **changed)
+    elif "encodings" in changed:
+        comparison = Comparison(**changed)
+    else:
+        raise EvaluationError("nothing to compare: give a description in YAML, or --schemes such as rope nope alibi")
+    with quiet_transformers():
+        outcome = run(comparison, _say, only=arguments.only, costs=arguments.costs, retry=arguments.retry)
+    if outcome is None:
+        return
+    print_table(outcome.summary)
+    for name in ("results", "table", "numbers", "picture"):
+        print(f"{name:<8} {getattr(outcome, name)}")
 
 
 def _list(arguments: argparse.Namespace) -> None:
@@ -174,6 +206,15 @@ def _describe(arguments: argparse.Namespace) -> None:
     print(json.dumps(description, indent=2))
 
 
+def _plot(arguments: argparse.Namespace) -> None:
+    from rope_patch.plots.command import draw
+    from rope_patch.plots.style import save
+
+    ours = ("picture", "output", "run", "interrupted")
+    options = {name: value for name, value in vars(arguments).items() if name not in ours and value is not None}
+    print(save(draw(arguments.picture, options), arguments.output or f"{arguments.picture}.png"))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rope-patch",
@@ -184,6 +225,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_list(commands)
     _add_describe(commands)
     _add_perplexity(commands)
+    _add_compare(commands)
+    _add_plot(commands)
     return parser
 
 
@@ -263,16 +306,70 @@ def _add_perplexity(commands: Any) -> None:
     command.set_defaults(run=_perplexity, interrupted=INTERRUPTED)
 
 
+def _add_compare(commands: Any) -> None:
+    from textwrap import dedent
+
+    command = commands.add_parser(
+        "compare",
+        help="position encodings, each trained from scratch on the same data, and their perplexity against length",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=dedent("""\
+            Train the same small model on the same bytes once per position encoding and seed, at a short length, then
+            score the same held-out bytes from contexts of 1, 2, 4 and 8 times that length.
+
+            Every row is written as soon as it is measured: the same command goes on where an interrupted one stopped.
+            Two processes may share an output where each is told other encodings with --only.
+        """),
+        epilog=dedent("""\
+            examples:
+              rope-patch compare recipes/configs/compare.yaml
+              rope-patch compare recipes/configs/compare.yaml --only rope nope alibi
+              rope-patch compare recipes/configs/compare.yaml --costs
+              rope-patch compare --schemes rope nope alibi --steps 300 --seeds 0,1 --output runs/three
+        """),
+    )
+    command.add_argument("config", nargs="?", metavar="CONFIG", help="a description in YAML; the options overrule it")
+    command.add_argument("--schemes", nargs="+", metavar="SCHEME", help="what to compare, such as rope nope alibi")
+    command.add_argument("--only", nargs="+", default=[], metavar="SCHEME", help="work on these of them alone")
+    command.add_argument("--steps", type=int, metavar="N", help="of each training")
+    command.add_argument("--seeds", metavar="N,N,...", help="one training of every encoding for each")
+    command.add_argument("--device", metavar="NAME", help="such as cpu or cuda")
+    command.add_argument("--output", metavar="DIR", help="folder of the results")
+    command.add_argument("--costs", action="store_true", help="do not train: time a step of each in turn with rope")
+    command.add_argument("--retry", action="store_true", help="train again what failed before")
+    command.set_defaults(run=_compare, interrupted=INTERRUPTED + ": {command}")
+
+
+def _add_plot(commands: Any) -> None:
+    command = commands.add_parser("plot", help="the pictures by which one understands position encodings")
+    command.add_argument(
+        "picture",
+        metavar="NAME",
+        help="sinusoidal, inner_product, wavelengths, decay_bound, scores_by_distance, biases or position_maps",
+    )
+    command.add_argument("--output", metavar="FILE", help="a PNG (default: NAME.png)")
+    options = command.add_argument_group("options; a picture says which of them it takes")
+    options.add_argument("--scheme", action="append", metavar="SCHEME", help="such as yarn:factor=8, may be repeated")
+    options.add_argument("--base", action="append", type=float, metavar="B", help="of the frequencies, may be repeated")
+    options.add_argument("--dim", action="append", type=int, metavar="D", help="dimensions, may be repeated")
+    options.add_argument("--length", type=int, metavar="N", help="of the text, or the longest distance, in tokens")
+    options.add_argument("--training-length", type=int, metavar="L", help="in tokens")
+    options.add_argument("--heads", type=int, metavar="N", help="number of heads")
+    options.add_argument("--model", metavar="DIR", help="checkpoint folder (default: the one in the repository)")
+    options.add_argument("--layer", type=int, metavar="N", help="of the checkpoint, from 0")
+    options.add_argument("--text", metavar="PATH", help="a text file or a folder (default: Python's own source)")
+    options.add_argument("--documents", type=int, metavar="N", help="how many texts at most")
+    command.set_defaults(run=_plot, interrupted="interrupted")
+
+
 INTERRUPTED = "interrupted; finished rows are kept, and the same command goes on from there"
 
 
-def _lengths(words: str) -> tuple[int, ...]:
+def _whole_numbers(name: str, words: str, example: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in words.split(","))
     except ValueError:
-        raise EvaluationError(
-            f"lengths {words!r}: whole numbers with commas between them, such as 256,512,1024"
-        ) from None
+        raise EvaluationError(f"{name} {words!r}: whole numbers with commas between them, such as {example}") from None
 
 
 def _one_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -12,6 +13,7 @@ from rope_patch.models.base import Stack
 from rope_patch.models.config import BASE
 from rope_patch.models.reading import find_stacks
 from rope_patch.mounts import Plan
+from rope_patch.parameters import take_inventory
 from rope_patch.patch import find_handles
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.rope import NoPE, RoPE
@@ -54,6 +56,7 @@ def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> 
         rows.append(("  source", f"{part.source.title} ({part.source.year}) {part.source.link}"))
     if plan:
         rows += _own_positions(stack, resolved, plan)
+        rows += [("learned", line) for line in _learned(stack, plan)]
         rows += [("left alone", line) for line in _left_alone(plan)]
     if stack.layers:
         rows.append(("positions", _position_map(resolved, stack.training_length)))
@@ -67,12 +70,27 @@ def _own_positions(stack: Stack, asked: Scheme, plan: Plan) -> Iterable[tuple[st
     if stack.absolute is not None:
         return [("rows", "the checkpoint's own come first" if asked.keeps_rows else "in place of the checkpoint's own")]
     if stack.rotary:
-        return [("rotation", "replaced by the bias; list RoPE() beside it to keep both")] if NoPE() in added else []
+        stand_in = "the bias" if "bias" in asked.slots else "positions that join at the input"
+        return [("rotation", f"replaced by {stand_in}; list RoPE() beside it to keep both")] if NoPE() in added else []
     if "bias" in plan.scheme.slots:
         return [("bias", f"{part}, the checkpoint's own, stays") for part in added if "bias" in part.slots]
     native = stack.native.name if stack.native else "it"
+    if "embedding" in asked.slots:
+        return [("bias", f"replaced by positions that join at the input; list {native} beside it to keep both")]
     rotation = f"a rotation of base {BASE:g}" if RoPE() in added else "the rotation"
     return [("bias", f"replaced by {rotation}; list {native} beside it to keep both")]
+
+
+def _learned(stack: Stack, plan: Plan) -> Iterable[str]:
+    """The parameters that the scheme brought, and whether they were trained."""
+    if plan.table:
+        return
+    touched = [layer for layer in stack.layers if layer.index not in plan.left_alone]
+    for item in take_inventory(plan.scheme, stack, touched):
+        where = "shared by all layers" if item.shared else f"in each of {item.copies} layers"
+        numbers = item.copies * math.prod(item.shape)
+        state = "trained" if item.trained else "new and untrained"
+        yield f"{item.name} {item.shape} {where}: {numbers:,} numbers, {state}"
 
 
 def _left_alone(plan: Plan) -> Iterable[str]:

@@ -12,7 +12,6 @@ decoding step turns only the few keys of the near window, by the difference.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,12 +23,14 @@ from torch import nn
 from transformers import Cache, EncoderDecoderCache, QuantizedCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rope_patch.arguments import Arguments, by_name, counted_positions, tokens_of
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode
 from rope_patch.attention.masks import as_mask_argument, groups_of_documents, groups_of_pads
 from rope_patch.attention.spans import Span, find_spans
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.base import AttentionLayer, RotaryTables
+from rope_patch.parameters import LearnedWeights
 from rope_patch.positions import key_positions, query_start
 from rope_patch.rotary import RotaryLayout, rotation_tables
 from rope_patch.schemes.base import Region, Scheme
@@ -112,20 +113,18 @@ class LateForward:
     scorers: tuple[nn.Module, ...]
     counts: bool = False
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The arguments with pads and packed documents as groups of keys, a number for each.
 
         Transformers would turn them into a mask with a number for every pair of tokens.
         """
-        kwargs = _by_name(module, args, kwargs)
+        kwargs = by_name(module, args, kwargs)
         self._sign(kwargs.get("past_key_values"))
         if torch.compiler.is_compiling():
             return None
         self.shared.forget()
         changed = {}
-        if self.counts and (positions := _counted_positions(kwargs)) is not None:
+        if self.counts and (positions := counted_positions(kwargs)) is not None:
             changed["position_ids"] = positions
         chosen = cast(Any, module.config)._attn_implementation == "sdpa" and all(map(_is_ours, self.scorers))
         groups = _groups(kwargs, cast(Any, module.config)) if self.scorers and chosen else None
@@ -151,28 +150,9 @@ class LateForward:
         setattr(cache, _SIGNATURE, self.scheme)
 
 
-def _tokens(kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What a forward is given to read, `(batch, length, ...)`."""
-    tokens = kwargs.get("input_ids")
-    return kwargs.get("inputs_embeds") if tokens is None else tokens
-
-
-def _counted_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Positions of the tokens of a forward, `(batch or 1, length)`, which pads before them do not count for."""
-    tokens = _tokens(kwargs)
-    if tokens is None:
-        return None
-    mask, length = kwargs.get("attention_mask"), tokens.shape[1]
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length and not mask.all():
-        return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -length:]
-    cache = kwargs.get("past_key_values")
-    start = cache.get_seq_length() if isinstance(cache, Cache) else 0
-    return (torch.arange(length, device=tokens.device) + start)[None]
-
-
 def _groups(kwargs: dict[str, Any], config: Any) -> torch.Tensor | None:
     """Groups of the keys of a forward, where Transformers would make a mask for them."""
-    tokens = _tokens(kwargs)
+    tokens = tokens_of(kwargs)
     if tokens is None or tokens.shape[1] == 1:
         return None
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -190,14 +170,6 @@ def _is_ours(module: nn.Module) -> bool:
     return cast(Any, module.config)._attn_implementation == IMPLEMENTATION
 
 
-def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a forward by name."""
-    if not args:
-        return kwargs
-    names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
-    return dict(zip(names, args, strict=False)) | kwargs
-
-
 @dataclass(eq=False)
 class LateAttention:
     """Pre-hook of one attention module, and all that its attention function needs to know.
@@ -209,6 +181,7 @@ class LateAttention:
         rotate: whether queries and keys are rotated by the attention function.
         anchored: whether they may arrive, and be cached, in the rotation of the farthest region's keys.
         own_frequencies: whether the scheme's frequencies are computed here; else the model's tables are read.
+        weights: where the scheme's learned parameters are.
         attention: how to score.
         shared: the stack's tables.
         config: the config of the model, whose attention implementation is live.
@@ -220,6 +193,7 @@ class LateAttention:
     rotate: bool
     anchored: bool
     own_frequencies: bool
+    weights: LearnedWeights
     attention: AttentionMode
     shared: SharedTables
     config: Any
@@ -249,13 +223,11 @@ class LateAttention:
         self.__dict__.update(state)
         self.register()
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The arguments with the rotation that is wanted first, and with the `LateCall`."""
         if not _is_ours(module):
             return None  # somebody chose another attention for this module: leave its positions alone
-        kwargs = _by_name(module, args, kwargs)
+        kwargs = by_name(module, args, kwargs)
         cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from rope_patch.attention.inputs import AttentionMode
 from rope_patch.changes import Changes
-from rope_patch.embedding import install_embedding
+from rope_patch.table import install_table
+from rope_patch.entry import BlockEntry, StackEntry
 from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
 from rope_patch.late import IMPLEMENTATION, LateAttention, LateForward, SharedTables
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
+from rope_patch.parameters import LearnedWeights, install_parameters
 from rope_patch.positions import Identity
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
@@ -39,7 +42,8 @@ class Plan:
         anchored: whether keys are cached in the rotation of the farthest region, instead of unrotated.
         late_frequencies: whether the late layers compute the scheme's frequencies, instead of reading the model's.
         left_alone: index and reason of every layer that stays as it is.
-        embedding: whether the table of learned positions changes.
+        table: whether the model's own table of learned positions changes.
+        entry: whether positions join the tokens where they enter.
     """
 
     scheme: Scheme
@@ -49,11 +53,12 @@ class Plan:
     anchored: bool
     late_frequencies: bool
     left_alone: dict[int, str]
-    embedding: bool = False
+    table: bool = False
+    entry: bool = False
 
     def mounts(self) -> str:
         """The mounts in one phrase, for `describe`."""
-        used = ["rotary"] * bool(self.rotary) + ["late"] * bool(self.late) + ["embedding"] * self.embedding
+        used = ["rotary"] * bool(self.rotary) + ["late"] * bool(self.late) + ["embedding"] * (self.table or self.entry)
         return " + ".join(used) or "none"
 
 
@@ -68,8 +73,8 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
         raise InvalidField(f"mount={mount!r}: {did_you_mean(str(mount), ('auto', 'late'))}")
     scheme = scheme.resolve(stack.checkpoint)
     _check_fit(scheme, stack)
-    if "embedding" in scheme.slots:
-        return Plan(scheme, (), (), False, False, False, {}, embedding=True)
+    if stack.absolute is not None:
+        return Plan(scheme, (), (), False, False, False, {}, table=True)
     scheme = (_beside_rotation if stack.rotary else _beside_bias)(scheme, stack)
     left_alone = {layer.index: reason for layer in stack.layers if (reason := _reason_to_leave(layer, stack))}
     touched = [layer for layer in stack.layers if layer.index not in left_alone]
@@ -79,49 +84,49 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
 
     owns_frequencies = "frequencies" in scheme.slots
     moves_positions = _moves_positions(scheme)
+    # a bias by content is one of queries and keys before they turn
+    wants_unrotated = "content_bias" in scheme.methods and NoPE() not in scheme.parts()
     tables_are_ours = all(
         layer.index not in left_alone or layer.layout is None or layer.rotary not in {t.rotary for t in touched}
         for layer in stack.layers
     )
-    one_table_for_all = not scheme.length_dependent and not scheme.decays
+    one_table_for_all = not (scheme.length_dependent or scheme.decays or wants_unrotated)
     by_rotary = bool(stack.rotary) and owns_frequencies and one_table_for_all and mount == "auto" and tables_are_ours
-    rotate_late = moves_positions or mount == "late" or (owns_frequencies and not by_rotary)
+    rotate_late = moves_positions or wants_unrotated or mount == "late" or (owns_frequencies and not by_rotary)
     if not stack.rotary:
         rotate_late = any("frequencies" in part.slots and not isinstance(part, NoPE) for part in scheme.parts())
-    needs_late = rotate_late or not stack.rotary or bool(scheme.slots - {"frequencies"})
+    needs_late = rotate_late or not stack.rotary or bool(scheme.slots - {"frequencies", "embedding"})
+    anchored = moves_positions and not wants_unrotated and mount == "auto" and bool(stack.rotary)
     return Plan(
         scheme=scheme,
         rotary=tuple(dict.fromkeys(layer.layer_type for layer in touched)) if by_rotary else (),
         late=tuple(layer.index for layer in touched) if needs_late else (),
         rotate_late=rotate_late,
-        anchored=moves_positions and mount == "auto" and (by_rotary or not owns_frequencies) and bool(stack.rotary),
+        anchored=anchored and (by_rotary or not owns_frequencies),
         late_frequencies=owns_frequencies and not by_rotary,
         left_alone=left_alone,
+        entry="embedding" in scheme.slots,
     )
 
 
 def _check_fit(scheme: Scheme, stack: Stack) -> None:
     family = type(stack.module).__name__
-    if "embedding" in scheme.slots and stack.absolute is None:
-        raise UnsupportedModel(f"{scheme} is a table of positions; {family} adds none to its input")
-    if stack.absolute is not None and scheme.slots != {"embedding"}:
+    if stack.absolute is not None and not (scheme.slots == {"embedding"} and scheme.is_table):
         raise UnsupportedModel(
             f"{family} adds learned positions to its input; {scheme} fills {', '.join(sorted(scheme.slots))}, and only "
-            "the slot embedding can be filled there"
+            "other rows for its table can be given there"
         )
     if scheme.causal_only and stack.checkpoint.bidirectional:
         raise UnsupportedModel(f"{family} sees both directions, and {scheme} has no meaning for keys after the query")
-    if scheme.learned and any(layer.bias_table is None for layer in stack.layers):
-        raise UnsupportedModel(
-            f"{scheme} reads a learned table ({', '.join(scheme.learned)}) that {family} has not got"
-        )
 
 
 def _beside_rotation(scheme: Scheme, stack: Stack) -> Scheme:
-    """What a checkpoint with a rotary embedding does under a scheme: a bias stands in place of the rotation."""
+    """What a checkpoint with a rotary embedding does under a scheme: a bias, or positions that join at the input, stand
+    in place of the rotation.
+    """
     if "frequencies" in scheme.slots:
         return scheme
-    if "bias" in scheme.slots:
+    if scheme.slots & {"bias", "embedding"}:
         return Compose(scheme, NoPE())
     if "segments" in scheme.slots and stack.native is not None and stack.native.length_dependent:
         # the model's own tables follow the longest row that it ever saw
@@ -130,14 +135,18 @@ def _beside_rotation(scheme: Scheme, stack: Stack) -> Scheme:
 
 
 def _beside_bias(scheme: Scheme, stack: Stack) -> Scheme:
-    """What a checkpoint whose positions are a bias does under a scheme: whatever rotates stands in place of the bias,
-    and what says nothing of positions leaves it.
+    """What a checkpoint whose positions are a bias does under a scheme: whatever rotates, or joins at the input, stands
+    in place of the bias, and what says nothing of positions leaves it.
     """
     if "frequencies" in scheme.slots:
         return scheme
     if _moves_positions(scheme):
         return Compose(scheme, RoPE())
-    return scheme if "bias" in scheme.slots else Compose(scheme, cast(Scheme, stack.native).resolve(stack.checkpoint))
+    if "bias" in scheme.slots:
+        return scheme
+    if "embedding" in scheme.slots:
+        return Compose(scheme, NoPE())
+    return Compose(scheme, cast(Scheme, stack.native).resolve(stack.checkpoint))
 
 
 def _moves_positions(scheme: Scheme) -> bool:
@@ -157,8 +166,13 @@ def _reason_to_leave(layer: AttentionLayer, stack: Stack) -> str:
 
 def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> None:
     """Carry a plan out. On an error the caller undoes `changes`."""
-    if plan.embedding and stack.absolute is not None:
-        install_embedding(plan.scheme, stack.absolute, changes)
+    if plan.table and stack.absolute is not None:
+        install_table(plan.scheme, stack.absolute, changes)
+        return
+    touched = [layer for layer in stack.layers if layer.index not in plan.left_alone]
+    weights = install_parameters(plan.scheme, stack, touched, changes)
+    if plan.entry:
+        _install_entry(plan.scheme, stack, touched, weights, changes)
     for rotary in stack.rotary:
         if rotary.layer_type in plan.rotary:
             _install_rotary(plan.scheme, rotary, stack.training_length, changes)
@@ -172,13 +186,28 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
     reads_groups = (
         len(layers) == stack.config.num_hidden_layers
         and all(layer.sliding_window is None for layer in layers)
-        and bool(plan.scheme.slots & {"segments", "bias"} or plan.scheme.decays or attention != "auto")
+        and bool(plan.scheme.slots & {"segments", "bias", "values"} or plan.scheme.decays or attention != "auto")
     )
     scorers = tuple(layer.module for layer in layers) if reads_groups else ()
     counts = "position_ids" not in inspect.signature(stack.module.forward).parameters
     changes.hook(stack.module, LateForward(shared, str(plan.scheme), scorers, counts))
     for layer in layers:
-        _install_late(plan, layer, attention, shared, changes)
+        _install_late(plan, layer, weights[layer.index], attention, shared, changes)
+
+
+def _install_entry(
+    scheme: Scheme,
+    stack: Stack,
+    layers: Sequence[AttentionLayer],
+    weights: dict[int, LearnedWeights],
+    changes: Changes,
+) -> None:
+    if not scheme.every_block:
+        changes.hook(stack.module, StackEntry(scheme, weights[layers[0].index], len(stack.layers)))
+        return
+    for layer in layers:
+        block = stack.module.get_submodule(layer.name.rpartition(".")[0])
+        changes.hook(block, BlockEntry(scheme, weights[layer.index], layer.index))
 
 
 def _install_rotary(scheme: Scheme, rotary: RotaryTables, training_length: int, changes: Changes) -> None:
@@ -198,6 +227,7 @@ def _install_rotary(scheme: Scheme, rotary: RotaryTables, training_length: int, 
 def _install_late(
     plan: Plan,
     layer: AttentionLayer,
+    weights: LearnedWeights,
     attention: AttentionMode,
     shared: SharedTables,
     changes: Changes,
@@ -209,6 +239,7 @@ def _install_late(
         rotate=plan.rotate_late,
         anchored=plan.anchored,
         own_frequencies=plan.late_frequencies,
+        weights=weights,
         attention=attention,
         shared=shared,
         config=layer.module.config,

@@ -182,7 +182,7 @@ def _name_in_config(
     record: dict[str, Any] = {"scheme": scheme.to_dict()}
     if native is not None:
         record["rope_parameters"] = native
-    if plan.embedding:
+    if plan.table:
         record["positions"] = stack.training_length  # the weights hold the longer table
     for config in changes.fork_configs(model.modules()):
         config.rope_patch = copy.deepcopy(record)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import transformers
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
 
-from rope_patch.embedding import shorten
+from rope_patch.table import shorten
 from rope_patch.errors import NotPatched
 from rope_patch.models.absolute import AbsoluteTable
 from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
 from rope_patch.models.reading import read_stacks
+from rope_patch.parameters import NAME
 from rope_patch.patch import PatchHandle, find_handle, find_record, patch
 from rope_patch.schemes.registry import scheme_from_dict
 
@@ -50,10 +56,78 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
         del config.rope_patch
     if record is not None and "rope_parameters" in record:
         config.rope_parameters = record["rope_parameters"]
-    model = _class_of(config).from_pretrained(path, config=config, **kwargs)
-    if record is not None:
-        _resume(model, record)
+    if record is None:
+        return _class_of(config).from_pretrained(path, config=config, **kwargs)
+    places = {key: kwargs[key] for key in _PLACES if key in kwargs}
+    model = _load(_class_of(config), path, config=config, **kwargs)
+    _resume(model, record)
+    _load_parameters(model, path, **places)
     return model
+
+
+def _load(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:
+    """A model of the class, without a warning of the learned parameters of schemes, which it has no place for yet."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    report = _UnlessOurs()
+    logger.addFilter(report)
+    try:
+        model, found = cls.from_pretrained(path, output_loading_info=True, **kwargs)
+    finally:
+        logger.removeFilter(report)
+    others = {what: rest for what, keys in found.items() if (rest := _not_ours(keys))}
+    if report.withheld and others:
+        logger.warning("%s loaded from %s: %s", type(model).__name__, path, others)
+    return model
+
+
+class _UnlessOurs(logging.Filter):
+    """Withholds the report of a load that names learned parameters of schemes."""
+
+    withheld = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        ours = f"{NAME}." in record.getMessage()
+        self.withheld |= ours
+        return not ours
+
+
+def _not_ours(keys: Any) -> list[Any]:
+    return [key for key in keys if f".{NAME}." not in f".{key}"]
+
+
+def _load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
+    """Give the learned parameters of a patched model the values that a checkpoint has for them.
+
+    Raises:
+        NotPatched: when it lacks one of them; the model then is as it was loaded, without its scheme.
+    """
+    wanted = {name: value for name, value in model.named_parameters() if f".{NAME}." in f".{name}"}
+    if not wanted:
+        return
+    saved = _saved_parameters(path, **places)
+    for name, value in wanted.items():
+        # the model may have been saved inside another one, or without the one around it
+        found = next((key for key in saved if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")), None)
+        if found is None or saved[found].shape != value.shape:
+            handle = cast(PatchHandle, find_handle(model))
+            handle.remove()
+            raise NotPatched(f"{path} has no {name} of shape {tuple(value.shape)}, which {handle.scheme} learns")
+        with torch.no_grad():
+            value.copy_(saved[found])
+
+
+def _saved_parameters(path: str | Path, **places: Any) -> dict[str, torch.Tensor]:
+    """The learned parameters of schemes in the files of a checkpoint, by the names under which they were saved."""
+    optional = {"_raise_exceptions_for_missing_entries": False, **places}
+    files = [cached_file(path, SAFE_WEIGHTS_NAME, **optional)]
+    if files == [None]:
+        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **optional)
+        files = [] if index is None else get_checkpoint_shard_files(path, index, **places)[0]
+    found = {}
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            found |= {key: tensors.get_tensor(key) for key in tensors.keys() if f".{NAME}." in f".{key}"}
+    return found
 
 
 def make_loadable(path: str | Path, **places: Any) -> bool:
@@ -94,6 +168,7 @@ def repatch(model: nn.Module) -> PatchHandle:
     handle = _resume(model, record)
     if handle is None:
         raise NotPatched(f"{type(model).__name__} was saved without the rows that {record['scheme']['name']} replaced")
+    _load_parameters(model, model.name_or_path)
     return handle
 
 

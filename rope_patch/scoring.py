@@ -13,13 +13,13 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import engine
-from rope_patch.attention.inputs import AttentionInputs, DistanceBias
+from rope_patch.attention.inputs import AttentionInputs, Content, DistanceBias
 from rope_patch.attention.masks import read_mask, tokens_of
 from rope_patch.errors import UnsupportedModel
 from rope_patch.late import LateCall
 from rope_patch.positions import Identity
 from rope_patch.schemes.base import ALL_PAIRS, Region
-from rope_patch.typing import NO_WEIGHTS
+from rope_patch.typing import Weights
 
 
 def late_attention(
@@ -51,13 +51,14 @@ def late_attention(
             raise UnsupportedModel(f"{type(module).__name__} passes {name!r}, which patched attention cannot honour")
     call, state = rope_patch, rope_patch.state
     scheme, implementation = state.scheme, state.config._attn_implementation
+    projected = query
     if "query_scale" in scheme.slots:
         query = query * scheme.query_scale(call.position_ids)[:, None, :, None].to(query.dtype)
     start = 0 if call.query_start is None else call.query_start
     if scheme.length_dependent and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
         mask, groups = read_mask(attention_mask, call.position_ids, query.shape[2], key.shape[2], start, state.config)
         call = dataclasses.replace(call, tokens=tokens_of(mask, groups))
-    if not (state.regions or scheme.slots & {"bias"} or scheme.decays) and state.attention == "auto":
+    if not (state.regions or scheme.slots & {"bias", "values"} or scheme.decays) and state.attention == "auto":
         if state.rotate:
             query, key = call.rotated_query(query, Identity()), call.rotated_key(key, Identity())
         previous = _previous_attention(module, implementation)
@@ -65,6 +66,7 @@ def late_attention(
 
     causal = kwargs.get("is_causal")
     mask, groups = read_mask(attention_mask, call.position_ids, query.shape[2], key.shape[2], start, state.config)
+    learned = state.weights()
     inputs = AttentionInputs(
         branches=(),
         value=value,
@@ -76,7 +78,8 @@ def late_attention(
         causal=(getattr(module, "is_causal", True) if causal is None else causal) and query.shape[2] > 1,
         query_start=start,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        bias=_bias(call, query),
+        bias=_bias(call, query, learned),
+        content=_content(call, projected, key, learned),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
@@ -102,12 +105,16 @@ def _keys(call: LateCall, key: torch.Tensor, region: Region, slots: slice | torc
     return key if slots is None else key[:, :, slots]
 
 
-def _bias(call: LateCall, query: torch.Tensor) -> DistanceBias | None:
-    state, heads = call.state, query.shape[1]
-    if "bias" not in state.scheme.slots:
+def _content(call: LateCall, query: torch.Tensor, key: torch.Tensor, weights: Weights) -> Content | None:
+    if call.state.scheme.methods.isdisjoint(("content_bias", "weight_factor", "relative_values")):
         return None
-    table = state.layer.bias_table
-    weights = NO_WEIGHTS if table is None else {"relative_attention_bias": table.weight}
+    return Content(call.state.scheme, weights, query, key)
+
+
+def _bias(call: LateCall, query: torch.Tensor, weights: Weights) -> DistanceBias | None:
+    state, heads = call.state, query.shape[1]
+    if "bias" not in state.scheme.methods:
+        return None
 
     def bias(distance: torch.Tensor) -> torch.Tensor:
         return state.scheme.bias(distance, heads, weights)
@@ -116,7 +123,7 @@ def _bias(call: LateCall, query: torch.Tensor) -> DistanceBias | None:
         distances = torch.arange(low, high, device=query.device)
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values()):
             return bias(distances)  # of a graph of its own, which may be walked before another layer's
-        key = ("bias", id(table), heads, low, high)
+        key = ("bias", *map(id, weights.values()), heads, low, high)
         return call.state.shared.once(call.position_ids, key, functools.partial(bias, distances))
 
     return DistanceBias(bias, state.scheme.linear, values)

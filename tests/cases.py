@@ -31,8 +31,19 @@ CASES = {
     "dca": "dca:chunk_size=9,local_window=2",
     "t5": "t5:interpolation=2",
     "sinusoidal": "sinusoidal",
-    "learned": "learned:extend=40",
+    "learned": "learned:num_positions=160",
     "hierarchical": "hierarchical",
+    "floater": "floater:width=16",
+    "complex_order": "complex_order",
+    "multiplicative": "multiplicative:num_positions=160",
+    "rnn": "rnn:width=16",
+    "shaw": "shaw:max_distance=6",
+    "xl": "xl",
+    "deberta": "deberta:max_distance=12",
+    "cope": "cope:max_positions=12",
+    "urpe": "urpe:max_distance=12",
+    "kerple": "kerple:initial_scale=1",
+    "fire": "fire:width=8,initial_scale=1,threshold=8",
 }
 """Registry name to the settings that the contract suite runs; a new scheme needs no more than a line here."""
 
@@ -47,14 +58,36 @@ COMPOSITIONS = [
     "xpos:scale_base=8+rerope:window=6",
 ]
 
+VARIANTS = [
+    "alibi:learned=true",
+    "t5:per_layer=true",
+    "shaw:max_distance=6,shared_heads=false,per_layer=false",
+    "deberta:max_distance=12,terms=[c2p],absolute_layers=1,num_positions=160",
+    "floater:width=16,blocks=true",
+    "rope+xl+logn:training_length=8",
+    "rerope:window=6+shaw:max_distance=6",
+    "sinusoidal+alibi+urpe:max_distance=12",
+]
 
-def fits_rotary(spec: str) -> bool:
-    """Whether a scheme can be mounted on a model that has nothing but a rotary embedding."""
-    scheme = get_scheme(spec)
-    return not scheme.learned and "embedding" not in scheme.slots
 
+QUIET = {
+    "rope+t5": 0.0,
+    "rope+shaw": 0.0,
+    "rope+cope": 0.0,
+    "urpe": 0.0,
+    "rope+multiplicative": 0.0,
+    "rope+complex_order:start=zeros": 0.0,
+    "rope+learned:num_positions=160": 0.0,
+    "rope+kerple": 0.1,
+    "rope+fire": 0.1,
+    "rope+xl": 0.1,
+    "rope+deberta:scaled=false": 0.1,
+    "rope+floater": 0.1,
+    "rope+rnn": 0.1,
+}
+"""Schemes whose learned parameters start so that little changes, and by how much logits may differ."""
 
-ALL = [spec for spec in (*CASES.values(), *COMPOSITIONS) if fits_rotary(spec)]
+ALL = [*CASES.values(), *COMPOSITIONS, *VARIANTS]
 """What the contract holds for on every Llama-style family."""
 
 REPRESENTATIVE = [
@@ -70,6 +103,10 @@ REPRESENTATIVE = [
         "logn",
         "alibi",
         "nope",
+        "shaw",
+        "cope",
+        "sinusoidal",
+        "rnn",
     )
 ] + COMPOSITIONS
 """One of each kind, for every family."""

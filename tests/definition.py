@@ -13,13 +13,55 @@ import torch
 from transformers import LlamaForCausalLM
 
 Array = np.ndarray
+Learned = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head of one layer. Several heads may have the same keys: of 4 heads over 2 of keys, 0 and 1 have the first.
+
+    Attributes:
+        index: of the head.
+        q, k: `(length, d)`, as projected: not rotated.
+        m, n: `(length, 1)` and `(1, length)`.
+        scores: `(length, length)`, as they are before any bias.
+        learned: arrays of the layer, and those that all layers share, by name.
+    """
+
+    index: int
+    q: Array
+    k: Array
+    m: Array
+    n: Array
+    scores: Array
+    learned: Learned
+
+
+@dataclass(frozen=True)
+class Text:
+    """The tokens of one text where they enter the stack, or a block of it.
+
+    Attributes:
+        x: their vectors, `(length, hidden)`.
+        ids: of the words, `(length,)`.
+        m: 0, 1, ..., `(length,)`.
+        learned: arrays that all layers share, by name.
+    """
+
+    x: Array
+    ids: Array
+    m: Array
+    learned: Learned
 
 
 @dataclass(frozen=True)
 class Definition:
     """What a scheme means, in arrays: m `(q, 1)`, n `(1, k)`, theta `(d/2,)`, l the length of the text in tokens.
 
-    `pair_weights` multiply each pair's share of a score, by the distance that rotates it, `(q, k, d/2)`.
+    `pair_weights` multiply each pair's share of a score, by the distance that rotates it, `(q, k, d/2)`. Whatever looks
+    at queries and keys, or was learned, is given a `Head`: `content_bias` comes on top of its scores, `(q, k)`;
+    `weight_factor` multiplies their softmax, `(q, k)`; and `relative_values` join the values, `(q, k, d)`. Vectors of
+    tokens are replaced where they enter the stack (`embedding`) and each of its blocks (`block_embedding`).
     """
 
     distance: Callable[[Array, Array], Array] = lambda m, n: m - n
@@ -29,14 +71,42 @@ class Definition:
     frequencies: Callable[[Array, int], Array] = lambda theta, length: theta
     temperature: float = 1.0
     pair_weights: Callable[[Array], Array | float] = lambda distance: 1.0
+    content_bias: Callable[[Head], Array | float] = lambda head: 0.0
+    weight_factor: Callable[[Head], Array | float] = lambda head: 1.0
+    relative_values: Callable[[Head], Array | float] = lambda head: 0.0
+    embedding: Callable[[Text], Array] = lambda text: text.x
+    block_embedding: Callable[[int, Text], Array] = lambda block, text: text.x
 
 
-def defined_logits(model: LlamaForCausalLM, ids: torch.Tensor, definition: Definition) -> torch.Tensor:
-    """Logits of one row of tokens, `(1, length, vocabulary)`."""
+def no_rotation(m: Array, n: Array) -> Array:
+    """The distance that turns a pair where positions are said by something else."""
+    return 0 * (m - n)
+
+
+def learned_arrays(model: LlamaForCausalLM) -> Learned:
+    """What a patched model has learned for its positions, by the names under which it is saved."""
+    return {name: tensor.double().numpy() for name, tensor in model.state_dict().items() if ".rope_patch." in name}
+
+
+def defined_logits(
+    model: LlamaForCausalLM, ids: torch.Tensor, definition: Definition, learned: Learned | None = None
+) -> torch.Tensor:
+    """Logits of one row of tokens, `(1, length, vocabulary)`.
+
+    Args:
+        model: as it is without any patch.
+        ids: `(1, length)`.
+        definition: of the scheme.
+        learned: what the patched model has learned, as `learned_arrays` finds it.
+    """
     weights = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
     config = model.config
     theta = config.rope_parameters["rope_theta"] ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
-    x = weights["model.embed_tokens.weight"][ids.flatten().numpy()]
+    words = ids.flatten().numpy()
+    places = np.arange(len(words))
+    shared = _under("model.rope_patch.", learned)
+    x = weights["model.embed_tokens.weight"][words]
+    x = definition.embedding(Text(x, words, places, shared))
 
     def norm(x: Array, name: str) -> Array:
         return weights[f"{name}.weight"] * x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps)
@@ -47,19 +117,26 @@ def defined_logits(model: LlamaForCausalLM, ids: torch.Tensor, definition: Defin
         def linear(x: Array, name: str, layer: str = layer) -> Array:
             return x @ weights[f"{layer}.{name}.weight"].T
 
+        x = definition.block_embedding(index, Text(x, words, places, shared))
         normed = norm(x, f"{layer}.input_layernorm")
         q, k, v = (
             linear(normed, f"self_attn.{name}_proj").reshape(len(x), -1, config.head_dim).swapaxes(0, 1)
             for name in "qkv"
         )
-        x = x + linear(_attend(q, k, v, theta, definition), "self_attn.o_proj")
+        known = shared | _under(f"{layer}.self_attn.rope_patch.", learned)
+        x = x + linear(_attend(q, k, v, theta, definition, known), "self_attn.o_proj")
         normed = norm(x, f"{layer}.post_attention_layernorm")
         gate = linear(normed, "mlp.gate_proj")
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(normed, "mlp.up_proj"), "mlp.down_proj")
     return torch.tensor(norm(x, "model.norm") @ weights["lm_head.weight"].T)[None]
 
 
-def _attend(q: Array, k: Array, v: Array, theta: Array, definition: Definition) -> Array:
+def _under(prefix: str, learned: Learned | None) -> Learned:
+    """The arrays whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): array for name, array in (learned or {}).items() if name.startswith(prefix)}
+
+
+def _attend(q: Array, k: Array, v: Array, theta: Array, definition: Definition, learned: Learned) -> Array:
     """`(length, heads * head_dim)` from q `(heads, length, head_dim)`, k and v `(kv_heads, length, head_dim)`."""
     length, half = q.shape[1], q.shape[2] // 2
     m, n = np.arange(length)[:, None], np.arange(length)[None, :]
@@ -74,8 +151,12 @@ def _attend(q: Array, k: Array, v: Array, theta: Array, definition: Definition) 
         straight = q1[:, None] * k1[None] + q2[:, None] * k2[None]
         crossed = q1[:, None] * k2[None] - q2[:, None] * k1[None]
         scores = (straight * cos + crossed * sin).sum(-1) / np.sqrt(q.shape[2])
-        scores = definition.query_scale(m) * scores + definition.bias(head, m, n)
+        scores = definition.query_scale(m) * scores
+        known = Head(head, q[head], k[group], m, n, scores, learned)
+        scores = scores + definition.bias(head, m, n) + definition.content_bias(known)
         scores = np.where((m >= n) & definition.visible(m, n), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
-        heads.append(weights / weights.sum(-1, keepdims=True) @ v[group])
+        weights = definition.weight_factor(known) * weights / weights.sum(-1, keepdims=True)
+        values = np.broadcast_to(v[group] + definition.relative_values(known), (length, *v[group].shape))
+        heads.append(np.einsum("mn,mnd->md", weights, values))
     return np.concatenate(heads, axis=-1)

@@ -23,18 +23,19 @@ MODULES = {
 
 FLOORS = [
     {"errors", "typing", "version"},
-    {"positions", "rotary", "buckets"},
+    {"positions", "rotary", "buckets", "sinusoids", "tables"},
     {"schemes"},
     {"attention"},
     {"models"},
-    {"changes", "embedding", "late", "scoring", "mounts"},
+    {"arguments", "changes", "entry", "late", "mounts", "parameters", "scoring", "table"},
     {"export", "patch", "persistence", "describe"},
-    {"evaluation"},
+    {"evaluation", "plots"},
+    {"training"},
     {"cli"},
 ]
 """Parts of the package from the ground up; none imports from a floor above it."""
 
-TRANSFORMERS = {"models", *FLOORS[5], *FLOORS[6], "evaluation", "cli"}
+TRANSFORMERS = {"models", *FLOORS[5], *FLOORS[6], "evaluation", "training", "cli"}
 """Parts that may import Transformers."""
 
 SCHEME_TOOLS = {"rope_patch.schemes.base", "rope_patch.schemes.compose", "rope_patch.schemes.registry"}

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_patch
 from rope_patch import native_scheme
 from rope_patch.evaluation.experiment import Experiment
+from rope_patch.training.comparison import Comparison
 from tests.runs import assert_close, logits
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +60,9 @@ def test_pretraining_takes_a_step_and_writes_a_checkpoint(name, tmp_path):
 
 @pytest.mark.parametrize("path", sorted((RECIPES / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_says_something_to_its_recipe(path):
-    if (RECIPES / f"{path.stem}.py").is_file():
+    if path.stem.startswith("compare"):
+        assert Comparison.from_yaml(path).schemes()
+    elif (RECIPES / f"{path.stem}.py").is_file():
         assert yaml.safe_load(path.read_text())
     else:
         assert Experiment.from_yaml(path).schemes

@@ -9,7 +9,8 @@ from typing import Literal
 
 import torch
 
-from rope_patch.schemes.base import Region
+from rope_patch.schemes.base import Pairs, Region, Scheme
+from rope_patch.typing import Weights
 
 AttentionMode = Literal["auto", "oracle", "chunked", "segmented"]
 """How to score: `auto` takes the fastest way that is exact, the others insist."""
@@ -60,6 +61,61 @@ class DistanceBias:
 
 
 @dataclass(frozen=True)
+class Content:
+    """What a scheme adds to scores and makes of weights and values, where that is more than a bias by distance.
+
+    Attributes:
+        scheme: fills `content_bias`, `weight_factor` or `relative_values`.
+        weights: its learned parameters by name.
+        query: `(batch, heads, q_len, head_dim)`, as projected.
+        key: `(batch, kv_heads, kv_len, head_dim)`, as projected.
+    """
+
+    scheme: Scheme
+    weights: Weights
+    query: torch.Tensor
+    key: torch.Tensor
+
+    def bias(self, inputs: AttentionInputs, scores: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor | None:
+        """b(q_m, k_n, m, n), broadcasting to the shape of the scores; None where the scheme has none.
+
+        Args:
+            inputs: the call that these are of.
+            scores: as they are without it, `(batch, heads, q_len, kv_len)`.
+            seen: boolean, broadcasts to the shape of the scores; None for every pair.
+        """
+        if "content_bias" not in self.scheme.methods:
+            return None
+        repeats = self.query.shape[1] // self.key.shape[1]
+        pairs = Pairs(
+            query=self.query,
+            key=self.key if repeats == 1 else self.key.repeat_interleave(repeats, dim=1),
+            m=inputs.query_positions[:, :, None],
+            n=inputs.key_positions[:, None, :],
+            scores=scores,
+            seen=torch.ones((), dtype=torch.bool, device=scores.device) if seen is None else seen,
+            scaling=inputs.scaling,
+        )
+        return self.scheme.content_bias(pairs, self.weights)
+
+    def factor(self, distance: torch.Tensor) -> torch.Tensor | None:
+        """c(m, n), `(batch or 1, heads, q_len, kv_len)`; None for 1."""
+        if "weight_factor" not in self.scheme.methods:
+            return None
+        return self.scheme.weight_factor(distance, self.query.shape[1], self.weights).transpose(0, 1)
+
+    def values(self, attention: torch.Tensor, distance: torch.Tensor) -> torch.Tensor | None:
+        """sum_n attention(m, n) u(m, n), `(batch, heads, q_len, value_dim)`; None for 0."""
+        if "relative_values" not in self.scheme.methods:
+            return None
+        return self.scheme.relative_values(attention, distance, self.weights)
+
+    def rows(self, queries: slice, keys: slice) -> Content:
+        """The same for some queries and keys alone."""
+        return dataclasses.replace(self, query=self.query[:, :, queries], key=self.key[:, :, keys])
+
+
+@dataclass(frozen=True)
 class AttentionInputs:
     """One attention call.
 
@@ -75,6 +131,7 @@ class AttentionInputs:
         query_start: slot of the first query among the keys.
         scaling: multiplies the scores.
         bias: by distance, added after scaling.
+        content: whatever else the scheme brings; None for nothing.
         softcap: c in c tanh(s / c), applied to the scaled scores before any bias or mask; None for none.
         sinks: one extra score per head that takes part in the softmax and carries no value; None for none.
         dropout: probability, applied to the attention weights.
@@ -93,6 +150,7 @@ class AttentionInputs:
     sinks: torch.Tensor | None = None
     dropout: float = 0.0
     groups: torch.Tensor | None = None
+    content: Content | None = None
 
     @property
     def q_length(self) -> int:
@@ -107,7 +165,7 @@ class AttentionInputs:
     @property
     def fits_kernels(self) -> bool:
         """Whether scores are products of rotated states plus a bias by distance, as plain kernels compute them."""
-        return self.softcap is None and self.sinks is None and self.dropout == 0.0
+        return self.softcap is None and self.sinks is None and self.dropout == 0.0 and self.content is None
 
     def with_branches(self, branches: tuple[Branch, ...]) -> AttentionInputs:
         """The same call with its queries and keys."""
@@ -145,4 +203,5 @@ class AttentionInputs:
             mask=None if self.mask is None else self.mask[:, :, start:stop],
             groups=None if self.groups is None else self.groups[:, keys],
             query_start=self.query_start + start,
+            content=None if self.content is None else self.content.rows(slice(start, stop), keys),
         )

@@ -8,7 +8,7 @@ from rope_patch.attention.inputs import AttentionInputs, wide
 
 
 def attend(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """o_m = sum_n softmax_n(s(m, n)) v_n, computed in float32 at least, with the whole score matrix in memory.
+    """o_m = sum_n c(m, n) softmax_n(s(m, n)) (v_n + u(m, n)), in float32 at least, with all scores in memory.
 
     A query that sees no key at all (a pad) gets the mean of all values: finite, and read by nobody.
 
@@ -16,22 +16,27 @@ def attend(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
         output `(batch, heads, q_len, value_dim)` in the dtype of the values, and the attention weights
         `(batch, heads, q_len, kv_len)`.
     """
-    scores = _scores(inputs)
+    distance = inputs.query_positions[:, :, None] - inputs.key_positions[:, None, :]
+    scores = _scores(inputs, distance)
     if inputs.sinks is None:
         weights = scores.softmax(dim=-1)
     else:
         sinks = inputs.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
     weights = torch.nn.functional.dropout(weights, p=inputs.dropout)
+    content = inputs.content
+    if content is not None and (factor := content.factor(distance)) is not None:
+        weights = weights * factor.to(weights.dtype)
     value = inputs.value.to(weights.dtype)
-    output = _per_kv_head(weights, value.shape[1]) @ value[:, :, None]
-    return output.flatten(1, 2).to(inputs.value.dtype), weights
+    output = (_per_kv_head(weights, value.shape[1]) @ value[:, :, None]).flatten(1, 2)
+    if content is not None and (relative := content.values(weights, distance)) is not None:
+        output = output + relative.to(output.dtype)
+    return output.to(inputs.value.dtype), weights
 
 
-def _scores(inputs: AttentionInputs) -> torch.Tensor:
+def _scores(inputs: AttentionInputs, distance: torch.Tensor) -> torch.Tensor:
     """s(m, n) with hidden pairs at the lowest number, `(batch, heads, q_len, kv_len)`."""
     m, n = inputs.query_positions[:, None, :, None], inputs.key_positions[:, None, None, :]
-    seen = inputs.visible()
     scores, covered = None, None
     for branch in inputs.branches:
         products = _products(branch.query, branch.key) * inputs.scaling
@@ -44,16 +49,21 @@ def _scores(inputs: AttentionInputs) -> torch.Tensor:
     assert scores is not None  # for the type checker: there is at least one branch
     if inputs.softcap is not None:
         scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
+
+    seen = inputs.visible() if inputs.mask is None else inputs.mask
+    added = None
+    if seen is not None and seen.dtype != torch.bool:
+        added, seen = seen, seen > torch.finfo(seen.dtype).min / 2
+    if covered is not None:
+        seen = covered if seen is None else seen & covered
+    total = scores
+    if inputs.content is not None and (bias := inputs.content.bias(inputs, scores, seen)) is not None:
+        total = total + bias.to(total.dtype)
     if inputs.bias is not None:
-        scores = scores + inputs.bias.function((m - n)[:, 0]).transpose(0, 1).to(scores.dtype)
-    if inputs.mask is not None and inputs.mask.dtype != torch.bool:
-        scores = scores + inputs.mask.to(scores.dtype)
-    elif inputs.mask is not None:
-        seen = inputs.mask
-    for condition in (seen, covered):
-        if condition is not None:
-            scores = scores.masked_fill(~condition, torch.finfo(scores.dtype).min)
-    return scores
+        total = total + inputs.bias.function(distance).transpose(0, 1).to(total.dtype)
+    if added is not None:
+        total = total + added.to(total.dtype)
+    return total if seen is None else total.masked_fill(~seen, torch.finfo(total.dtype).min)
 
 
 def _products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -17,13 +17,15 @@ from rope_patch.evaluation.results import Row
 from rope_patch.evaluation.specs import CUT, PLAIN
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is too pale for a line on white
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A4FA3", "#8C6D31")
-_MARKERS = "osD^vPX*"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A4FA3", "#8C6D31")
+MARKERS = "osD^vPX*"
 _REFERENCES: dict[str, dict[str, Any]] = {
     PLAIN: {"color": "#8A8A8A", "linestyle": (0, (5, 2)), "marker": "", "linewidth": 1.8},
     CUT: {"color": "#1A1A1A", "linestyle": (0, (5, 2)), "marker": "", "linewidth": 1.8},
 }
-_INK, _FAINT = "#222222", "#777777"
+INK, FAINT = "#222222", "#777777"
+"""Of what is to be read first, and of the rest."""
+
 _WIDTH, _LEFT = 13.6, 0.055
 _CLOSE_UP = 0.1
 """How many nats above attention cut at L the close-up shows at least."""
@@ -71,10 +73,10 @@ def figure(rows: Sequence[Row]) -> Figure:
         _draw_close_up(lowest, grid, styles)
         _explain_close_up(drawn, (0.95 + lower) / height)
         chart.tick_params(labelbottom=False)
-    lowest.set_xlabel("context length in training lengths, and in tokens", size=9.5, color=_INK)
-    drawn.text(_LEFT, 1 - 0.34 / height, "Perplexity against context length", size=15, weight="bold", color=_INK)
-    drawn.text(_LEFT, 1 - 0.60 / height, _subtitle(grid), size=9.5, color=_FAINT)
-    drawn.text(_LEFT, 0.14 / height, "   ".join(grid.notes()[1:]), size=8.5, color=_FAINT)
+    lowest.set_xlabel("context length in training lengths, and in tokens", size=9.5, color=INK)
+    drawn.text(_LEFT, 1 - 0.34 / height, "Perplexity against context length", size=15, weight="bold", color=INK)
+    drawn.text(_LEFT, 1 - 0.60 / height, _subtitle(grid), size=9.5, color=FAINT)
+    drawn.text(_LEFT, 0.14 / height, "   ".join(grid.notes()[1:]), size=8.5, color=FAINT)
     return drawn
 
 
@@ -86,10 +88,10 @@ def _styles(grid: Grid) -> dict[str, dict[str, Any]]:
     styles = {}
     others = [line for line in grid.lines if line not in _REFERENCES]
     for i, line in enumerate(others):
-        solid = i < len(_COLOURS)
+        solid = i < len(COLOURS)
         styles[line] = {
-            "color": _COLOURS[i % len(_COLOURS)],
-            "marker": _MARKERS[i % len(_MARKERS)],
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": MARKERS[i % len(MARKERS)],
             "linestyle": "-" if solid else (0, (1, 1)),
             "linewidth": 2.0,
             "markersize": 5.0,
@@ -100,12 +102,28 @@ def _styles(grid: Grid) -> dict[str, dict[str, Any]]:
 def _draw_lines(chart: Any, grid: Grid, styles: dict[str, dict[str, Any]]) -> None:
     training_length = grid.any.training_length
     multiples = [length / training_length for length in grid.lengths]
+    scale_axes(
+        chart, multiples, [f"{in_training_lengths(length, training_length)}\n{length}" for length in grid.lengths]
+    )
+    for line in grid.lines:
+        values = [perplexity_of(grid.nll(line, length)) for length in grid.lengths]
+        chart.plot(multiples, values, zorder=2 if line in _REFERENCES else 3, **styles[line])
+    chart.set_xlim(multiples[0] / 2**0.15, multiples[-1] * 2**0.08)
+    chart.set_ylabel("perplexity", size=9.5, color=INK)
+    tidy(chart)
+
+
+def scale_axes(chart: Any, multiples: Sequence[float], labels: Sequence[str]) -> None:
+    """Length in multiples of L (log 2) against perplexity (log), with the training length marked.
+
+    Args:
+        chart: the axes.
+        multiples: where the ticks of x are.
+        labels: what they say.
+    """
     chart.set_xscale("log", base=2)
     chart.set_yscale("log")
-    for line in grid.lines:
-        values = [_perplexity(grid.nll(line, length)) for length in grid.lengths]
-        chart.plot(multiples, values, zorder=2 if line in _REFERENCES else 3, **styles[line])
-    chart.axvline(1, color=_FAINT, linewidth=1, linestyle=":", zorder=1)
+    chart.axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
     chart.annotate(
         "training length",
         (1, 1),
@@ -114,18 +132,15 @@ def _draw_lines(chart: Any, grid: Grid, styles: dict[str, dict[str, Any]]) -> No
         textcoords="offset points",
         va="top",
         size=8.5,
-        color=_FAINT,
+        color=FAINT,
     )
     chart.xaxis.set_major_locator(FixedLocator(multiples))
     chart.xaxis.set_minor_locator(NullLocator())
-    chart.set_xticklabels([f"{in_training_lengths(length, training_length)}\n{length}" for length in grid.lengths])
-    chart.set_xlim(multiples[0] / 2**0.15, multiples[-1] * 2**0.08)
+    chart.set_xticklabels(labels)
     chart.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
     chart.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     chart.yaxis.set_minor_formatter(NullFormatter())
     chart.yaxis.set_minor_locator(NullLocator())
-    chart.set_ylabel("perplexity", size=9.5, color=_INK)
-    _tidy(chart)
 
 
 def _draw_close_up(chart: Any, grid: Grid, styles: dict[str, dict[str, Any]]) -> None:
@@ -139,11 +154,11 @@ def _draw_close_up(chart: Any, grid: Grid, styles: dict[str, dict[str, Any]]) ->
         chart.plot(multiples, values, zorder=2 if line in _REFERENCES else 3, **styles[line])
     gain = max((-value for values in differences.values() for value in values if value < 0), default=0.0)
     chart.set_ylim(-max(1.25 * gain, 0.3 * _CLOSE_UP), max(1.5 * gain, _CLOSE_UP))
-    chart.axvline(1, color=_FAINT, linewidth=1, linestyle=":", zorder=1)
+    chart.axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
     chart.yaxis.set_major_locator(MaxNLocator(5))
     chart.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+.2f}" if round(value, 6) else "0"))
-    chart.set_ylabel("nats above the cut", size=9.5, color=_INK)
-    _tidy(chart)
+    chart.set_ylabel("nats above the cut", size=9.5, color=INK)
+    tidy(chart)
 
 
 def _explain_close_up(drawn: Figure, y: float) -> None:
@@ -152,13 +167,14 @@ def _explain_close_up(drawn: Figure, y: float) -> None:
         "Below zero, what lies beyond L helps to predict the same tokens;",
         "above, the scheme costs more than forgetting would.",
     )
-    drawn.text(0.596, y, "\n".join(lines), size=9, color=_FAINT, va="top", linespacing=1.5)
+    drawn.text(0.596, y, "\n".join(lines), size=9, color=FAINT, va="top", linespacing=1.5)
 
 
-def _tidy(chart: Any) -> None:
+def tidy(chart: Any) -> None:
+    """Faint lines across, and no box around."""
     chart.grid(axis="y", color="#E6E6E6", linewidth=0.8)
     chart.set_axisbelow(True)
-    chart.tick_params(length=0, labelsize=9, colors=_INK)
+    chart.tick_params(length=0, labelsize=9, colors=INK)
     for side, spine in chart.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color("#BBBBBB")
@@ -173,16 +189,16 @@ def _draw_table(legend: Any, chart: Any, grid: Grid, styles: dict[str, dict[str,
     columns = [0.48 + 0.52 * (i + 1) / len(grid.lengths) for i in range(len(grid.lengths))]
     pitch = 1 / (len(grid.lines) + 0.5)
     header = 1 - pitch / 4
-    legend.text(0.115, header, "NLL, nats per token", size=8.5, color=_FAINT, va="center")
+    legend.text(0.115, header, "NLL, nats per token", size=8.5, color=FAINT, va="center")
     for x, length in zip(columns, grid.lengths, strict=True):
         label = in_training_lengths(length, training_length)
-        legend.text(x, header, label, size=9, weight="bold", color=_INK, ha="right", va="center")
+        legend.text(x, header, label, size=9, weight="bold", color=INK, ha="right", va="center")
     longest = grid.lengths[-1]
     for i, line in enumerate(sorted(grid.lines, key=lambda line: -_or_lowest(grid.nll(line, longest)))):
         y, style = header - pitch * (i + 1), styles[line]
         legend.plot([0.045, 0.10], [y, y], **{**style, "markersize": 0})
         legend.plot([0.0725], [y], **{**style, "linestyle": ""})
-        legend.text(0.115, y, grid.name(line), size=_fitting(grid.name(line)), color=_INK, va="center")
+        legend.text(0.115, y, grid.name(line), size=_fitting(grid.name(line)), color=INK, va="center")
         for x, length in zip(columns, grid.lengths, strict=True):
             best = grid.is_best(line, length)
             legend.text(
@@ -193,11 +209,11 @@ def _draw_table(legend: Any, chart: Any, grid: Grid, styles: dict[str, dict[str,
                 ha="right",
                 va="center",
                 weight="bold" if best else "normal",
-                color=_INK if best else "#555555",
+                color=INK if best else "#555555",
                 family="DejaVu Sans Mono",
             )
         if not math.isnan(nll := grid.nll(line, longest)):
-            end = (longest / training_length, _perplexity(nll))
+            end = (longest / training_length, perplexity_of(nll))
             thread = ConnectionPatch(
                 end,
                 (0.04, y),
@@ -212,7 +228,8 @@ def _draw_table(legend: Any, chart: Any, grid: Grid, styles: dict[str, dict[str,
             legend.figure.add_artist(thread)
 
 
-def _perplexity(nll: float) -> float:
+def perplexity_of(nll: float) -> float:
+    """exp(nll), as far as a chart can show it."""
     return math.exp(min(nll, 100.0))  # beyond, a logarithmic axis overflows and nobody reads it
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from rope_patch.errors import CorpusError, EvaluationError, did_you_mean
+from rope_patch.errors import CorpusError, EvaluationError
 from rope_patch.evaluation import chart
 from rope_patch.evaluation.corpora import load_corpus
+from rope_patch.evaluation.description import check_at_least, check_types, read_yaml
 from rope_patch.evaluation.loading import check_checkpoint, default_checkpoint, load_model, load_tokenizer
 from rope_patch.evaluation.perplexity import check_request, measure
 from rope_patch.evaluation.results import ResultFile, Row
@@ -63,20 +59,10 @@ class Experiment:
     references: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("lengths", "schemes"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))  # as YAML and argparse spell it
-        hints = typing.get_type_hints(type(self))
-        for name, hint in hints.items():
-            value = getattr(self, name)
-            if not _fits(value, hint):
-                raise EvaluationError(f"{name}={value!r} is not allowed; {name} must be {_spelled(hint)}")
+        check_types(self)
         if self.text is not None and self.dataset is not None:
             raise EvaluationError(f"text {self.text!r} and dataset {self.dataset!r}: give one of them")
-        for name in ("documents", "windows_per_document"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise EvaluationError(f"{name}={value} is not allowed; {name} must be at least 1")
+        check_at_least(self, 1, "documents", "windows_per_document")
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Experiment:
@@ -86,19 +72,7 @@ class Experiment:
             EvaluationError: the file is no YAML mapping, or a key or a value is wrong.
             OSError: it cannot be read.
         """
-        try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise EvaluationError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(data, dict):
-            raise EvaluationError(f"{path} holds no mapping of settings to values")
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key in data:
-            if key not in known:
-                raise EvaluationError(f"{path} has an unknown key {key!r}; {did_you_mean(str(key), known)}")
-        if "lengths" not in data:
-            raise EvaluationError(f"{path} says no 'lengths'")
-        return cls(**data)
+        return read_yaml(cls, path)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -175,18 +149,3 @@ def _corpus(experiment: Experiment) -> Any:
             raise CorpusError(f"there is no text file or folder {experiment.text!r}")
         return load_corpus(experiment.text)
     return load_corpus(experiment.dataset or "stdlib", split=experiment.split, column=experiment.column)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if typing.get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(_fits(item, typing.get_args(hint)[0]) for item in value)
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, hint)
-
-
-def _spelled(hint: Any) -> str:
-    names = {int: "a whole number", str: "a text", bool: "true or false", types.NoneType: "nothing"}
-    if typing.get_origin(hint) is tuple:
-        return f"a list, each {names[typing.get_args(hint)[0]]}"
-    return " or ".join(names[option] for option in typing.get_args(hint) or (hint,))

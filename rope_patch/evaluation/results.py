@@ -11,9 +11,11 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Generic, Protocol, TypeVar
 
 import torch
 import transformers
@@ -21,6 +23,11 @@ from torch import nn
 
 from rope_patch.errors import EvaluationError
 from rope_patch.version import __version__
+
+try:
+    import fcntl
+except ImportError:  # not a Unix: there, two processes on one output are not supported
+    fcntl = None  # type: ignore[assignment]
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _PROBE_BYTES = 1 << 20
@@ -127,37 +134,65 @@ def identity(**fields: Any) -> str:
     return json.dumps([fields[name] for name in IDENTITY], sort_keys=True)
 
 
-class ResultFile:
+class Line(Protocol):
+    """A row that a `LineFile` keeps."""
+
+    def key(self) -> str:
+        """What makes two rows the same measurement."""
+        ...
+
+    def to_json(self) -> str:
+        """One line."""
+        ...
+
+    @classmethod
+    def from_json(cls, line: str) -> Line:
+        """The row that `to_json` wrote; ValueError when the line is something else."""
+        ...
+
+
+R = TypeVar("R", bound=Line)
+
+
+class LineFile(Generic[R]):
     """Rows on disk. Every `append` reaches the disk before it returns, so an interrupted run loses none.
 
-    A last line that was cut off in the middle of writing is removed when the file is opened again.
+    A last line that was cut off in the middle of writing is removed when the file is opened again. Several processes
+    may append to one file: each writes whole lines.
 
     Args:
         path: of the `.jsonl` file; its folder is made where it is missing.
+        kind: the class of the rows.
 
     Raises:
         OSError: when the folder cannot be made or written to, or is full.
         EvaluationError: when the file holds something else than rows; it is left as it is.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, kind: type[R]) -> None:
         self.path = Path(path)
+        self.kind = kind
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _require_room(self.path.parent)
         self._rows = self._read()
 
-    def find(self, key: str) -> Row | None:
-        """The row with this `Row.key`, if it was measured before."""
+    @property
+    def rows(self) -> list[R]:
+        """The rows that were there when the file was opened and those appended since; of equal keys the last."""
+        return list(self._rows.values())
+
+    def find(self, key: str) -> R | None:
+        """The row with this key, if it was measured before."""
         return self._rows.get(key)
 
-    def append(self, row: Row) -> None:
+    def append(self, row: R) -> None:
         """Write one row.
 
         Raises:
             OSError: when it could not be written; the file then ends with the row before.
         """
-        with self.path.open("ab") as file:
-            end = file.tell()
+        with self.path.open("ab") as file, _alone(file):
+            end = file.seek(0, os.SEEK_END)
             try:
                 file.write(row.to_json().encode() + b"\n")
                 file.flush()
@@ -167,22 +202,39 @@ class ResultFile:
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._rows[row.key()] = row
 
-    def _read(self) -> dict[str, Row]:
+    def _read(self) -> dict[str, R]:
         self.path.touch()
-        content = self.path.read_bytes()
-        *lines, rest = content.split(b"\n")
-        rows = {}
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = Row.from_json(line.decode())
-            except ValueError as error:
-                raise EvaluationError(
-                    f"{self.path}, line {number}, is not a result row ({error}); move the file or choose another output"
-                ) from error
-            rows[row.key()] = row
-        if rest:
-            os.truncate(self.path, len(content) - len(rest))
+        with self.path.open("rb+") as file, _alone(file):
+            content = file.read()
+            *lines, rest = content.split(b"\n")
+            rows: dict[str, R] = {}
+            for number, line in enumerate(lines, start=1):
+                try:
+                    row: Any = self.kind.from_json(line.decode())
+                except ValueError as error:
+                    raise EvaluationError(
+                        f"{self.path}, line {number}, is not a result row ({error}); move the file or choose another "
+                        "output"
+                    ) from error
+                rows[row.key()] = row
+            if rest:
+                file.truncate(len(content) - len(rest))
         return rows
+
+
+class ResultFile(LineFile[Row]):
+    """The `LineFile` of perplexity rows."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path, Row)
+
+
+@contextmanager
+def _alone(file: IO[bytes]) -> Iterator[None]:
+    """Keep other processes of this library away from the file, where the system can; closing it lets them in."""
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    yield
 
 
 def _require_room(folder: Path) -> None:

@@ -58,7 +58,7 @@ def measure_layout(name: str, module: nn.Module, rotary: Tables) -> RotaryLayout
 
     cos = torch.cat([one, zero, digits, 0 * digits, cos_check])
     sin = torch.cat([zero, one, 0 * digits, digits, sin_check])
-    query, key = _run(module, cos, sin)
+    query, key, _ = _run(module, cos, sin)
 
     bits = len(digits)
     layout = None
@@ -75,6 +75,16 @@ def measure_layout(name: str, module: nn.Module, rotary: Tables) -> RotaryLayout
             if (expected - checked).abs().max() > tolerance:
                 raise UnsupportedModel(f"{name}: {_FOLLOWED}")
     return layout
+
+
+def measure_heads(module: nn.Module) -> tuple[int, int, int]:
+    """Number of query heads, their dimension, and the dimension of one head's values.
+
+    Raises:
+        UnsupportedModel: when the module does not call the attention interface of Transformers.
+    """
+    query, _, value = _run(module, torch.ones(1, 1), torch.zeros(1, 1))
+    return query.shape[1], query.shape[-1], value.shape[-1]
 
 
 def reaches_interface(module: nn.Module) -> bool:
@@ -126,14 +136,14 @@ def _doubled(columns: tuple[int, ...]) -> bool:
     return len(set(columns)) < len(columns)
 
 
-def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys `(settings, heads, tokens, head_dim)` for tables `(settings, width)`."""
+def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values `(settings, heads, tokens, head_dim)` for tables `(settings, width)`."""
     captured: list[torch.Tensor] = []
 
     def capture(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, None]:
-        captured.extend((query.detach().clone(), key.detach().clone()))
+        captured.extend(states.detach().clone() for states in (query, key, value))
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     parameter = next(module.parameters())
@@ -166,9 +176,10 @@ def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch
         raise UnsupportedModel(
             f"{type(module).__name__} cannot be measured: {type(error).__name__}: {error}"
         ) from error
-    if len(captured) != 2:
+    if len(captured) != 3:
         raise UnsupportedModel(f"{type(module).__name__} does not call the attention interface of Transformers")
-    return captured[0], captured[1]
+    query, key, value = captured
+    return query, key, value
 
 
 @contextlib.contextmanager

@@ -2,19 +2,27 @@
 
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.base import Checkpoint, Region, Scheme, Source
+from rope_patch.schemes.complex_order import ComplexOrder
 from rope_patch.schemes.compose import Compose
+from rope_patch.schemes.cope import CoPE
 from rope_patch.schemes.dca import DualChunkAttention
+from rope_patch.schemes.deberta import Disentangled
+from rope_patch.schemes.fire import FIRE
+from rope_patch.schemes.floater import FLOATER
 from rope_patch.schemes.giraffe import TruncatedBasis
 from rope_patch.schemes.hierarchical import Hierarchical
+from rope_patch.schemes.kerple import KERPLE
 from rope_patch.schemes.learned import Learned
 from rope_patch.schemes.llama3 import Llama3Scaling
 from rope_patch.schemes.lm_infinite import LMInfinite
 from rope_patch.schemes.logn import LogN
 from rope_patch.schemes.longrope import LongRoPE
+from rope_patch.schemes.multiplicative import Multiplicative
 from rope_patch.schemes.ntk import AdjustedBase, DynamicNTK, NTKScaling
 from rope_patch.schemes.ntk_mixed import NTKMixed
 from rope_patch.schemes.pi import PositionInterpolation
 from rope_patch.schemes.proportional import Proportional
+from rope_patch.schemes.recurrent import Recurrent
 from rope_patch.schemes.registry import (
     as_scheme,
     get_scheme,
@@ -27,8 +35,11 @@ from rope_patch.schemes.rerope import LeakyReRoPE, ReRoPE
 from rope_patch.schemes.rope import NoPE, RoPE
 from rope_patch.schemes.sandwich import Sandwich
 from rope_patch.schemes.self_extend import SelfExtend
+from rope_patch.schemes.shaw import ShawRelative
 from rope_patch.schemes.sinusoidal import Sinusoidal
 from rope_patch.schemes.t5 import T5Bias
+from rope_patch.schemes.transformer_xl import TransformerXL
+from rope_patch.schemes.urpe import URPE
 from rope_patch.schemes.window import SlidingWindow
 from rope_patch.schemes.xpos import XPos
 from rope_patch.schemes.yarn import DynamicYaRN, NTKByParts, YaRN
@@ -59,17 +70,35 @@ for _scheme in (
     ALiBi,
     Sandwich,
     T5Bias,
+    KERPLE,
+    FIRE,
+    ShawRelative,
+    TransformerXL,
+    Disentangled,
+    CoPE,
+    URPE,
     Sinusoidal,
     Learned,
     Hierarchical,
+    FLOATER,
+    ComplexOrder,
+    Multiplicative,
+    Recurrent,
 ):
     register_scheme(_scheme)
 
 __all__ = [
+    "FIRE",
+    "FLOATER",
+    "KERPLE",
+    "URPE",
     "ALiBi",
     "AdjustedBase",
     "Checkpoint",
+    "CoPE",
+    "ComplexOrder",
     "Compose",
+    "Disentangled",
     "DualChunkAttention",
     "DynamicNTK",
     "DynamicYaRN",
@@ -80,6 +109,7 @@ __all__ = [
     "Llama3Scaling",
     "LogN",
     "LongRoPE",
+    "Multiplicative",
     "NTKByParts",
     "NTKMixed",
     "NTKScaling",
@@ -87,15 +117,18 @@ __all__ = [
     "PositionInterpolation",
     "Proportional",
     "ReRoPE",
+    "Recurrent",
     "Region",
     "RoPE",
     "Sandwich",
     "Scheme",
     "SelfExtend",
+    "ShawRelative",
     "Sinusoidal",
     "SlidingWindow",
     "Source",
     "T5Bias",
+    "TransformerXL",
     "TruncatedBasis",
     "XPos",
     "YaRN",

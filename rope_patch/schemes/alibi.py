@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from rope_patch.errors import InvalidField
-from rope_patch.schemes.base import Checkpoint, Scheme, Source
+from rope_patch.schemes.base import Checkpoint, ModelShape, Scheme, Source
 from rope_patch.typing import NO_WEIGHTS, Weights
 
 
@@ -22,6 +22,9 @@ class ALiBi(Scheme):
             other head counts those of the power below followed by every second one of the power above.
         symmetric: for models that see both directions, where the penalty is the same on either side; default True
             there, and only there.
+        learned: train the slopes, from the given or published ones on; all layers share them. The paper tried that
+            (section 3) and extrapolated less well, hence False by default. Nothing keeps a trained slope above zero:
+            below, its head prefers far keys.
     """
 
     name = "alibi"
@@ -34,12 +37,15 @@ class ALiBi(Scheme):
     )
     regime = "from-scratch"
     linear = True
+    shared = ("slopes",)
 
     slopes: tuple[float, ...] | None = None
     symmetric: bool = False
+    learned: bool = False
 
     def __post_init__(self) -> None:
         self._require("symmetric", bool, True, "True or False")
+        self._require("learned", bool, True, "True or False")
         if self.slopes is not None:
             object.__setattr__(self, "slopes", self._numbers("slopes", "head"))
 
@@ -54,8 +60,14 @@ class ALiBi(Scheme):
             )
         return dataclasses.replace(self, symmetric=self.symmetric or checkpoint.bidirectional)
 
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"slopes": torch.tensor(self.slopes or alibi_slopes(shape.num_heads))} if self.learned else {}
+
     def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        slopes = torch.tensor(self.slopes or alibi_slopes(num_heads), device=distance.device)
+        if self.learned:
+            slopes = weights["slopes"].to(torch.promote_types(weights["slopes"].dtype, torch.float32))
+        else:
+            slopes = torch.tensor(self.slopes or alibi_slopes(num_heads), device=distance.device)
         return -slopes.view(-1, *[1] * distance.ndim) * distance.abs()
 
 

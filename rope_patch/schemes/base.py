@@ -40,6 +40,7 @@ class Checkpoint:
         bidirectional: whether tokens see the keys after them.
         buckets: of its biases by bucket of distance, their number and the distance from which on the last one serves;
             None where it has no such biases.
+        num_layers: of the stack; None where it was not counted.
     """
 
     training_length: int
@@ -47,6 +48,7 @@ class Checkpoint:
     max_length: int
     bidirectional: bool = False
     buckets: tuple[int, int] | None = None
+    num_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -244,11 +246,11 @@ class Scheme:
 
         Args:
             tokens: the next ones of each row; a row begins anew at every position 0.
-            state: what the last call returned, `(batch, width)`; None at the beginning.
+            state: the one after the last token before these, `(batch, width)`; None at the beginning.
             weights: learned parameters by name.
 
         Returns:
-            the new states of the tokens, and the state after the last of them, `(batch, width)`.
+            the new states of the tokens, and the state after each of them, `(batch, length, width)`.
         """
         raise NotImplementedError
 
@@ -297,6 +299,16 @@ class Scheme:
     def slots(self) -> frozenset[Slot]:
         """The slots that this scheme fills."""
         return frozenset(SLOTS[name] for name in self.methods)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether its positions can be the rows of a table."""
+        return type(self).rows is not Scheme.rows
+
+    @property
+    def learns(self) -> bool:
+        """Whether it may bring learned parameters."""
+        return type(self).parameters is not Scheme.parameters
 
     def parts(self) -> tuple[Scheme, ...]:
         """The schemes of a composition; a plain scheme is its own only part."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -68,6 +69,14 @@ class Compose(Scheme):
         return any(part.decays for part in self._parts)
 
     @property
+    def is_table(self) -> bool:
+        return all(part.is_table for part in self._having("embedding"))
+
+    @property
+    def learns(self) -> bool:
+        return any(part.learns for part in self._parts)
+
+    @property
     def shared(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(name for part in self._parts for name in part.shared)
 
@@ -109,10 +118,10 @@ class Compose(Scheme):
         return torch.stack(scales).prod(dim=0)
 
     def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        return sum(part.bias(distance, num_heads, weights) for part in self._having("bias"))
+        return reduce(torch.add, (part.bias(distance, num_heads, weights) for part in self._having("bias")))
 
     def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        return sum(part.content_bias(pairs, weights) for part in self._having("content_bias"))
+        return reduce(torch.add, (part.content_bias(pairs, weights) for part in self._having("content_bias")))
 
     def weight_factor(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         return self._owners["values"].weight_factor(distance, num_heads, weights)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from rope_patch.errors import InvalidField
-from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.base import ModelShape, Scheme, Source, Tokens
+from rope_patch.tables import require_positions
+from rope_patch.typing import NO_WEIGHTS, Weights
 
 
 @dataclass(frozen=True)
@@ -18,11 +20,16 @@ class Hierarchical(Scheme):
     alpha p_1 + (p_j - alpha p_1) = p_j. Those n rows are taken over bit for bit, so texts within the training length
     mean what they meant before. Every further row lies in the span of rows that the checkpoint knows.
 
+    A model without a table learns the n = L rows; those of further positions are mixed as they are read, and train the
+    rows that they are mixed of. The post extends the trained table of BERT, so this form and its start are ours.
+
     Args:
         alpha: weight of the block against the place in it, above 0 and below 1. At 0.5 the positions (i, j) and
             (j, i) would be the same vector, so 0.5 is refused.
-        num_positions: rows of the table, n to n^2; default n^2. For 512 rows of 768 numbers that is 262,144 rows or
-            0.8 GB in float32: ask for fewer where texts are shorter.
+        num_positions: how many positions there are, n to n^2; default n^2. In a model that keeps a table of them, 512
+            rows of 768 numbers make 262,144 or 0.8 GB in float32: ask for fewer where texts are shorter.
+        initial_std: standard deviation of the rows that a model without a table starts with; default 0, which leaves
+            the word vectors of a pretrained model as they are. Models that are trained from scratch start with 0.02.
     """
 
     name = "hierarchical"
@@ -35,26 +42,50 @@ class Hierarchical(Scheme):
     )
     absolute = True
     keeps_rows = True
+    shared = ("base_positions",)
 
     alpha: float = 0.4
     num_positions: int | None = None
+    initial_std: float = 0.0
 
     def __post_init__(self) -> None:
         between = isinstance(self.alpha, (int, float)) and 0 < self.alpha < 1 and self.alpha != 0.5
         self._require("alpha", float, between, "a number above 0 and below 1, and not 0.5")
         self._at_least("num_positions", 1, int, optional=True)
+        self._at_least("initial_std", 0, float)
 
-    def embedding(self, native: torch.Tensor) -> torch.Tensor:
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        n = shape.training_length
+        self._count(n)
+        return {"base_positions": self.initial_std * torch.randn(n, shape.hidden_size, generator=random)}
+
+    def embedding(self, tokens: Tokens, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        x, p = tokens.states, weights["base_positions"]
+        n = len(p)
+        require_positions(tokens.positions, self._count(n), self.name)
+        block = tokens.positions.div(n, rounding_mode="floor")
+        return (x + self._mixture(p, block, tokens.positions % n)).to(x.dtype)
+
+    def rows(self, native: torch.Tensor) -> torch.Tensor:
         n = len(native)
-        rows = n * n if self.num_positions is None else self.num_positions
-        if not n <= rows <= n * n:
+        rows = self._count(n)
+        places = torch.arange(n, device=native.device)
+        return self._mixture(native, places[: -(-rows // n), None], places).flatten(0, 1)[:rows]
+
+    def _count(self, n: int) -> int:
+        """How many positions n rows make."""
+        count = n * n if self.num_positions is None else self.num_positions
+        if not n <= count <= n * n:
             raise InvalidField(
-                f"hierarchical: num_positions={rows} is not allowed; {n} positions of the checkpoint "
+                f"hierarchical: num_positions={count} is not allowed; {n} positions of the checkpoint "
                 f"decompose into {n} to {n * n}"
             )
-        p = native.to(torch.promote_types(native.dtype, torch.float32))
-        u = (p - self.alpha * p[0]) / (1 - self.alpha)
-        blocks = u[: -(-rows // n)]
-        table = torch.add(self.alpha * blocks[:, None], (1 - self.alpha) * u)
-        table[0] = p  # what the equation says, without its rounding
-        return table.flatten(0, 1)[:rows]
+        return count
+
+    def _mixture(self, p: torch.Tensor, block: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """q of two digits, counted from 0, `(*their broadcast shape, hidden)`, in float32 at least."""
+        wide = torch.promote_types(p.dtype, torch.float32)
+        first, of_block, of_place = (p[index].to(wide) for index in (0, block, place))
+        u_block, u_place = ((row - self.alpha * first) / (1 - self.alpha) for row in (of_block, of_place))
+        mixed = torch.add(self.alpha * u_block, (1 - self.alpha) * u_place)
+        return torch.where((block == 0)[..., None], of_place, mixed)  # what the equation says, without its rounding

@@ -117,14 +117,15 @@ def _split_outside_brackets(text: str) -> list[str]:
 
 
 def _value(text: str) -> Any:
-    """A Python literal, with the YAML spellings of true, false and null; anything else is a word."""
+    """A Python literal, with the YAML spellings of true, false and null; a list may be one of words; else a word."""
     spelled = {"true": True, "false": False, "null": None, "none": None}
     if text.lower() in spelled:
         return spelled[text.lower()]
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
+        listed = len(text) > 1 and text[0] == "[" and text[-1] == "]"
+        return tuple(_value(item.strip()) for item in text[1:-1].split(",")) if listed and text[1:-1] else text
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -9,7 +9,7 @@ import torch
 
 from rope_patch.buckets import relative_buckets
 from rope_patch.errors import InvalidField
-from rope_patch.schemes.base import Checkpoint, Scheme, Source
+from rope_patch.schemes.base import Checkpoint, ModelShape, Scheme, Source
 from rope_patch.typing import NO_WEIGHTS, Weights
 
 
@@ -27,6 +27,9 @@ class T5Bias(Scheme):
         bidirectional: half of the buckets for keys after the query; default whether the model sees them.
         interpolation: k, at least 1: buckets of (n - m) / k, cut to an integer, so that distances k times as long fall
             into the buckets of trained ones.
+        per_layer: a table for each layer, as in umT5, or one for all, as in T5.
+
+    A checkpoint that has such tables keeps its own. On any other, tables start at zero, which adds nothing.
     """
 
     name = "t5"
@@ -38,12 +41,12 @@ class T5Bias(Scheme):
         "https://github.com/google-research/text-to-text-transfer-transformer",
     )
     regime = "fine-tune"
-    learned = ("relative_attention_bias",)
 
     num_buckets: int | None = None
     max_distance: int | None = None
     bidirectional: bool | None = None
     interpolation: float = 1.0
+    per_layer: bool = False
 
     def __post_init__(self) -> None:
         self._at_least("num_buckets", 4, int, optional=True)
@@ -51,6 +54,11 @@ class T5Bias(Scheme):
         if self.bidirectional is not None:
             self._require("bidirectional", bool, True, "True, False or None")
         self._at_least("interpolation", 1, float)
+        self._require("per_layer", bool, True, "True or False")
+
+    @property
+    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self.per_layer else ("relative_attention_bias",)
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         own_buckets, own_distance = checkpoint.buckets or (32, 128)
@@ -67,6 +75,9 @@ class T5Bias(Scheme):
                 "and max_distance must lie beyond"
             )
         return dataclasses.replace(self, num_buckets=buckets, max_distance=farthest, bidirectional=both)
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"relative_attention_bias": torch.zeros(self.num_buckets or 32, shape.num_heads)}
 
     def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         relative = -distance

@@ -1,14 +1,17 @@
 """Logits equal a float64 model that was written from the definitions alone, by every route through a cache."""
 
+import contextlib
+import dataclasses
 import importlib
 import pkgutil
 
 import pytest
+import torch
 
 from rope_patch import get_scheme, patch
 from tests import schemes as oracles
-from tests.cases import CASES, fits_rotary
-from tests.definition import defined_logits
+from tests.cases import CASES, VARIANTS
+from tests.definition import defined_logits, learned_arrays
 from tests.families import build
 from tests.runs import assert_close, cached_logits, left_padded, logits, positions_of, tokens, usable_length
 
@@ -23,9 +26,22 @@ DEFINITIONS = {
 
 
 def test_every_registered_scheme_has_a_definition():
-    assert {part.name for spec in DEFINITIONS for part in get_scheme(spec).parts()} == {
-        name for name, spec in CASES.items() if fits_rotary(spec)
-    }
+    assert {part.name for spec in DEFINITIONS for part in get_scheme(spec).parts()} == set(CASES)
+    assert set(VARIANTS) <= DEFINITIONS.keys()
+
+
+@contextlib.contextmanager
+def patched(model, spec, **options):
+    """Patch a model and give the arrays that it has learned. They may be alike in all layers, so those of later layers
+    are scaled first: a layer that read the arrays of another would be noticed.
+    """
+    with patch(model, spec, **options):
+        with torch.no_grad():
+            for index, layer in enumerate(model.model.layers):
+                for name, parameter in layer.named_parameters():
+                    if ".rope_patch." in name:
+                        parameter.mul_(1 + index / 2)
+        yield learned_arrays(model)
 
 
 def full(model, ids):
@@ -56,25 +72,38 @@ PATHS = [full, cached_token_by_token, uneven_chunks, left_padded_full, left_padd
 @pytest.mark.parametrize("spec", DEFINITIONS)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("family", ["llama", "llama_mha"])
-def test_logits_equal_the_definition(model, spec, path):
+def test_logits_equal_the_definition(model, family, spec, path):
     scheme = get_scheme(spec)
     ids = tokens(usable_length(scheme)) if path is not full else tokens()
-    expected = defined_logits(model, ids, DEFINITIONS[spec])
-    with patch(model, scheme):
+    with patched(model, scheme) as learned:
+        expected = defined_logits(build(family), ids, DEFINITIONS[spec], learned)
         assert_close(path(model, ids), expected, 1e-4)
 
 
-@pytest.mark.parametrize("spec", ["rope", "rerope:window=6", "alibi"])
-def test_another_definition_would_be_noticed(spec):
-    model = build()
-    other = DEFINITIONS["leaky_rerope:window=6,factor=4"]
-    with patch(model, spec):
-        assert (logits(model, tokens()) - defined_logits(model, tokens(), other)).abs().max() > 1e-2
+@pytest.mark.parametrize(
+    "spec", ["rope", "rerope:window=6", "alibi", "shaw:max_distance=6", "urpe:max_distance=12", "sinusoidal"]
+)
+def test_another_definition_would_be_noticed(llama, spec):
+    other = defined_logits(build(), tokens(), DEFINITIONS["leaky_rerope:window=6,factor=4"])
+    with patched(llama, spec):
+        assert (logits(llama, tokens()) - other).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("spec", DEFINITIONS)
+def test_every_part_of_a_definition_would_be_missed(llama, spec):
+    definition = DEFINITIONS[spec]
+    with patched(llama, spec) as learned:
+        found = logits(llama, tokens())
+    for field in dataclasses.fields(definition):
+        if getattr(definition, field.name) != field.default:
+            without = dataclasses.replace(definition, **{field.name: field.default})
+            other = defined_logits(build(), tokens(), without, learned)
+            assert (found - other).abs().max() > 1e-2, field.name
 
 
 @pytest.mark.parametrize("attention", ["oracle", "chunked"])
 @pytest.mark.parametrize("spec", DEFINITIONS)
 def test_the_literal_way_equals_the_definition(llama, spec, attention):
-    expected = defined_logits(llama, tokens(), DEFINITIONS[spec])
-    with patch(llama, spec, mount="late", attention=attention):
+    with patched(llama, spec, mount="late", attention=attention) as learned:
+        expected = defined_logits(build(), tokens(), DEFINITIONS[spec], learned)
         assert_close(logits(llama, tokens()), expected, 1e-4)

@@ -163,7 +163,7 @@ def test_the_rows_are_those_of_the_scheme(family):
     model = build(family)
     native = table_of(model).weight[RESERVED[family] :].detach().clone()
     patch(model, "hierarchical", alpha=0.3)
-    assert torch.equal(table_of(model).weight[RESERVED[family] :], Hierarchical(0.3).embedding(native))
+    assert torch.equal(table_of(model).weight[RESERVED[family] :], Hierarchical(0.3).rows(native))
 
 
 @families

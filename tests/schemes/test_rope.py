@@ -6,11 +6,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rope_patch import NoPE, RoPE
 from rope_patch.typing import RotarySpec
-from tests.definition import Definition
+from tests.definition import Definition, no_rotation
 
 DEFINITIONS = {
     "rope": Definition(),
-    "nope": Definition(distance=lambda m, n: 0 * (m - n)),
+    "nope": Definition(distance=no_rotation),
 }
 
 

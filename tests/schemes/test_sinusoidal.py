@@ -6,7 +6,9 @@ import torch
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 
 from rope_patch import InvalidField, Sinusoidal
-from rope_patch.schemes.sinusoidal import sinusoidal_grid, sinusoidal_rows
+from rope_patch.sinusoids import sinusoidal_rows
+from tests.definition import Definition, no_rotation
+from tests.schemes.entering import some_tokens
 
 
 def encoded(pos, dim, base=10000.0):
@@ -18,20 +20,27 @@ def encoded(pos, dim, base=10000.0):
     return row
 
 
+def with_sinusoids(text):
+    return text.x + np.stack([encoded(pos, text.x.shape[1]) for pos in text.m])
+
+
+DEFINITIONS = {"sinusoidal": Definition(distance=no_rotation, embedding=with_sinusoids)}
+
+
 def native(n=5, dim=12):
     return torch.randn(n, dim, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("base", [10000.0, 100])
 def test_every_row_is_the_published_one(base):
-    found = Sinusoidal(base=base, num_positions=400).embedding(native())
+    found = Sinusoidal(base=base, num_positions=400).rows(native())
     expected = np.stack([encoded(pos, 12, base) for pos in range(400)])
     np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-12)
 
 
 def test_split_is_the_layout_of_transformers():
     theirs = MarianSinusoidalPositionalEmbedding(400, 12).create_weight()
-    found = Sinusoidal(num_positions=400, layout="split").embedding(native())
+    found = Sinusoidal(num_positions=400, layout="split").rows(native())
     torch.testing.assert_close(found.float(), theirs, atol=1e-6, rtol=0)
 
 
@@ -58,13 +67,14 @@ def test_angles_keep_their_digits_at_a_million_positions():
 
 
 def test_the_default_table_is_32_times_as_long():
-    assert Sinusoidal().embedding(native(5)).shape == (160, 12)
+    assert Sinusoidal().rows(native(5)).shape == (160, 12)
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (3, 5), (7, 2)])
 @pytest.mark.parametrize("layout", ["interleaved", "split"])
 def test_the_grid_says_its_row_in_one_half_and_its_column_in_the_other(height, width, layout):
-    found = sinusoidal_grid(height, width, 16, base=50.0, layout=layout).numpy()
+    scheme = Sinusoidal(base=50.0, num_positions=height * width, layout=layout, grid_width=width)
+    found = scheme.rows(native(dim=16)).numpy()
     order = slice(None) if layout == "interleaved" else [0, 2, 4, 6, 1, 3, 5, 7]
     for y in range(height):
         for x in range(width):
@@ -72,16 +82,36 @@ def test_the_grid_says_its_row_in_one_half_and_its_column_in_the_other(height, w
             np.testing.assert_allclose(found[y * width + x], expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("layout", ["interleaved", "split"])
+def test_the_sinusoids_of_the_positions_are_added_to_the_tokens(layout):
+    tokens = some_tokens([[0, 0, 1, 2], [70_000, 70_001, 0, 31]], hidden=12)
+    found = Sinusoidal(base=100, layout=layout, amplitude=0.25).embedding(tokens) - tokens.states
+    order = slice(None) if layout == "interleaved" else [0, 2, 4, 6, 8, 10, 1, 3, 5, 7, 9, 11]
+    expected = [[0.25 * encoded(pos, 12, 100)[order] for pos in row] for row in tokens.positions.tolist()]
+    np.testing.assert_allclose(found.numpy(), np.array(expected), rtol=0, atol=1e-12)
+
+
+def test_patches_of_an_image_are_placed_by_row_and_column():
+    tokens = some_tokens([[0, 4, 5, 6, 1234]], hidden=16)
+    found = Sinusoidal(grid_width=5).embedding(tokens) - tokens.states
+    places = [(0, 0), (0, 4), (1, 0), (1, 1), (246, 4)]
+    expected = [np.concatenate([encoded(y, 8), encoded(x, 8)]) for y, x in places]
+    np.testing.assert_allclose(found[0].numpy(), np.array(expected), rtol=0, atol=1e-12)
+
+
 def test_dimensions_that_do_not_pair_are_refused():
     with pytest.raises(InvalidField, match="7 dimensions cannot be paired"):
-        Sinusoidal().embedding(native(dim=7))
+        Sinusoidal().rows(native(dim=7))
     with pytest.raises(InvalidField, match="6 dimensions do not make pairs on two axes"):
-        sinusoidal_grid(2, 2, 6)
+        Sinusoidal(grid_width=2).rows(native(dim=6))
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("base", 0), ("base", -1.0), ("base", "10"), ("num_positions", 0), ("num_positions", 1.5), ("layout", "halves")],
+    [
+        *[("base", 0), ("base", -1.0), ("base", "10"), ("num_positions", 0), ("num_positions", 1.5)],
+        *[("layout", "halves"), ("amplitude", 0), ("grid_width", 0), ("grid_width", 2.5)],
+    ],
 )
 def test_fields_are_named(field, value):
     with pytest.raises(InvalidField, match=f"sinusoidal: {field}="):

@@ -1,16 +1,37 @@
 """Buckets by their definition and as Transformers sorts them; the bias looked up in them."""
 
+import numpy as np
 import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from rope_patch import InvalidField, T5Bias, UnsupportedModel, patch
+from rope_patch import InvalidField, T5Bias, patch
 from rope_patch.buckets import relative_buckets
 from rope_patch.schemes.base import Checkpoint
+from tests.definition import Definition, no_rotation
 from tests.models.t5_definition import bucket
+from tests.runs import assert_close, logits, tokens
+from tests.schemes.pairs import at_start
 
 CHECKPOINT = Checkpoint(training_length=512, num_heads=4, max_length=512, bidirectional=True, buckets=(32, 128))
 RELATIVE = torch.arange(-3000, 3001)
+
+
+def looked_up(interpolation):
+    """The number of each pair's bucket: 32 of them, the last one from distance 128 on, and none for later keys."""
+
+    def bias(head):
+        distances = range(len(head.q))
+        rows = np.array([bucket(-int(distance / interpolation), False, 32, 128) for distance in distances])
+        return head.learned["relative_attention_bias"][rows[np.abs(head.m - head.n)], head.index]
+
+    return bias
+
+
+DEFINITIONS = {
+    "t5:interpolation=2": Definition(distance=no_rotation, content_bias=looked_up(2)),
+    "t5:per_layer=true": Definition(distance=no_rotation, content_bias=looked_up(1)),
+}
 
 
 @pytest.mark.parametrize("both", [True, False])
@@ -51,14 +72,29 @@ def test_defaults_are_those_of_the_checkpoint():
     assert found == T5Bias(num_buckets=32, max_distance=128, bidirectional=True, interpolation=2)
 
 
+@pytest.mark.parametrize("buckets", [None, 16])
+def test_a_model_without_a_table_gets_one_that_adds_nothing(buckets):
+    scheme = T5Bias(num_buckets=buckets)
+    weights = at_start(scheme)
+    assert weights["relative_attention_bias"].shape == (buckets or 32, 3)
+    assert not scheme.bias(torch.arange(-9, 9), 3, weights).any()
+
+
+def test_layers_share_the_table_as_in_t5_or_have_their_own_as_in_umt5():
+    assert T5Bias().shared == ("relative_attention_bias",)
+    assert T5Bias(per_layer=True).shared == ()
+
+
 @pytest.mark.parametrize(
-    "fields", [{"num_buckets": 3}, {"max_distance": 1}, {"bidirectional": 1}, {"interpolation": 0}]
+    "fields", [{"num_buckets": 3}, {"max_distance": 1}, {"bidirectional": 1}, {"interpolation": 0}, {"per_layer": 1}]
 )
 def test_wrong_fields_are_named(fields):
     with pytest.raises(InvalidField, match=next(iter(fields))):
         T5Bias(**fields)
 
 
-def test_a_model_without_a_table_is_refused(llama):
-    with pytest.raises(UnsupportedModel, match="relative_attention_bias"):
-        patch(llama, "t5")
+def test_on_a_model_without_a_table_it_starts_as_no_position_at_all(llama):
+    with patch(llama, "nope"):
+        expected = logits(llama, tokens())
+    with patch(llama, "t5"):
+        assert_close(logits(llama, tokens()), expected)

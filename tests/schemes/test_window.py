@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from rope_patch import SlidingWindow
 from rope_patch.schemes import Checkpoint
-from tests.definition import Definition
+from tests.definition import Definition, no_rotation
 from tests.schemes.regions import rotated_distances
 
 DEFINITIONS = {
@@ -12,7 +12,7 @@ DEFINITIONS = {
     "window:window=1": Definition(visible=lambda m, n: m - n < 1),
     "window": Definition(visible=lambda m, n: m - n < 32),
     "alibi+window:window=7": Definition(
-        distance=lambda m, n: 0 * (m - n),
+        distance=no_rotation,
         visible=lambda m, n: m - n < 7,
         bias=lambda head, m, n: -(4.0 ** -(head + 1)) * (m - n),
     ),

@@ -1,4 +1,4 @@
-"""The embedding mount: other rows in a model's own table of absolute positions.
+"""The table mount: other rows in a model's own table of absolute positions.
 
 Nothing is computed at run time. The table, the buffers and the config are those of a longer checkpoint, so a saved
 model is one, and loads without this library.
@@ -14,7 +14,7 @@ from rope_patch.models.absolute import AbsoluteTable, lengthened
 from rope_patch.schemes.base import Scheme
 
 
-def install_embedding(scheme: Scheme, table: AbsoluteTable, changes: Changes) -> None:
+def install_table(scheme: Scheme, table: AbsoluteTable, changes: Changes) -> None:
     """Give a stack the positions of a scheme that fills `embedding`. Reserved rows stay where they are.
 
     Args:
@@ -25,7 +25,7 @@ def install_embedding(scheme: Scheme, table: AbsoluteTable, changes: Changes) ->
     Raises:
         InvalidField: when a field does not fit the table; nothing has changed then.
     """
-    _replace_rows(table, scheme.embedding(table.rows).to(table.rows), changes)
+    _replace_rows(table, scheme.rows(table.rows).to(table.rows), changes)
 
 
 def shorten(table: AbsoluteTable, capacity: int) -> torch.Tensor:

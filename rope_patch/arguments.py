@@ -1,0 +1,44 @@
+"""What a forward of Transformers was called with, read by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named, as a pre-hook returns them."""
+
+
+def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a forward by name."""
+    if not args:
+        return kwargs
+    names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def tokens_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """What a forward is given to read, `(batch, length, ...)`."""
+    tokens = kwargs.get("input_ids")
+    return kwargs.get("inputs_embeds") if tokens is None else tokens
+
+
+def counted_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Positions of the tokens of a forward, `(batch or 1, length)`, which pads before them do not count for."""
+    tokens = tokens_of(kwargs)
+    if tokens is None:
+        return None
+    mask, length = kwargs.get("attention_mask"), tokens.shape[1]
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length and _may_hide(mask):
+        return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -length:]
+    cache = kwargs.get("past_key_values")
+    start = cache.get_seq_length() if isinstance(cache, Cache) else 0
+    return (torch.arange(length, device=tokens.device) + start)[None]
+
+
+def _may_hide(mask: torch.Tensor) -> bool:
+    return torch.compiler.is_compiling() or not mask.all()  # a compiler does not look at values

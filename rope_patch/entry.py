@@ -1,0 +1,111 @@
+"""The entry mount: positions join the tokens where they enter the stack, or where they enter each of its blocks.
+
+A pre-hook of the stack looks the tokens up in the model's own input embeddings, lets the scheme place them, and hands
+vectors on. The embedding module itself is left alone: its weights may be tied to the head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer
+
+from rope_patch.arguments import Arguments, by_name, counted_positions
+from rope_patch.errors import UnsupportedPositions
+from rope_patch.parameters import LearnedWeights
+from rope_patch.schemes.base import Scheme, Tokens
+
+
+@dataclass(eq=False)
+class StackEntry:
+    """Pre-hook of a stack: x_m becomes e(x_m, token_m, m).
+
+    Attributes:
+        scheme: with its defaults filled in.
+        weights: where its learned parameters are.
+        num_layers: of the stack, which a state in the cache comes after.
+    """
+
+    scheme: Scheme
+    weights: LearnedWeights
+    num_layers: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments with vectors in place of tokens."""
+        kwargs = by_name(module, args, kwargs)
+        ids, states = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        if states is None and ids is None:
+            return (), kwargs  # the model itself says what is missing
+        if states is None:
+            states = cast(Any, module).get_input_embeddings()(ids)
+        if kwargs.get("position_ids") is None:
+            kwargs = {**kwargs, "position_ids": counted_positions(kwargs)}
+        tokens = Tokens(states, kwargs["position_ids"], ids)
+        placed = self._advance(tokens, module, kwargs) if self.scheme.stateful else self._embed(tokens)
+        return (), {**kwargs, "input_ids": None, "inputs_embeds": placed}
+
+    def _embed(self, tokens: Tokens) -> torch.Tensor:
+        return self.scheme.embedding(tokens, self.weights())
+
+    def _advance(self, tokens: Tokens, module: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor:
+        cache, config = kwargs.get("past_key_values"), cast(Any, module.config)
+        wants_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
+        if cache is None and wants_cache and not (module.training and getattr(module, "gradient_checkpointing", False)):
+            cache = kwargs["past_key_values"] = DynamicCache(config=config)
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        if not isinstance(cache, Cache):
+            return self._embed(tokens)
+        history = _history(cache, self.num_layers)
+        last = history.keys[:, 0, -1] if history.get_seq_length() else None
+        placed, states = self.scheme.advance(tokens, last, self.weights())
+        history.update(states[:, None], states[:, None, :, :0])
+        return placed
+
+
+class StateHistory(DynamicLayer):
+    """What a scheme remembered after each token, kept in the cache as the keys of one more layer.
+
+    So it is reordered for beams, cropped and repeated as keys are.
+    """
+
+    # a cache of static layers must not take itself for a growing one on its account: its masks would be left out
+    is_compileable = True
+
+
+def _history(cache: Cache, num_layers: int) -> StateHistory:
+    for layer in cache.layers:
+        if isinstance(layer, StateHistory):
+            return layer
+    while len(cache.layers) < num_layers:  # which an empty cache makes as they come
+        cache.layers.append(cast(Any, cache).layer_class_to_replicate())
+    cache.layers.append(StateHistory())
+    return cast(StateHistory, cache.layers[-1])
+
+
+@dataclass(eq=False)
+class BlockEntry:
+    """Pre-hook of a block: positions join at the input of every layer.
+
+    Attributes:
+        scheme: with its defaults filled in.
+        weights: where its learned parameters are.
+        index: of the layer.
+    """
+
+    scheme: Scheme
+    weights: LearnedWeights
+    index: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments with the states placed."""
+        kwargs = by_name(module, args, kwargs)
+        states, positions = kwargs["hidden_states"], kwargs.get("position_ids")
+        if positions is None:
+            raise UnsupportedPositions(f"{type(module).__name__} is not told the positions of its tokens")
+        placed = self.scheme.embedding(Tokens(states, positions, block=self.index), self.weights())
+        return (), {**kwargs, "hidden_states": placed}

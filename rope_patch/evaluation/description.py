@@ -1,0 +1,81 @@
+"""Descriptions of what to run: frozen dataclasses whose fields are the keys of a YAML file."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from rope_patch.errors import EvaluationError, did_you_mean
+
+Description = TypeVar("Description")
+
+
+def read_yaml(cls: type[Description], path: str | Path) -> Description:
+    """The description that a YAML file holds.
+
+    Raises:
+        EvaluationError: the file is no YAML mapping, or a key or a value is wrong or missing.
+        OSError: it cannot be read.
+    """
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise EvaluationError(f"{path} holds no mapping of settings to values")
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    known = [field.name for field in fields]
+    for key in data:
+        if key not in known:
+            raise EvaluationError(f"{path} has an unknown key {key!r}; {did_you_mean(str(key), known)}")
+    for field in fields:
+        if field.default is dataclasses.MISSING and field.name not in data:
+            raise EvaluationError(f"{path} says no {field.name!r}")
+    return cls(**data)
+
+
+def check_types(description: Any) -> None:
+    """To be called by `__post_init__`: lists, as YAML and argparse spell them, become tuples, and types are checked.
+
+    Raises:
+        EvaluationError: a field is of the wrong type.
+    """
+    for name, hint in typing.get_type_hints(type(description)).items():
+        value = getattr(description, name)
+        if isinstance(value, list):
+            value = tuple(value)
+            object.__setattr__(description, name, value)
+        if not _fits(value, hint):
+            raise EvaluationError(f"{name}={value!r} is not allowed; {name} must be {_spelled(hint)}")
+
+
+def check_at_least(description: Any, minimum: int, *names: str) -> None:
+    """Check fields that hold a number or nothing.
+
+    Raises:
+        EvaluationError: a number is below `minimum`.
+    """
+    for name in names:
+        value = getattr(description, name)
+        if value is not None and value < minimum:
+            raise EvaluationError(f"{name}={value} is not allowed; {name} must be at least {minimum}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(item, typing.get_args(hint)[0]) for item in value)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _spelled(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", types.NoneType: "nothing"}
+    if typing.get_origin(hint) is tuple:
+        return f"a list, each {names[typing.get_args(hint)[0]]}"
+    return " or ".join(names[option] for option in typing.get_args(hint) or (hint,))

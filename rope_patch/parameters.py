@@ -1,0 +1,161 @@
+"""The learned parameters of a scheme: a module on the patched model holds them, so they train, move and are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from rope_patch.changes import Changes
+from rope_patch.models.base import AttentionLayer, Stack
+from rope_patch.models.probe import measure_heads
+from rope_patch.schemes.base import ModelShape, Scheme
+
+NAME = "rope_patch"
+"""Under this name the holder stands on each attention module, and on the stack for what all layers share."""
+
+
+class SchemeParameters(nn.Module):
+    """Holds learned parameters by name. Calling it, as one calls any module, lets wrappers do what they do at a call:
+    adapters of PEFT choose the trained copy, and offloaded weights are fetched.
+    """
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, value in values.items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """The parameters of these names."""
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class LearnedWeights:
+    """Where the learned parameters of one layer are found, each time they are read.
+
+    Attributes:
+        holders: module and names: each module has a holder of those names.
+        table: biases by bucket of distance that the checkpoint has itself; None where it has none.
+    """
+
+    holders: tuple[tuple[nn.Module, tuple[str, ...]], ...] = ()
+    table: nn.Embedding | None = None
+
+    def __call__(self) -> dict[str, torch.Tensor]:
+        """All of them by name."""
+        found = {} if self.table is None else {"relative_attention_bias": self.table.weight}
+        for module, names in self.holders:
+            found |= getattr(module, NAME)(names)
+        return found
+
+
+def install_parameters(
+    scheme: Scheme, stack: Stack, layers: Iterable[AttentionLayer], changes: Changes
+) -> dict[int, LearnedWeights]:
+    """Put the learned parameters of a scheme on the attention modules and, where layers share them, on the stack.
+
+    They start as the scheme says, in the dtype and on the device of the module they stand on.
+
+    Args:
+        scheme: with its defaults filled in.
+        stack: the stack that it is mounted on.
+        layers: its layers that change.
+        changes: the log that takes everything back.
+
+    Returns:
+        where each layer finds its own, by the layer's index.
+
+    Raises:
+        SlotConflict: when two parts of a composition learn parameters of the same name.
+        InvalidField: when a field does not fit the model.
+    """
+    layers = list(layers)
+    names = _initial_values(scheme, stack, layers[0], seed=0) if scheme.learns else {}
+    shared = tuple(name for name in names if name in scheme.shared)
+    own = tuple(name for name in names if name not in scheme.shared)
+    if shared:
+        _hold(stack.module, {name: names[name] for name in shared}, changes)
+    for layer in layers if own else ():
+        values = _initial_values(scheme, stack, layer, seed=layer.index + 1)
+        _hold(layer.module, {name: values[name] for name in own}, changes)
+    return {layer.index: _places(stack, layer, shared, own) for layer in layers}
+
+
+def _places(stack: Stack, layer: AttentionLayer, shared: tuple[str, ...], own: tuple[str, ...]) -> LearnedWeights:
+    holders = ((stack.module, shared), (layer.module, own))
+    return LearnedWeights(tuple(item for item in holders if item[1]), layer.bias_table)
+
+
+def _initial_values(scheme: Scheme, stack: Stack, layer: AttentionLayer, seed: int) -> dict[str, torch.Tensor]:
+    """As `Scheme.parameters` gives them, without those that the checkpoint has itself."""
+    values = scheme.parameters(shape_of(stack, layer), torch.Generator().manual_seed(seed))
+    if layer.bias_table is not None:
+        values.pop("relative_attention_bias", None)
+    return values
+
+
+def shape_of(stack: Stack, layer: AttentionLayer) -> ModelShape:
+    """What learned parameters of a layer are sized by."""
+    num_heads, head_dim, value_dim = measure_heads(layer.module)
+    config = cast(Any, stack.config)
+    return ModelShape(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        hidden_size=config.hidden_size,
+        num_layers=len(stack.layers),
+        vocab_size=config.vocab_size,
+        training_length=stack.training_length,
+        value_dim=value_dim,
+    )
+
+
+def _hold(module: nn.Module, values: dict[str, torch.Tensor], changes: Changes) -> None:
+    parameters = list(module.parameters())
+    like = next((p for p in parameters if p.is_floating_point()), torch.zeros((), device=parameters[0].device))
+    changes.set(module, NAME, SchemeParameters({name: value.to(like) for name, value in values.items()}))
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The learned parameters of one name that a scheme brought.
+
+    Attributes:
+        name: as the scheme calls them.
+        shape: of each.
+        copies: how many there are, one per layer or a single one.
+        shared: whether all layers share it.
+        trained: whether any number is another than at the start.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    copies: int
+    shared: bool
+    trained: bool
+
+
+def take_inventory(scheme: Scheme, stack: Stack, layers: Iterable[AttentionLayer]) -> list[Inventory]:
+    """What `install_parameters` put on a stack, as it is now; its arguments are the same."""
+    layers = list(layers)
+    if not scheme.learns:
+        return []
+    first = _initial_values(scheme, stack, layers[0], seed=0)
+    started = {stack.module: first}
+    if any(name not in scheme.shared for name in first):
+        started |= {layer.module: _initial_values(scheme, stack, layer, layer.index + 1) for layer in layers}
+    found = []
+    for name, value in first.items():
+        shared = name in scheme.shared
+        holders = [stack.module] if shared else [layer.module for layer in layers]
+        trained = not all(_is_as_it_started(module, name, started[module][name]) for module in holders)
+        found.append(Inventory(name, tuple(value.shape), len(holders), shared, trained))
+    return found
+
+
+def _is_as_it_started(module: nn.Module, name: str, start: torch.Tensor) -> bool:
+    now = getattr(module, NAME)((name,))[name].detach()
+    return torch.equal(now, start.to(now))

@@ -1,0 +1,87 @@
+"""Complex-order: a word is a wave, whose phase goes on with its position at a frequency of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from rope_patch.errors import InvalidField, UnsupportedPositions
+from rope_patch.schemes.base import ModelShape, Scheme, Source, Tokens
+from rope_patch.typing import NO_WEIGHTS, Weights
+
+
+@dataclass(frozen=True)
+class ComplexOrder(Scheme):
+    """Dimension j of a word at position k is r_j e^(i (omega_j k + phi_j)): a shift of the text turns it by omega_j.
+
+    The paper asks for a function of the position that a shift changes by a factor of the shift alone, and that stays
+    bounded; these waves are the only ones. Each word learns how fast its dimensions turn, so a word may depend on its
+    position much, little or not at all.
+
+    The paper goes on with complex numbers in all layers, which then have twice the weights. Here the layers stay real
+    and the hidden size stays d: the word vector is read as d/2 complex numbers z_j = x_2j + i x_(2j+1), which bring
+    the amplitude |z_j| and a phase, and are turned. Without frequencies and phases it is the word vector itself.
+
+    The released Transformers have no phases; here they are learned and start as zeros. They take a real vector for
+    the amplitudes of d complex numbers, whose frequencies are equal in pairs (2j, 2j+1): those are the pairs here.
+
+    Args:
+        shared_words: one vector of frequencies and one of phases for all words. By default each word has its own, as
+            in the paper; together they are as large as the table of word vectors.
+        start: the frequencies that every word starts with: `"sinusoidal"`, b^(-2j/d) radians per token as released; or
+            `"zeros"`, where nothing turns yet and a pretrained model is as it was.
+        base: b of the sinusoidal start, 10000 as released.
+    """
+
+    name = "complex_order"
+    equation = "z_j e^(i (omega_(word,j) k + phi_(word,j))), z_j = x_2j + i x_(2j+1)"
+    source = Source(
+        "Encoding word order in complex embeddings",
+        2019,
+        "https://arxiv.org/abs/1912.12333",
+        "https://github.com/iclr-complex-order/complex-order",
+    )
+    regime = "from-scratch"
+    absolute = True
+    shared = ("frequencies", "phases")
+
+    shared_words: bool = False
+    start: str = "sinusoidal"
+    base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        self._require("shared_words", bool, True, "True or False")
+        self._one_of("start", ("sinusoidal", "zeros"))
+        self._above_zero("base")
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        d = shape.hidden_size
+        if d % 2:
+            raise InvalidField(f"complex_order: {d} dimensions do not make complex numbers; an even number is expected")
+        phases = torch.zeros(1 if self.shared_words else shape.vocab_size, d // 2)
+        if self.start == "zeros":
+            return {"frequencies": phases.clone(), "phases": phases}
+        released = (1 / self.base ** (torch.arange(0, d, 2).double() / d)).float()
+        return {"frequencies": released.repeat(len(phases), 1), "phases": phases}
+
+    def embedding(self, tokens: Tokens, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        x = tokens.states
+        wide = torch.promote_types(x.dtype, torch.float32)
+        frequencies, phases = (self._of_words(weights[name], tokens.ids).to(wide) for name in self.shared)
+        angles = frequencies * tokens.positions[..., None] + phases
+        cos, sin = angles.cos(), angles.sin()
+        real, imaginary = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
+        return turned.flatten(-2).to(x.dtype)
+
+    def _of_words(self, table: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+        if self.shared_words:
+            return table
+        if ids is None:
+            raise UnsupportedPositions(
+                "complex_order: each word has frequencies of its own, and the model was given vectors (inputs_embeds) "
+                "instead of token ids; shared_words=True needs no ids"
+            )
+        return functional.embedding(ids, table)

@@ -1,0 +1,56 @@
+"""Contextual positions: a token counts only if the query looks for such tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.schemes.base import Checkpoint, ModelShape, Pairs, Scheme, Source
+from rope_patch.typing import NO_WEIGHTS, Weights
+
+
+@dataclass(frozen=True)
+class CoPE(Scheme):
+    """Distance is the number of gates that are open from the key to the query, which need not be an integer.
+
+    The score of a pair opens the gate of its key, so that a head may count words or sentences instead of tokens. The
+    vector of a position between two integers is interpolated from theirs; the query is multiplied by the integer ones
+    first, so no pair has a vector of its own. Keys that a mask hides have their gates shut. All vectors start at zero.
+
+    Args:
+        max_positions: vectors of each layer's table, which its heads share; default one per token of the training
+            length. Larger counts are taken for the last one; few are enough in the paper's experiments.
+
+    As in the listing of the paper's appendix, gates read the scaled scores and the product of query and vector is not
+    scaled. Beside `RoPE()` the gates read the rotated scores.
+    """
+
+    name = "cope"
+    equation = "b = q . e[p], p = sum_(j=n..m) sigmoid(s(m,j))"
+    source = Source(
+        "Contextual Position Encoding: Learning to Count What's Important", 2024, "https://arxiv.org/abs/2405.18719"
+    )
+    regime = "from-scratch"
+    causal_only = True
+
+    max_positions: int | None = None
+
+    def __post_init__(self) -> None:
+        self._at_least("max_positions", 2, int, optional=True)
+
+    def resolve(self, checkpoint: Checkpoint) -> Scheme:
+        return dataclasses.replace(self, max_positions=self.max_positions or max(2, checkpoint.training_length))
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"position_table": torch.zeros(self.max_positions or max(2, shape.training_length), shape.head_dim)}
+
+    def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        table = weights["position_table"].to(pairs.scores.dtype)
+        gates = torch.where(pairs.seen, pairs.scores.sigmoid(), 0)
+        counted = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=len(table) - 1)
+        below = counted.detach().floor().long()
+        products = pairs.query.to(table.dtype) @ table.T
+        low, high = products.gather(-1, below), products.gather(-1, (below + 1).clamp(max=len(table) - 1))
+        return low + (counted - below) * (high - low)

@@ -1,0 +1,87 @@
+"""FIRE: a small network of the distance, seen relative to how far the query could look."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.schemes.base import ModelShape, Pairs, Scheme, Source
+from rope_patch.typing import NO_WEIGHTS, Weights
+
+_LEARNED = ("log_scale", "threshold_factor", "input_weight", "input_offset", "output_weight", "output_offset")
+
+_EPSILON = 1e-6
+"""Keeps the quotient finite; as in the paper's listing."""
+
+
+@dataclass(frozen=True)
+class FIRE(Scheme):
+    """A network learns the bias as a function of psi(m-n) / psi(max(m, threshold)), which lies between 0 and 1.
+
+    Divided by the query's own position, no distance lies outside of what the network has seen, however long the text;
+    the logarithm in psi keeps near distances apart, and the threshold leaves short texts their absolute distances.
+    With suitable weights it is T5's, ALiBi's or KERPLE's bias.
+
+    Args:
+        width: of the hidden layer, 32 by default.
+        threshold: of the normaliser, in tokens, as it starts; 512 by default. A learned number multiplies it.
+        initial_scale: multiplies the last layer as it starts, so that a pretrained model changes little; 1 is the
+            published start, for training from scratch. Above 0.
+        per_layer: a network for each layer, or one for all, the paper's FIRE-S.
+
+    The remaining numbers, c = 0.1 as it starts and the 1e-6 in the quotient, are those of the listing in the paper's
+    appendix, and so is the start of both layers, uniform in plus and minus the root of 1 / inputs.
+    """
+
+    name = "fire"
+    equation = "f_h(psi(m-n) / psi(max(m, threshold))), psi(x) = log(1 + |c x|), f a network of two layers"
+    source = Source(
+        "Functional Interpolation for Relative Positions Improves Long Context Transformers",
+        2023,
+        "https://arxiv.org/abs/2310.04418",
+    )
+    regime = "from-scratch"
+    absolute = True
+    causal_only = True
+
+    width: int = 32
+    threshold: float = 512.0
+    initial_scale: float = 0.01
+    per_layer: bool = True
+
+    def __post_init__(self) -> None:
+        self._at_least("width", 1, int)
+        self._above_zero("threshold")
+        self._above_zero("initial_scale")
+        self._require("per_layer", bool, True, "True or False")
+
+    @property
+    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self.per_layer else _LEARNED
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        def uniform(*size: int, inputs: int) -> torch.Tensor:
+            return (2 * torch.rand(size, generator=random) - 1) / math.sqrt(inputs)
+
+        return {
+            "log_scale": torch.tensor([0.1]),
+            "threshold_factor": torch.tensor([1.0]),
+            "input_weight": uniform(self.width, inputs=1),
+            "input_offset": uniform(self.width, inputs=1),
+            "output_weight": self.initial_scale * uniform(shape.num_heads, self.width, inputs=self.width),
+            "output_offset": self.initial_scale * uniform(shape.num_heads, inputs=self.width),
+        }
+
+    def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        learned = {name: weights[name].to(pairs.scores.dtype) for name in _LEARNED}
+
+        def psi(x: torch.Tensor) -> torch.Tensor:
+            return (learned["log_scale"] * x).abs().log1p()
+
+        m, distance = (x.to(pairs.scores.dtype) for x in (pairs.m, pairs.distance))
+        reach = torch.maximum(m, (learned["threshold_factor"] * self.threshold).abs())
+        seen = psi(distance) / (psi(reach) + _EPSILON)
+        hidden = (seen[..., None] * learned["input_weight"] + learned["input_offset"]).relu()
+        return (hidden @ learned["output_weight"].T + learned["output_offset"]).movedim(-1, 1)

@@ -1,0 +1,115 @@
+"""FLOATER: positions as the path of a learned dynamical system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from rope_patch.schemes.base import Checkpoint, ModelShape, Scheme, Source, Tokens
+from rope_patch.tables import rows_at
+from rope_patch.typing import NO_WEIGHTS, Weights
+
+
+@dataclass(frozen=True)
+class FLOATER(Scheme):
+    """The vector of a position is where a flow has carried an initial vector by then: p(t) = p(s) + int_s^t h(tau, p).
+
+    The flow h is one small network with two layers, whatever the length of the text: what is learned is how to go on
+    from one position to the next, so there is a vector for every position. Here it is W_2 tanh([p, tau] W_1^T + b_1)
+    + b_2, whose speed is bounded, so that p grows no faster than the text beyond the trained length.
+
+    In the paper positions enter every block, the flow is common to all of them, and each block has an initial vector
+    of its own; that is `blocks`. The released code adds the vectors, one each for queries, keys and values, after the
+    projections, and keeps the sinusoids or the table at the input; here they are added to the states. It has ReLU for
+    tanh, feeds the time to both layers, five solver steps per token, and recomputes the path once in 400 updates.
+
+    The path is integrated anew at every call, from 0 to the largest position, one solver step after the other (a few
+    evaluations of h per position, all of which are kept for the gradients): a text of n tokens takes n steps, and a
+    token that is decoded at position m takes m of them. `"dopri5"` needs far fewer where the flow is smooth. With
+    `blocks`, every block pays that.
+
+    The number of steps follows from the values of the positions, so `torch.compile` leaves the path out of its graph.
+
+    Args:
+        width: of the hidden layer of h; default the hidden size, as released.
+        solver: of torchdiffeq: `"euler"`, `"midpoint"` or `"rk4"` with one step per token, or the adaptive
+            `"dopri5"` (tolerances 1e-5 relative, 1e-6 absolute). Default `"rk4"`, as released for translation.
+        stride: time that passes per token, above 0; default 0.01, as released.
+        blocks: positions enter every block; default the first alone.
+        initial_std: standard deviation of the initial vectors, and the most that of h can be, to begin with; default
+            0.0001, which changes a pretrained model little. With zeros no gradient would reach W_1.
+    """
+
+    name = "floater"
+    equation = "x_m + p(stride m), dp/dtau = h(tau, p; theta)"
+    source = Source(
+        "Learning to Encode Position for Transformer with Continuous Dynamical Model",
+        2020,
+        "https://arxiv.org/abs/2003.09229",
+        "https://github.com/xuanqing94/FLOATER",
+    )
+    regime = "fine-tune"
+    absolute = True
+    shared = ("initial_positions", "dynamics_in", "dynamics_in_bias", "dynamics_out", "dynamics_out_bias")
+
+    width: int | None = None
+    solver: str = "rk4"
+    stride: float = 0.01
+    blocks: bool = False
+    initial_std: float = 0.0001
+
+    def __post_init__(self) -> None:
+        self._at_least("width", 1, int, optional=True)
+        self._one_of("solver", ("euler", "midpoint", "rk4", "dopri5"))
+        self._above_zero("stride")
+        self._require("blocks", bool, True, "True or False")
+        self._above_zero("initial_std")
+
+    @property
+    def every_block(self) -> bool:  # type: ignore[override]
+        return self.blocks
+
+    def resolve(self, checkpoint: Checkpoint) -> Scheme:
+        _odeint()  # what is missing is said before a model has changed
+        return self
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        d, width = shape.hidden_size, self.width or shape.hidden_size
+        sizes = {
+            "initial_positions": ((shape.num_layers if self.blocks else 1, d), self.initial_std),
+            "dynamics_in": ((width, d + 1), (d + 1) ** -0.5),
+            "dynamics_in_bias": ((width,), 0.0),
+            "dynamics_out": ((d, width), self.initial_std * width**-0.5),
+            "dynamics_out_bias": ((d,), 0.0),
+        }
+        return {name: std * torch.randn(size, generator=random) for name, (size, std) in sizes.items()}
+
+    def embedding(self, tokens: Tokens, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        x = tokens.states
+        wide = torch.promote_types(x.dtype, torch.float32)
+        initial, *theta = (weights[name].to(wide) for name in self.shared)
+        path = self._path(initial[tokens.block if self.blocks else 0], theta, int(tokens.positions.max()))
+        return (x + rows_at(path, tokens.positions, self.name)).to(x.dtype)
+
+    @torch.compiler.disable  # its steps would be unrolled, and compiled anew for every length
+    def _path(self, start: torch.Tensor, theta: list[torch.Tensor], last: int) -> torch.Tensor:
+        """p at positions 0 to `last`, `(last + 1, hidden)`."""
+        w_1, b_1, w_2, b_2 = theta
+
+        def velocity(m: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+            hidden = functional.linear(torch.cat([p, self.stride * m[None]]), w_1, b_1).tanh()
+            return self.stride * functional.linear(hidden, w_2, b_2)
+
+        times = torch.arange(last + 1, dtype=start.dtype, device=start.device)
+        return _odeint()(velocity, start, times, rtol=1e-5, atol=1e-6, method=self.solver)
+
+
+def _odeint() -> Callable[..., torch.Tensor]:
+    try:
+        from torchdiffeq import odeint  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError("floater needs torchdiffeq to integrate its positions: pip install torchdiffeq") from error
+    return odeint

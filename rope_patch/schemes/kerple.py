@@ -1,0 +1,78 @@
+"""KERPLE: learned kernels of the distance as biases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.schemes.base import ModelShape, Scheme, Source
+from rope_patch.typing import NO_WEIGHTS, Weights
+
+_FLOOR = 0.01
+"""The least r1 and r2 of the authors' code."""
+
+
+@dataclass(frozen=True)
+class KERPLE(Scheme):
+    """A penalty on distance whose strength r1 and shape r2 each head learns.
+
+    Both forms are conditionally positive definite: up to a constant, which no softmax sees, they are inner products of
+    positions, so adding them is a concatenation of positional features to queries and keys. The logarithm lets far
+    keys fade so slowly that longer texts still have a say; the power with r2 = 1 is ALiBi with learned slopes.
+
+    Args:
+        variant: `"log"`, which the paper finds best, or `"power"`.
+        initial_scale: multiplies the published start of r1, so that a pretrained model changes little; 1 is the
+            published start, for training from scratch. Above 0.
+        per_layer: r1 and r2 of its own for each layer, as in the released code, or the same for all.
+
+    As in the released code r1 starts uniform in [0, 2] and r2 in [0, 1], for the power the other way round, and
+    neither falls below 0.01 (r1 below 0.01 `initial_scale`), nor does the power's r2 exceed 2. The released code
+    clamps the parameters themselves; here they are clamped where they are read, and gradients pass as if they were
+    not.
+    """
+
+    name = "kerple"
+    equation = "log: -r1_h log(1 + r2_h |m-n|); power: -r1_h |m-n|^r2_h"
+    source = Source(
+        "KERPLE: Kernelized Relative Positional Embedding for Length Extrapolation",
+        2022,
+        "https://arxiv.org/abs/2205.09921",
+        "https://github.com/chijames/KERPLE",
+    )
+    regime = "from-scratch"
+
+    variant: str = "log"
+    initial_scale: float = 0.01
+    per_layer: bool = True
+
+    def __post_init__(self) -> None:
+        self._one_of("variant", ("log", "power"))
+        self._above_zero("initial_scale")
+        self._require("per_layer", bool, True, "True or False")
+
+    @property
+    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self.per_layer else ("kernel_scale", "kernel_shape")
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        most_scale, most_shape = (2, 1) if self.variant == "log" else (1, 2)
+        scale, curve = torch.rand(2, shape.num_heads, generator=random)
+        return {"kernel_scale": scale * most_scale * self.initial_scale, "kernel_shape": curve * most_shape}
+
+    def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        scale, curve = (
+            weights[name].view(-1, *[1] * distance.ndim).to(torch.promote_types(weights[name].dtype, torch.float32))
+            for name in ("kernel_scale", "kernel_shape")
+        )
+        scale = _clamped(scale, _FLOOR * self.initial_scale)
+        far = distance.abs().to(scale.dtype)
+        if self.variant == "log":
+            return -scale * (1 + _clamped(curve, _FLOOR) * far).log()
+        return -scale * far ** _clamped(curve, _FLOOR, 2.0)
+
+
+def _clamped(x: torch.Tensor, least: float, most: float | None = None) -> torch.Tensor:
+    """x within bounds, with the gradient of x itself, so that no bound holds a parameter for good."""
+    return x + (x.clamp(least, most) - x).detach()

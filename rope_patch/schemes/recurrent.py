@@ -1,0 +1,110 @@
+"""Recurrent positions: one recurrent layer before the stack, which reads the text in its order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.schemes.base import ModelShape, Scheme, Source, Tokens
+from rope_patch.typing import NO_WEIGHTS, Weights
+
+
+@dataclass(frozen=True)
+class Recurrent(Scheme):
+    """Each token is given what a GRU remembers of the text up to it, x_m + W_o h_m with h_m = GRU(x_m, h_(m-1)).
+
+    A recurrent network knows the order of what it reads without being told, so the layers above need no positions,
+    and no length is the last one. The price is that tokens are read one after the other. The GRU is that of PyTorch
+    (reset gate, update gate, candidate); z h_(m-1) + (1 - z) n_m.
+
+    A text begins, with h = 0, at every position 0. Documents that are packed into one row and pads on the left are
+    told apart by that rule alone. Also where a model sees both directions, the GRU looks back only.
+
+    The post names the layer and no details: the GRU, the sum with x_m and the small start of W_o, which leaves a
+    pretrained model nearly as it was, are choices of ours.
+
+    How a batch falls into texts follows from the values of the positions, so `torch.compile` leaves the reading out of
+    its graph.
+
+    Args:
+        width: of h; default the hidden size.
+        initial_std: W_o is drawn so that what is added to a token begins with at most this standard deviation;
+            default 0.001. With zeros no gradient would reach the GRU.
+    """
+
+    name = "rnn"
+    equation = "x_m + W_o h_m, h_m = GRU(x_m, h_(m-1)), h_(-1) = 0"
+    source = Source(
+        "The position encodings of Transformers that researchers rack their brains over (in Chinese)",
+        2021,
+        "https://kexue.fm/archives/8130",
+    )
+    regime = "fine-tune"
+    stateful = True
+    shared = ("gru_input", "gru_hidden", "gru_input_bias", "gru_hidden_bias", "gru_output")
+
+    width: int | None = None
+    initial_std: float = 0.001
+
+    def __post_init__(self) -> None:
+        self._at_least("width", 1, int, optional=True)
+        self._above_zero("initial_std")
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        d, width = shape.hidden_size, self.width or shape.hidden_size
+        sizes = ((3 * width, d), (3 * width, width), (3 * width,), (3 * width,))
+        bound = width**-0.5  # that of torch.nn.GRU
+        values = [bound * (2 * torch.rand(size, generator=random) - 1) for size in sizes]
+        values.append(self.initial_std * bound * torch.randn(d, width, generator=random))
+        return dict(zip(self.shared, values, strict=True))
+
+    def embedding(self, tokens: Tokens, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        return self.advance(tokens, None, weights)[0]
+
+    def advance(
+        self, tokens: Tokens, state: torch.Tensor | None, weights: Weights = NO_WEIGHTS
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = tokens.states
+        wide = torch.promote_types(x.dtype, torch.float32)
+        *gru, output = (weights[name].to(wide) for name in self.shared)
+        if state is None:
+            state = x.new_zeros(len(x), output.shape[1])
+        anew = (tokens.positions == 0).expand(x.shape[:2])
+        remembered = _read_texts(x.to(wide), anew, state.to(wide), gru)
+        return (x + remembered @ output.T).to(x.dtype), remembered
+
+
+@torch.compiler.disable  # the sizes of its tensors are not known before the positions are
+def _read_texts(x: torch.Tensor, anew: torch.Tensor, state: torch.Tensor, gru: list[torch.Tensor]) -> torch.Tensor:
+    """h after every token.
+
+    The texts of all rows are read side by side, packed as `torch.nn.utils.rnn` packs sequences: no memory goes into
+    filling short ones up to the longest, and a pad is a text of one token.
+
+    Args:
+        x: `(batch, length, hidden)`.
+        anew: where a text begins, `(batch, length)`; a row that does not begin with one goes on from its state.
+        state: `(batch, width)`.
+        gru: weights and biases, in PyTorch's order.
+
+    Returns:
+        `(batch, length, width)`.
+    """
+    begins = anew.clone()
+    begins[:, 0] = True
+    text = begins.flatten().cumsum(0) - 1
+    firsts = begins.flatten().nonzero().squeeze(-1)
+    place = torch.arange(len(text), device=x.device) - firsts[text]
+
+    longest_first = text.bincount().argsort(descending=True, stable=True)
+    rank = longest_first.argsort()
+    order = (place * len(firsts) + rank[text]).argsort()  # by place, and at each place the longest text first
+    at_each_place = place.bincount().cpu()  # where PyTorch wants it
+
+    carried = torch.where(anew[:, :1], torch.zeros_like(state), state)
+    start = state.new_zeros(len(firsts), state.shape[1]).index_copy(0, rank[text.view_as(anew)[:, 0]], carried)
+    read, _ = torch.gru(
+        x.flatten(0, 1)[order], at_each_place, start[None], gru, True, 1, 0.0, torch.is_grad_enabled(), False
+    )
+    return read[order.argsort()].unflatten(0, anew.shape)

@@ -1,0 +1,83 @@
+"""The relative positions of Shaw et al.: a vector per clipped distance, beside the keys and beside the values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.schemes.base import ModelShape, Pairs, Scheme, Source
+from rope_patch.typing import NO_WEIGHTS, Weights
+
+
+@dataclass(frozen=True)
+class ShawRelative(Scheme):
+    """A learned vector for each distance joins the key, and another one the value, of every pair of tokens.
+
+    Beyond `max_distance` all distances share a vector: the model knows that a token is far, and on which side, which
+    is why it reads longer texts than it was trained on. Queries are multiplied by the table instead of by a vector per
+    pair, and the weights of a row are summed by distance before they meet the values, so no pair has a vector of its
+    own in memory. All vectors start at zero, which adds nothing.
+
+    Args:
+        max_distance: k in tokens, 16 by default, that of the paper's base model.
+        values: whether the values get vectors too. In the paper's ablation the keys alone do as
+            well.
+        shared_heads: one table for all heads, as in the paper, or one for each.
+        per_layer: one table for each layer, as in the paper, or one for all.
+    """
+
+    name = "shaw"
+    equation = "b = q . R^K_clip(n-m) * scaling; u = R^V_clip(n-m)"
+    source = Source(
+        "Self-Attention with Relative Position Representations",
+        2018,
+        "https://arxiv.org/abs/1803.02155",
+        "https://github.com/tensorflow/tensor2tensor",
+    )
+    regime = "from-scratch"
+
+    max_distance: int = 16
+    values: bool = True
+    shared_heads: bool = True
+    per_layer: bool = True
+
+    def __post_init__(self) -> None:
+        self._at_least("max_distance", 1, int)
+        for field in ("values", "shared_heads", "per_layer"):
+            self._require(field, bool, True, "True or False")
+
+    @property
+    def methods(self) -> frozenset[str]:
+        return frozenset({"content_bias", "relative_values"} if self.values else {"content_bias"})
+
+    @property
+    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self.per_layer else ("key_table", "value_table")
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        rows = [2 * self.max_distance + 1]
+        if not self.shared_heads:
+            rows = [shape.num_heads, *rows]
+        tables = {"key_table": torch.zeros(*rows, shape.head_dim)}
+        if self.values:
+            tables["value_table"] = torch.zeros(*rows, shape.value_dim)
+        return tables
+
+    def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        table = weights["key_table"].to(pairs.scores.dtype)
+        products = pairs.query.to(table.dtype) @ table.transpose(-1, -2)
+        rows = self._rows(pairs.distance).expand(pairs.scores.shape)
+        return products.gather(-1, rows) * pairs.scaling
+
+    def relative_values(
+        self, attention: torch.Tensor, distance: torch.Tensor, weights: Weights = NO_WEIGHTS
+    ) -> torch.Tensor:
+        table = weights["value_table"].to(attention.dtype)
+        rows = self._rows(distance).expand(attention.shape)
+        by_row = attention.new_zeros(*attention.shape[:-1], table.shape[-2]).scatter_add(-1, rows, attention)
+        return by_row @ table
+
+    def _rows(self, distance: torch.Tensor) -> torch.Tensor:
+        """Rows of the tables, which run from the farthest earlier key to the farthest later one, with a head axis."""
+        return ((-distance).clamp(-self.max_distance, self.max_distance) + self.max_distance)[:, None]

@@ -1,0 +1,75 @@
+"""The relative encoding of Transformer-XL, which XLNet took over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.schemes.base import ModelShape, Pairs, Scheme, Source
+from rope_patch.sinusoids import sinusoidal_rows
+from rope_patch.typing import NO_WEIGHTS, Weights
+
+
+@dataclass(frozen=True)
+class TransformerXL(Scheme):
+    """Absolute sinusoids, multiplied out: what said where the key stands says how far away it is.
+
+    Of the product of two tokens that carry their positions, four terms are left: content with content (the score as
+    it is), content with distance, and one of each that no query takes part in, for which vectors u and v are learned.
+    The sinusoid of a distance needs no table and has no end, and keys after the query have a distance below zero.
+
+    The sinusoid of m - n is that of n, rotated; so the projected query is rotated by m once and multiplied by the
+    sinusoids of the keys. That is exact at any positions, where the released code's shift of rows counts on positions
+    without gaps, and costs hidden_size / head_dim times the product of queries and keys.
+
+    Args:
+        untied: whether each layer has u and v of its own, as in XLNet and as the `untie_r` of the released code does;
+            by default all share them, as in Transformer-XL. The projection of distances is each layer's own.
+
+    u and v start at zero, the projection at normal(0, 0.02), which the released code draws all three from.
+    """
+
+    name = "xl"
+    equation = "b = (u . k + (q + v) . W R_(m-n)) * scaling"
+    source = Source(
+        "Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context",
+        2019,
+        "https://arxiv.org/abs/1901.02860",
+        "https://github.com/kimiyoung/transformer-xl",
+    )
+    regime = "from-scratch"
+
+    untied: bool = False
+
+    def __post_init__(self) -> None:
+        self._require("untied", bool, True, "True or False")
+
+    @property
+    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self.untied else ("content_offset", "distance_offset")
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        width = shape.num_heads * shape.head_dim
+        return {
+            "content_offset": torch.zeros(shape.num_heads, shape.head_dim),
+            "distance_offset": torch.zeros(shape.num_heads, shape.head_dim),
+            "distance_projection": 0.02 * torch.randn(width, shape.hidden_size, generator=random),
+        }
+
+    def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        query, key = (x.to(pairs.scores.dtype) for x in (pairs.query, pairs.key))
+        u, v, projection = (
+            weights[name].to(query.dtype) for name in ("content_offset", "distance_offset", "distance_projection")
+        )
+        by_key = key @ u[:, :, None]
+        projected = (query + v[:, None]) @ projection.unflatten(0, (query.shape[1], -1))
+        hidden = projected.shape[-1]
+        at_m, at_n = (
+            sinusoidal_rows(x, hidden, layout="split").to(query.dtype)[:, None]
+            for x in (pairs.m[:, :, 0], pairs.n[:, 0])
+        )
+        # sin(m-n) = sin m cos n - cos m sin n, cos(m-n) = cos m cos n + sin m sin n
+        (of_sin, of_cos), (sin, cos) = projected.chunk(2, dim=-1), at_m.chunk(2, dim=-1)
+        turned = torch.cat([of_cos * sin - of_sin * cos, of_sin * sin + of_cos * cos], dim=-1)
+        return (by_key.transpose(-1, -2) + turned @ at_n.transpose(-1, -2)) * pairs.scaling

@@ -1,0 +1,81 @@
+"""Universal RPE: attention weights multiplied by a learned number per distance."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.buckets import relative_buckets
+from rope_patch.errors import InvalidField
+from rope_patch.schemes.base import Checkpoint, ModelShape, Scheme, Source
+from rope_patch.typing import NO_WEIGHTS, Weights
+
+
+@dataclass(frozen=True)
+class URPE(Scheme):
+    """softmax(s) is multiplied by c, a number per head and distance, and the row is not normalised again.
+
+    Rows of a softmax sum to one whatever the bias, so that in a text of equal tokens no bias by distance tells one
+    position from another. Rows of c softmax(s) need not, and the paper proves that Transformers with c approximate
+    every continuous function of a sequence. It stands beside whatever else says the positions. All factors start at
+    one, which changes nothing.
+
+    Args:
+        max_distance: in tokens, beyond which all distances share a factor on either side; by default every distance
+            of the training length has its own. With buckets: from which on the last one serves, default 128.
+        num_buckets: T5's buckets of both directions together instead of single distances. The paper's equation has
+            single distances; the released code can have either and by default has 64 buckets.
+        per_layer: factors of its own for each layer; by default all share them, as in the released code.
+    """
+
+    name = "urpe"
+    equation = "c = table[clip(m-n), h], not renormalised"
+    source = Source(
+        "Your Transformer May Not be as Powerful as You Expect",
+        2022,
+        "https://arxiv.org/abs/2205.13401",
+        "https://github.com/lsj2408/URPE",
+    )
+    regime = "fine-tune"
+
+    max_distance: int | None = None
+    num_buckets: int | None = None
+    per_layer: bool = False
+
+    def __post_init__(self) -> None:
+        self._at_least("max_distance", 1, int, optional=True)
+        self._at_least("num_buckets", 4, int, optional=True)
+        self._require("per_layer", bool, True, "True or False")
+        single = (self.num_buckets or 0) // 4
+        if self.max_distance is not None and self.max_distance <= single:
+            raise InvalidField(
+                f"urpe: max_distance={self.max_distance} is not allowed; {self.num_buckets} buckets hold single "
+                f"distances up to {single}, and max_distance must lie beyond"
+            )
+
+    @property
+    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self.per_layer else ("distance_factors",)
+
+    def resolve(self, checkpoint: Checkpoint) -> Scheme:
+        return dataclasses.replace(self, max_distance=self._farthest(checkpoint.training_length))
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        rows = self.num_buckets or 2 * self._farthest(shape.training_length) + 1
+        return {"distance_factors": torch.ones(rows, shape.num_heads)}
+
+    def weight_factor(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        table = weights["distance_factors"]
+        if self.num_buckets:
+            rows = relative_buckets(-distance, True, self.num_buckets, self._farthest())
+        else:
+            farthest = len(table) // 2
+            rows = distance.clamp(-farthest, farthest) + farthest
+        return table.to(torch.promote_types(table.dtype, torch.float32))[rows].movedim(-1, 0)
+
+    def _farthest(self, training_length: int = 0) -> int:
+        if self.max_distance is not None:
+            return self.max_distance
+        return max(128, self.num_buckets // 4 + 1) if self.num_buckets else max(1, training_length - 1)

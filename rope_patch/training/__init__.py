@@ -1,0 +1,1 @@
+"""Training small models from scratch, and comparing position encodings by it."""
