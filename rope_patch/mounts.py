@@ -122,11 +122,11 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
 
 def _beside_rotation(scheme: Scheme, stack: Stack) -> Scheme:
     """What a checkpoint with a rotary embedding does under a scheme: a bias, or positions that join at the input, stand
-    in place of the rotation.
+    in place of the rotation, unless another part of the scheme moves the positions that rotate.
     """
     if "frequencies" in scheme.slots:
         return scheme
-    if scheme.slots & {"bias", "embedding"}:
+    if scheme.slots & {"bias", "embedding"} and not _moves_positions(scheme):
         return Compose(scheme, NoPE())
     if "segments" in scheme.slots and stack.native is not None and stack.native.length_dependent:
         # the model's own tables follow the longest row that it ever saw

@@ -1,26 +1,28 @@
 """Learned parameters start where they change little, often at zero, where every comparison would hold. Here they start
-anywhere, as if they had been trained.
+anywhere, as if they had been trained, and otherwise in each layer.
 """
 
 from __future__ import annotations
 
+import zlib
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from rope_patch import parameters
 
 
-class TrainedParameters(parameters.SchemeParameters):
-    """Off their start, the same way for the same names and shapes."""
-
-    def __init__(self, values: dict[str, torch.Tensor]) -> None:
-        super().__init__(values)
-        with torch.no_grad():
-            for name, value in values.items():
-                random = torch.Generator().manual_seed(len(name))
-                getattr(self, name).add_(0.3 * torch.randn(value.shape, generator=random).to(value))
-
-
 @pytest.fixture(autouse=True)
 def _trained_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameters, "SchemeParameters", TrainedParameters)
+    hold = parameters._hold
+
+    def hold_trained(module: nn.Module, values: dict[str, torch.Tensor], changes: Any) -> None:
+        hold(module, values, changes)
+        with torch.no_grad():
+            for name, value in getattr(module, parameters.NAME).named_parameters():
+                seed = zlib.crc32(f"{name} of layer {getattr(module, 'layer_idx', None)}".encode())
+                value += 0.3 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).to(value)
+
+    monkeypatch.setattr(parameters, "_hold", hold_trained)
