@@ -22,7 +22,7 @@ from rope_patch.schemes.base import Scheme, Tokens
 
 @dataclass(eq=False)
 class StackEntry:
-    """Pre-hook of a stack: x_m becomes e(x_m, token_m, m).
+    """Pre-hook of a stack: positions are counted, and x_m becomes e(x_m, token_m, m).
 
     Attributes:
         scheme: with its defaults filled in.
@@ -35,15 +35,17 @@ class StackEntry:
     num_layers: int
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments with vectors in place of tokens."""
+        """The arguments with positions, and with vectors in place of tokens unless each block places them anew."""
         kwargs = by_name(module, args, kwargs)
         ids, states = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         if states is None and ids is None:
             return (), kwargs  # the model itself says what is missing
-        if states is None:
-            states = cast(Any, module).get_input_embeddings()(ids)
         if kwargs.get("position_ids") is None:
             kwargs = {**kwargs, "position_ids": counted_positions(kwargs)}
+        if self.scheme.every_block:
+            return (), kwargs
+        if states is None:
+            states = cast(Any, module).get_input_embeddings()(ids)
         tokens = Tokens(states, kwargs["position_ids"], ids)
         placed = self._advance(tokens, module, kwargs) if self.scheme.stateful else self._embed(tokens)
         return (), {**kwargs, "input_ids": None, "inputs_embeds": placed}
@@ -103,9 +105,11 @@ class BlockEntry:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments with the states placed."""
-        kwargs = by_name(module, args, kwargs)
-        states, positions = kwargs["hidden_states"], kwargs.get("position_ids")
+        named = by_name(module, args, kwargs)
+        states, positions = named["hidden_states"], named.get("position_ids")
         if positions is None:
             raise UnsupportedPositions(f"{type(module).__name__} is not told the positions of its tokens")
         placed = self.scheme.embedding(Tokens(states, positions, block=self.index), self.weights())
+        if args:  # reentrant checkpointing looks for tensors in front only
+            return (placed, *args[1:]), kwargs
         return (), {**kwargs, "hidden_states": placed}

@@ -15,7 +15,6 @@ from typing import Any, Literal, cast
 
 from rope_patch.attention.inputs import AttentionMode
 from rope_patch.changes import Changes
-from rope_patch.table import install_table
 from rope_patch.entry import BlockEntry, StackEntry
 from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
 from rope_patch.late import IMPLEMENTATION, LateAttention, LateForward, SharedTables
@@ -26,6 +25,7 @@ from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
 from rope_patch.schemes.rope import NoPE, RoPE
 from rope_patch.scoring import late_attention
+from rope_patch.table import install_table
 
 Mount = Literal["auto", "late"]
 
@@ -202,10 +202,8 @@ def _install_entry(
     weights: dict[int, LearnedWeights],
     changes: Changes,
 ) -> None:
-    if not scheme.every_block:
-        changes.hook(stack.module, StackEntry(scheme, weights[layers[0].index], len(stack.layers)))
-        return
-    for layer in layers:
+    changes.hook(stack.module, StackEntry(scheme, weights[layers[0].index], len(stack.layers)))
+    for layer in layers if scheme.every_block else ():
         block = stack.module.get_submodule(layer.name.rpartition(".")[0])
         changes.hook(block, BlockEntry(scheme, weights[layer.index], layer.index))
 

@@ -58,7 +58,8 @@ def install_parameters(
 ) -> dict[int, LearnedWeights]:
     """Put the learned parameters of a scheme on the attention modules and, where layers share them, on the stack.
 
-    They start as the scheme says, in the dtype and on the device of the module they stand on.
+    They start as the scheme says, on the device of the module they stand on and in its dtype; what a scheme calls
+    `precise` is in float32 at least.
 
     Args:
         scheme: with its defaults filled in.
@@ -78,10 +79,10 @@ def install_parameters(
     shared = tuple(name for name in names if name in scheme.shared)
     own = tuple(name for name in names if name not in scheme.shared)
     if shared:
-        _hold(stack.module, {name: names[name] for name in shared}, changes)
+        _hold(stack.module, {name: names[name] for name in shared}, scheme.precise, changes)
     for layer in layers if own else ():
         values = _initial_values(scheme, stack, layer, seed=layer.index + 1)
-        _hold(layer.module, {name: values[name] for name in own}, changes)
+        _hold(layer.module, {name: values[name] for name in own}, scheme.precise, changes)
     return {layer.index: _places(stack, layer, shared, own) for layer in layers}
 
 
@@ -113,10 +114,15 @@ def shape_of(stack: Stack, layer: AttentionLayer) -> ModelShape:
     )
 
 
-def _hold(module: nn.Module, values: dict[str, torch.Tensor], changes: Changes) -> None:
+def _hold(module: nn.Module, values: dict[str, torch.Tensor], precise: tuple[str, ...], changes: Changes) -> None:
     parameters = list(module.parameters())
     like = next((p for p in parameters if p.is_floating_point()), torch.zeros((), device=parameters[0].device))
-    changes.set(module, NAME, SchemeParameters({name: value.to(like) for name, value in values.items()}))
+    placed = {name: value.to(like.device, _dtype(name in precise, like.dtype)) for name, value in values.items()}
+    changes.set(module, NAME, SchemeParameters(placed))
+
+
+def _dtype(is_precise: bool, of_model: torch.dtype) -> torch.dtype:
+    return torch.promote_types(of_model, torch.float32) if is_precise else of_model
 
 
 @dataclass(frozen=True)

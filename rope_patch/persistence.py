@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from rope_patch.table import shorten
 from rope_patch.errors import NotPatched
 from rope_patch.models.absolute import AbsoluteTable
 from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
@@ -22,6 +21,7 @@ from rope_patch.models.reading import read_stacks
 from rope_patch.parameters import NAME
 from rope_patch.patch import PatchHandle, find_handle, find_record, patch
 from rope_patch.schemes.registry import scheme_from_dict
+from rope_patch.table import shorten
 
 _RECORD = "rope_patch"
 _PLACES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -123,10 +123,11 @@ def _saved_parameters(path: str | Path, **places: Any) -> dict[str, torch.Tensor
     if files == [None]:
         index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **optional)
         files = [] if index is None else get_checkpoint_shard_files(path, index, **places)[0]
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
-            found |= {key: tensors.get_tensor(key) for key in tensors.keys() if f".{NAME}." in f".{key}"}
+            names = list(tensors.keys())
+            found |= {name: tensors.get_tensor(name) for name in names if f".{NAME}." in f".{name}"}
     return found
 
 
@@ -168,7 +169,7 @@ def repatch(model: nn.Module) -> PatchHandle:
     handle = _resume(model, record)
     if handle is None:
         raise NotPatched(f"{type(model).__name__} was saved without the rows that {record['scheme']['name']} replaced")
-    _load_parameters(model, model.name_or_path)
+    _load_parameters(model, str(model.name_or_path))
     return handle
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from rope_patch import get_scheme
-
 CASES = {
     "rope": "rope",
     "nope": "nope",
@@ -38,7 +36,7 @@ CASES = {
     "multiplicative": "multiplicative:num_positions=160",
     "rnn": "rnn:width=16",
     "shaw": "shaw:max_distance=6",
-    "xl": "xl",
+    "xl": "xl:initial_std=0.02",
     "deberta": "deberta:max_distance=12",
     "cope": "cope:max_positions=12",
     "urpe": "urpe:max_distance=12",
@@ -64,20 +62,20 @@ VARIANTS = [
     "shaw:max_distance=6,shared_heads=false,per_layer=false",
     "deberta:max_distance=12,terms=[c2p],absolute_layers=1,num_positions=160",
     "floater:width=16,blocks=true",
-    "rope+xl+logn:training_length=8",
+    "rope+xl:initial_std=0.02+logn:training_length=8",
     "rerope:window=6+shaw:max_distance=6",
     "sinusoidal+alibi+urpe:max_distance=12",
 ]
 
 
 QUIET = {
-    "rope+t5": 0.0,
-    "rope+shaw": 0.0,
-    "rope+cope": 0.0,
-    "urpe": 0.0,
-    "rope+multiplicative": 0.0,
-    "rope+complex_order:start=zeros": 0.0,
-    "rope+learned:num_positions=160": 0.0,
+    "rope+t5": 2e-5,
+    "rope+shaw": 2e-5,
+    "rope+cope": 2e-5,
+    "urpe": 2e-5,
+    "rope+multiplicative:num_positions=160": 2e-5,
+    "rope+complex_order:start=zeros": 2e-5,
+    "rope+learned:num_positions=160": 2e-5,
     "rope+kerple": 0.1,
     "rope+fire": 0.1,
     "rope+xl": 0.1,

@@ -170,7 +170,7 @@ def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch
     if unknown:
         raise UnsupportedModel(f"{type(module).__name__} requires {', '.join(unknown)}, which is not understood here")
     try:
-        with _probing(module, capture), torch.no_grad():
+        with probing(module, capture), torch.no_grad():
             module(**arguments)
     except Exception as error:  # whatever a family raises, it means that the seam is not the one we know
         raise UnsupportedModel(
@@ -183,7 +183,7 @@ def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch
 
 
 @contextlib.contextmanager
-def _probing(module: nn.Module, capture: Any) -> Iterator[None]:
+def probing(module: nn.Module, capture: Any) -> Iterator[None]:
     """Let the module call `capture` as its attention function, in evaluation mode; put everything back."""
     config, modes = cast(Any, module.config), [(child, child.training) for child in module.modules()]
     probing = copy.copy(config)

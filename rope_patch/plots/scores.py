@@ -16,7 +16,7 @@ from torch import nn
 
 from rope_patch.errors import InvalidField, UnsupportedModel
 from rope_patch.evaluation.chart import COLOURS, INK, tidy
-from rope_patch.models.probe import _probing as attention_replaced
+from rope_patch.models.probe import probing as attention_replaced
 from rope_patch.models.reading import read_stack
 from rope_patch.plots.checks import require_count
 from rope_patch.plots.frequencies import frequencies_of

@@ -172,6 +172,7 @@ class Scheme:
         keeps_rows: whether the first rows of its table of positions are the checkpoint's own.
         rope_type: the `rope_type` of Transformers that means the same; None where there is none.
         shared: names of its learned parameters that all layers have in common; each layer has its own of the others.
+        precise: names of its learned parameters that stay in float32 where the model is in half precision.
         every_block: whether positions enter at the input of every layer, and not of the first alone.
         stateful: whether its `embedding` carries a state from token to token, see `advance`.
     """
@@ -188,6 +189,7 @@ class Scheme:
     keeps_rows: ClassVar[bool] = False
     rope_type: ClassVar[str | None] = None
     shared: ClassVar[tuple[str, ...]] = ()
+    precise: ClassVar[tuple[str, ...]] = ()
     every_block: ClassVar[bool] = False
     stateful: ClassVar[bool] = False
 

@@ -46,6 +46,7 @@ class ComplexOrder(Scheme):
     regime = "from-scratch"
     absolute = True
     shared = ("frequencies", "phases")
+    precise = ("frequencies", "phases")  # half precision leaves a large angle no digits
 
     shared_words: bool = False
     start: str = "sinusoidal"

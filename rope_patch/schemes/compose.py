@@ -81,6 +81,10 @@ class Compose(Scheme):
         return tuple(name for part in self._parts for name in part.shared)
 
     @property
+    def precise(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(name for part in self._parts for name in part.precise)
+
+    @property
     def every_block(self) -> bool:  # type: ignore[override]
         return any(part.every_block for part in self._parts)
 

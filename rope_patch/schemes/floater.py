@@ -109,7 +109,7 @@ class FLOATER(Scheme):
 
 def _odeint() -> Callable[..., torch.Tensor]:
     try:
-        from torchdiffeq import odeint  # type: ignore[import-untyped]
+        from torchdiffeq import odeint
     except ImportError as error:
         raise ImportError("floater needs torchdiffeq to integrate its positions: pip install torchdiffeq") from error
     return odeint

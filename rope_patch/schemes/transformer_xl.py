@@ -26,8 +26,8 @@ class TransformerXL(Scheme):
     Args:
         untied: whether each layer has u and v of its own, as in XLNet and as the `untie_r` of the released code does;
             by default all share them, as in Transformer-XL. The projection of distances is each layer's own.
-
-    u and v start at zero, the projection at normal(0, 0.02), which the released code draws all three from.
+        initial_std: of the projection as it starts, above 0; default 0.001, which changes a pretrained model little.
+            The released code draws it, u and v from normal(0, 0.02); u and v start at zero here.
     """
 
     name = "xl"
@@ -41,9 +41,11 @@ class TransformerXL(Scheme):
     regime = "from-scratch"
 
     untied: bool = False
+    initial_std: float = 0.001
 
     def __post_init__(self) -> None:
         self._require("untied", bool, True, "True or False")
+        self._above_zero("initial_std")
 
     @property
     def shared(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -54,7 +56,7 @@ class TransformerXL(Scheme):
         return {
             "content_offset": torch.zeros(shape.num_heads, shape.head_dim),
             "distance_offset": torch.zeros(shape.num_heads, shape.head_dim),
-            "distance_projection": 0.02 * torch.randn(width, shape.hidden_size, generator=random),
+            "distance_projection": self.initial_std * torch.randn(width, shape.hidden_size, generator=random),
         }
 
     def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:

@@ -18,11 +18,11 @@ from rope_patch import parameters
 def _trained_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     hold = parameters._hold
 
-    def hold_trained(module: nn.Module, values: dict[str, torch.Tensor], changes: Any) -> None:
-        hold(module, values, changes)
+    def hold_trained(module: nn.Module, values: dict[str, torch.Tensor], *others: Any) -> None:
+        hold(module, values, *others)
         with torch.no_grad():
             for name, value in getattr(module, parameters.NAME).named_parameters():
                 seed = zlib.crc32(f"{name} of layer {getattr(module, 'layer_idx', None)}".encode())
-                value += 0.3 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).to(value)
+                value += 0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).to(value)
 
     monkeypatch.setattr(parameters, "_hold", hold_trained)

@@ -33,11 +33,7 @@ DEFINITIONS = {
         distance=no_rotation, content_bias=beside_keys, relative_values=beside_values
     ),
     "rope+shaw:max_distance=6": Definition(content_bias=beside_keys, relative_values=beside_values),
-    # a bias stands in place of the rotation, so there is nothing that the window could hold back; rope must be listed
     "rerope:window=6+shaw:max_distance=6": Definition(
-        distance=no_rotation, content_bias=beside_keys, relative_values=beside_values
-    ),
-    "rope+rerope:window=6+shaw:max_distance=6": Definition(
         distance=lambda m, n: np.minimum(m - n, 6), content_bias=beside_keys, relative_values=beside_values
     ),
 }

@@ -30,8 +30,8 @@ def three_terms(head):
 
 
 DEFINITIONS = {
-    "xl": Definition(distance=no_rotation, content_bias=three_terms),
-    "rope+xl+logn:training_length=8": Definition(
+    "xl:initial_std=0.02": Definition(distance=no_rotation, content_bias=three_terms),
+    "rope+xl:initial_std=0.02+logn:training_length=8": Definition(
         content_bias=three_terms, query_scale=lambda m: np.maximum(1, np.log(m + 1) / np.log(8))
     ),
 }
