@@ -7,11 +7,16 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here needs the network, and nothing may wait for it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import zlib
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from rope_patch import parameters
 from tests.families import FAMILIES, SAMPLE, build
 
 logging.set_verbosity_error()
@@ -48,3 +53,20 @@ def llama() -> PreTrainedModel:
 def model(family: str) -> PreTrainedModel:
     """A tiny model of the family that the test is parametrised by."""
     return build(family)
+
+
+@pytest.fixture
+def trained_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learned parameters start where they change little, often at zero. Here they start anywhere, as if they had been
+    trained, and otherwise in each layer.
+    """
+    hold = parameters._hold
+
+    def hold_trained(module: nn.Module, values: dict[str, torch.Tensor], *others: Any) -> None:
+        hold(module, values, *others)
+        with torch.no_grad():
+            for name, value in getattr(module, parameters.NAME).named_parameters():
+                seed = zlib.crc32(f"{name} of layer {getattr(module, 'layer_idx', None)}".encode())
+                value += 0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).to(value)
+
+    monkeypatch.setattr(parameters, "_hold", hold_trained)

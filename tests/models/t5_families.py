@@ -61,6 +61,16 @@ SPECS = [
     "t5:interpolation=2+logn:training_length=8",
     "t5+rerope:window=6",
     "yarn:factor=4+alibi",
+    "shaw:max_distance=6",
+    "xl:initial_std=0.02",
+    "deberta:max_distance=12,buckets=8",
+    "t5+urpe:max_distance=12",
+    "kerple:initial_scale=1",
+    "sinusoidal",
+    "learned:num_positions=160",
+    "complex_order",
+    "floater:width=16,blocks=true",
+    "rnn:width=16",
 ]
 """What the tests here hold for: one of each kind, in an encoder and a decoder."""
 

@@ -17,6 +17,8 @@ from tests.models.t5_families import FAMILIES, SPECS, build
 from tests.runs import assert_close, assert_same_gradients, left_padded, tokens
 from tests.snapshots import snapshot
 
+pytestmark = pytest.mark.usefixtures("trained_parameters")
+
 BEYOND = 44
 """Tokens of a text beyond the training length and the distance of the last bucket."""
 
@@ -328,7 +330,7 @@ def test_no_bias_of_all_pairs_is_made(model, spec):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("spec", ["t5:interpolation=4", "alibi", "yarn:factor=4+logn"])
+@pytest.mark.parametrize("spec", ["t5:interpolation=4", "alibi", "yarn:factor=4+logn", "shaw:max_distance=6", "rnn:width=16"])
 def test_a_saved_model_comes_back_with_its_scheme(model, spec, tmp_path):
     plain = logits(model)
     with apply(model, spec):
