@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from rope_patch.training import chart, report
 from rope_patch.training.comparison import Comparison
@@ -53,17 +56,29 @@ def run(
     """
     prepared = prepare(comparison.only(only) if only else comparison)
     part = prepared.comparison
-    if costs:
-        say(f"timing a training step of {len(part.encodings)} encodings in turn with rope")
-        measure_costs(prepared, say)
-    else:
-        seeds = ", ".join(map(str, part.seeds))
-        say(f"training {len(part.encodings)} encodings for {part.steps} steps each, seeds {seeds}, into {part.output}")
-        compare(prepared, say, retry=retry)
+    with _threads(part.threads):
+        if costs:
+            say(f"timing a training step of {len(part.encodings)} encodings in turn with rope")
+            measure_costs(prepared, say)
+        else:
+            seeds = ", ".join(map(str, part.seeds))
+            say(f"training {len(part.encodings)} encodings, {part.steps} steps each, seeds {seeds}, into {part.output}")
+            compare(prepared, say, retry=retry)
     outcome = show(comparison, prepared)
     if outcome is None:
         say(f"the costs are in {prepared.output / COSTS}; the table follows when encodings are trained")
     return outcome
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """As many threads as asked for while the block runs, and as many as before after it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def show(comparison: Comparison, prepared: Prepared) -> Outcome | None:

@@ -54,7 +54,7 @@ class Prepared:
 
 
 def prepare(comparison: Comparison) -> Prepared:
-    """Check everything that can be known to be wrong before training, and set the number of threads.
+    """Check everything that can be known to be wrong before training.
 
     Raises:
         RopePatchError, OSError: what it is, and what is allowed.
@@ -66,8 +66,6 @@ def prepare(comparison: Comparison) -> Prepared:
     output.mkdir(parents=True, exist_ok=True)
     claim(output, settings)
     results = open_rows(output / RESULTS, settings)
-    if comparison.threads is not None:
-        torch.set_num_threads(comparison.threads)
     return Prepared(comparison, data, settings, results)
 
 

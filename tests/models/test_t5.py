@@ -330,7 +330,9 @@ def test_no_bias_of_all_pairs_is_made(model, spec):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("spec", ["t5:interpolation=4", "alibi", "yarn:factor=4+logn", "shaw:max_distance=6", "rnn:width=16"])
+@pytest.mark.parametrize(
+    "spec", ["t5:interpolation=4", "alibi", "yarn:factor=4+logn", "shaw:max_distance=6", "rnn:width=16"]
+)
 def test_a_saved_model_comes_back_with_its_scheme(model, spec, tmp_path):
     plain = logits(model)
     with apply(model, spec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -130,6 +131,22 @@ def test_two_processes_share_one_file(comparison):
     outcome = run(comparison)
     assert [entry.encoding for entry in outcome.summary.entries] == ["rope", "alibi"]
     assert len(outcome.results.read_text().splitlines()) == 6
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_number_of_threads_is_left_as_it_was(comparison, monkeypatch, fails):
+    seen, before = [], torch.get_num_threads()
+
+    def watched(*_, **__):
+        seen.append(torch.get_num_threads())
+        if fails:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("rope_patch.training.experiment.compare", watched)
+    with contextlib.suppress(KeyboardInterrupt):
+        run(dataclasses.replace(comparison, threads=before + 1))
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before
 
 
 def test_other_settings_are_refused_by_name(comparison):
