@@ -4,10 +4,16 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from rope_patch import patch, unpatch
+from rope_patch import Scheme, get_scheme, patch, unpatch
 from tests.cases import CASES, COMPOSITIONS, ROUTES
 from tests.families import build
 from tests.runs import assert_close, cached_logits, left_padded, logits, positions_of, tokens
+
+
+def _traceable(scheme: Scheme) -> bool:
+    """Whether it learns or joins at the input, and asks for no value of a position: FLOATER and the recurrent layer do."""
+    names = {part.name for part in scheme.parts()}
+    return (scheme.learns or "embedding" in scheme.slots) and names.isdisjoint(("floater", "rnn"))
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +30,15 @@ def test_one_graph_gives_the_logits_of_eager_mode(model, spec):
         expected = logits(model, tokens())
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         assert_close(logits(compiled, tokens()), expected)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in CASES.values() if _traceable(get_scheme(spec))])
+def test_encodings_of_the_literature_compile_to_one_graph_too(llama, spec):
+    batch, mask = left_padded([tokens(), tokens(33)])
+    with patch(llama, spec):
+        expected = logits(llama, batch, attention_mask=mask)
+        compiled = torch.compile(llama, fullgraph=True, backend="eager")
+        assert_close(logits(compiled, batch, attention_mask=mask)[mask.bool()], expected[mask.bool()])
 
 
 @pytest.mark.parametrize("spec", ROUTES)
@@ -55,7 +70,7 @@ def test_generated_code_gives_the_logits_of_eager_mode(llama, spec):
         assert_close(logits(compiled, tokens()), expected, 1e-4)
 
 
-@pytest.mark.parametrize("spec", [CASES[name] for name in ("yarn", "rerope", "dca", "alibi")])
+@pytest.mark.parametrize("spec", [CASES[name] for name in ("yarn", "rerope", "dca", "alibi", "shaw", "cope", "sinusoidal")])
 @pytest.mark.parametrize("static", [True, False])
 def test_decoding_with_a_compiled_model_equals_the_full_forward(llama, spec, static):
     batch, mask = left_padded([tokens(), tokens(33)])
