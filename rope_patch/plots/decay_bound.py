@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from matplotlib.figure import Figure
 
-from rope_patch.evaluation.chart import COLOURS, tidy
+from rope_patch.evaluation.chart import COLOURS
 from rope_patch.plots.checks import require_count, require_positive, require_some
-from rope_patch.plots.style import (
-    End,
-    band_of,
-    draw_band,
-    mark_training_length,
-    name_axes,
-    name_ends,
-    number,
-    panel,
-    powers_of_two,
-    sheet,
-    tokens_axis,
-)
+from rope_patch.plots.over_distance import check_distances, draw_over_distance
+from rope_patch.plots.style import number, sheet
 from rope_patch.rotary import inverse_frequencies
 
 
@@ -69,11 +59,7 @@ def plot_decay_bound(
         InvalidField: naming the wrong argument.
     """
     require_some("bases", bases, most=len(COLOURS))
-    require_count("length", length, minimum=2)
-    if training_length is not None:
-        require_count("training_length", training_length)
-    distance = torch.arange(1, length + 1)
-    bands = {base: band_of(distance, decay_bounds(distance, dim, base)) for base in bases}
+    check_distances(length, training_length)
     figure = sheet(
         6.9,
         3.9,
@@ -82,20 +68,7 @@ def plot_decay_bound(
         f"unit vectors at angles (m \N{MINUS SIGN} n) \N{GREEK SMALL LETTER THETA}\N{LATIN SUBSCRIPT SMALL LETTER J}; "
         f"d = {dim}\nbands: range over neighbouring distances",
     )
-    axes = panel(figure, 0.75, 0.6, 4.9, 2.45)
-    axes.set_xscale("log", base=2)
-    for colour, band in zip(COLOURS, bands.values(), strict=False):
-        draw_band(axes, band, colour)
-    axes.set_xlim(1, length)
-    if training_length is not None:
-        mark_training_length(axes, training_length)
-    axes.set_ylim(0, (dim / 2 + 1) / 2)
-    name_axes(axes, "distance m \N{MINUS SIGN} n (tokens)", "mean |S\N{LATIN SUBSCRIPT SMALL LETTER I}|")
-    tokens_axis(axes.xaxis, powers_of_two(1, length))
-    tidy(axes)
-    ends = [
-        End(length, float(band.mean[-1]), f"base {number(base)}", colour)
-        for colour, (base, band) in zip(COLOURS, bands.items(), strict=False)
-    ]
-    name_ends(axes, ends, gap=0.08)
+    quantities = {f"base {number(base)}": partial(decay_bounds, dim=dim, base=base) for base in bases}
+    name = "mean |S\N{LATIN SUBSCRIPT SMALL LETTER I}|"
+    draw_over_distance(figure, quantities, name, length, training_length, 4.9, limits=(0, (dim / 2 + 1) / 2))
     return figure

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from matplotlib.figure import Figure
 
-from rope_patch.evaluation.chart import COLOURS, tidy
+from rope_patch.evaluation.chart import COLOURS
 from rope_patch.plots.checks import require_count, require_positive, require_some
-from rope_patch.plots.style import (
-    End,
-    band_of,
-    draw_band,
-    mark_training_length,
-    name_axes,
-    name_ends,
-    number,
-    panel,
-    powers_of_two,
-    sheet,
-    tokens_axis,
-)
+from rope_patch.plots.over_distance import check_distances, draw_over_distance
+from rope_patch.plots.style import number, sheet
 from rope_patch.rotary import inverse_frequencies
 
 
@@ -67,11 +57,7 @@ def plot_inner_product(
         InvalidField: naming the wrong argument.
     """
     require_some("dims", dims, most=len(COLOURS))
-    require_count("length", length, minimum=2)
-    if training_length is not None:
-        require_count("training_length", training_length)
-    distance = torch.arange(1, length + 1)
-    bands = {dim: band_of(distance, mean_inner_products(distance, dim, base)) for dim in dims}
+    check_distances(length, training_length)
     figure = sheet(
         6.9,
         3.9,
@@ -79,20 +65,7 @@ def plot_inner_product(
         f"mean of cos(\N{GREEK SMALL LETTER THETA}\N{LATIN SUBSCRIPT SMALL LETTER I} (m \N{MINUS SIGN} n)) "
         f"over d/2 pairs of dimensions, base {number(base)}\nbands: range over neighbouring distances",
     )
-    axes = panel(figure, 0.75, 0.6, 5.2, 2.45)
-    axes.set_xscale("log", base=2)
-    for colour, band in zip(COLOURS, bands.values(), strict=False):
-        draw_band(axes, band, colour)
+    quantities = {f"d = {dim}": partial(mean_inner_products, dim=dim, base=base) for dim in dims}
+    axes = draw_over_distance(figure, quantities, "normalised inner product", length, training_length, 5.2)
     axes.axhline(0, color="#BBBBBB", linewidth=0.8)
-    axes.set_xlim(1, length)
-    if training_length is not None:
-        mark_training_length(axes, training_length)
-    name_axes(axes, "distance m \N{MINUS SIGN} n (tokens)", "normalised inner product")
-    tokens_axis(axes.xaxis, powers_of_two(1, length))
-    tidy(axes)
-    ends = [
-        End(length, float(band.mean[-1]), f"d = {dim}", colour)
-        for colour, (dim, band) in zip(COLOURS, bands.items(), strict=False)
-    ]
-    name_ends(axes, ends, gap=0.08)
     return figure

@@ -11,7 +11,7 @@ from tests.runs import assert_close, cached_logits, left_padded, logits, positio
 
 
 def _traceable(scheme: Scheme) -> bool:
-    """Whether it learns or joins at the input, and asks for no value of a position: FLOATER and the recurrent layer do."""
+    """Whether it learns or joins at the input, and asks for the value of no position, as FLOATER and the GRU do."""
     names = {part.name for part in scheme.parts()}
     return (scheme.learns or "embedding" in scheme.slots) and names.isdisjoint(("floater", "rnn"))
 
@@ -70,7 +70,9 @@ def test_generated_code_gives_the_logits_of_eager_mode(llama, spec):
         assert_close(logits(compiled, tokens()), expected, 1e-4)
 
 
-@pytest.mark.parametrize("spec", [CASES[name] for name in ("yarn", "rerope", "dca", "alibi", "shaw", "cope", "sinusoidal")])
+@pytest.mark.parametrize(
+    "spec", [CASES[name] for name in ("yarn", "rerope", "dca", "alibi", "shaw", "cope", "sinusoidal")]
+)
 @pytest.mark.parametrize("static", [True, False])
 def test_decoding_with_a_compiled_model_equals_the_full_forward(llama, spec, static):
     batch, mask = left_padded([tokens(), tokens(33)])
