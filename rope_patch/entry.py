@@ -28,11 +28,13 @@ class StackEntry:
         scheme: with its defaults filled in.
         weights: where its learned parameters are.
         num_layers: of the stack, which a state in the cache comes after.
+        causal: whether the stack may read a text in pieces, with a cache.
     """
 
     scheme: Scheme
     weights: LearnedWeights
     num_layers: int
+    causal: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments with positions, and with vectors in place of tokens unless each block places them anew."""
@@ -54,10 +56,9 @@ class StackEntry:
         return self.scheme.embedding(tokens, self.weights())
 
     def _advance(self, tokens: Tokens, module: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor:
-        cache, config = kwargs.get("past_key_values"), cast(Any, module.config)
-        wants_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
-        if cache is None and wants_cache and not (module.training and getattr(module, "gradient_checkpointing", False)):
-            cache = kwargs["past_key_values"] = DynamicCache(config=config)
+        cache = kwargs.get("past_key_values")
+        if cache is None and self._wants_cache(module, kwargs):
+            cache = kwargs["past_key_values"] = _new_cache(module)
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
         if not isinstance(cache, Cache):
@@ -67,6 +68,18 @@ class StackEntry:
         placed, states = self.scheme.advance(tokens, last, self.weights())
         history.update(states[:, None], states[:, None, :, :0])
         return placed
+
+    def _wants_cache(self, module: nn.Module, kwargs: dict[str, Any]) -> bool:
+        recomputes = module.training and getattr(module, "gradient_checkpointing", False)
+        asked = kwargs.get("use_cache")
+        return self.causal and not recomputes and (cast(Any, module.config).use_cache if asked is None else asked)
+
+
+def _new_cache(module: nn.Module) -> Cache:
+    """What the model would make itself, too late for the state to go in."""
+    config = cast(Any, module.config)
+    own = DynamicCache(config=config)
+    return EncoderDecoderCache(own, DynamicCache(config=config)) if config.is_encoder_decoder else own
 
 
 class StateHistory(DynamicLayer):
@@ -97,11 +110,13 @@ class BlockEntry:
         scheme: with its defaults filled in.
         weights: where its learned parameters are.
         index: of the layer.
+        remaining: how many layers begin with this one.
     """
 
     scheme: Scheme
     weights: LearnedWeights
     index: int
+    remaining: int
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments with the states placed."""
@@ -109,7 +124,7 @@ class BlockEntry:
         states, positions = named["hidden_states"], named.get("position_ids")
         if positions is None:
             raise UnsupportedPositions(f"{type(module).__name__} is not told the positions of its tokens")
-        placed = self.scheme.embedding(Tokens(states, positions, block=self.index), self.weights())
+        placed = self.scheme.embedding(Tokens(states, positions, None, self.index, self.remaining), self.weights())
         if args:  # reentrant checkpointing looks for tensors in front only
             return (placed, *args[1:]), kwargs
         return (), {**kwargs, "hidden_states": placed}

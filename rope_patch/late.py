@@ -229,6 +229,8 @@ class LateAttention:
             return None  # somebody chose another attention for this module: leave its positions alone
         kwargs = by_name(module, args, kwargs)
         cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+        if cache is not None and not hasattr(cache, _SIGNATURE):
+            setattr(cache, _SIGNATURE, str(self.scheme))  # one that the model made after the stack's hook had looked
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
         hidden = kwargs["hidden_states"]

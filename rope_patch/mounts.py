@@ -202,10 +202,11 @@ def _install_entry(
     weights: dict[int, LearnedWeights],
     changes: Changes,
 ) -> None:
-    changes.hook(stack.module, StackEntry(scheme, weights[layers[0].index], len(stack.layers)))
+    causal = not stack.checkpoint.bidirectional
+    changes.hook(stack.module, StackEntry(scheme, weights[layers[0].index], len(stack.layers), causal))
     for layer in layers if scheme.every_block else ():
         block = stack.module.get_submodule(layer.name.rpartition(".")[0])
-        changes.hook(block, BlockEntry(scheme, weights[layer.index], layer.index))
+        changes.hook(block, BlockEntry(scheme, weights[layer.index], layer.index, len(stack.layers) - layer.index))
 
 
 def _install_rotary(scheme: Scheme, rotary: RotaryTables, training_length: int, changes: Changes) -> None:

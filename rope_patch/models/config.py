@@ -46,7 +46,7 @@ def checkpoint_of_config(config: Any) -> Checkpoint:
     """What a scheme's defaults are read from."""
     trained = training_length(config)
     longest = getattr(config, "max_position_embeddings", None) or trained
-    return Checkpoint(trained, config.num_attention_heads, max(trained, longest), num_layers=config.num_hidden_layers)
+    return Checkpoint(trained, config.num_attention_heads, max(trained, longest))
 
 
 def scheme_of_config(config: Any) -> Scheme:

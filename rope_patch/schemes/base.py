@@ -40,7 +40,6 @@ class Checkpoint:
         bidirectional: whether tokens see the keys after them.
         buckets: of its biases by bucket of distance, their number and the distance from which on the last one serves;
             None where it has no such biases.
-        num_layers: of the stack; None where it was not counted.
     """
 
     training_length: int
@@ -48,7 +47,6 @@ class Checkpoint:
     max_length: int
     bidirectional: bool = False
     buckets: tuple[int, int] | None = None
-    num_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,12 +108,14 @@ class Tokens:
         positions: integer, `(batch or 1, length)`.
         ids: `(batch, length)`; None where the model was given vectors instead of tokens.
         block: the index of the layer that they enter; 0 at the input.
+        remaining: how many layers they have before them, that one included.
     """
 
     states: torch.Tensor
     positions: torch.Tensor
     ids: torch.Tensor | None = None
     block: int = 0
+    remaining: int = 1
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ class Disentangled(Scheme):
         released: p2c reads row delta(m, n), as all released code does; False for the paper's delta(n, m).
         absolute_layers: of the last layers, at whose input the token's absolute position is added; 0 for none.
         num_positions: how many absolute positions are learned; default the training length.
-        num_layers: of the stack; default the checkpoint's.
 
     All start at normal(0, 0.02); absolute positions, and the offset of projected queries, at zero. The projection of
     keys has no offset: v2 has one, which no softmax sees. Left out: the norm of the table, and projections shared with
@@ -63,14 +62,12 @@ class Disentangled(Scheme):
     released: bool = True
     absolute_layers: int = 0
     num_positions: int | None = None
-    num_layers: int | None = None
 
     def __post_init__(self) -> None:
         self._at_least("max_distance", 1, int, optional=True)
         self._at_least("buckets", 4, int, optional=True)
         self._at_least("absolute_layers", 0, int)
         self._at_least("num_positions", 1, int, optional=True)
-        self._at_least("num_layers", 1, int, optional=True)
         for field in ("clamped", "scaled", "released"):
             self._require(field, bool, True, "True or False")
         found = sorted(self.terms, key=str) if isinstance(self.terms, (tuple, list)) else []
@@ -99,10 +96,7 @@ class Disentangled(Scheme):
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         farthest = self.max_distance or min(512, checkpoint.training_length)
-        layers = self.num_layers or checkpoint.num_layers
-        if self.absolute_layers > (layers or 0):
-            raise InvalidField(f"deberta: absolute_layers={self.absolute_layers}; the stack has {layers} layers")
-        return dataclasses.replace(self, max_distance=farthest, num_layers=layers)
+        return dataclasses.replace(self, max_distance=farthest)
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         width, hidden = shape.num_heads * shape.head_dim, shape.hidden_size
@@ -113,6 +107,10 @@ class Disentangled(Scheme):
         if "p2c" in self.terms:
             found["position_query"] = 0.02 * torch.randn(width, hidden, generator=random)
             found["position_query_offset"] = torch.zeros(width)
+        if self.absolute_layers > shape.num_layers:
+            raise InvalidField(
+                f"deberta: absolute_layers={self.absolute_layers}; the stack has {shape.num_layers} layers"
+            )
         if self.absolute_layers:
             found["absolute_positions"] = torch.zeros(self.num_positions or shape.training_length, hidden)
         return found
@@ -140,7 +138,7 @@ class Disentangled(Scheme):
         return total * pairs.scaling * self._share
 
     def embedding(self, tokens: Tokens, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        if tokens.block < (self.num_layers or 0) - self.absolute_layers:
+        if tokens.remaining > self.absolute_layers:
             return tokens.states
         rows = rows_at(weights["absolute_positions"], tokens.positions, self.name)
         return (tokens.states + rows).to(tokens.states.dtype)

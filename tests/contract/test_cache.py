@@ -52,6 +52,15 @@ def test_chunked_prefill_equals_the_full_forward(model, spec):
     assert_chunks_equal_the_full_forward(model, spec)
 
 
+@pytest.mark.parametrize("spec", ALL)
+def test_a_cache_that_the_model_makes_itself_is_read_on(llama, spec):
+    ids = tokens(usable_length(get_scheme(spec)), rows=2)
+    with patch(llama, spec), torch.no_grad():
+        start = llama(ids[:, :20])
+        rest = llama(ids[:, 20:], past_key_values=start.past_key_values)
+        assert_close(torch.cat([start.logits, rest.logits], dim=1), logits(llama, ids))
+
+
 @families
 @representative
 def test_a_static_cache_gives_the_same_logits(model, spec):

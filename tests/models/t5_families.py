@@ -67,7 +67,7 @@ SPECS = [
     "t5+urpe:max_distance=12",
     "kerple:initial_scale=1",
     "sinusoidal",
-    "learned:num_positions=160",
+    "learned:num_positions=700",
     "complex_order",
     "floater:width=16,blocks=true",
     "rnn:width=16",

@@ -326,6 +326,22 @@ def test_no_bias_of_all_pairs_is_made(model, spec):
     assert ours.largest <= 2 * per_head
 
 
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("family", ["t5", "umt5"])
+def test_a_cache_that_the_model_makes_itself_is_read_on(model, spec):
+    ids, target = tokens(BEYOND, rows=2), tokens(30 if "dynamic" in spec else BEYOND, rows=2, seed=1)
+    with apply(model, spec), torch.no_grad():
+        whole = model(input_ids=ids, decoder_input_ids=target)
+        assert_close(whole.logits, logits(model, ids, target=target))
+        start = model(input_ids=ids, decoder_input_ids=target[:, :20])
+        rest = model(
+            encoder_outputs=(whole.encoder_last_hidden_state,),
+            decoder_input_ids=target[:, 20:],
+            past_key_values=start.past_key_values,
+        )
+        assert_close(torch.cat([start.logits, rest.logits], dim=1), whole.logits)
+
+
 # --- saving, and what is refused ------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from tests.definition import Definition, no_rotation
 from tests.schemes.entering import SHAPE, started
 
 DEFINITIONS = {
-    "learned:num_positions=160": Definition(
+    "learned:num_positions=700": Definition(
         distance=no_rotation, embedding=lambda text: text.x + text.learned["position_embeddings"][text.m]
     )
 }

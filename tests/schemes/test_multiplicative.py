@@ -7,7 +7,7 @@ from tests.definition import Definition, no_rotation
 from tests.schemes.entering import SHAPE, some_tokens, started
 
 DEFINITIONS = {
-    "multiplicative:num_positions=160": Definition(
+    "multiplicative:num_positions=700": Definition(
         distance=no_rotation, embedding=lambda text: text.x * text.learned["position_factors"][text.m]
     )
 }

@@ -36,5 +36,4 @@ def read(stack: PreTrainedModel) -> Stack:
         AttentionLayer(f"layers.{index}.self_attn", layer.self_attn, index, spec, half_split(head_dim))
         for index, layer in enumerate(stack.layers)
     )
-    checkpoint = Checkpoint(length, config.num_attention_heads, length, num_layers=len(layers))
-    return Stack(stack, checkpoint, ALiBi(), layers)
+    return Stack(stack, Checkpoint(length, config.num_attention_heads, length), ALiBi(), layers)
