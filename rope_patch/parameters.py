@@ -125,6 +125,11 @@ def _dtype(is_precise: bool, of_model: torch.dtype) -> torch.dtype:
     return torch.promote_types(of_model, torch.float32) if is_precise else of_model
 
 
+def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The learned parameters of schemes on a model, by their names in its `state_dict`."""
+    return {name: value for name, value in model.named_parameters() if NAME in name.split(".")}
+
+
 @dataclass(frozen=True)
 class Inventory:
     """The learned parameters of one name that a scheme brought.

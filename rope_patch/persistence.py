@@ -18,7 +18,7 @@ from rope_patch.errors import NotPatched
 from rope_patch.models.absolute import AbsoluteTable
 from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
 from rope_patch.models.reading import read_stacks
-from rope_patch.parameters import NAME
+from rope_patch.parameters import NAME, learned_parameters
 from rope_patch.patch import PatchHandle, find_handle, find_record, patch
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.table import shorten
@@ -101,7 +101,7 @@ def _load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
     Raises:
         NotPatched: when it lacks one of them; the model then is as it was loaded, without its scheme.
     """
-    wanted = {name: value for name, value in model.named_parameters() if f".{NAME}." in f".{name}"}
+    wanted = learned_parameters(model)
     if not wanted:
         return
     saved = _saved_parameters(path, **places)

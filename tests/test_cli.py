@@ -8,11 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import rope_patch
 from rope_patch.cli import main
 from rope_patch.evaluation import perplexity
+from rope_patch.evaluation.trained import Trained
+from rope_patch.parameters import learned_parameters
+from rope_patch.patch import find_handle
 from tests.evaluation.conftest import byte_tokenizer, checkpoint, documents  # noqa: F401  # a fixture
+from tests.runs import logits, tokens
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "perplexity.py"
 
@@ -202,6 +207,34 @@ def test_a_checkpoint_saved_under_a_scheme_is_measured_without_it(words, checkpo
     captured = capsys.readouterr()
     assert [row["nll"] for row in json.loads(captured.out)] == before
     assert "saved under yarn" in captured.err
+
+
+def test_what_a_checkpoint_learned_is_measured_where_a_line_names_its_scheme(words, checkpoint, tmp_path, capsys):  # noqa: F811
+    folder, spec = tmp_path / "saved", "rope+kerple:initial_scale=1"
+    model = rope_patch.from_pretrained(checkpoint)
+    rope_patch.patch(model, spec)
+    with torch.no_grad():
+        for value in learned_parameters(model).values():
+            value.mul_(3)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+
+    def measured(folder):
+        assert main([*words(model=folder, output=tmp_path / folder.name, scheme=spec), "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        return {row["length"]: row["nll"] for row in rows if row["scheme"]["name"] == "compose"}
+
+    trained, untrained = measured(folder), measured(checkpoint)
+    assert trained.keys() == untrained.keys()
+    assert all(abs(trained[length] - untrained[length]) > 1e-3 for length in trained)
+
+    loaded = rope_patch.from_pretrained(folder)
+    kept = Trained.under(find_handle(loaded))
+    rope_patch.unpatch(loaded)
+    with rope_patch.patch(loaded, spec):
+        assert not torch.equal(logits(loaded, tokens()), logits(model, tokens()))
+        kept.restore(loaded)
+        assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
 
 
 def test_importing_the_package_leaves_the_heavy_parts_out():

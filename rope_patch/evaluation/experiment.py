@@ -15,6 +15,7 @@ from rope_patch.evaluation.loading import check_checkpoint, default_checkpoint, 
 from rope_patch.evaluation.perplexity import check_request, measure
 from rope_patch.evaluation.results import ResultFile, Row
 from rope_patch.evaluation.specs import REFERENCES, scheme_at
+from rope_patch.evaluation.trained import Trained
 from rope_patch.patch import find_handle, unpatch
 
 
@@ -121,8 +122,10 @@ def run(experiment: Experiment, say: Callable[[str], None] = lambda _: None) -> 
     say(f"measuring {len(experiment.lines)} schemes at {lengths} tokens on {experiment.source}")
     corpus = _corpus(experiment)
     model = load_model(checkpoint, dtype=experiment.dtype, device=experiment.device, attention=experiment.attention)
+    trained = None
     if (handle := find_handle(model)) is not None:
         say(f"the checkpoint was saved under {handle.scheme}; it is measured without, unless a line names the scheme")
+        trained = Trained.under(handle)
         unpatch(model)
     rows = measure(
         model,
@@ -137,6 +140,7 @@ def run(experiment: Experiment, say: Callable[[str], None] = lambda _: None) -> 
         seed=experiment.seed,
         name=experiment.model or "tiny-llama",
         results=results,
+        trained=trained,
     )
     picture = results.path.with_suffix(".png")
     chart.save(rows, picture)

@@ -29,6 +29,7 @@ from rope_patch.evaluation.results import ResultFile, Row, identity, provenance,
 from rope_patch.evaluation.span_corruption import HiddenSpans
 from rope_patch.evaluation.specs import PLAIN, scheme_at
 from rope_patch.evaluation.texts import Selection, select_windows
+from rope_patch.evaluation.trained import Trained
 from rope_patch.models.base import Stack
 from rope_patch.models.config import rope_entries
 from rope_patch.models.reading import read_stacks
@@ -87,6 +88,7 @@ def measure(
     seed: int = 0,
     name: str | None = None,
     results: ResultFile | None = None,
+    trained: Trained | None = None,
 ) -> list[Row]:
     """Measure every scheme at every length. The model is unpatched before, between and after.
 
@@ -103,6 +105,7 @@ def measure(
         documents, windows_per_document, seed: see `select_windows`.
         name: of the model in the rows; default `model.config.name_or_path`.
         results: where rows are appended as they come, and where rows of an earlier run are taken from.
+        trained: what the model learned under a scheme that it carried; a line of that scheme is measured with it.
 
     Returns:
         one row per scheme and length, scheme by scheme.
@@ -135,7 +138,7 @@ def measure(
     )
     shared = {
         "model": name or getattr(language_model.config, "name_or_path", "") or type(language_model).__name__,
-        "weights": weights_fingerprint(model),
+        "weights": weights_fingerprint(model) if trained is None else trained.weights,
         "protocol": protocol,
         "training_length": training_length,
         "documents": selection.documents,
@@ -152,7 +155,8 @@ def measure(
     rows: list[Row] = []
     with _evaluating(model), _bar(passes, known, selection) as bar:
         for job, found in zip(passes, known, strict=True):
-            rows += found or _compute(model, job, selection, hidden, shared, results, bar)
+            learned = trained if trained and trained.belong_to(job.scheme, stacks[0].checkpoint) else None
+            rows += found or _compute(model, job, learned, selection, hidden, shared, results, bar)
     return rows
 
 
@@ -276,6 +280,7 @@ def _place(job: Pass, span: Bin) -> dict[str, Any]:
 def _compute(
     model: nn.Module,
     job: Pass,
+    learned: Trained | None,
     selection: Selection,
     hidden: HiddenSpans | None,
     shared: dict[str, Any],
@@ -287,6 +292,8 @@ def _compute(
     losses = []
     began = time.perf_counter()
     with patch(model, job.scheme) if job.scheme else nullcontext():
+        if learned is not None:
+            learned.restore(model)
         for index, window in enumerate(selection.windows):
             tokens = window.context(job.length).to(shared["device"])
             if hidden is None:
