@@ -101,7 +101,7 @@ def _initial_values(scheme: Scheme, stack: Stack, layer: AttentionLayer, seed: i
 
 def shape_of(stack: Stack, layer: AttentionLayer) -> ModelShape:
     """What learned parameters of a layer are sized by."""
-    num_heads, head_dim, value_dim = measure_heads(layer.module)
+    num_heads, head_dim, value_dim = measure_heads(layer.module, layer.rotary)
     config = cast(Any, stack.config)
     return ModelShape(
         num_heads=num_heads,

@@ -68,6 +68,7 @@ _SAMPLED: dict[str, dict[str, Any]] = {
     "phi3": _GQA,
     "cohere": {**_GQA, "use_qk_norm": True, "logit_scale": 1.0},
     "glm": {**_HEAD, **_PARTIAL},
+    "helium": _HEAD,  # halves its tables before it repeats them
     # scores capped by a tanh, which `sdpa` ignored before Transformers refused it
     "gemma2": {**_GEMMA, **_NARROW_WINDOW, "attn_logit_softcapping": 2.0, "attn_implementation": "eager"},
     "gemma3": {"model_type": "gemma3_text", **_GEMMA, **_DEEP, **_NARROW_WINDOW, **_ALTERNATING},
@@ -105,7 +106,6 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "granite": _GQA,
     "granitemoe": _MOE,
     "granitemoeshared": _MOE,
-    "helium": _HEAD,
     "hy_v3": _MOE,
     "hyperclovax": _HEAD,
     "internlm3": _HEAD,

@@ -77,13 +77,18 @@ def measure_layout(name: str, module: nn.Module, rotary: Tables) -> RotaryLayout
     return layout
 
 
-def measure_heads(module: nn.Module) -> tuple[int, int, int]:
+def measure_heads(module: nn.Module, rotary: Tables | None) -> tuple[int, int, int]:
     """Number of query heads, their dimension, and the dimension of one head's values.
+
+    Args:
+        module: a self-attention module.
+        rotary: the tables that it is given; None where it takes none.
 
     Raises:
         UnsupportedModel: when the module does not call the attention interface of Transformers.
     """
-    query, _, value = _run(module, torch.ones(1, 1), torch.zeros(1, 1))
+    width = 1 if rotary is None else rotary.tables(torch.arange(1)[None])[0].shape[-1]
+    query, _, value = _run(module, torch.ones(1, width), torch.zeros(1, width))
     return query.shape[1], query.shape[-1], value.shape[-1]
 
 

@@ -50,6 +50,10 @@ class ALiBi(Scheme):
             object.__setattr__(self, "slopes", self._numbers("slopes", "head"))
 
     @property
+    def learns(self) -> bool:
+        return self.learned
+
+    @property
     def causal_only(self) -> bool:  # type: ignore[override]
         return not self.symmetric
 

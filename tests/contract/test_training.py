@@ -25,6 +25,8 @@ def with_lora(model: torch.nn.Module) -> PeftModel:
 def test_gradients_are_finite_and_reach_every_parameter(model, spec):
     with patch(model, spec):
         for name, gradient in gradients(model.train(), tokens(rows=2)).items():
+            if gradient is None and ".experts." in name:
+                continue  # LongCat's router may send every token to experts that compute nothing
             assert gradient is not None, name
             assert gradient.isfinite().all(), name
             assert gradient.any(), name
