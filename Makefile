@@ -39,7 +39,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 nightly: setup
-	@echo "== tests on every family (about twelve minutes on two cores)"
+	@echo "== tests on every family (much longer than the usual run)"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --all-families
 
 lint: setup

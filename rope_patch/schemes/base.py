@@ -174,6 +174,8 @@ class Scheme:
         shared: names of its learned parameters that all layers have in common; each layer has its own of the others.
         precise: names of its learned parameters that stay in float32 where the model is in half precision.
         every_block: whether positions enter at the input of every layer, and not of the first alone.
+        breaks_graph: whether it asks for the values of positions, which a compiler does not have.
+        reads_ids: whether its `embedding` depends on token ids.
         stateful: whether its `embedding` carries a state from token to token, see `advance`.
     """
 
@@ -192,6 +194,8 @@ class Scheme:
     precise: ClassVar[tuple[str, ...]] = ()
     every_block: ClassVar[bool] = False
     stateful: ClassVar[bool] = False
+    breaks_graph: ClassVar[bool] = False
+    reads_ids: ClassVar[bool] = False
 
     # --- slots ---------------------------------------------------------------------------------------------------
 

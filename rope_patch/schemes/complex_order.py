@@ -57,6 +57,10 @@ class ComplexOrder(Scheme):
         self._one_of("start", ("sinusoidal", "zeros"))
         self._above_zero("base")
 
+    @property
+    def reads_ids(self) -> bool:  # type: ignore[override]
+        return not self.shared_words
+
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         d = shape.hidden_size
         if d % 2:
@@ -78,7 +82,7 @@ class ComplexOrder(Scheme):
         return turned.flatten(-2).to(x.dtype)
 
     def _of_words(self, table: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-        if self.shared_words:
+        if not self.reads_ids:
             return table
         if ids is None:
             raise UnsupportedPositions(

@@ -89,6 +89,14 @@ class Compose(Scheme):
         return any(part.every_block for part in self._parts)
 
     @property
+    def breaks_graph(self) -> bool:  # type: ignore[override]
+        return any(part.breaks_graph for part in self._parts)
+
+    @property
+    def reads_ids(self) -> bool:  # type: ignore[override]
+        return any(part.reads_ids for part in self._parts)
+
+    @property
     def stateful(self) -> bool:  # type: ignore[override]
         return any(part.stateful for part in self._parts)
 

@@ -53,6 +53,7 @@ class FLOATER(Scheme):
     )
     regime = "fine-tune"
     absolute = True
+    breaks_graph = True
     shared = ("initial_positions", "dynamics_in", "dynamics_in_bias", "dynamics_out", "dynamics_out_bias")
 
     width: int | None = None

@@ -42,6 +42,7 @@ class Recurrent(Scheme):
     )
     regime = "fine-tune"
     stateful = True
+    breaks_graph = True
     shared = ("gru_input", "gru_hidden", "gru_input_bias", "gru_hidden_bias", "gru_output")
 
     width: int | None = None

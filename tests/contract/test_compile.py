@@ -11,9 +11,8 @@ from tests.runs import assert_close, cached_logits, left_padded, logits, positio
 
 
 def _traceable(scheme: Scheme) -> bool:
-    """Whether it learns or joins at the input, and asks for the value of no position, as FLOATER and the GRU do."""
-    names = {part.name for part in scheme.parts()}
-    return (scheme.learns or "embedding" in scheme.slots) and names.isdisjoint(("floater", "rnn"))
+    """Whether it learns or joins at the input, and asks for the value of no position."""
+    return (scheme.learns or "embedding" in scheme.slots) and not scheme.breaks_graph
 
 
 @pytest.fixture(autouse=True)
