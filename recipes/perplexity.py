@@ -12,7 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from rope_patch.cli import INTERRUPTED, run_perplexity, run_politely, show_outcome
+from rope_patch.cli.common import INTERRUPTED, run_politely
+from rope_patch.cli.perplexity import run_perplexity, show_outcome
 from rope_patch.evaluation.experiment import Experiment
 
 

@@ -1,0 +1,8 @@
+"""`python -m rope_patch.cli`, for launchers that start modules."""
+
+import sys
+
+from rope_patch.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
