@@ -7,6 +7,7 @@
 # make gpu-check  on a machine with a GPU: its tests, with the Python that is there (GPU_PYTHON), without set-up
 # make gpu-bench  on a machine with a GPU: measure there, likewise
 #                 OPTIONS="--only decode growth --resume" and others: python -m benchmarks.run --help
+# make gpu-finetune  on a machine with a GPU: pretrain 112 million parameters, then fine-tune at four times the length
 # make clean      remove what set-up and the demo made
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 
-.PHONY: setup demo demo-compare test nightly lint check bench gpu-check gpu-bench clean
+.PHONY: setup demo demo-compare test nightly lint check bench gpu-check gpu-bench gpu-finetune clean
 
 setup: $(VENV)/.ready
 
@@ -61,6 +62,11 @@ gpu-check:
 gpu-bench:
 	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.machine cuda
 	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.run --device cuda $(OPTIONS)
+
+gpu-finetune:
+	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.machine cuda
+	PYTHONPATH=. $(GPU_PYTHON) recipes/pretrain_tiny.py recipes/configs/pretrain_gpu.yaml
+	PYTHONPATH=. $(GPU_PYTHON) recipes/finetune.py recipes/configs/finetune_gpu.yaml
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

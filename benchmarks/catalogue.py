@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benchmarks import attention, models, perplexity
+from benchmarks import attention, fine_tuning, models, perplexity
 from benchmarks.comparison import Comparison, Maker, Shape
 from benchmarks.machine import memory_bytes
 from rope_patch import list_schemes
@@ -62,6 +62,8 @@ def _on_cpu() -> Iterator[Comparison]:
     for dtype in ("float32", "bfloat16"):
         yield from _decoding(Shape(8192, 8, 2, dtype=dtype))
     yield from _perplexity(Shape(8192, 4, 4, 64))
+    for dtype in ("float32", "bfloat16"):
+        yield _fine_tuning(Shape(8192, 4, 4, 64, dtype))
 
 
 def _on_cuda() -> Iterator[Comparison]:
@@ -76,6 +78,7 @@ def _on_cuda() -> Iterator[Comparison]:
     yield from _modules(replace(long, kv_heads=32))
     yield from _decoding(long)
     yield from _perplexity(Shape(8192, 4, 4, 64, "bfloat16", "cuda"))
+    yield _fine_tuning(Shape(8192, 4, 4, 64, "bfloat16", "cuda"))
 
 
 def _static(shape: Shape) -> Comparison:
@@ -221,6 +224,20 @@ def _perplexity(shape: Shape) -> Iterator[Comparison]:
         shape,
         target=1 / 2,
         memory_target=1 / 30,
+    )
+
+
+def _fine_tuning(shape: Shape) -> Comparison:
+    return _row(
+        "fine_tuning/loss",
+        "training step, loss in chunks; memory of the loss alone",
+        "loss from all logits",
+        fine_tuning.chunked_loss,
+        fine_tuning.default_loss,
+        shape,
+        target=1.0,
+        memory_target=1 / 10,
+        shared=fine_tuning.stack_alone,
     )
 
 

@@ -72,6 +72,7 @@ class Comparison:
         ours, yardstick: the two sides.
         target: largest allowed ratio of times; None where the ratio is for the record.
         memory_target: largest allowed ratio of peak extra memory; None where memory is not measured.
+        shared: work that both sides do anyway, whose peak is taken off the peaks of both.
         flops: of one side, for rates; None where there is no meaningful count.
     """
 
@@ -83,6 +84,7 @@ class Comparison:
     shape: Shape
     target: float | None = None
     memory_target: float | None = None
+    shared: Maker | None = None
     flops: Callable[[Shape], float] | None = None
 
     def small(self) -> Comparison:

@@ -34,12 +34,19 @@ def measured(comparison: Comparison, patience: Patience) -> Row:
     makers = (comparison.ours, comparison.yardstick)
     try:
         times = in_turn([maker(shape) for maker in makers], shape.device, patience)
-        memory = [peak_bytes(maker, shape) for maker in makers] if comparison.memory_target else []
+        memory = extra_bytes(comparison) if comparison.memory_target else []
         return Row.of(comparison, times, memory)
     except Exception as error:
         return Row.failed(comparison, error)
     finally:
         _release(shape.device)
+
+
+def extra_bytes(comparison: Comparison) -> list[int]:
+    """Peak memory of both sides, beyond their inputs and beyond what work that they share takes by itself."""
+    shape = comparison.shape
+    shared = peak_bytes(comparison.shared, shape) if comparison.shared else 0
+    return [max(0, peak_bytes(maker, shape) - shared) for maker in (comparison.ours, comparison.yardstick)]
 
 
 def measured_points(shape: Shape, patience: Patience) -> list[Point]:

@@ -1,6 +1,7 @@
 """Draw perplexity against context length for the schemes, the checkpoint and the text that a YAML file names.
 
     python recipes/perplexity.py recipes/configs/demo.yaml
+    torchrun --nproc-per-node 4 recipes/perplexity.py recipes/configs/demo.yaml
 
 Every row is written as soon as it is measured; started again, the run goes on where it stopped. The same can be said
 in the words of the command line: `rope-patch perplexity --help`.

@@ -1,6 +1,7 @@
 """Pretrain the small Llama that the demo patches: byte-level BPE, 256 tokens of context, Python source.
 
     python recipes/pretrain_tiny.py recipes/configs/pretrain_tiny.yaml
+    python recipes/pretrain_tiny.py recipes/configs/pretrain_gpu.yaml     # 112 million parameters, on a GPU
 
 The run saves its state every few minutes, written aside and renamed; started again, it goes on where it stopped.
 The learning rate warms up, stays, and falls to zero over the last `decay_steps`: while it stays, `steps` may be
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,8 @@ class Config(Schedule):
     heads: int
     repeat_probability: float
     repeat_span: tuple[int, int]
+    device: str = "cpu"
+    packages: bool = False  # train on the source of the installed packages, too
 
 
 def main() -> None:
@@ -55,17 +59,18 @@ def main() -> None:
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
 
-    tokenizer = train_tokenizer(config, output)
-    stream = tokenise(tokenizer, "train")
-    held_out = tokenise(tokenizer, "held_out")
+    texts = training_texts(config)
+    tokenizer = train_tokenizer(config, output, texts)
+    stream = tokenise(tokenizer, texts)
+    held_out = tokenise(tokenizer, list(standard_library("held_out")["text"]))
     torch.manual_seed(config.seed)
-    model = LlamaForCausalLM(llama_config(config, tokenizer))
+    model = LlamaForCausalLM(llama_config(config, tokenizer)).to(config.device)
     pretrain(
         config,
         model,
         tokenizer,
         optimizer=make_optimizer(model, config),
-        loss_at=lambda step: next_token_loss(model, draw_batch(stream, step, config)),
+        loss_at=lambda step: next_token_loss(model, draw_batch(stream, step, config).to(config.device)),
         held_out_loss=lambda: evaluate(model, held_out, config),
     )
 
@@ -80,12 +85,15 @@ def pretrain(
 ) -> None:
     """Train in bfloat16, then write the checkpoint and draw the loss curve."""
 
-    def rounded_loss(step: int) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return loss_at(step)
+    def rounded_loss(step: int) -> list[torch.Tensor]:
+        with torch.autocast(model.device.type, dtype=torch.bfloat16):
+            return [loss_at(step)]
+
+    def observe(_: int) -> dict[str, float]:
+        return {"held_out_nll": round(held_out_loss(), 4)}
 
     try:
-        train(config, model, optimizer, rounded_loss, held_out_loss)
+        train(config, model, optimizer, rounded_loss, observe)
     except Diverged as error:
         raise SystemExit(str(error)) from error
     output = Path(config.output)
@@ -93,7 +101,16 @@ def pretrain(
     draw_loss_curve(output)
 
 
-def train_tokenizer(config: Config, output: Path) -> PreTrainedTokenizerFast:
+def training_texts(config: Config) -> list[str]:
+    """Modules of the standard library, and of whatever is installed beside it where the config asks for more text."""
+    texts = list(standard_library("train")["text"])
+    if config.packages:
+        files = sorted(Path(sysconfig.get_path("purelib")).rglob("*.py"))
+        texts += [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    return texts
+
+
+def train_tokenizer(config: Config, output: Path, texts: list[str]) -> PreTrainedTokenizerFast:
     """A byte-level BPE, trained once and kept beside the checkpoint."""
     path = output / "tokenizer.json"
     if not path.exists():
@@ -106,16 +123,16 @@ def train_tokenizer(config: Config, output: Path) -> PreTrainedTokenizerFast:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        bpe.train_from_iterator(standard_library("train")["text"], trainer)
+        bpe.train_from_iterator(texts, trainer)
         bpe.save(str(path))
     return PreTrainedTokenizerFast(
         tokenizer_file=str(path), bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
 
 
-def tokenise(tokenizer: PreTrainedTokenizerFast, split: str) -> torch.Tensor:
-    """All documents of the split as one stream of token ids, each closed by the end-of-text token."""
-    encodings = tokenizer(list(standard_library(split)["text"]), add_special_tokens=False)["input_ids"]
+def tokenise(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
+    """All documents as one stream of token ids, each closed by the end-of-text token."""
+    encodings = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return torch.tensor([token for ids in encodings for token in [*ids, tokenizer.eos_token_id]])
 
 
@@ -156,8 +173,8 @@ def draw_batch(stream: torch.Tensor, step: int, config: Config) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, held_out: torch.Tensor, config: Config, windows: int = 64) -> float:
-    rows = even_crops(held_out, config.context, windows)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    rows = even_crops(held_out, config.context, windows).to(config.device)
+    with torch.autocast(torch.device(config.device).type, dtype=torch.bfloat16):
         return sum(next_token_loss(model, part).item() for part in rows.split(16)) / (windows // 16)
 
 

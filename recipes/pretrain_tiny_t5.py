@@ -17,6 +17,7 @@ import yaml
 from pretrain_tiny import pretrain, tokenise
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
+from rope_patch.evaluation.corpora import standard_library
 from rope_patch.evaluation.span_corruption import corrupt, draw_spans, sentinels_of
 from rope_patch.training.loop import Schedule
 
@@ -41,7 +42,7 @@ def main() -> None:
     Path(config.output).mkdir(parents=True, exist_ok=True)
 
     tokenizer = make_tokenizer(config)
-    stream, held_out = tokenise(tokenizer, "train"), tokenise(tokenizer, "held_out")
+    stream, held_out = (tokenise(tokenizer, list(standard_library(split)["text"])) for split in ("train", "held_out"))
     torch.manual_seed(config.seed)
     model = T5ForConditionalGeneration(t5_config(config, tokenizer))
 

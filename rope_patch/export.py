@@ -50,6 +50,11 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
                 f"{scheme} takes its share of the whole head in Transformers; this checkpoint rotates "
                 f"{kept['partial_rotary_factor']} of it"
             )
+        if layer_type is not None and said.get("truncate") is False:
+            raise NotExpressible(
+                f"{scheme}: where rope_parameters are nested by layer type, as those of {type(config).__name__}, "
+                "Transformers does not read truncate=False"
+            )
         said = kept | said
         if layer_type is None:
             exported = said

@@ -28,14 +28,15 @@ FLOORS = [
     {"attention"},
     {"models"},
     {"arguments", "changes", "entry", "late", "mounts", "parameters", "scoring", "table"},
-    {"export", "patch", "persistence", "describe"},
+    {"export", "patch", "persistence", "describe", "serving"},
     {"evaluation", "plots"},
     {"training"},
+    {"finetuning"},
     {"cli"},
 ]
 """Parts of the package from the ground up; none imports from a floor above it."""
 
-TRANSFORMERS = {"models", *FLOORS[5], *FLOORS[6], "evaluation", "training", "cli"}
+TRANSFORMERS = {"models", *FLOORS[5], *FLOORS[6], "evaluation", "training", "finetuning", "cli"}
 """Parts that may import Transformers."""
 
 SCHEME_TOOLS = {"rope_patch.schemes.base", "rope_patch.schemes.compose", "rope_patch.schemes.registry"}

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import report, run
+from benchmarks import fine_tuning, report, run
 from benchmarks.attention import SEGMENTS, regions, spec
 from benchmarks.catalogue import comparisons, growth_makers, growth_shapes
 from benchmarks.comparison import Comparison, Shape, Side
@@ -110,6 +110,19 @@ def test_sides_run_in_turn_and_the_warm_up_does_not_count():
 
 def test_peak_memory_is_that_of_the_run():
     assert peak_bytes(functools.partial(megabytes, count=64), Shape(8)) == pytest.approx(64 * 2**20, rel=0.1)
+
+
+def test_memory_of_work_that_both_sides_share_is_taken_off():
+    ours, yardstick, shared = (functools.partial(megabytes, count=count) for count in (96, 160, 32))
+    row = dataclasses.replace(comparison(), ours=ours, yardstick=yardstick, shared=shared)
+    assert run.extra_bytes(row) == [pytest.approx(count * 2**20, rel=0.1) for count in (64, 128)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_losses_of_a_fine_tuning_step_are_one(dtype):
+    shape = Shape(48, 2, 2, 16, dtype)
+    ours, yardstick = (maker(shape).run() for maker in (fine_tuning.chunked_loss, fine_tuning.default_loss))
+    torch.testing.assert_close(ours, yardstick, rtol=1e-3, atol=0, check_dtype=False)
 
 
 def test_a_row_says_what_was_measured_and_whether_it_is_enough():

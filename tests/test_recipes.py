@@ -15,6 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_patch
 from rope_patch import native_scheme
 from rope_patch.evaluation.experiment import Experiment
+from rope_patch.evaluation.retrieval.experiment import Retrieval
+from rope_patch.evaluation.sweep import Sweep
+from rope_patch.finetuning.description import FineTuning
 from rope_patch.training.comparison import Comparison
 from tests.runs import assert_close, logits
 
@@ -62,7 +65,13 @@ def test_pretraining_takes_a_step_and_writes_a_checkpoint(name, tmp_path):
 def test_every_config_says_something_to_its_recipe(path):
     if path.stem.startswith("compare"):
         assert Comparison.from_yaml(path).schemes()
-    elif (RECIPES / f"{path.stem}.py").is_file():
+    elif path.stem.startswith("passkey"):
+        assert Retrieval.from_yaml(path).lines
+    elif path.stem.startswith("sweep"):
+        assert Sweep.from_yaml(path).families
+    elif path.stem.startswith("finetune"):
+        assert FineTuning.from_yaml(path).schemes
+    elif path.stem.startswith("pretrain"):
         assert yaml.safe_load(path.read_text())
     else:
         assert Experiment.from_yaml(path).schemes

@@ -10,11 +10,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from rope_patch.cli import compare, describe, listing, perplexity, plot
+from rope_patch.cli import compare, describe, export, finetune, listing, passkey, perplexity, plot, sweep
 from rope_patch.cli.common import run_politely
 from rope_patch.version import __version__
 
-COMMANDS = (listing, describe, perplexity, compare, plot)
+COMMANDS = (listing, describe, perplexity, passkey, sweep, finetune, compare, export, plot)
 """In the order in which `--help` names them; each adds its own parser."""
 
 

@@ -1,17 +1,28 @@
-"""Texts to measure on: the running Python's own source, local files and folders, named datasets.
+"""Texts to measure and to train on: the running Python's own source, local files and folders, named datasets.
 
-Every corpus is a `datasets.Dataset` with one row per document and the columns `name` and `text`.
+`read_documents` reads them one after another; a corpus to measure on is a `datasets.Dataset` with one row per document
+and the columns `name` and `text`.
 """
 
 from __future__ import annotations
 
+import glob
+import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 
 from rope_patch.errors import CorpusError
+from rope_patch.evaluation.documents import (
+    DATA_SUFFIXES,
+    TEXT_SUFFIXES,
+    Documents,
+    from_dataset,
+    from_files,
+    from_rows,
+)
 
 HELD_OUT_MODULES = (
     "argparse",
@@ -29,8 +40,10 @@ HELD_OUT_MODULES = (
 )
 """Modules of the standard library that `recipes/pretrain_tiny.py` never trains on."""
 
+_TEST = re.compile(r"(?<![A-Za-z0-9])test(?![A-Za-z0-9])")
+"""By such a word in the name of a data file `datasets` knows the test split of a folder."""
+
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-_TEXT_SUFFIXES = {".txt", ".md", ".py", ".rst"}
 
 
 def standard_library(split: str = "held_out") -> Dataset:
@@ -70,52 +83,92 @@ def _standard_library_files() -> Iterator[tuple[str, Path]]:
             yield ".".join(parts).removesuffix(".py").removesuffix(".__init__"), path
 
 
-def load_corpus(source: str = "stdlib", *, split: str | None = None, column: str = "text") -> Dataset:
-    """Documents from a name, a file or a folder.
+def read_documents(
+    source: str = "stdlib",
+    *,
+    split: str | None = None,
+    column: str = "text",
+    config: str | None = None,
+    streaming: bool = False,
+    on_bad_line: str = "stop",
+) -> Documents:
+    """Documents one after another, each a dictionary of `name` and `text`.
 
     Args:
-        source: `"stdlib"` (the held-out modules of the standard library), the path of a text file (one document) or of
-            a folder (every `.txt`, `.md`, `.rst` and `.py` file below it, one document each), or else a name or path
-            that `datasets.load_dataset` understands.
+        source: `"stdlib"` (the modules of the standard library); the path of a file or of a folder, or a pattern with
+            `*`; or else a name or path that `datasets.load_dataset` understands. A `.jsonl` or `.json` file holds one
+            JSON object per line, a `.parquet` file one row per document, any other file is one document. Of a folder
+            every `.txt`, `.md`, `.rst` and `.py` file below it is read, or, where there is none beside a README.md,
+            every `.jsonl` and `.parquet`, or else `.json` file.
+        split: of the standard library, of a dataset, or of a folder that `datasets` divides by the names of its data
+            files. Default `"train"`; a folder is read whole.
+        column: that holds the text, wherever there are columns.
+        config: of a dataset.
+        streaming: read a named dataset while it is downloaded; files are always read as they are needed.
+        on_bad_line: `"stop"` raises on a record that is no document, `"skip"` leaves it out and counts it: see
+            `Documents.bad_records`.
+
+    Raises:
+        CorpusError: nothing can be read there. What is wrong with a single record shows when it is reached.
+    """
+    if source == "stdlib":
+        modules = standard_library(split or "train")
+        return from_rows("stdlib", modules.to_list())
+    path = Path(source)
+    if path.is_file():
+        return from_files(source, [path], path.parent, column, on_bad_line)
+    if path.is_dir():
+        files = _files_below(path)
+        if files and (split is None or files[0].suffix not in DATA_SUFFIXES):
+            return from_files(source, files, path, column, on_bad_line)
+    elif glob.has_magic(source):
+        files = [Path(match) for match in sorted(glob.glob(source, recursive=True)) if Path(match).is_file()]
+        if not files:
+            raise CorpusError(f"no file matches {source!r}")
+        return from_files(source, files, Path(files[0].anchor), column, on_bad_line)
+    elif path.suffix in TEXT_SUFFIXES | DATA_SUFFIXES:
+        raise CorpusError(f"there is no file {source!r}")
+    return from_dataset(source, config, split or "train", column, streaming, on_bad_line)
+
+
+def load_corpus(source: str = "stdlib", *, split: str | None = None, column: str = "text") -> Dataset:
+    """All documents of a source at once.
+
+    Args:
+        source: see `read_documents`.
         split: the split to read; defaults to `"held_out"` for the standard library and to `"test"` for a dataset.
-        column: the column of a dataset that holds the text.
+        column: the column that holds the text, wherever there are columns.
 
     Returns:
         A dataset with the columns `name` and `text`.
 
     Raises:
-        CorpusError: when nothing can be read there, or the dataset has no such column.
+        CorpusError: when nothing can be read there, a record is no document, or there is no such column.
     """
     if source == "stdlib":
         return standard_library(split or "held_out")
+    if split is None and not _is_read_whole(source):
+        split = "test"
+    rows = list(read_documents(source, split=split, column=column))
+    return Dataset.from_dict({"name": [row["name"] for row in rows], "text": [row["text"] for row in rows]})
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """The files of a folder that hold its text, of the first kind of which there are any."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    data = [file for file in files if file.suffix in DATA_SUFFIXES - {".json"}]
+    texts = [file for file in files if file.suffix in TEXT_SUFFIXES]
+    # a README.md beside data files is the card of a dataset
+    if data and all(file.name == "README.md" for file in texts):
+        texts = []
+    return texts or data or [file for file in files if file.suffix == ".json"]
+
+
+def _is_read_whole(source: str) -> bool:
+    """Whether a source has no splits: a file, a pattern, or a folder none of whose data files is named for a test."""
     path = Path(source)
-    if path.is_file():
-        return _from_files([path], root=path.parent)
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in _TEXT_SUFFIXES and file.is_file())
-        if files:
-            return _from_files(files, root=path)
-    return _from_hub(source, split or "test", column)
-
-
-def _from_files(files: list[Path], root: Path) -> Dataset:
-    try:
-        texts = [file.read_text(encoding="utf-8") for file in files]
-    except (OSError, UnicodeDecodeError) as error:
-        raise CorpusError(f"cannot read the text below {root}: {error}") from error
-    return Dataset.from_dict({"name": [str(file.relative_to(root)) for file in files], "text": texts})
-
-
-def _from_hub(source: str, split: str, column: str) -> Dataset:
-    try:
-        dataset = load_dataset(source, split=split)
-    except Exception as error:  # `datasets` raises many unrelated types; all mean that there is no text to measure on
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CorpusError(
-            f"no text at {source!r}: it is not 'stdlib', a text file, a folder with {', '.join(sorted(_TEXT_SUFFIXES))}"
-            f" files, nor a dataset with a split {split!r} ({reason})"
-        ) from error
-    if column not in dataset.column_names:
-        raise CorpusError(f"dataset {source!r} has no column {column!r}; it has {', '.join(dataset.column_names)}")
-    names = dataset["name"] if "name" in dataset.column_names else [f"{split}[{i}]" for i in range(len(dataset))]
-    return Dataset.from_dict({"name": list(map(str, names)), "text": list(dataset[column])})
+    if not path.is_dir():
+        return path.is_file() or glob.has_magic(source)
+    files = _files_below(path)
+    data = [str(file.relative_to(path)) for file in files if file.suffix in DATA_SUFFIXES]
+    return bool(files) and not any(_TEST.search(name) for name in data)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import yaml
@@ -15,8 +17,15 @@ from rope_patch.errors import EvaluationError, did_you_mean
 Description = TypeVar("Description")
 
 
-def read_yaml(cls: type[Description], path: str | Path) -> Description:
+def read_yaml(
+    cls: type[Description], path: str | Path, changed: Mapping[str, Any] = MappingProxyType({})
+) -> Description:
     """The description that a YAML file holds.
+
+    Args:
+        cls: its dataclass.
+        path: of the file.
+        changed: settings that overrule those of the file.
 
     Raises:
         EvaluationError: the file is no YAML mapping, or a key or a value is wrong or missing.
@@ -28,19 +37,35 @@ def read_yaml(cls: type[Description], path: str | Path) -> Description:
         raise EvaluationError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise EvaluationError(f"{path} holds no mapping of settings to values")
+    return describe(cls, {**data, **changed}, str(path))
+
+
+def describe(cls: type[Description], settings: Mapping[str, Any], source: str) -> Description:
+    """The description that settings by name are.
+
+    Args:
+        cls: its dataclass.
+        settings: the fields.
+        source: where they come from, for messages.
+
+    Raises:
+        EvaluationError: a key or a value is wrong or missing.
+    """
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     known = [field.name for field in fields]
-    for key in data:
+    for key in settings:
         if key not in known:
-            raise EvaluationError(f"{path} has an unknown key {key!r}; {did_you_mean(str(key), known)}")
+            raise EvaluationError(f"{source} has an unknown key {key!r}; {did_you_mean(str(key), known)}")
     for field in fields:
-        if field.default is dataclasses.MISSING and field.name not in data:
-            raise EvaluationError(f"{path} says no {field.name!r}")
-    return cls(**data)
+        if field.default is dataclasses.MISSING and field.name not in settings:
+            raise EvaluationError(f"{source} says no {field.name!r}")
+    return cls(**settings)
 
 
 def check_types(description: Any) -> None:
     """To be called by `__post_init__`: lists, as YAML and argparse spell them, become tuples, and types are checked.
+
+    A number such as 2e-5, which YAML takes for a text for want of a point, is read as the number that it is.
 
     Raises:
         EvaluationError: a field is of the wrong type.
@@ -49,7 +74,9 @@ def check_types(description: Any) -> None:
         value = getattr(description, name)
         if isinstance(value, list):
             value = tuple(value)
-            object.__setattr__(description, name, value)
+        elif isinstance(value, str) and float in (hint, *typing.get_args(hint)):
+            value = _number(value)
+        object.__setattr__(description, name, value)
         if not _fits(value, hint):
             raise EvaluationError(f"{name}={value!r} is not allowed; {name} must be {_spelled(hint)}")
 
@@ -64,6 +91,13 @@ def check_at_least(description: Any, minimum: int, *names: str) -> None:
         value = getattr(description, name)
         if value is not None and value < minimum:
             raise EvaluationError(f"{name}={value} is not allowed; {name} must be at least {minimum}")
+
+
+def _number(word: str) -> float | str:
+    try:
+        return float(word)
+    except ValueError:
+        return word
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rope_patch.errors import CorpusError, EvaluationError
-from rope_patch.evaluation import chart
+from rope_patch.evaluation import chart, sharing
 from rope_patch.evaluation.corpora import load_corpus
 from rope_patch.evaluation.description import check_at_least, check_types, read_yaml
 from rope_patch.evaluation.loading import check_checkpoint, default_checkpoint, load_model, load_tokenizer
-from rope_patch.evaluation.perplexity import check_request, measure
+from rope_patch.evaluation.perplexity import measure
+from rope_patch.evaluation.protocols import Request, check_request
 from rope_patch.evaluation.results import ResultFile, Row
 from rope_patch.evaluation.specs import REFERENCES, scheme_at
 from rope_patch.evaluation.trained import Trained
@@ -29,8 +31,11 @@ class Experiment:
         model: checkpoint folder; default the one that comes with the repository.
         text: a text file or a folder of them; default the held-out modules of Python's standard library.
         dataset: a dataset's name or folder instead, with its `split` and the `column` that holds the text.
-        protocol: `last`, `by_position` or `span_corruption`; `auto` chooses by the model.
+        protocol: `last`, `by_position`, `span_corruption`, `sliding`, `disjoint`, `yarn_compat` or `yarn_truncate`;
+            `auto` chooses `last` or `span_corruption` by the model.
         targets: T, scored tokens per window; default min(L, 4096).
+        stride: S of `sliding` and `yarn_compat`, in tokens; default 256.
+        tokens_per_document: where whole documents are scored, how many tokens of each; default all.
         documents: how many documents; default all.
         windows_per_document: how many places in each document are scored.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
@@ -50,6 +55,8 @@ class Experiment:
     column: str = "text"
     protocol: str = "auto"
     targets: int | None = None
+    stride: int | None = None
+    tokens_per_document: int | None = None
     documents: int | None = None
     windows_per_document: int = 1
     dtype: str = "auto"
@@ -63,7 +70,7 @@ class Experiment:
         check_types(self)
         if self.text is not None and self.dataset is not None:
             raise EvaluationError(f"text {self.text!r} and dataset {self.dataset!r}: give one of them")
-        check_at_least(self, 1, "documents", "windows_per_document")
+        check_at_least(self, 1, "documents", "windows_per_document", "stride", "tokens_per_document")
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Experiment:
@@ -87,6 +94,11 @@ class Experiment:
         return self.text or self.dataset or "the held-out modules of Python's standard library"
 
     @property
+    def request(self) -> dict[str, Any]:
+        """What is asked of the protocol, as `check_request` and `measure` take it."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Request)}
+
+    @property
     def checkpoint(self) -> str:
         """The folder or the id that is loaded."""
         return self.model or default_checkpoint()
@@ -101,8 +113,14 @@ class Outcome:
     picture: Path
 
 
-def run(experiment: Experiment, say: Callable[[str], None] = lambda _: None) -> Outcome:
+def _silence(_: str) -> None:
+    """What a process says that is not the main one."""
+
+
+def run(experiment: Experiment, say: Callable[[str], None] = _silence) -> Outcome:
     """Measure, writing every row to disk as it comes, and draw the chart. Started again, it goes on where it stopped.
+
+    Started by `torchrun` or `accelerate launch`, the processes divide the windows; the main one writes and speaks.
 
     Args:
         experiment: what to measure.
@@ -114,10 +132,14 @@ def run(experiment: Experiment, say: Callable[[str], None] = lambda _: None) -> 
     """
     checkpoint = experiment.checkpoint
     check_checkpoint(checkpoint)
-    check_request(experiment.protocol, experiment.lengths, experiment.targets)
+    check_request(**experiment.request)
     for line in experiment.lines:
         scheme_at(line, 1, 2**62)  # spelling only: the model is not there yet
-    results = ResultFile(Path(experiment.output) / "perplexity.jsonl")
+    sharing.join(experiment.device)
+    if not sharing.is_main():
+        say = _silence
+    path = Path(experiment.output) / "perplexity.jsonl"
+    results = sharing.only_main(lambda: ResultFile(path))
     lengths = ", ".join(map(str, experiment.lengths))
     say(f"measuring {len(experiment.lines)} schemes at {lengths} tokens on {experiment.source}")
     corpus = _corpus(experiment)
@@ -132,19 +154,13 @@ def run(experiment: Experiment, say: Callable[[str], None] = lambda _: None) -> 
         load_tokenizer(checkpoint),
         corpus,
         experiment.lines,
-        experiment.lengths,
-        protocol=experiment.protocol,  # type: ignore[arg-type]  # measure checks it
-        targets=experiment.targets,
-        documents=experiment.documents,
-        windows_per_document=experiment.windows_per_document,
-        seed=experiment.seed,
+        **experiment.request,
         name=experiment.model or "tiny-llama",
         results=results,
         trained=trained,
     )
-    picture = results.path.with_suffix(".png")
-    chart.save(rows, picture)
-    return Outcome(rows, results.path, picture)
+    picture = sharing.on_main(lambda: chart.save(rows, path.with_suffix(".png")))
+    return Outcome(rows, path, picture)
 
 
 def _corpus(experiment: Experiment) -> Any:

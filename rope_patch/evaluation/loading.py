@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from rope_patch.errors import EvaluationError, did_you_mean
+from rope_patch.evaluation.sharing import own_device
 from rope_patch.persistence import from_pretrained, make_loadable
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -39,7 +40,8 @@ def load_model(path: str, *, dtype: str = "auto", device: str = "auto", attentio
     Args:
         path: a checkpoint folder, or the id of a model on the hub.
         dtype: `auto` for what the checkpoint declares, or one of `DTYPES`.
-        device: `auto` for the first accelerator or else the CPU, or a name that torch knows.
+        device: `auto` for the first accelerator (of several processes: the one of the local rank) or else the CPU, or
+            a name that torch knows.
         attention: `auto`, or an implementation that Transformers knows, such as `sdpa` or `eager`.
 
     Raises:
@@ -105,7 +107,7 @@ def _where(path: str) -> dict[str, Any]:
 def _device(name: str) -> torch.device:
     if name == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return accelerator or torch.device("cpu")
+        return own_device() or accelerator or torch.device("cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

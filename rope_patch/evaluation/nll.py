@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from rope_patch.errors import EvaluationError
+from rope_patch.models.head import find_language_model, head_alone
+
+__all__ = ["ROWS_PER_CHUNK", "chunked_nll", "find_language_model"]
 
 ROWS_PER_CHUNK = 128
 """How many positions pass through the language-model head at once."""
@@ -45,65 +43,10 @@ def chunked_nll(
     outputs = language_model.base_model(input_ids=input_ids, use_cache=False, return_dict=True)
     hidden = outputs.last_hidden_state[:, length - scored :]
     chunks = zip(hidden.split(rows_per_chunk, dim=1), targets.split(rows_per_chunk, dim=1), strict=True)
-    with _head_alone(language_model, type(outputs)) as head:
+    with head_alone(language_model, type(outputs)) as head:
         return torch.cat([_nll(head(states), expected) for states, expected in chunks], dim=1)
 
 
 def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """`(batch, rows, vocabulary)` and `(batch, rows)` to `(batch, rows)`."""
     return nn.functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
-
-
-def find_language_model(model: nn.Module) -> PreTrainedModel:
-    """The Transformers model with a language-model head, in `model` itself or in what it wraps.
-
-    Raises:
-        EvaluationError: when there is none.
-    """
-    for module in model.modules():
-        if not isinstance(module, PreTrainedModel) or not module.can_generate():
-            continue
-        if module.base_model is not module or module.config.is_encoder_decoder:
-            return module
-    raise EvaluationError(f"{type(model).__name__} has no language-model head, so it predicts no token")
-
-
-@contextmanager
-def _head_alone(model: PreTrainedModel, output_type: type) -> Iterator[Any]:
-    """The head exactly as the model applies it, as a function of hidden states.
-
-    Families scale or cap their logits in their own `forward` (Cohere, Gemma 2, Granite), so that `forward` is what
-    runs; in place of the stack stands a module that hands out the hidden states it was given.
-    """
-    prefix, stack = model.base_model_prefix, model.base_model
-    stand_in = _StandIn(output_type)
-    model._modules[prefix] = stand_in
-    try:
-        yield lambda states: _apply_head(model, stand_in, states)
-    finally:
-        model._modules[prefix] = stack
-
-
-def _apply_head(model: PreTrainedModel, stand_in: _StandIn, states: torch.Tensor) -> torch.Tensor:
-    """Logits `(batch, rows, vocabulary)` of hidden states `(batch, rows, hidden)`."""
-    stand_in.states = states
-    unused = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
-    logits = model(input_ids=unused, use_cache=False, return_dict=True).logits
-    if stand_in.states is not None or logits.shape[:2] != states.shape[:2]:
-        raise EvaluationError(
-            f"{type(model).__name__}: its head is not a function of the hidden states of `{model.base_model_prefix}`"
-        )
-    return logits
-
-
-class _StandIn(nn.Module):
-    """Returns, once, the hidden states it was given, whatever it is called with."""
-
-    def __init__(self, output_type: type) -> None:
-        super().__init__()
-        self.output_type = output_type
-        self.states: torch.Tensor | None = None
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        states, self.states = self.states, None
-        return self.output_type(last_hidden_state=states)

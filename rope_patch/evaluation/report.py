@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.protocols import PROTOCOLS
+from rope_patch.evaluation.protocols.base import count
 from rope_patch.evaluation.results import Row
 from rope_patch.evaluation.specs import CUT, PLAIN
 
@@ -45,6 +47,12 @@ class Grid:
             values = sorted({str(getattr(row, field)) for row in rows})
             if len(values) > 1:
                 raise EvaluationError(f"rows of different {field} cannot share a table or a chart: {', '.join(values)}")
+        protocol = PROTOCOLS[rows[0].protocol]
+        values = sorted({str(row.targets) for row in rows})
+        if protocol.shared_targets and len(values) > 1:
+            raise EvaluationError(
+                f"rows of different {protocol.shared_targets} cannot share a table or a chart: {', '.join(values)}"
+            )
         return cls(
             lines=tuple(dict.fromkeys(row.line for row in rows)),
             lengths=tuple(sorted({row.length for row in rows})),
@@ -84,14 +92,9 @@ class Grid:
     def notes(self) -> list[str]:
         """Everything that a reader needs to know beside the numbers, one sentence each."""
         row = self.any
-        share = {
-            "last": f"NLL of the same last {row.targets} tokens of {_count(row.windows, 'window')}",
-            "span_corruption": f"NLL of the same hidden spans of the last {row.targets} tokens of "
-            f"{_count(row.windows, 'window')}",
-            "by_position": f"NLL by position in one pass over {_count(row.windows, 'window')}",
-        }[row.protocol]
-        source = f"{share} from {_count(row.documents, 'document')}, {row.dtype}, protocol {row.protocol}"
-        short = f"{_count(row.short_documents, 'document')} too short for {self.lengths[-1]} tokens and left out"
+        scored = PROTOCOLS[row.protocol].sentence(row)
+        source = f"{scored} from {count(row.documents, 'document')}, {row.dtype}, protocol {row.protocol}"
+        short = f"{count(row.short_documents, 'document')} too short for {self.lengths[-1]} tokens and left out"
         regimes = {row.regime for row in self.rows.values()}
         return [
             source,
@@ -151,7 +154,3 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
 def _styled(grid: Grid, line: str, length: int) -> Text:
     best = grid.is_best(line, length)
     return Text(cell(grid.nll(line, length)) + ("*" if best else " "), style="bold green" if best else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -44,14 +44,15 @@ class Row:
         scheme: the scheme that was measured, all fields filled in; `{"name": "plain"}` for none.
         regime: what the scheme says it needs before it makes sense.
         mount: where it was mounted; `none` for the plain checkpoint.
-        protocol: `last`, `by_position` or `span_corruption`.
+        protocol: one of `rope_patch.evaluation.protocols.PROTOCOLS`.
         length: context length in tokens; for `by_position` the last position of the bin.
         training_length: L in tokens.
-        targets: scored tokens per window.
+        targets: scored tokens per window; where windows overlap, those that every window but the first adds, which is
+            the stride.
         documents, windows, short_documents: what was scored, and how many documents were too short.
         texts: fingerprint of the scored texts.
         scored_tokens: number of targets in the mean.
-        nll: mean negative log-likelihood in nats per token, weighted by token.
+        nll: mean negative log-likelihood in nats per token, averaged as the protocol says.
         perplexity: exp(nll).
         seconds: duration of the forward passes that the row needed.
         tokens_per_second: context tokens over seconds.
@@ -252,7 +253,10 @@ def weights_fingerprint(model: nn.Module) -> str:
     """A hash of a sample of every parameter: tells a retrained checkpoint from the one before, at no cost."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].float().cpu()
+        values = parameter.detach()
+        if hasattr(values, "full_tensor"):  # spread over processes, all of which come here
+            values = values.full_tensor()
+        sample = values.flatten()[:: max(1, values.numel() // 64)].float().cpu()
         digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]
 
@@ -275,8 +279,9 @@ def provenance() -> dict[str, Any]:
 def _code_fingerprint() -> str:
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
-        if path.name not in ("cli.py", "report.py", "chart.py"):  # they only show what was measured
-            digest.update(str(path.relative_to(_PACKAGE)).encode() + path.read_bytes())
+        place = path.relative_to(_PACKAGE)
+        if place.parts[0] != "cli" and path.name not in ("report.py", "chart.py"):  # they only show what was measured
+            digest.update(str(place).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -76,7 +76,7 @@ def select_windows(
     """
     rows = list(corpus)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-    prefix = _prefix(tokenizer)
+    prefix = prefix_of(tokenizer)
     needed = longest + 1 - len(prefix)
     lengths: list[int] = []
     chosen: dict[int, list[Window]] = {}
@@ -106,8 +106,11 @@ def select_windows(
     )
 
 
-def _prefix(tokenizer: Any) -> torch.Tensor:
-    """The start-of-text token where the tokenizer sets one in front of every text: models lean on it."""
+def prefix_of(tokenizer: Any) -> torch.Tensor:
+    """The start-of-text token where the tokenizer sets one in front of every text, `(0,)` or `(1,)`.
+
+    Models lean on it: a context without it is one that they never saw.
+    """
     ids = tokenizer("")["input_ids"]
     starts = bool(ids) and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
     return torch.tensor(ids[:1] if starts else [], dtype=torch.long)

@@ -110,7 +110,7 @@ class _Step:
         batch = batch_at(self.comparison, self.stream, 0, step)
         self._wait()
         began = time.perf_counter()
-        take_step(self.model, self.optimizer, lambda _: next_token_loss(self.model, batch), step)
+        take_step(self.model, self.optimizer, lambda _: [next_token_loss(self.model, batch)], step)
         self._wait()
         return time.perf_counter() - began
 

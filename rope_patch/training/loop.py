@@ -1,28 +1,32 @@
-"""The training loop that every recipe shares: schedule, optimiser, saved state, log.
+"""The training loop that every recipe shares: schedule, optimiser, log.
 
-A run saves its state every few minutes, written aside and renamed; started again, it goes on where it stopped. For
-that to change nothing, the loss of a step must be a function of the weights and of the step alone.
+A run saves its state every few minutes; started again, it goes on where it stopped. For that to change nothing, the
+loss of a step must be a function of the weights and of the step alone. Several processes train one model where it is
+wrapped for them (`finetuning.parallel`); each then gives the losses of its own rows.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from rope_patch.errors import RopePatchError
+from rope_patch.evaluation.sharing import is_main, on_main, world
+from rope_patch.training.state import HasState, restore, save_state
 
-STATE, LOG = "state.pt", "log.jsonl"
-"""Names of the files in the folder of a run."""
+LOG = "log.jsonl"
+"""Name of the log in the folder of a run."""
 
 
 class Diverged(RopePatchError, ArithmeticError):
@@ -38,7 +42,8 @@ class Schedule:
         context: tokens that a training sequence predicts.
         batch_size: sequences per step.
         steps: of the whole run.
-        warmup_steps, decay_steps: the learning rate rises over the first and falls to zero over the last.
+        warmup_steps, decay_steps: the learning rate rises over the first and falls to zero over the last; with 0 it
+            does not.
         learning_rate: between the two.
         weight_decay: of the matrices.
         save_every_seconds: how often the state is saved.
@@ -63,9 +68,11 @@ def train(
     config: Schedule,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loss_at: Callable[[int], torch.Tensor],
-    held_out_loss: Callable[[], float],
+    losses_at: Callable[[int], Iterable[torch.Tensor]],
+    observe: Callable[[int], dict[str, Any]],
     title: str | None = None,
+    data: HasState | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> float:
     """Go on from the last saved state to `config.steps`, saving the state and writing the log on the way.
 
@@ -73,9 +80,12 @@ def train(
         config: the schedule.
         model: trained in place.
         optimizer: of its parameters.
-        loss_at: the loss of a step, a function of the weights and of the step alone.
-        held_out_loss: a mean over other text, for the log.
+        losses_at: the loss of a step, in parts whose gradients are taken one after another; a function of the weights
+            and of the step alone.
+        observe: what is measured on other text when so many steps are over, for the log.
         title: what the progress bar says.
+        data: where `losses_at` reads, if that has a place that must be found again.
+        report: is told every row of the log.
 
     Returns:
         the seconds that all steps took, those before an interruption included.
@@ -84,15 +94,19 @@ def train(
         Diverged: the last saved state is intact.
     """
     output = Path(config.output)
-    step, spent = restore(output, model, optimizer)
+    step, spent = restore(output, model, optimizer, data)
     saved = started = time.monotonic()
-    bar = tqdm(total=config.steps, initial=step, unit="step", mininterval=10, desc=title)
-    with (output / LOG).open("a", buffering=1) as log, bar:
+    with ExitStack() as stack:
+        silent = None if is_main() else True
+        bar = stack.enter_context(
+            tqdm(total=config.steps, initial=step, unit="step", mininterval=10, desc=title, disable=silent)
+        )
+        log = stack.enter_context((output / LOG).open("a", buffering=1)) if is_main() else None
         while step < config.steps:
             rate = learning_rate(step, config)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss = take_step(model, optimizer, loss_at, step)
+            loss = take_step(model, optimizer, losses_at, step)
             step += 1
             bar.update()
             if step % config.evaluate_every == 0 or step == config.steps:
@@ -101,44 +115,67 @@ def train(
                     "step": step,
                     "tokens": step * config.batch_size * config.context,
                     "train_nll": round(loss, 4),
-                    "held_out_nll": round(held_out_loss(), 4),
                     "learning_rate": rate,
-                    "seconds": round(spent + time.monotonic() - started),
+                    "seconds": round(spent + evaluating - started),
+                    **observe(step),
                 }
-                log.write(json.dumps(row) + "\n")
-                bar.set_postfix(train=row["train_nll"], held_out=row["held_out_nll"])
+                if log is not None:
+                    log.write(json.dumps(row) + "\n")
+                report(row)
+                bar.set_postfix({name: row[name] for name in ("train_nll", "held_out_nll") if name in row})
                 started += time.monotonic() - evaluating  # the measurement is not part of the training
-            if time.monotonic() - saved > config.save_every_seconds:
-                save_state(output, model, optimizer, step, spent + time.monotonic() - started)
+            # the clocks of several processes differ, and all have to save together
+            if on_main(lambda saved=saved: time.monotonic() - saved >= config.save_every_seconds):
+                save_state(output, model, optimizer, step, spent + time.monotonic() - started, data)
                 saved = time.monotonic()
     spent += time.monotonic() - started
-    save_state(output, model, optimizer, step, spent)
+    save_state(output, model, optimizer, step, spent, data)
     return spent
 
 
 def take_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_at: Callable[[int], torch.Tensor], step: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    losses_at: Callable[[int], Iterable[torch.Tensor]],
+    step: int,
 ) -> float:
     """One step of the optimiser, with gradients clipped to a norm of 1.
+
+    Returns:
+        the loss; of several processes their mean, as the gradient is.
 
     Raises:
         Diverged: nothing was changed.
     """
-    loss = loss_at(step)
-    loss.backward()
+    total = 0.0
+    for part in losses_at(step):
+        part.backward()
+        total += part.item()
+    loss = _mean_over_processes(total, part.device)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if not (math.isfinite(loss) and math.isfinite(norm.item())):
+        optimizer.zero_grad()
         raise Diverged(
-            f"step {step + 1}: the loss is {loss.item():g} and the norm of its gradient {norm.item():g}; the last "
-            "saved state is intact, lower the learning rate"
+            f"step {step + 1}: the loss is {loss:g} and the norm of its gradient {norm.item():g}; the weights of the "
+            "step before are intact, and so is the state that was saved last; lower the learning rate"
         )
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
+    return loss
+
+
+def _mean_over_processes(value: float, device: torch.device) -> float:
+    if world() == 1:
+        return value
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    distributed.all_reduce(total)
+    return total.item() / world()
 
 
 def make_optimizer(model: nn.Module, config: Schedule, undecayed: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
-    """AdamW with weight decay on the matrices.
+    """AdamW for what is to be trained, with weight decay on the matrices.
 
     Args:
         model: whose parameters are trained.
@@ -146,7 +183,7 @@ def make_optimizer(model: nn.Module, config: Schedule, undecayed: Iterable[nn.Pa
         undecayed: parameters that are left without weight decay although they are matrices.
     """
     spared = {id(parameter) for parameter in undecayed}
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in parameters if p.ndim >= 2 and id(p) not in spared]
     others = [p for p in parameters if p.ndim < 2 or id(p) in spared]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -155,8 +192,8 @@ def make_optimizer(model: nn.Module, config: Schedule, undecayed: Iterable[nn.Pa
 
 def learning_rate(step: int, config: Schedule) -> float:
     """It warms up, stays, and falls to zero: while it stays, `steps` may be changed between two starts."""
-    warmup = (step + 1) / config.warmup_steps
-    decay = (config.steps - step) / config.decay_steps
+    warmup = (step + 1) / max(1, config.warmup_steps)
+    decay = (config.steps - step) / config.decay_steps if config.decay_steps else 1.0
     return config.learning_rate * min(1.0, warmup, decay)
 
 
@@ -176,31 +213,6 @@ def even_crops(stream: torch.Tensor, context: int, count: int) -> torch.Tensor:
     """Stretches spread evenly over the stream, `(count, context + 1)`: the same at every call."""
     starts = torch.linspace(0, len(stream) - context - 1, count).long()
     return torch.stack([stream[start : start + context + 1] for start in starts])
-
-
-def save_state(
-    output: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, seconds: float = 0.0
-) -> None:
-    """Write what `restore` needs aside, then rename it: an interruption leaves the old state or the new one."""
-    aside = output / f"{STATE}.tmp"
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seconds": seconds}
-    torch.save(state, aside)
-    os.replace(aside, output / STATE)
-
-
-def restore(output: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
-    """Load the last saved state, if there is one.
-
-    Returns:
-        the steps that were taken, and the seconds that they took.
-    """
-    path = output / STATE
-    if not path.exists():
-        return 0, 0.0
-    state = torch.load(path, weights_only=True, map_location="cpu")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["step"], state.get("seconds", 0.0)
 
 
 def read_log(output: Path) -> list[dict[str, Any]]:

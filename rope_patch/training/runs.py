@@ -22,7 +22,6 @@ from rope_patch.patch import patch
 from rope_patch.schemes import Scheme, get_scheme
 from rope_patch.training.comparison import Comparison, Data
 from rope_patch.training.loop import (
-    STATE,
     draw_crops,
     even_crops,
     make_optimizer,
@@ -31,6 +30,7 @@ from rope_patch.training.loop import (
     train,
 )
 from rope_patch.training.records import RunRow, claim, fingerprint, open_rows, run_key
+from rope_patch.training.state import STATE
 
 RESULTS = "results.jsonl"
 _HELD_OUT_CROPS = 64
@@ -214,17 +214,18 @@ def _train(
     crops = even_crops(data.held_out, comparison.context, _HELD_OUT_CROPS).long().to(comparison.device)
 
     @torch.no_grad()
-    def held_out_loss() -> float:
+    def observe(_: int) -> dict[str, Any]:
         parts = crops.split(comparison.batch_size)
-        return sum(next_token_loss(model, part).item() * len(part) for part in parts) / len(crops)
+        total = sum(next_token_loss(model, part).item() * len(part) for part in parts)
+        return {"held_out_nll": round(total / len(crops), 4)}
 
     model.train()
     return train(
         schedule,
         model,
         make_optimizer(model, schedule, undecayed=positional),
-        lambda step: next_token_loss(model, batch_at(comparison, data.stream, seed, step)),
-        held_out_loss,
+        lambda step: [next_token_loss(model, batch_at(comparison, data.stream, seed, step))],
+        observe,
         title,
     )
 

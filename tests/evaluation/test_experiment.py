@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.experiment import Experiment
+from rope_patch.evaluation.experiment import Experiment, run
+from rope_patch.evaluation.protocols import Request, check_request
 from rope_patch.evaluation.specs import scheme_at
+
+from .conftest import documents
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 
@@ -33,6 +36,8 @@ def test_the_demo_parses_and_shows_what_it_must():
         ("{lengths: [1], targets: many}", "targets='many' is not allowed; targets must be a whole number or nothing"),
         ("{lengths: [1], seed: true}", "seed=True is not allowed"),
         ("{lengths: [1], documents: 0}", "documents=0 is not allowed"),
+        ("{lengths: [1], stride: 0}", "stride=0 is not allowed; stride must be at least 1"),
+        ("{lengths: [1], tokens_per_document: 1.5}", "tokens_per_document must be a whole number or nothing"),
         ("{lengths: [1], text: a, dataset: b}", "give one of them"),
     ],
 )
@@ -42,6 +47,23 @@ def test_a_wrong_description_says_what_is_wrong(tmp_path, content, message):
     with pytest.raises(EvaluationError) as raised:
         Experiment.from_yaml(path)
     assert message in str(raised.value)
+
+
+def test_a_description_says_all_that_a_protocol_may_be_asked(tmp_path):
+    path = tmp_path / "sliding.yaml"
+    path.write_text("{lengths: [16, 32], protocol: sliding, stride: 8, tokens_per_document: 100, documents: 3}")
+    request = Experiment.from_yaml(path).request
+    assert check_request(**request) == Request((16, 32), "sliding", None, 8, 100, 3, 1, 0)
+
+
+def test_whole_documents_from_end_to_end(tmp_path, checkpoint):
+    (tmp_path / "text.txt").write_text(documents(70)[0]["text"])
+    settings = {"model": str(checkpoint), "text": str(tmp_path / "text.txt"), "device": "cpu"}
+    asked = {"protocol": "sliding", "stride": 8, "tokens_per_document": 50}
+    outcome = run(Experiment([16, 32], ["pi:factor=auto"], output=str(tmp_path), **settings, **asked))
+    assert [row.scored_tokens for row in outcome.rows] == [49] * 6
+    assert len(outcome.results.read_text().splitlines()) == 6
+    assert outcome.picture.is_file()
 
 
 def test_references_are_always_among_the_lines():

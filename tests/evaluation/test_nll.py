@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -109,3 +110,14 @@ def test_a_stack_without_head_and_too_many_targets_are_refused(model):
         chunked_nll(LlamaModel(HEADS["llama"]), tokens, tokens)
     with pytest.raises(EvaluationError, match="8 targets for a context of 4 tokens"):
         chunked_nll(model, tokens[:, :4], tokens)
+
+
+@torch.no_grad()
+def test_adapters_count_also_on_the_head(model):
+    tokens = torch.randint(257, (1, 12))
+    before = chunked_nll(model, tokens[:, :-1], tokens[:, -4:])
+    targets = ["q_proj", "lm_head"]
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).eval()
+    found = chunked_nll(adapted, tokens[:, :-1], tokens[:, -4:])
+    torch.testing.assert_close(found, full_nll(adapted, tokens, 4), rtol=1e-5, atol=1e-5)
+    assert (found - before).abs().max() > 1e-2

@@ -77,6 +77,27 @@ def test_rows_that_cannot_be_compared_are_not_shown_together(show, field):
         show([row(), row(length=512, **{field: "another"})])
 
 
+@pytest.mark.parametrize(("protocol", "what"), [("last", "targets"), ("sliding", "stride"), ("yarn_compat", "stride")])
+@pytest.mark.parametrize("show", [report.table, chart.figure])
+def test_rows_of_another_stride_or_number_of_targets_are_not_shown_together(show, protocol, what):
+    with pytest.raises(EvaluationError, match=f"rows of different {what} cannot share a table or a chart: 128, 256"):
+        show([row(protocol=protocol, targets=128), row(protocol=protocol, targets=256, length=512)])
+
+
+@pytest.mark.parametrize("protocol", ["by_position", "disjoint", "yarn_truncate"])
+def test_rows_whose_targets_follow_the_length_are_shown_together(protocol):
+    rows = [row(protocol=protocol, targets=length, length=length) for length in (256, 512)]
+    assert f"protocol {protocol}" in " ".join(printed(rows, width=200).split())
+
+
+def test_the_table_says_the_stride():
+    rows = [row(protocol="sliding", targets=64, windows=40, line=line) for line in NLL]
+    assert "windows that slide by 64 tokens from 12 documents" in printed(rows, width=200)
+    assert "64 new tokens per window, windows unweighted" in printed(
+        [row(protocol="yarn_compat", targets=64)], width=200
+    )
+
+
 @pytest.mark.parametrize("show", [report.table, chart.figure])
 def test_no_rows_are_an_error(show):
     with pytest.raises(EvaluationError, match="no rows"):

@@ -8,6 +8,7 @@ import os
 import pytest
 
 from rope_patch.errors import EvaluationError
+from rope_patch.evaluation import results
 from rope_patch.evaluation.results import ResultFile
 
 from .rows import row
@@ -68,6 +69,19 @@ def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch):
     assert file.path.read_bytes() == whole
     with pytest.raises(OSError, match="No space left"):
         ResultFile(file.path)
+
+
+def test_code_that_only_shows_is_no_part_of_the_fingerprint(tmp_path, monkeypatch):
+    for name in ("perplexity.py", "report.py", "cli/perplexity.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1")
+    monkeypatch.setattr(results, "_PACKAGE", tmp_path)
+    before = results._code_fingerprint()
+    for name in ("report.py", "cli/perplexity.py"):
+        (tmp_path / name).write_text("x = 2")
+    assert results._code_fingerprint() == before
+    (tmp_path / "perplexity.py").write_text("x = 2")
+    assert results._code_fingerprint() != before
 
 
 def test_the_key_tells_measurements_apart_and_ignores_circumstances():

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.texts import select_windows
+from rope_patch.evaluation.texts import prefix_of, select_windows
 
 from .conftest import byte_tokenizer, documents
 
@@ -29,6 +29,12 @@ def test_a_start_token_of_the_tokenizer_stands_in_front_of_every_context():
     ids = tokenizer(corpus[0]["text"], add_special_tokens=False)["input_ids"]
     assert window.context(40).tolist() == [0, *ids]
     assert window.context(9).tolist() == [0, *ids[-9:]]
+
+
+def test_the_prefix_is_what_the_tokenizer_sets_in_front_of_texts_and_not_any_start_token_that_it_knows(tokenizer):
+    assert tokenizer.bos_token_id == 0
+    assert prefix_of(tokenizer).tolist() == []
+    assert prefix_of(byte_tokenizer(bos=True)).tolist() == [0]
 
 
 def test_short_documents_are_counted(tokenizer):

@@ -20,6 +20,7 @@ from rope_patch.training.costs import measure_costs, quartiles, saved_bytes
 from rope_patch.training.experiment import run
 from rope_patch.training.records import RunRow
 from rope_patch.training.runs import batch_at, build_patched, compare, prepare, run_folder, score
+from rope_patch.training.state import STATE
 
 TIMES = {"training_seconds"}
 
@@ -114,7 +115,7 @@ def test_going_on_after_a_kill_ends_where_an_uninterrupted_run_does(comparison, 
     assert taken == [2, 0, 1, 2]
     folder = run_folder(prepare(comparison).output, "rope", 0)
     assert [line["step"] for line in loop.read_log(folder)] == [1, 2, 3]
-    assert not (folder / loop.STATE).exists()
+    assert not (folder / STATE).exists()
 
 
 def test_a_line_that_was_cut_off_is_measured_again(comparison):

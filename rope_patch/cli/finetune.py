@@ -1,0 +1,95 @@
+"""`rope-patch finetune`: train a checkpoint at a longer context, with the evidence before and after."""
+
+from __future__ import annotations
+
+import argparse
+from textwrap import dedent
+from typing import Any
+
+from rope_patch.cli.common import INTERRUPTED, say, whole_numbers
+from rope_patch.errors import EvaluationError
+
+
+def add(commands: Any) -> None:
+    """Register the command."""
+    command = commands.add_parser(
+        "finetune",
+        help="train a checkpoint at a longer context, and measure perplexity before, during and after",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=dedent("""\
+            Train a causal checkpoint under one scheme or several, each from the same start, on text of your own.
+
+            The state is saved every few minutes: the same command goes on where an interrupted one stopped, with the
+            same result. Under `accelerate launch` or `torchrun` several processes train together.
+        """),
+        epilog=dedent("""\
+            examples:
+              rope-patch finetune recipes/configs/finetune_tiny.yaml
+              rope-patch finetune --scheme yarn:factor=auto --length 16384 --model DIR --text books.jsonl
+              rope-patch finetune CONFIG --set method=lora_norms_embeddings gradient_checkpointing=true merge=true
+
+            every key of the YAML can be given with --set; they are the fields of
+            rope_patch.finetuning.description.FineTuning
+        """),
+    )
+    command.add_argument("config", nargs="?", metavar="CONFIG", help="a description in YAML; the options overrule it")
+    command.add_argument("--model", metavar="DIR", help="checkpoint folder or hub id")
+    command.add_argument(
+        "--scheme", dest="schemes", metavar="SCHEME", action="append", help="such as yarn:factor=auto, may be repeated"
+    )
+    command.add_argument("--length", type=int, metavar="N", help="tokens of a training row")
+    command.add_argument("--text", metavar="PATH", help="a .txt, .jsonl or .parquet file, or a folder of them")
+    command.add_argument("--lengths", metavar="N,N,...", help="context lengths that are measured")
+    command.add_argument("--steps", type=int, metavar="N", help="of the training")
+    command.add_argument("--method", metavar="NAME", help="full, lora or lora_norms_embeddings")
+    command.add_argument("--merge", action="store_const", const=True, help="save adapters merged into the weights")
+    command.add_argument("--report-to", action="append", metavar="NAME", help="a tracker, such as tensorboard or wandb")
+    command.add_argument("--device", metavar="NAME", help="such as cpu or cuda")
+    command.add_argument("--output", metavar="DIR", help="folder of the results (default: runs/finetune)")
+    command.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="any other key of the YAML")
+    command.add_argument("--json", action="store_true", help="print the losses as JSON instead of the table")
+    command.set_defaults(run=_finetune, interrupted=INTERRUPTED.replace("finished rows are", "the last state is"))
+
+
+_OPTIONS = tuple(
+    ["model", "schemes", "length", "text", "lengths", "steps", "method", "merge", "report_to", "device", "output"]
+)
+
+
+def _finetune(arguments: argparse.Namespace) -> None:
+    from rope_patch.evaluation.description import describe
+    from rope_patch.evaluation.loading import quiet_transformers
+    from rope_patch.evaluation.sharing import is_main
+    from rope_patch.finetuning.description import FineTuning
+    from rope_patch.finetuning.experiment import run
+    from rope_patch.finetuning.report import as_json, print_table
+
+    if arguments.lengths is not None:
+        arguments.lengths = whole_numbers("lengths", arguments.lengths, "256,512,1024")
+    changed = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
+    changed |= dict(_setting(word) for word in arguments.set)
+    if arguments.config is not None:
+        description = FineTuning.from_yaml(arguments.config, changed)
+    else:
+        description = describe(FineTuning, changed, "the command line")
+    with quiet_transformers():
+        outcome = run(description, lambda sentence: say(sentence) if is_main() else None)
+    if outcome is None:
+        return
+    if arguments.json:
+        print(as_json(outcome.points))
+        return
+    print_table(outcome.points)
+    for spec, folder in outcome.checkpoints.items():
+        print(f"{'checkpoint':<10} {folder}  ({spec})")
+    for name in ("results", "picture", "curves"):
+        print(f"{name:<10} {getattr(outcome, name)}")
+
+
+def _setting(word: str) -> tuple[str, Any]:
+    import yaml
+
+    key, equals, value = word.partition("=")
+    if not equals:
+        raise EvaluationError(f"--set {word!r}: KEY=VALUE is needed, such as batch_size=8")
+    return key, yaml.safe_load(value)

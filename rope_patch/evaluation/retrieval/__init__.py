@@ -1,0 +1,1 @@
+"""Retrieval: does the model find what it read at some depth of a context of some length?"""

@@ -1,0 +1,1 @@
+"""Teaching a patched checkpoint longer context: training rows, their positions, the run."""

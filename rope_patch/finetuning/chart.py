@@ -1,0 +1,153 @@
+"""A fine-tuning as two pictures: perplexity against length before and after, and loss against step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from rope_patch.evaluation.chart import COLOURS, FAINT, INK, MARKERS, perplexity_of, scale_axes, tidy
+from rope_patch.evaluation.report import cell, display_name, in_training_lengths
+from rope_patch.evaluation.specs import CUT, PLAIN
+from rope_patch.finetuning.history import Point
+from rope_patch.finetuning.report import Story
+from rope_patch.training.loop import read_log
+
+_REFERENCE_STYLES: dict[str, dict[str, Any]] = {
+    PLAIN: {"color": "#8A8A8A", "linestyle": (0, (5, 2)), "linewidth": 1.8},
+    CUT: {"color": "#1A1A1A", "linestyle": (0, (5, 2)), "linewidth": 1.8},
+}
+_BEFORE = {"linestyle": (0, (1, 1.2)), "linewidth": 1.6, "markerfacecolor": "white"}
+_AFTER = {"linestyle": "-", "linewidth": 2.2}
+
+
+def save(points: Sequence[Point], path: str | Path) -> Path:
+    """Draw `figure(points)` into a PNG.
+
+    Raises:
+        EvaluationError: see `Story.of`.
+        OSError: when it cannot be written.
+    """
+    return _write(figure(points), path)
+
+
+def save_curves(folders: Mapping[str, Path], path: str | Path) -> Path:
+    """Draw `curves(folders)` into a PNG."""
+    return _write(curves(folders), path)
+
+
+def figure(points: Sequence[Point]) -> Figure:
+    """Perplexity against context length: dotted as the checkpoint came, solid after the training.
+
+    x is the context length in multiples of L (log 2), y the perplexity (log); the table beside it is the legend.
+    """
+    story = Story.of(points)
+    lines = _lines(story)
+    height = 1.9 + max(3.4, 0.31 * (len(lines) + 1))
+    drawn = Figure(figsize=(13.6, height), facecolor="white")
+    floor, share = 0.95 / height, (height - 1.9) / height
+    chart = drawn.add_axes((0.055, floor, 0.455, share))
+    legend = drawn.add_axes((0.535, floor, 0.45, share))
+    multiples = [length / story.training_length for length in story.lengths]
+    labels = [f"{in_training_lengths(length, story.training_length)}\n{length}" for length in story.lengths]
+    scale_axes(chart, multiples, labels)
+    for point, style in lines:
+        known = [(m, n) for m, n in zip(multiples, story.lengths, strict=True) if n in point.nll]
+        chart.plot([m for m, _ in known], [perplexity_of(point.nll[n]) for _, n in known], **style)
+    chart.set_xlim(multiples[0] / 2**0.12, multiples[-1] * 2**0.08)
+    chart.set_ylabel("perplexity", size=9.5, color=INK)
+    chart.set_xlabel("context length in training lengths, and in tokens", size=9.5, color=INK)
+    tidy(chart)
+    _draw_table(legend, story, lines)
+    title = "Perplexity against context length, before and after fine-tuning"
+    drawn.text(0.055, 1 - 0.34 / height, title, size=15, weight="bold", color=INK)
+    note = f"Trained at L = {story.training_length} before. {story.note}"
+    drawn.text(0.055, 1 - 0.62 / height, note, size=9.5, color=FAINT)
+    return drawn
+
+
+def _lines(story: Story) -> list[tuple[Point, dict[str, Any]]]:
+    found = []
+    for spec, style in _REFERENCE_STYLES.items():
+        if (point := story.before(spec)) is not None:
+            found.append((point, {**style, "zorder": 2}))
+    for number, spec in enumerate(story.schemes):
+        shared = {
+            "color": COLOURS[number % len(COLOURS)],
+            "marker": MARKERS[number % len(MARKERS)],
+            "markersize": 5.5,
+            "zorder": 3,
+        }
+        before, after = story.before(spec), story.last(spec)
+        if before is not None and spec != PLAIN:
+            found.append((before, {**shared, **_BEFORE}))
+        if after is not None:
+            found.append((after, {**shared, **_AFTER}))
+    return found
+
+
+def _draw_table(legend: Any, story: Story, lines: Sequence[tuple[Point, dict[str, Any]]]) -> None:
+    legend.set_xlim(0, 1)
+    legend.set_ylim(0, 1)
+    legend.axis("off")
+    columns = [0.62 + 0.38 * (i + 1) / len(story.lengths) for i in range(len(story.lengths))]
+    pitch = 1 / (len(lines) + 1)
+    legend.text(0.10, 1 - pitch / 2, "NLL, nats per token", size=8.5, color=FAINT, va="center")
+    for x, length in zip(columns, story.lengths, strict=True):
+        label = in_training_lengths(length, story.training_length)
+        legend.text(x, 1 - pitch / 2, label, size=9, weight="bold", color=INK, ha="right", va="center")
+    best = {n: min(p.nll[n] for p, _ in lines if n in p.nll) for n in story.lengths}
+    for row, (point, style) in enumerate(lines, start=1):
+        y = 1 - pitch * (row + 0.5)
+        legend.plot([0.01, 0.085], [y, y], **{**style, "marker": ""})
+        legend.plot([0.0475], [y], **{**style, "linestyle": ""})
+        legend.text(0.10, y, _name(story, point), size=9, color=INK, va="center")
+        for x, length in zip(columns, story.lengths, strict=True):
+            if length not in point.nll:
+                continue
+            is_best = round(point.nll[length], 3) == round(best[length], 3)
+            legend.text(
+                x,
+                y,
+                cell(point.nll[length]),
+                size=9,
+                ha="right",
+                va="center",
+                weight="bold" if is_best else "normal",
+                color=INK if is_best else "#555555",
+                family="DejaVu Sans Mono",
+            )
+
+
+def _name(story: Story, point: Point) -> str:
+    when = "" if point.scheme in _REFERENCE_STYLES and not point.step else f", {story.when(point)}"
+    return f"{display_name(point.scheme)}{when}"
+
+
+def curves(folders: Mapping[str, Path]) -> Figure:
+    """Training loss against step, a line for each scheme; dots are the held-out loss at the longest length."""
+    drawn = Figure(figsize=(9, 3.8), layout="constrained", facecolor="white")
+    axes = drawn.add_subplot()
+    for number, (spec, folder) in enumerate(folders.items()):
+        rows = read_log(folder)
+        colour = COLOURS[number % len(COLOURS)]
+        steps = [row["step"] for row in rows]
+        axes.plot(steps, [row["train_nll"] for row in rows], color=colour, linewidth=1.4, label=display_name(spec))
+        measured = [(row["step"], list(row["nll"].values())[-1]) for row in rows if "nll" in row]
+        axes.plot([step for step, _ in measured], [nll for _, nll in measured], color=colour, marker="o", linestyle="")
+    axes.set_xlabel("step", size=9.5, color=INK)
+    axes.set_ylabel("NLL, nats per token", size=9.5, color=INK)
+    axes.set_title("Training loss; dots: held-out text at the longest length", size=11, color=INK, loc="left")
+    if folders:
+        axes.legend(frameon=False, fontsize=9)
+    tidy(axes)
+    return drawn
+
+
+def _write(drawn: Figure, path: str | Path) -> Path:
+    FigureCanvasAgg(drawn)
+    drawn.savefig(path, dpi=160, format="png")
+    return Path(path)

@@ -1,0 +1,330 @@
+"""A checkpoint folder that says its scheme in the words of others: Transformers, vLLM, llama.cpp.
+
+What each of them reads, and in which of its files that is written, is in docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from rope_patch.errors import AlreadyPatched, NotExpressible
+from rope_patch.export import export_rope_parameters
+from rope_patch.models.config import training_length
+from rope_patch.persistence import make_loadable
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.registry import get_scheme, scheme_from_dict
+
+_RECORD = "rope_patch"
+_POSITIONAL = (_RECORD, "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
+"""Keys of config.json that are written anew, or left out."""
+
+_OF_TRAINING = ("optimizer", "scheduler", "rng_state", "trainer_state", "training_args", "scaler")
+"""How the names of files begin that a trainer leaves beside the weights and no reader needs."""
+
+_LLAMA_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
+"""Architectures for which llama.cpp's converter is known to write the factors of `llama3`."""
+
+_RATIO_TYPES = ("yarn", "longrope")
+"""Types whose factor some readers take to be max_position_embeddings / original_max_position_embeddings."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Whether somebody computes the scheme from the exported folder.
+
+    Attributes:
+        name: such as `vLLM`.
+        reads: `yes`, `partly` or `no`.
+        words: what it reads and what to start it with, or the reason.
+    """
+
+    name: str
+    reads: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What an exported folder says.
+
+    Attributes:
+        scheme: with all defaults filled in that matter to the config.
+        training_length: L in tokens.
+        length: the context that the folder is made for, in tokens; its `max_position_embeddings`.
+        config: all of config.json.
+        changed: the keys of it that differ from the checkpoint's, as they are now; None for those that are gone.
+        readers: who computes the scheme from it.
+        output: where the folder is; None where it was not written.
+    """
+
+    scheme: Scheme
+    training_length: int
+    length: int
+    config: dict[str, Any]
+    changed: dict[str, Any]
+    readers: tuple[Reader, ...]
+    output: Path | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; without the keys that are the checkpoint's own."""
+        return {
+            "scheme": str(self.scheme),
+            "training_length": self.training_length,
+            "length": self.length,
+            "config": self.changed,
+            "readers": {reader.name: {"reads": reader.reads, "words": reader.words} for reader in self.readers},
+            "output": None if self.output is None else str(self.output),
+        }
+
+
+def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None, length: int | None = None) -> Serving:
+    """What `export_checkpoint` would write.
+
+    Args:
+        checkpoint: a folder with a `config.json`.
+        scheme: what to say; default the one that the checkpoint was saved under.
+        length: the context to serve, in tokens; default the scheme's factor times L.
+
+    Raises:
+        NotExpressible: the scheme, or this checkpoint, cannot be said in a config that others read; says why.
+        AlreadyPatched: the checkpoint was saved under another scheme.
+        UnknownScheme, InvalidField: the scheme is not right.
+        OSError: there is no such folder, or it has no `config.json`.
+    """
+    folder = Path(checkpoint)
+    raw = _read_config(folder)
+    _check_readable(folder, raw)
+    make_loadable(folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    nested = not getattr(config, "rope_parameters", None) and isinstance(raw.get("text_config"), dict)
+    text = config.text_config if nested else config
+    record = raw.get(_RECORD) or (raw["text_config"].get(_RECORD) if nested else None)
+    chosen = _scheme(folder, scheme, record)
+    spelled = scheme if isinstance(scheme, str) else str(chosen)
+    if record is not None and "rope_parameters" in record:
+        text.rope_parameters = copy.deepcopy(record["rope_parameters"])  # as they were before the patch
+    parameters = _parameters(chosen, spelled, text)
+    trained = training_length(text)
+    length = _length(chosen, spelled, parameters, text, length)
+    before = raw["text_config"] if nested else raw
+    part = _written(before, type(text), parameters, trained, length)
+    changed = {key: part.get(key) for key in {**before, **part} if before.get(key) != part.get(key)}
+    written = {**raw, "text_config": part} if nested else part
+    written.pop(_RECORD, None)
+    readers = _readers(parameters, tuple(raw.get("architectures") or ()), length)
+    return Serving(chosen, trained, length, written, {"text_config": changed} if nested else changed, readers)
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    output: str | Path,
+    scheme: str | Scheme | None = None,
+    *,
+    length: int | None = None,
+    link: bool = False,
+) -> Serving:
+    """Write a copy of a checkpoint folder whose config carries a scheme. It needs no `rope_patch` to be read.
+
+    Weights, tokenizer and all other files at the top of the folder are as they were; what a trainer left there, and
+    folders, are not taken along, `additional_chat_templates` excepted. The folder appears at once, complete.
+
+    Args:
+        checkpoint, scheme, length: see `describe_serving`.
+        output: a folder that is not there yet, or empty.
+        link: hard links instead of copies, for an output on the same disk; whoever changes a file there changes the
+            checkpoint's, too.
+
+    Raises:
+        OSError: also when `output` holds something already, or a link cannot be made.
+        Everything that `describe_serving` raises; nothing is written then.
+    """
+    folder, target = Path(checkpoint), Path(output)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise FileExistsError(errno.EEXIST, "it is there already; choose another output, or remove it", str(target))
+    serving = describe_serving(folder, scheme, length)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as aside:
+        unfinished = Path(aside) / target.name
+        unfinished.mkdir()
+        for file in _files(folder):
+            copied = unfinished / file.relative_to(folder)
+            copied.parent.mkdir(exist_ok=True)
+            if link:
+                os.link(file.resolve(), copied)  # the file itself: folders of the hub's cache hold links to it
+            else:
+                shutil.copy2(file, copied)
+        content = json.dumps(serving.config, indent=2, sort_keys=True)
+        (unfinished / "config.json").write_text(content + "\n", encoding="utf-8")
+        unfinished.replace(target)
+    return Serving(**{**vars(serving), "output": target})
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            errno.ENOENT, "no checkpoint folder; download one from the hub first (hf download ID)", str(folder)
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise NotExpressible(
+            f"{folder} is an adapter: servers apply it to a base model whose config knows nothing of the scheme. Merge "
+            "it first (PEFT's merge_and_unload, then save_pretrained) and export the merged folder"
+        )
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(errno.ENOENT, "a folder without config.json is no checkpoint", str(folder))
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def _check_readable(folder: Path, raw: dict[str, Any]) -> None:
+    if raw.get("auto_map") or raw.get("model_type") == "baichuan":
+        raise NotExpressible(
+            f"{folder} is read by code of its own ({raw.get('model_type')}), which need not look at rope_parameters; "
+            "serve it in Transformers with rope_patch.from_pretrained"
+        )
+
+
+def _scheme(folder: Path, asked: str | Scheme | None, record: dict[str, Any] | None) -> Scheme:
+    saved = None if record is None else scheme_from_dict(record["scheme"])
+    if asked is None:
+        if saved is None:
+            raise NotExpressible(
+                f"{folder} was not saved under a scheme; name the one to export, such as --scheme yarn:factor=4"
+            )
+        return saved
+    scheme = asked if isinstance(asked, Scheme) else get_scheme(asked)
+    if saved is not None and saved != scheme:
+        raise AlreadyPatched(
+            f"{folder} was saved under {saved}, not {scheme}; leave the scheme out to export that one, or load it with "
+            "rope_patch.from_pretrained, unpatch and save it before exporting another"
+        )
+    return scheme
+
+
+def _parameters(scheme: Scheme, spelled: str, config: Any) -> dict[str, Any]:
+    try:
+        parameters = export_rope_parameters(scheme, config)
+    except NotExpressible as error:
+        raise NotExpressible(
+            f"{spelled} cannot be served elsewhere: {error}. Serve it in Transformers with rope_patch.from_pretrained, "
+            "or export static frequencies alone, such as yarn:factor=4"
+        ) from error
+    if _entry(parameters)["rope_type"] == "dynamic":
+        factor = _entry(parameters)["factor"]
+        growth = "l / L" if factor == 1 else f"{factor:g} l / L - {factor - 1:g}"
+        raise NotExpressible(
+            f"{spelled} cannot be served elsewhere, because its readers disagree: Transformers keeps the largest base "
+            "that any text needed, vLLM one base for the longest text, llama.cpp the base of the checkpoint. Export "
+            f"ntk:factor=k with k = {growth} instead: the base that it has at l tokens"
+        )
+    return parameters
+
+
+def _entry(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The entry of full attention."""
+    return parameters if "rope_type" in parameters else parameters["full_attention"]
+
+
+def _length(scheme: Scheme, spelled: str, parameters: dict[str, Any], config: Any, asked: int | None) -> int:
+    trained = training_length(config)
+    resolved = _entry(parameters).get("factor") or getattr(scheme, "factor", None)
+    if asked is not None and asked < 1:
+        raise NotExpressible(f"length={asked} is not allowed; it is a number of tokens, at least 1")
+    if resolved is None:
+        if asked is None and scheme.name != "rope":
+            raise NotExpressible(f"{spelled} does not say for which context it is meant; give a length in tokens")
+        return asked or int(getattr(config, "max_position_embeddings", trained))
+    said = round(resolved * trained)
+    if asked not in (None, said) and _entry(parameters)["rope_type"] in _RATIO_TYPES:
+        raise NotExpressible(
+            f"length={asked} beside {spelled}: some readers divide the length by L to find the factor, so it has to be "
+            f"factor times L, {said}; change the factor instead"
+        )
+    return asked or said
+
+
+def _written(raw: dict[str, Any], kind: Any, parameters: dict[str, Any], trained: int, length: int) -> dict[str, Any]:
+    """The part of config.json that speaks of the text model."""
+    kept = {key: value for key, value in raw.items() if key not in _POSITIONAL}
+    written = {**kept, "rope_parameters": parameters, "max_position_embeddings": length}
+    if _entry(parameters)["rope_type"] in ("llama3", "longrope"):
+        written["original_max_position_embeddings"] = trained  # llama.cpp's converter reads it here, not in the entry
+    if "rope_type" in parameters:
+        older = {**written, **_older_words(parameters)}
+        if _reads_as(kind, older, parameters):
+            return older
+    if not _reads_as(kind, written, parameters):
+        raise NotExpressible(f"{kind.__name__} does not read rope_parameters={parameters} as they are")
+    return written
+
+
+def _older_words(parameters: dict[str, Any]) -> dict[str, Any]:
+    """What Transformers before 5 and those who follow it read: what every type has apart, `type` beside `rope_type`."""
+    names = ("rope_theta", "partial_rotary_factor")
+    apart: dict[str, Any] = {name: parameters[name] for name in names if name in parameters}
+    scaling = {key: value for key, value in parameters.items() if key not in apart}
+    named = {"type": parameters["rope_type"], **scaling}
+    return {**apart, "rope_scaling": None if parameters["rope_type"] == "default" else named}
+
+
+def _reads_as(kind: Any, written: dict[str, Any], parameters: dict[str, Any]) -> bool:
+    """Whether the installed Transformers understands what was written as what was meant."""
+    read = kind.from_dict(copy.deepcopy(written)).rope_parameters
+    return {key: value for key, value in read.items() if key != "type"} == parameters
+
+
+def _files(folder: Path) -> list[Path]:
+    templates = folder / "additional_chat_templates"
+    found = [*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
+    return sorted(
+        file
+        for file in found
+        if file.is_file() and file.name != "config.json" and not file.name.startswith((".", *_OF_TRAINING))
+    )
+
+
+def _readers(parameters: dict[str, Any], architectures: tuple[str, ...], length: int) -> tuple[Reader, ...]:
+    here = Reader("Transformers", "yes", "5 reads rope_parameters; before 5, rope_scaling and rope_theta")
+    if "rope_type" not in parameters:
+        advice = "parameters by layer type: it depends on the model's own code there, which was not looked at"
+        return (here, Reader("vLLM", "partly", advice), Reader("llama.cpp", "partly", advice))
+    return (here, _vllm(parameters, length), _llama_cpp(parameters, architectures, length))
+
+
+def _vllm(parameters: dict[str, Any], length: int) -> Reader:
+    kind, start = parameters["rope_type"], f"start it with --max-model-len {length}"
+    if kind == "proportional":
+        return Reader("vLLM", "no", "its get_rope, as it was read, has no such rope_type")
+    if kind == "linear":
+        return Reader("vLLM", "yes", f"{start}: by itself it would multiply {length} by the factor once more")
+    if kind == "longrope":
+        return Reader("vLLM", "partly", f"{start}; it then uses the long factors for short texts, too")
+    if kind == "yarn" and any(parameters.get(key) is not None for key in ("attention_factor", "mscale")):
+        return Reader("vLLM", "partly", f"{start}; only releases that know attention_factor and mscale honour them")
+    return Reader("vLLM", "yes", start)
+
+
+def _llama_cpp(parameters: dict[str, Any], architectures: tuple[str, ...], length: int) -> Reader:
+    kind, start = parameters["rope_type"], f"convert_hf_to_gguf.py writes it into the GGUF; start it with -c {length}"
+    if kind == "yarn":
+        if any(parameters.get(key) is not None for key in ("attention_factor", "mscale")):
+            return Reader(
+                "llama.cpp", "no", "it computes the temperature 0.1 ln k + 1 itself, whatever the config says"
+            )
+        if parameters.get("truncate") is False:
+            return Reader("llama.cpp", "no", "it rounds the ends of the ramp; truncate=False is not known to it")
+    if kind == "llama3" and not set(architectures) & set(_LLAMA_CLASSES):
+        return Reader("llama.cpp", "no", f"its converter writes llama3's factors for {', '.join(_LLAMA_CLASSES)} only")
+    if kind == "longrope":
+        return Reader("llama.cpp", "no", "its converter writes the two lists for a few architectures only, as Phi-3")
+    if kind == "proportional":
+        return Reader("llama.cpp", "no", "its converter does not know this rope_type")
+    return Reader("llama.cpp", "yes", start)

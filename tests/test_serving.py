@@ -1,0 +1,265 @@
+"""Exported folders: plain Transformers computes from them what a patched model computes, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+import rope_patch
+from rope_patch.cli import export as command
+from rope_patch.errors import AlreadyPatched, NotExpressible
+from rope_patch.serving import describe_serving, export_checkpoint
+
+TRAINING_LENGTH = 16
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": TRAINING_LENGTH,
+}
+ONES = f"[{','.join(['1'] * 8)}]"
+DOUBLES = f"[{','.join(['2.5'] * 8)}]"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("serving") / "checkpoint"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "optimizer.pt").write_text("left by a trainer")
+    (folder / "checkpoint-5").mkdir()
+    return folder
+
+
+def logits(model):
+    ids = torch.arange(60).remainder(64)[None]
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "length"),
+    [
+        ("pi:factor=4", None),
+        ("ntk:factor=4", None),
+        ("abf:base=500000", 64),
+        ("yarn:factor=4", None),
+        ("yarn:factor=2.5,attention_factor=1.2", None),
+        ("yarn:factor=4,truncate=false", None),
+        ("ntk_by_parts:factor=4", None),
+        ("llama3:factor=8", None),
+        (f"longrope:short_factor={ONES},long_factor={DOUBLES},factor=4", None),
+    ],
+)
+def test_plain_transformers_computes_what_a_patched_model_computes(scheme, length, checkpoint, tmp_path):
+    export_checkpoint(checkpoint, tmp_path / "out", scheme, length=length)
+    with rope_patch.patch(patched := loaded(checkpoint), scheme):
+        expected = logits(patched)
+    assert torch.equal(logits(loaded(tmp_path / "out")), expected)
+    assert not torch.equal(logits(loaded(checkpoint)), expected)
+    assert torch.equal(logits(rope_patch.from_pretrained(tmp_path / "out")), expected), "patched twice"
+
+
+def test_ntk_is_a_changed_base_and_a_longer_context(checkpoint):
+    serving = describe_serving(checkpoint, "ntk:factor=4")
+    base = 10000 * 4 ** (16 / 14)
+    assert serving.config["rope_parameters"]["rope_type"] == "default"
+    assert math.isclose(serving.config["rope_parameters"]["rope_theta"], base)
+    assert math.isclose(serving.config["rope_theta"], base)
+    assert serving.config["rope_scaling"] is None
+    assert serving.config["max_position_embeddings"] == serving.length == 64
+
+
+def test_older_readers_find_their_own_words(checkpoint):
+    config = describe_serving(checkpoint, "yarn:factor=4").config
+    scaling = config["rope_scaling"]
+    assert scaling["type"] == scaling["rope_type"] == "yarn"
+    assert scaling["factor"] == 4
+    assert config["max_position_embeddings"] / scaling["original_max_position_embeddings"] == scaling["factor"]
+    assert config["rope_theta"] == 10000
+
+
+def test_the_converter_of_llama_cpp_finds_the_length_of_llama3_where_it_looks(checkpoint):
+    assert describe_serving(checkpoint, "llama3:factor=8").config["original_max_position_embeddings"] == TRAINING_LENGTH
+
+
+def test_all_that_is_not_positional_stays_in_the_config(checkpoint):
+    before = json.loads((checkpoint / "config.json").read_text())
+    serving = describe_serving(checkpoint, "yarn:factor=4")
+    assert set(serving.changed) == {"rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings"}
+    assert {key: serving.config[key] for key in before if key not in serving.changed} == {
+        key: value for key, value in before.items() if key not in serving.changed
+    }
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_files_are_taken_along_as_they_are(link, checkpoint, tmp_path):
+    export_checkpoint(checkpoint, tmp_path / "new" / "out", "pi:factor=2", link=link)
+    names = {file.name for file in (tmp_path / "new" / "out").iterdir()}
+    kept = {file.name for file in checkpoint.iterdir()} - {"optimizer.pt", "checkpoint-5"}
+    assert names == kept
+    weights = tmp_path / "new" / "out" / "model.safetensors"
+    assert weights.read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+    assert weights.samefile(checkpoint / "model.safetensors") == link
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["out"], "something was left aside"
+
+
+def test_a_checkpoint_saved_under_a_scheme_is_exported_under_it(checkpoint, tmp_path):
+    model = loaded(checkpoint)
+    rope_patch.patch(model, "yarn", factor=4)
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "saved")
+    serving = export_checkpoint(tmp_path / "saved", tmp_path / "out")
+    assert (serving.training_length, serving.length) == (TRAINING_LENGTH, 64)
+    assert "rope_patch" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert torch.equal(logits(loaded(tmp_path / "out")), expected)
+    with pytest.raises(AlreadyPatched, match=r"saved under yarn.*, not pi:factor=2"):
+        describe_serving(tmp_path / "saved", "pi:factor=2")
+
+
+def test_a_scheme_is_measured_from_what_was_trained_not_from_an_earlier_extension(tmp_path):
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
+    llama3["original_max_position_embeddings"] = TRAINING_LENGTH
+    config = LlamaConfig(**{**SIZES, "max_position_embeddings": 128}, rope_parameters=llama3)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "extended")
+    serving = export_checkpoint(tmp_path / "extended", tmp_path / "out", "yarn:factor=2")
+    assert serving.length == 2 * TRAINING_LENGTH
+    assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters["rope_type"] == "yarn"
+    assert "original_max_position_embeddings" not in serving.config
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [
+        ("rerope:window=8", "rerope fills segments"),
+        ("yarn:factor=4+logn", "logn fills query_scale"),
+        ("alibi", "alibi fills bias"),
+        ("ntk_mixed:factor=4", "have no type for it"),
+        ("dynamic_yarn", "no yarn that follows the length"),
+        ("dynamic_ntk", r"readers disagree.*ntk:factor=k with k = l / L"),
+        ("dynamic_ntk:factor=2", "k = 2 l / L - 1"),
+        ("abf:base=500000", "give a length in tokens"),
+    ],
+)
+def test_what_cannot_be_said_is_refused_with_the_reason(scheme, reason, checkpoint, tmp_path):
+    with pytest.raises(NotExpressible, match=reason):
+        export_checkpoint(checkpoint, tmp_path / "out", scheme)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_length_that_would_change_the_factor_of_some_readers_is_refused(checkpoint):
+    with pytest.raises(NotExpressible, match="has to be factor times L, 64"):
+        describe_serving(checkpoint, "yarn:factor=4", length=128)
+    assert describe_serving(checkpoint, "ntk:factor=4", length=128).length == 128
+
+
+def test_an_adapter_is_to_be_merged_first(checkpoint, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    with pytest.raises(NotExpressible, match="Merge it first"):
+        describe_serving(tmp_path, "yarn:factor=4")
+
+
+def test_a_checkpoint_with_code_of_its_own_is_refused(checkpoint, tmp_path):
+    config = json.loads((checkpoint / "config.json").read_text()) | {"auto_map": {"AutoConfig": "configuration.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NotExpressible, match="code of its own"):
+        describe_serving(tmp_path, "yarn:factor=4")
+
+
+def test_nothing_is_overwritten(checkpoint, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is there already"):
+        export_checkpoint(checkpoint, tmp_path / "out", "yarn:factor=4")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["notes.txt"]
+    (tmp_path / "empty").mkdir()
+    export_checkpoint(checkpoint, tmp_path / "empty", "yarn:factor=4")
+
+
+def test_a_scheme_has_to_be_named_where_none_was_saved(checkpoint):
+    with pytest.raises(NotExpressible, match="was not saved under a scheme"):
+        describe_serving(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "vllm", "llama_cpp"),
+    [
+        ("pi:factor=4", "yes", "yes"),
+        ("ntk:factor=4", "yes", "yes"),
+        ("yarn:factor=4", "yes", "yes"),
+        ("llama3:factor=8", "yes", "yes"),
+        ("ntk_by_parts:factor=4", "partly", "no"),
+        ("yarn:factor=4,truncate=false", "yes", "no"),
+        (f"longrope:short_factor={ONES},long_factor={DOUBLES},factor=4", "partly", "no"),
+    ],
+)
+def test_each_reader_is_told_apart(scheme, vllm, llama_cpp, checkpoint):
+    readers = {reader.name: reader for reader in describe_serving(checkpoint, scheme).readers}
+    assert (readers["Transformers"].reads, readers["vLLM"].reads, readers["llama.cpp"].reads) == (
+        "yes",
+        vllm,
+        llama_cpp,
+    )
+    assert all(reader.words for reader in readers.values())
+
+
+def test_other_families_read_it_as_it_was_meant(tmp_path):
+    Qwen2ForCausalLM(Qwen2Config(**SIZES)).save_pretrained(tmp_path / "qwen")
+    serving = export_checkpoint(tmp_path / "qwen", tmp_path / "out", "llama3:factor=8")
+    with rope_patch.patch(patched := loaded(tmp_path / "qwen"), "llama3", factor=8):
+        assert torch.equal(logits(loaded(tmp_path / "out")), logits(patched))
+    assert {reader.name: reader.reads for reader in serving.readers}["llama.cpp"] == "no"
+
+
+def test_a_field_that_transformers_overlooks_in_nested_parameters_is_refused(tmp_path):
+    layers = ["sliding_attention", "full_attention"]
+    sizes = {**SIZES, "head_dim": 16, "sliding_window": 8, "layer_types": layers}
+    Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).save_pretrained(tmp_path / "gemma")
+    with pytest.raises(NotExpressible, match="does not read truncate=False"):
+        describe_serving(tmp_path / "gemma", "yarn:factor=4,truncate=false")
+    serving = export_checkpoint(tmp_path / "gemma", tmp_path / "out", "yarn:factor=4")
+    assert "rope_scaling" not in serving.config
+    assert serving.config["rope_parameters"]["sliding_attention"]["rope_type"] == "default"
+    with rope_patch.patch(patched := loaded(tmp_path / "gemma"), "yarn", factor=4):
+        assert torch.equal(logits(loaded(tmp_path / "out")), logits(patched))
+
+
+def test_the_command_says_what_it_would_write(checkpoint, tmp_path, capsys):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    command.add(parser.add_subparsers())
+    out = str(tmp_path / "out")
+    arguments = parser.parse_args(["export", str(checkpoint), "--scheme", "pi:factor=4", "--output", out, "--dry-run"])
+    arguments.run(arguments)
+    printed = capsys.readouterr().out
+    assert "L = 16, served up to 64 tokens" in " ".join(printed.split())
+    assert "llama.cpp" in printed
+    assert not (tmp_path / "out").exists()
+    arguments = parser.parse_args(["export", str(checkpoint), "--scheme", "pi:factor=4", "--output", out, "--json"])
+    arguments.run(arguments)
+    assert json.loads(capsys.readouterr().out)["readers"]["vLLM"]["reads"] == "yes"
+    assert (tmp_path / "out" / "config.json").is_file()
