@@ -9,24 +9,17 @@ in the words of the command line: `rope-patch perplexity --help`.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
-from rope_patch.cli.common import INTERRUPTED, run_politely
-from rope_patch.cli.perplexity import run_perplexity, show_outcome
-from rope_patch.evaluation.experiment import Experiment
+from rope_patch.cli.common import run_quietly, run_recipe, show_outcome
+from rope_patch.evaluation.experiment import Experiment, run
+from rope_patch.evaluation.report import print_table
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    config = parser.parse_args().config
-    return run_politely(
-        lambda: show_outcome(run_perplexity(Experiment.from_yaml(config))),
-        interrupted=INTERRUPTED,
-    )
+def main(config: str) -> None:
+    outcome = run_quietly(run, Experiment.from_yaml(config))
+    show_outcome(outcome, lambda: print_table(outcome.rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_recipe(__doc__, main))

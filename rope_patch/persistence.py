@@ -1,7 +1,12 @@
-"""Saving is Transformers' own; loading finds the scheme that the config names and applies it again."""
+"""Saving is Transformers' own; loading finds the scheme that the config names and applies it again.
+
+A folder of PEFT adapters has no weights of its own: the checkpoint that it names is loaded, put under the scheme under
+which the adapters were trained, and then joined by them.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +16,7 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from rope_patch.errors import NotPatched
@@ -19,12 +24,14 @@ from rope_patch.models.absolute import AbsoluteTable
 from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
 from rope_patch.models.reading import read_stacks
 from rope_patch.parameters import NAME, learned_parameters
-from rope_patch.patch import PatchHandle, find_handle, find_record, patch
+from rope_patch.patch import PatchHandle, find_handle, find_record, patch, unpatch
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.table import shorten
 
 _RECORD = "rope_patch"
+_ADAPTERS = "adapter_config.json"
 _PLACES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+_OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 
 
 def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
@@ -37,14 +44,17 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
         **kwargs: for `from_pretrained` of the class that wrote the checkpoint.
 
     Returns:
-        the model; `unpatch` gives the checkpoint without the scheme.
+        the model, of adapters a `PeftModel`; `unpatch` gives the checkpoint without the scheme.
 
     Raises:
         OSError: from Transformers, when there is no checkpoint.
+        ImportError: the path holds adapters, and PEFT is not installed.
     """
+    places = {key: kwargs[key] for key in _PLACES if key in kwargs}
+    if (adapters := cached_file(path, _ADAPTERS, **_OPTIONAL, **places)) is not None:
+        return _with_adapters(path, Path(adapters), places, kwargs)
     config = kwargs.pop("config", None)
     if config is None:
-        places = {key: kwargs[key] for key in _PLACES if key in kwargs}
         if make_loadable(path, **places):
             kwargs.pop("trust_remote_code", None)
         config = AutoConfig.from_pretrained(path, **places)
@@ -58,11 +68,31 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
         config.rope_parameters = record["rope_parameters"]
     if record is None:
         return _class_of(config).from_pretrained(path, config=config, **kwargs)
-    places = {key: kwargs[key] for key in _PLACES if key in kwargs}
     model = _load(_class_of(config), path, config=config, **kwargs)
     _resume(model, record)
     _load_parameters(model, path, **places)
     return model
+
+
+def _with_adapters(path: str | Path, adapters: Path, places: dict[str, Any], kwargs: dict[str, Any]) -> nn.Module:
+    """The checkpoint that adapters name, under their scheme where a config beside them says so, and they on it."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ImportError(f"{path} holds adapters, which need PEFT: pip install 'rope-patch[finetune]'") from error
+    base = json.loads(adapters.read_text())["base_model_name_or_path"]
+    own = cached_file(path, CONFIG_NAME, **_OPTIONAL, **places)
+    config = kwargs.pop("config", None) or (AutoConfig.from_pretrained(path, **places) if own else None)
+    elsewhere = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder")}
+    if config is not None:
+        elsewhere.setdefault("dtype", config.dtype)
+    model = from_pretrained(base, **elsewhere)
+    if config is not None:
+        if find_handle(model) is not None:
+            unpatch(model)
+        if (record := vars(config).get(_RECORD)) is not None:
+            patch(model, scheme_from_dict(record["scheme"]))
+    return PeftModel.from_pretrained(model, path, **places)
 
 
 def _load(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:
@@ -118,7 +148,7 @@ def _load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
 
 def _saved_parameters(path: str | Path, **places: Any) -> dict[str, torch.Tensor]:
     """The learned parameters of schemes in the files of a checkpoint, by the names under which they were saved."""
-    optional = {"_raise_exceptions_for_missing_entries": False, **places}
+    optional = {**_OPTIONAL, **places}
     files = [cached_file(path, SAFE_WEIGHTS_NAME, **optional)]
     if files == [None]:
         index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **optional)

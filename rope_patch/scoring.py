@@ -15,10 +15,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rope_patch.attention import engine
 from rope_patch.attention.inputs import AttentionInputs, Content, DistanceBias
 from rope_patch.attention.masks import read_mask, tokens_of
-from rope_patch.errors import UnsupportedModel
+from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.late import LateCall
 from rope_patch.positions import Identity
-from rope_patch.schemes.base import ALL_PAIRS, Region
+from rope_patch.schemes.base import ALL_PAIRS, Region, Scheme
 from rope_patch.typing import Weights
 
 
@@ -58,7 +58,10 @@ def late_attention(
     if scheme.length_dependent and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
         mask, groups = read_mask(attention_mask, call.position_ids, query.shape[2], key.shape[2], start, state.config)
         call = dataclasses.replace(call, tokens=tokens_of(mask, groups))
-    if not (state.regions or scheme.slots & {"bias", "values"} or scheme.decays) and state.attention == "auto":
+    scores = state.regions or scheme.slots & {"bias", "values"} or scheme.decays or state.attention != "auto"
+    if (scores or scheme.length_dependent) and not torch.compiler.is_compiling():
+        _refuse_part_of_a_row(scheme, implementation)
+    if not scores:
         if state.rotate:
             query, key = call.rotated_query(query, Identity()), call.rotated_key(key, Identity())
         previous = _previous_attention(module, implementation)
@@ -96,6 +99,20 @@ def late_attention(
         fades=call.decay(),
     )
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
+
+
+def _refuse_part_of_a_row(scheme: Scheme, implementation: str) -> None:
+    """Where a row is divided over processes, others' keys are fetched by what stands in for these two functions.
+
+    Raises:
+        UnsupportedPositions: one of them belongs to context parallelism of torch or sequence parallelism of DeepSpeed.
+    """
+    for function in (nn.functional.scaled_dot_product_attention, ALL_ATTENTION_FUNCTIONS.get(implementation)):
+        if str(getattr(function, "__module__", "")).startswith(("torch.distributed.", "deepspeed.")):
+            raise UnsupportedPositions(
+                f"context parallelism: the attention of {scheme} sees only the part of the row that this process has; "
+                "schemes of static frequencies (pi, yarn) can share rows"
+            )
 
 
 def _keys(call: LateCall, key: torch.Tensor, region: Region, slots: slice | torch.Tensor | None) -> torch.Tensor:

@@ -137,7 +137,7 @@ def test_folders_that_are_no_checkpoint(words, tmp_path, capsys):
 
 
 def test_an_output_that_cannot_be_written_is_found_before_the_model_is_loaded(words, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rope_patch.evaluation.experiment.load_model", None)
+    monkeypatch.setattr("rope_patch.evaluation.measurement.load_model", None)
     (tmp_path / "taken").write_text("a file where the folder should be")
     assert main(words(output=tmp_path / "taken")) == 2
     assert "taken" in capsys.readouterr().err
@@ -164,6 +164,17 @@ def test_interrupting_says_that_nothing_is_lost(words, capsys, monkeypatch):
     monkeypatch.setattr(perplexity, "chunked_nll", interrupt)
     assert main(words()) == 130
     assert "finished rows are kept, and the same command goes on" in capsys.readouterr().err
+
+
+def test_of_several_processes_the_first_says_what_is_wrong(words, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, complaints in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert main(words(lengths="32,16")) == 2
+        assert capsys.readouterr().err.count("they must ascend") == complaints
+    monkeypatch.setenv("WORLD_SIZE", "1")  # a rank that something else left behind
+    assert main(words(lengths="32,16")) == 2
+    assert "they must ascend" in capsys.readouterr().err
 
 
 def test_list_names_every_scheme(capsys, monkeypatch):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rope_patch import patch
+from rope_patch.training.cross_entropy import LanguageModelLoss
 from tests.cases import ALL
 from tests.families import build
 from tests.models import t5_families
@@ -117,6 +118,56 @@ def test_packed(scheme, dtype):
     lengths = (LENGTH // 2, LENGTH // 8, LENGTH - LENGTH // 2 - LENGTH // 8)
     positions = torch.cat([torch.arange(length) for length in lengths])[None].to(DEVICE)
     both(scheme, dtype, lambda model: logits(model, text(), position_ids=positions))
+
+
+@dtypes
+@pytest.mark.parametrize("scheme", ["yarn:factor=4", "rerope:window=128"])
+def test_the_loss_in_chunks_is_that_of_all_logits(scheme, dtype):
+    model = build("llama").to(DEVICE, getattr(torch, dtype))
+    patch(model, scheme)
+    ids, labels = text(rows=2), text(rows=2).roll(-1, dims=1)
+    all_logits = model(ids, use_cache=False).logits.float()
+    expected = nn.functional.cross_entropy(all_logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    expected.backward()
+    slopes = in_one({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    model.zero_grad()
+    found = LanguageModelLoss(model)(ids, labels)
+    found.backward()
+    assert_near(found.detach(), expected.detach(), TOLERANCES[dtype])
+    ours = in_one({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert_near(ours, slopes, 2 * TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scheme", ["yarn:factor=auto", "rerope:window=8"])
+def test_fine_tuning(scheme, precision, tmp_path):
+    pytest.importorskip("datasets")
+    from rope_patch.finetuning.description import FineTuning
+    from rope_patch.finetuning.experiment import run
+    from tests.evaluation.conftest import byte_tokenizer, documents, tiny_llama
+
+    tiny_llama().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(documents(2000)[0]["text"])
+    outcome = run(
+        FineTuning(
+            model=str(tmp_path / "model"),
+            schemes=(scheme,),
+            length=64,
+            text=str(tmp_path / "text.txt"),
+            eval_text=str(tmp_path / "text.txt"),
+            targets=8,
+            steps=30,
+            batch_size=4,
+            learning_rate=1e-2,
+            precision=precision,
+            device=DEVICE,
+            output=str(tmp_path / "out"),
+        )
+    )
+    assert outcome is not None
+    before, after = (point.nll[64] for point in outcome.points if point.scheme == scheme)
+    assert after < before
 
 
 @schemes

@@ -7,6 +7,8 @@ import json
 from textwrap import dedent
 from typing import Any
 
+from rope_patch.cli.common import print_json
+
 
 def add(commands: Any) -> None:
     """Register the command."""
@@ -48,7 +50,7 @@ def _export(arguments: argparse.Namespace) -> None:
         else:
             serving = export_checkpoint(checkpoint, arguments.output, scheme, length=length, link=arguments.link)
     if arguments.json:
-        print(json.dumps(serving.to_dict(), indent=2))
+        print_json(serving.to_dict())
     else:
         _show(serving)
 

@@ -51,8 +51,18 @@ def add(commands: Any) -> None:
     command.set_defaults(run=_finetune, interrupted=INTERRUPTED.replace("finished rows are", "the last state is"))
 
 
-_OPTIONS = tuple(
-    ["model", "schemes", "length", "text", "lengths", "steps", "method", "merge", "report_to", "device", "output"]
+_OPTIONS = (
+    "model",
+    "schemes",
+    "length",
+    "text",
+    "lengths",
+    "steps",
+    "method",
+    "merge",
+    "report_to",
+    "device",
+    "output",
 )
 
 

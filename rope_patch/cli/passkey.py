@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 from textwrap import dedent
 from typing import Any
 
-from rope_patch.cli.common import INTERRUPTED, say, whole_numbers
+from rope_patch.cli.common import (
+    INTERRUPTED,
+    add_measuring,
+    add_schemes_at_lengths,
+    given,
+    print_rows,
+    run_quietly,
+    show_outcome,
+    whole_numbers,
+)
 from rope_patch.errors import EvaluationError
 
 
@@ -25,6 +32,7 @@ def add(commands: Any) -> None:
             checkpoints: a span of text is to be repeated from its beginning.
             The plain checkpoint (plain) and attention cut at the training length (window) are always among the lines.
             Every row is written as soon as it is measured: the same command goes on where an interrupted one stopped.
+            Several processes that torchrun or accelerate started divide the prompts; the rows are those of one.
         """),
         epilog=dedent("""\
             examples:
@@ -33,79 +41,34 @@ def add(commands: Any) -> None:
               rope-patch passkey --model DIR --scheme rerope:window=1024+logn --lengths 8192 --depths 0,0.1,0.5
         """),
     )
-    command.add_argument("--model", metavar="DIR", help="checkpoint folder (default: the one in the repository)")
-    command.add_argument("--task", default="passkey", metavar="NAME", help="passkey or spans (default: passkey)")
-    command.add_argument(
-        "--scheme",
-        dest="schemes",
-        metavar="SCHEME",
-        action="append",
-        default=[],
-        help="a heat map, may be repeated; factor=auto and group_size=auto follow each length",
+    command.add_argument("--task", metavar="NAME", help="passkey or spans (default: passkey)")
+    add_schemes_at_lengths(command, "a heat map")
+    command.add_argument("--depths", metavar="N", help="how many, or a list of shares such as 0,0.5,1 (default: 5)")
+    command.add_argument("--trials", type=int, metavar="N", help="prompts in each cell (default: 10)")
+    spans, how = add_measuring(
+        command,
+        text="task spans (default text: the held-out modules of Python's standard library)",
+        seed="the prompts",
+        output="runs/retrieval",
+        shown="tables",
     )
-    command.add_argument("--lengths", required=True, metavar="N,N,...", help="context lengths in tokens, ascending")
-    command.add_argument(
-        "--depths", default="5", metavar="N", help="how many, or a list of shares such as 0,0.5,1 (default: 5)"
-    )
-    command.add_argument("--trials", type=int, default=10, metavar="N", help="prompts in each cell (default: 10)")
-    command.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
-    spans = command.add_argument_group("task spans")
-    spans.add_argument("--span", type=int, default=32, metavar="N", help="tokens of a span (default: 32)")
-    spans.add_argument(
-        "--text",
-        metavar="PATH",
-        help="a text file, or a folder of .txt, .md, .rst and .py files (default: the held-out modules of Python's "
-        "standard library)",
-    )
-    spans.add_argument("--dataset", metavar="NAME", help="a dataset that `datasets.load_dataset` knows, instead")
-    spans.add_argument("--split", metavar="NAME", help="its split (default: test)")
-    spans.add_argument("--column", metavar="NAME", default="text", help="its column with the text (default: text)")
-    how = command.add_argument_group("how")
-    how.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts answered together (default: 1)")
-    how.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: the checkpoint's)")
-    how.add_argument("--device", default="auto", help="such as cpu or cuda:0 (default: an accelerator, else the CPU)")
-    how.add_argument("--attention", default="auto", metavar="NAME", help="attention implementation of Transformers")
-    how.add_argument(
-        "--no-references", dest="references", action="store_false", help="without the lines plain and window"
-    )
-    out = command.add_argument_group("output")
-    out.add_argument("--output", default="runs/retrieval", metavar="DIR", help="(default: runs/retrieval)")
-    out.add_argument("--json", action="store_true", help="print the rows as JSON instead of the tables")
+    spans.add_argument("--span", type=int, metavar="N", help="tokens of a span (default: 32)")
+    how.add_argument("--batch-size", type=int, metavar="N", help="prompts answered together (default: 1)")
     command.set_defaults(run=_passkey, interrupted=INTERRUPTED)
 
 
-def run_retrieval(retrieval: Any) -> Any:
-    """Run a `Retrieval`, saying on stderr what it does; the recipe calls this too.
-
-    Returns:
-        the `Outcome`.
-    """
-    from rope_patch.evaluation.loading import quiet_transformers
-    from rope_patch.evaluation.retrieval.experiment import run
-
-    with quiet_transformers():
-        return run(retrieval, say)
-
-
-def show_outcome(outcome: Any) -> None:
-    """Print the tables and where the files are."""
+def _passkey(arguments: argparse.Namespace) -> None:
+    from rope_patch.evaluation.retrieval.experiment import Retrieval, run
     from rope_patch.evaluation.retrieval.report import print_tables
 
-    print_tables(outcome.rows)
-    print(f"rows     {outcome.results}\npicture  {outcome.picture}")
-
-
-def _passkey(arguments: argparse.Namespace) -> None:
-    from rope_patch.evaluation.retrieval.experiment import Retrieval
-
     arguments.lengths = whole_numbers("lengths", arguments.lengths, "4096,8192,16384")
-    arguments.depths = _depths(arguments.depths)
-    names = [field.name for field in dataclasses.fields(Retrieval)]
-    outcome = run_retrieval(Retrieval(**{name: getattr(arguments, name) for name in names}))
+    if arguments.depths is not None:
+        arguments.depths = _depths(arguments.depths)
+    outcome = run_quietly(run, Retrieval(**given(arguments, Retrieval)))
     if arguments.json:
-        print(json.dumps([json.loads(row.to_json()) for row in outcome.rows], indent=2))
+        print_rows(outcome.rows)
     else:
-        show_outcome(outcome)
+        show_outcome(outcome, lambda: print_tables(outcome.rows))
 
 
 def _depths(words: str) -> int | tuple[float, ...]:

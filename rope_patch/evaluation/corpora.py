@@ -153,6 +153,24 @@ def load_corpus(source: str = "stdlib", *, split: str | None = None, column: str
     return Dataset.from_dict({"name": [row["name"] for row in rows], "text": [row["text"] for row in rows]})
 
 
+def text_or_dataset(
+    text: str | None, dataset: str | None, *, split: str | None = None, column: str = "text"
+) -> Dataset:
+    """All documents of the one that is given, or of the held-out modules of the standard library.
+
+    Args:
+        text: a file, a folder of files, or a pattern.
+        dataset: a name or a folder that `datasets` knows.
+        split, column: see `load_corpus`.
+
+    Raises:
+        CorpusError: there is no such text; and see `load_corpus`.
+    """
+    if text is not None and not (glob.has_magic(text) or Path(text).exists()):
+        raise CorpusError(f"there is no text file or folder {text!r}")
+    return load_corpus(text or dataset or "stdlib", split=split, column=column)
+
+
 def _files_below(folder: Path) -> list[Path]:
     """The files of a folder that hold its text, of the first kind of which there are any."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -15,6 +16,10 @@ import yaml
 from rope_patch.errors import EvaluationError, did_you_mean
 
 Description = TypeVar("Description")
+
+
+_UNIONS = (types.UnionType, typing.Union)
+_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", types.NoneType: "nothing"}
 
 
 def read_yaml(
@@ -70,7 +75,9 @@ def check_types(description: Any) -> None:
     Raises:
         EvaluationError: a field is of the wrong type.
     """
-    for name, hint in typing.get_type_hints(type(description)).items():
+    hints = typing.get_type_hints(type(description))
+    for name in (field.name for field in dataclasses.fields(description)):
+        hint = hints[name]
         value = getattr(description, name)
         if isinstance(value, list):
             value = tuple(value)
@@ -93,6 +100,43 @@ def check_at_least(description: Any, minimum: int, *names: str) -> None:
             raise EvaluationError(f"{name}={value} is not allowed; {name} must be at least {minimum}")
 
 
+def check_lengths(lengths: Sequence[int]) -> None:
+    """Check context lengths.
+
+    Raises:
+        EvaluationError: they are missing, not whole numbers of at least 1, or do not ascend.
+    """
+    if not lengths:
+        raise EvaluationError("no lengths were given; give at least one, in tokens")
+    if not all(is_count(length) for length in lengths):
+        shown = ", ".join(map(str, lengths))
+        raise EvaluationError(f"lengths {shown}: every length must be a whole number of at least 1 token")
+    check_ascending("lengths", [str(length) for length in lengths], lengths)
+
+
+def check_ascending(name: str, shown: Sequence[str], values: Sequence[float]) -> None:
+    """Check that numbers ascend.
+
+    Args:
+        name: of the numbers, for messages.
+        shown: how each is spelled there.
+        values: the numbers.
+
+    Raises:
+        EvaluationError: one is there twice, or a lower one follows a higher one.
+    """
+    for (one, next_one), (shorter, longer) in zip(pairwise(shown), pairwise(values), strict=True):
+        if shorter == longer:
+            raise EvaluationError(f"{name} {', '.join(shown)}: {one} is there twice")
+        if shorter > longer:
+            raise EvaluationError(f"{name} {', '.join(shown)}: they must ascend, but {next_one} follows {one}")
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def _number(word: str) -> float | str:
     try:
         return float(word)
@@ -101,6 +145,8 @@ def _number(word: str) -> float | str:
 
 
 def _fits(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) in _UNIONS:
+        return any(_fits(value, option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return isinstance(value, tuple) and all(_fits(item, typing.get_args(hint)[0]) for item in value)
     if isinstance(value, bool):
@@ -109,7 +155,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _spelled(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", types.NoneType: "nothing"}
+    if typing.get_origin(hint) in _UNIONS:
+        return " or ".join(_spelled(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return f"a list, each {names[typing.get_args(hint)[0]]}"
-    return " or ".join(names[option] for option in typing.get_args(hint) or (hint,))
+        return f"a list, each {_spelled(typing.get_args(hint)[0])}"
+    return _NAMES[hint]

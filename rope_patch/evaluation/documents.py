@@ -13,8 +13,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow  # type: ignore[import-untyped]
-import pyarrow.parquet  # type: ignore[import-untyped]
+import pyarrow
+import pyarrow.parquet
 from datasets import load_dataset
 
 from rope_patch.errors import CorpusError

@@ -8,7 +8,8 @@ from typing import Any
 
 from rope_patch.errors import AlreadyPatched, EvaluationError
 from rope_patch.evaluation.protocols import Cell, Protocol
-from rope_patch.evaluation.specs import scheme_at
+from rope_patch.evaluation.specs import PLAIN, scheme_at
+from rope_patch.evaluation.subject import Subject
 from rope_patch.models.base import Stack
 from rope_patch.models.config import rope_entries
 from rope_patch.mounts import plan_mounts
@@ -17,40 +18,54 @@ from rope_patch.schemes import Scheme
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One scheme at one context length: what one forward pass per window measures.
+class Column:
+    """One scheme at one context length: what is measured under one patch.
 
     Attributes:
         line: the scheme as the table names it.
         scheme: with all defaults filled in; None for the plain checkpoint.
         mount: where it will be mounted, or is.
         length: tokens of context.
-        cells: what the pass fills.
     """
 
     line: str
     scheme: Scheme | None
     mount: str
     length: int
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What its rows say of it."""
+        return {
+            "line": self.line,
+            "scheme": self.scheme.to_dict() if self.scheme else {"name": PLAIN},
+            "regime": self.scheme.regime if self.scheme else "training-free",
+            "mount": self.mount,
+            "length": self.length,
+        }
+
+
+@dataclass(frozen=True)
+class Pass(Column):
+    """What one forward pass per window measures.
+
+    Attributes:
+        cells: what the pass fills.
+    """
+
     cells: tuple[Cell, ...]
 
 
-def plan_passes(
-    schemes: Sequence[str | Scheme],
-    protocol: Protocol[Any],
-    stacks: Sequence[Stack],
-    carried: PatchHandle | None = None,
-) -> list[Pass]:
-    """Every scheme at every length of a protocol.
+def plan_columns(schemes: Sequence[str | Scheme], lengths: Sequence[int], subject: Subject) -> list[Column]:
+    """Every scheme at every length.
 
     Args:
-        schemes: objects or strings, see `scheme_at`.
-        protocol: says the lengths and the cells.
-        stacks: of the model, as they are without a scheme.
-        carried: what the model carries already, which is then all that may be asked for.
+        schemes: objects or strings, see `scheme_at`; what the model carries already is all that may be asked of it.
+        lengths: in tokens.
+        subject: the model.
 
     Raises:
-        EvaluationError: there are no schemes, or one twice, or one that cannot be measured at these lengths.
+        EvaluationError: there are no schemes, or one twice, or the model's table of positions ends before a length.
         AlreadyPatched: the model carries another scheme.
         UnknownScheme, InvalidField, SlotConflict, UnsupportedModel, NothingToPatch: a scheme is not right for it.
     """
@@ -59,25 +74,40 @@ def plan_passes(
     lines = [str(spec) for spec in schemes]
     if twice := {line for line in lines if lines.count(line) > 1}:
         raise EvaluationError(f"scheme {sorted(twice)[0]!r} is there twice")
-    passes = []
+    columns = []
     for line, spec in zip(lines, schemes, strict=True):
-        for length, cells in protocol.cells():
-            scheme = spec if isinstance(spec, Scheme) else scheme_at(spec, length, stacks[0].training_length)
-            if carried is not None:
-                check_carried(scheme, line, carried)
-            if scheme is not None and len(stacks) == 1:
-                scheme = scheme.resolve(stacks[0].checkpoint)  # else the defaults of each part are its own
-            check_length(line, scheme, length, protocol, stacks[0])
-            passes.append(Pass(line, scheme, _mount(scheme, stacks, carried), length, cells))
-    return passes
+        for length in lengths:
+            scheme = spec if isinstance(spec, Scheme) else scheme_at(spec, length, subject.training_length)
+            if subject.carried is not None:
+                _check_carried(scheme, line, subject.carried)
+            if scheme is None:
+                _check_table(line, length, subject.stacks[0])
+            elif len(subject.stacks) == 1:  # else the defaults of each part are its own
+                scheme = scheme.resolve(subject.stacks[0].checkpoint)
+            columns.append(Column(line, scheme, _mount(scheme, subject), length))
+    return columns
 
 
-def check_carried(scheme: Scheme | None, line: str, carried: PatchHandle) -> None:
-    """A patched model is measured as it is, so it must carry what is asked for, defaults filled in or not.
+def plan_passes(schemes: Sequence[str | Scheme], protocol: Protocol[Any], subject: Subject) -> list[Pass]:
+    """Every scheme at every length of a protocol.
 
     Raises:
-        AlreadyPatched: it carries something else.
+        EvaluationError: one pass cannot stand for shorter texts; and see `plan_columns`.
+        RopePatchError: see `plan_columns`.
     """
+    cells = dict(protocol.cells())
+    columns = plan_columns(schemes, list(cells), subject)
+    for column in columns:
+        if protocol.one_pass and _follows_length(column.scheme, subject.stacks[0]):
+            raise EvaluationError(
+                f"{column.line} depends on the length of the text, so one pass at {column.length} tokens says nothing "
+                "of shorter ones; use protocol 'last'"
+            )
+    return [Pass(**vars(column), cells=cells[column.length]) for column in columns]
+
+
+def _check_carried(scheme: Scheme | None, line: str, carried: PatchHandle) -> None:
+    """A patched model is measured as it is, so it must carry what is asked for, defaults filled in or not."""
     checkpoints = [stack.checkpoint for stack, _ in carried.mounted]
     if scheme is None or any(scheme.resolve(of) != carried.scheme.resolve(of) for of in checkpoints):
         raise AlreadyPatched(
@@ -85,31 +115,22 @@ def check_carried(scheme: Scheme | None, line: str, carried: PatchHandle) -> Non
         )
 
 
-def check_length(line: str, scheme: Scheme | None, length: int, protocol: Protocol[Any], stack: Stack) -> None:
-    """Whether a scheme means something at a length.
-
-    Raises:
-        EvaluationError: one pass cannot stand for shorter texts, or the model's table of positions ends before.
-    """
-    if protocol.one_pass and _follows_length(scheme, stack):
-        raise EvaluationError(
-            f"{line} depends on the length of the text, so one pass at {length} tokens says nothing of shorter ones; "
-            "use protocol 'last'"
-        )
+def _check_table(line: str, length: int, stack: Stack) -> None:
+    """Without a scheme a table of positions is read as far as it goes."""
     table = stack.absolute
-    if scheme is None and table is not None and length > table.capacity:
+    if table is not None and length > table.capacity:
         raise EvaluationError(
             f"{line} at {length} tokens: {type(stack.module).__name__} has {table.capacity} positions; measure longer "
             "texts under a scheme alone, without references (--no-references)"
         )
 
 
-def _mount(scheme: Scheme | None, stacks: Sequence[Stack], carried: PatchHandle | None) -> str:
-    if carried is not None:
-        return carried.plan.mounts()
+def _mount(scheme: Scheme | None, subject: Subject) -> str:
+    if subject.carried is not None:
+        return subject.carried.plan.mounts()
     if scheme is None:
         return "none"
-    first, *_ = [plan_mounts(scheme, stack).mounts() for stack in stacks]  # planned for all, so that all are checked
+    first, *_ = [plan_mounts(scheme, stack).mounts() for stack in subject.stacks]  # all, so that all are checked
     return first
 
 

@@ -14,29 +14,27 @@ nll = sum of -ln p(target) / number of targets, perplexity = exp(nll); `protocol
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel  # type: ignore[import-untyped]
 from torch import nn
 from tqdm import tqdm
 
-from rope_patch.errors import AlreadyPatched
 from rope_patch.evaluation import sharing
-from rope_patch.evaluation.nll import ROWS_PER_CHUNK, chunked_nll, find_language_model
+from rope_patch.evaluation.nll import ROWS_PER_CHUNK, chunked_nll
 from rope_patch.evaluation.passes import Pass, plan_passes
 from rope_patch.evaluation.protocols import Cell, Context, Protocol, ProtocolName, check_request, protocol_for
-from rope_patch.evaluation.results import ResultFile, Row, identity, provenance, weights_fingerprint
-from rope_patch.evaluation.specs import PLAIN
+from rope_patch.evaluation.results import ResultFile, Row
+from rope_patch.evaluation.subject import Subject, evaluating, progress
 from rope_patch.evaluation.trained import Trained
-from rope_patch.models.reading import read_stacks
-from rope_patch.patch import PatchHandle, find_handles, patch
+from rope_patch.patch import patch
 from rope_patch.schemes import Scheme
 
 
@@ -74,7 +72,7 @@ def measure(
         protocol: one of `PROTOCOLS`; `"auto"` chooses `"last"` or `"span_corruption"` by the model.
         targets: T, scored tokens per window under `last`, or the tokens among which spans are hidden; default
             min(L, 4096).
-        stride: S of `sliding` and `yarn_compat`; default 256.
+        stride: S of `sliding` and `yarn_compat`; default 256, or the shortest length.
         tokens_per_document: of protocols that score whole documents: read the first so many; default all.
         documents: how many documents, drawn at random where there are more; default all.
         windows_per_document: of protocols that score windows: how many places in each document are scored.
@@ -103,37 +101,29 @@ def measure(
         windows_per_document=windows_per_document,
         seed=seed,
     )
-    carried = _carried(model)
-    stacks = [stack for stack, _ in carried.mounted] if carried else read_stacks(model)
-    language_model = find_language_model(model)
-    scoring = protocol_for(language_model, request, tokenizer, stacks[0].training_length)
-    passes = plan_passes(schemes, scoring, stacks, carried)
+    subject = Subject.of(model, trained)
+    scoring = protocol_for(subject.language_model, request, tokenizer, subject.training_length)
+    passes = plan_passes(schemes, scoring, subject)
     chosen = scoring.select(corpus, tokenizer)
     shared = {
-        "model": name or getattr(language_model.config, "name_or_path", "") or type(language_model).__name__,
-        "weights": trained.weights if trained else weights_fingerprint(extract_model_from_parallel(model)),
+        **subject.fields(name),
         "protocol": scoring.name,
-        "training_length": stacks[0].training_length,
         "documents": chosen.documents,
         "short_documents": chosen.short_documents,
         "texts": chosen.fingerprint,
-        "dtype": str(language_model.dtype).removeprefix("torch."),
-        "attention": language_model.config._attn_implementation,
-        "device": str(language_model.device),
         "seed": seed,
-        **provenance(),
     }
     contexts = {length: scoring.contexts(chosen, length) for length in {job.length for job in passes}}
     known = sharing.on_main(lambda: [_known(job, shared, results) for job in passes])
     rows: list[Row] = []
-    with _evaluating(model), _bar(passes, known, contexts) as bar:
+    with evaluating(model), _bar(passes, known, contexts) as bar:
         for job, found in zip(passes, known, strict=True):
             if found is not None:
                 rows += found
                 continue
-            learned = trained if trained and trained.belong_to(job.scheme, stacks[0].checkpoint) else None
             bar.set_description(f"{job.line} at {job.length}")
-            with _under(model, None if carried else job.scheme, learned):
+            with patch(model, job.scheme) if job.scheme and not subject.carried else nullcontext():
+                subject.recall(job.scheme)
                 scored = _score(model, contexts[job.length], shared["device"], bar)
             rows += sharing.on_main(partial(_fill, job, scoring, scored, shared, results))
     return rows
@@ -148,32 +138,17 @@ class _Scored:
     seconds: float
 
 
-def _carried(model: nn.Module) -> PatchHandle | None:
-    handles = find_handles(model)
-    if len(handles) > 1:
-        names = " and ".join(str(handle.scheme) for handle in handles)
-        raise AlreadyPatched(f"parts of {type(model).__name__} carry {names}; unpatch it before measuring")
-    return handles[0] if handles else None
-
-
 def _known(job: Pass, shared: dict[str, Any], results: ResultFile | None) -> list[Row] | None:
     """The rows of this pass where an earlier run has all of them, under the name that the line has now."""
     if results is None:
         return None
-    found = [results.find(identity(**shared, **_place(job, cell))) for cell in job.cells]
-    return [Row(**{**vars(row), "line": job.line}) for row in found if row] if all(found) else None
+    found = [results.find(Row.identity(**shared, **_place(job, cell))) for cell in job.cells]
+    return [dataclasses.replace(row, line=job.line) for row in found if row] if all(found) else None
 
 
 def _place(job: Pass, cell: Cell) -> dict[str, Any]:
     """The fields of a row that are known before it is measured, beside the shared ones."""
-    return {
-        "line": job.line,
-        "scheme": job.scheme.to_dict() if job.scheme else {"name": PLAIN},
-        "regime": job.scheme.regime if job.scheme else "training-free",
-        "mount": job.mount,
-        "length": cell.length,
-        "targets": cell.targets,
-    }
+    return {**job.fields, "length": cell.length, "targets": cell.targets}
 
 
 def _score(model: nn.Module, contexts: Sequence[Context], device: str, bar: tqdm) -> _Scored:
@@ -224,34 +199,13 @@ def _fill(
     return rows
 
 
-@contextmanager
-def _under(model: nn.Module, scheme: Scheme | None, learned: Trained | None) -> Iterator[None]:
-    """The model under a scheme, with what it learned under it; as it is for None."""
-    with patch(model, scheme) if scheme else nullcontext():
-        if learned is not None:
-            learned.restore(model)
-        yield
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """No dropout meanwhile; afterwards each module is in the mode it was in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
 def _bar(passes: list[Pass], known: list[list[Row] | None], contexts: dict[int, list[Context]]) -> tqdm:
-    """Progress over the tokens that this process reads, shown by the main one."""
-    total = sum(
-        contexts[job.length][index].length
-        for job, found in zip(passes, known, strict=True)
-        if found is None
-        for index in sharing.share(contexts[job.length], _calls_of_the_head)
+    """Progress over the tokens that this process reads."""
+    return progress(
+        sum(
+            contexts[job.length][index].length
+            for job, found in zip(passes, known, strict=True)
+            if found is None
+            for index in sharing.share(contexts[job.length], _calls_of_the_head)
+        )
     )
-    hidden = None if sharing.is_main() else True  # None: shown where there is a terminal
-    return tqdm(total=total, unit="token", unit_scale=True, disable=hidden, dynamic_ncols=True, leave=False)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Generic, Protocol, TypeVar
+from typing import IO, Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 import transformers
@@ -31,10 +31,52 @@ except ImportError:  # not a Unix: there, two processes on one output are not su
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _PROBE_BYTES = 1 << 20
+_SHOWING = ("report.py", "chart.py", "sweep_report.py")
+"""Modules that only show what was measured, as the command line does."""
+
+J = TypeVar("J", bound="JsonLine")
+
+
+class JsonLine:
+    """A dataclass that is one line of JSON. A number that is not finite, which JSON has no word for, becomes null.
+
+    Attributes:
+        IDENTITY: the fields that have to agree before a row is used instead of a new measurement.
+    """
+
+    IDENTITY: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def identity(cls, **fields: Any) -> str:
+        """The key of a row, also of one that is still to be measured."""
+        return json.dumps([fields[name] for name in cls.IDENTITY], sort_keys=True)
+
+    def key(self) -> str:
+        """What makes two rows the same measurement."""
+        return self.identity(**vars(self))
+
+    def to_json(self) -> str:
+        """One line."""
+        fields = dataclasses.asdict(self)  # type: ignore[call-overload]
+        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in fields.items()}
+        return json.dumps(finite, allow_nan=False)
+
+    @classmethod
+    def from_json(cls: type[J], line: str) -> J:
+        """The row that `to_json` wrote, with NaN for every number that was not finite.
+
+        Raises:
+            ValueError: when the line is something else.
+        """
+        fields = json.loads(line)
+        types = {field.name: field.type for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if not isinstance(fields, dict) or set(fields) != set(types):
+            raise ValueError("not the fields of a row")
+        return cls(**{key: math.nan if v is None and types[key] == "float" else v for key, v in fields.items()})
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(JsonLine):
     """One cell of the table, with everything that it depends on.
 
     Attributes:
@@ -63,6 +105,19 @@ class Row:
         commit: of this library, where it runs from its repository.
     """
 
+    IDENTITY = (
+        "model",
+        "weights",
+        "scheme",
+        "protocol",
+        "length",
+        "targets",
+        "texts",
+        "dtype",
+        "attention",
+        "code",
+    )
+
     model: str
     weights: str
     line: str
@@ -89,50 +144,6 @@ class Row:
     code: str
     versions: dict[str, str]
     commit: str | None
-
-    def key(self) -> str:
-        """What makes two rows the same measurement."""
-        return identity(**{name: getattr(self, name) for name in IDENTITY})
-
-    def to_json(self) -> str:
-        """One line. A number that is not finite, which JSON has no word for, becomes null."""
-        fields = dataclasses.asdict(self)
-        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in fields.items()}
-        return json.dumps(finite, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, line: str) -> Row:
-        """The row that `to_json` wrote.
-
-        Raises:
-            ValueError: when the line is something else.
-        """
-        fields = json.loads(line)
-        names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(fields, dict) or set(fields) != set(names):
-            raise ValueError("not the fields of a row")
-        numbers = {name: math.nan for name in ("nll", "perplexity") if fields[name] is None}
-        return cls(**{**fields, **numbers})
-
-
-IDENTITY = (
-    "model",
-    "weights",
-    "scheme",
-    "protocol",
-    "length",
-    "targets",
-    "texts",
-    "dtype",
-    "attention",
-    "code",
-)
-"""The fields of a row that have to agree before it is used instead of a new measurement."""
-
-
-def identity(**fields: Any) -> str:
-    """The key of a row, also of one that is still to be measured."""
-    return json.dumps([fields[name] for name in IDENTITY], sort_keys=True)
 
 
 class Line(Protocol):
@@ -280,7 +291,7 @@ def _code_fingerprint() -> str:
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         place = path.relative_to(_PACKAGE)
-        if place.parts[0] != "cli" and path.name not in ("report.py", "chart.py"):  # they only show what was measured
+        if place.parts[0] != "cli" and path.name not in _SHOWING:
             digest.update(str(place).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -35,8 +35,10 @@ def join(device: str = "auto") -> None:
         return
     if device not in ("auto", "cpu"):
         raise EvaluationError(f"device {device!r}: of several processes each takes its own, so give auto or cpu")
-    from accelerate import PartialState  # type: ignore[import-untyped]
+    from accelerate import PartialState
 
+    # an FSDP config of accelerate sets this; Transformers then leaves the weights of all processes but one empty
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     atexit.register(PartialState(cpu=device == "cpu").destroy_process_group)
 
 

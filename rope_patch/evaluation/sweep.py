@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import AutoConfig
 
-from rope_patch.errors import CorpusError, EvaluationError, RopePatchError, UnsupportedModel
-from rope_patch.evaluation import chart
+from rope_patch.errors import EvaluationError, RopePatchError, UnsupportedModel
+from rope_patch.evaluation import chart, sharing
 from rope_patch.evaluation.candidates import ROUNDS, Candidate, Family, candidates_of_round, chosen_families
-from rope_patch.evaluation.corpora import load_corpus
-from rope_patch.evaluation.description import check_at_least, check_types, read_yaml
-from rope_patch.evaluation.loading import check_checkpoint, default_checkpoint, load_model, load_tokenizer
+from rope_patch.evaluation.description import check_at_least
+from rope_patch.evaluation.loading import check_checkpoint, load_model, load_tokenizer
+from rope_patch.evaluation.measurement import Measurement, Say, silent
 from rope_patch.evaluation.perplexity import measure
 from rope_patch.evaluation.results import ResultFile, Row
 from rope_patch.evaluation.specs import CUT, REFERENCES
@@ -26,7 +26,6 @@ from rope_patch.evaluation.texts import select_windows
 from rope_patch.evaluation.trained import Trained
 from rope_patch.models.config import training_length
 from rope_patch.models.reading import read_stacks
-from rope_patch.patch import find_handle, unpatch
 from rope_patch.persistence import make_loadable
 
 SHOWN = 6
@@ -35,18 +34,14 @@ SHOWN = 6
 TIE = 0.001
 """Nats at the target by which a line may be worse and still be preferred, if it is better over all lengths."""
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(Measurement):
     """What to look for, on what, and for how long. The fields are the keys of the YAML.
 
     Attributes:
         target: the length that matters, in tokens, or in multiples of L as `4x`.
-        model: checkpoint folder; default the one that comes with the repository.
-        text: a text file or a folder of them; default the held-out modules of Python's standard library.
-        dataset: a dataset's name or folder instead, with its `split` and the `column` that holds the text.
+        model, text, dataset, split, column, dtype, device, attention: see `Measurement`.
         schemes: names of those to try; default all that a sweep knows, see `candidates`.
         regime: `training-free`, or `fine-tune` to try those, too, that are made to be fine-tuned.
         budget_minutes: wall clock after which no other scheme is begun; default none, the plan ends by itself.
@@ -54,53 +49,27 @@ class Sweep:
         targets: T, scored tokens per window; default min(L, 4096).
         documents: how many documents; default all.
         windows_per_document: how many places in each document are scored.
-        dtype, device, attention: see `Experiment`.
         output: folder of `sweep.jsonl` and `sweep.png`.
         seed: of the draw of documents.
     """
 
     target: str | int
-    model: str | None = None
-    text: str | None = None
-    dataset: str | None = None
-    split: str | None = None
-    column: str = "text"
+    _: KW_ONLY
     schemes: tuple[str, ...] = ()
     regime: str = "training-free"
-    budget_minutes: int | float | None = None
+    budget_minutes: float | None = None
     budget_measurements: int | None = None
     targets: int | None = None
     documents: int | None = None
     windows_per_document: int = 1
-    dtype: str = "auto"
-    device: str = "auto"
-    attention: str = "auto"
     output: str = "runs/sweep"
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        check_types(self)
-        if self.text is not None and self.dataset is not None:
-            raise EvaluationError(f"text {self.text!r} and dataset {self.dataset!r}: give one of them")
+        super().__post_init__()
         check_at_least(self, 1, "documents", "windows_per_document", "targets", "budget_measurements")
         check_at_least(self, 0, "budget_minutes")
         target_length(self.target, 1)
         chosen_families(self.regime, self.schemes)
-
-    @classmethod
-    def from_yaml(cls, path: str | Path) -> Sweep:
-        """Read a description.
-
-        Raises:
-            EvaluationError: the file is no YAML mapping, or a key or a value is wrong.
-            OSError: it cannot be read.
-        """
-        return read_yaml(cls, path)
-
-    @property
-    def checkpoint(self) -> str:
-        """The folder or the id that is loaded."""
-        return self.model or default_checkpoint()
 
     @property
     def families(self) -> tuple[Family, ...]:
@@ -209,25 +178,23 @@ def plan_of(sweep: Sweep) -> Plan:
     return make_plan(sweep, trained)
 
 
-def run(sweep: Sweep, say: Say = lambda _: None) -> Outcome:
+def run(sweep: Sweep, say: Say = silent) -> Outcome:
     """Try round after round, writing every row as it comes, and recommend. Started again, it goes on where it stopped.
+
+    Started by `torchrun` or `accelerate launch`, the processes divide the windows; the main one writes and speaks.
 
     Args:
         sweep: what to look for.
-        say: is told, in a sentence each, what happens.
+        say: see `Say`.
 
     Raises:
         RopePatchError, OSError: something is wrong with the description, the checkpoint, the text or the output.
     """
-    check_checkpoint(sweep.checkpoint)
-    results = ResultFile(Path(sweep.output) / "sweep.jsonl")
-    corpus = _corpus(sweep)
-    model = load_model(sweep.checkpoint, dtype=sweep.dtype, device=sweep.device, attention=sweep.attention)
-    trained = None
-    if (handle := find_handle(model)) is not None:
-        say(f"the checkpoint was saved under {handle.scheme}; it is measured without")
-        trained = Trained.under(handle)
-        unpatch(model)
+    say = sweep.begin(say)
+    path = Path(sweep.output) / "sweep.jsonl"
+    results = sharing.only_main(lambda: ResultFile(path))
+    corpus = list(sweep.corpus())
+    model, trained = sweep.load(say)
     plan = make_plan(sweep, read_stacks(model)[0].training_length)
     lengths = ", ".join(map(str, plan.lengths))
     say(f"trying {len(plan.families)} schemes at {lengths} tokens, best guesses first")
@@ -241,13 +208,11 @@ def run(sweep: Sweep, say: Say = lambda _: None) -> Outcome:
     if ranked:
         difference = search.at_target(ranked[0]) - search.at_target(CUT)
         error, documents = search.error_of_difference(ranked[0])
-    picture = results.path.with_suffix(".png")
     shown = {*REFERENCES, *search.best_of_each(ranked)[:SHOWN]}
-    chart.save([row for row in rows if row.line in shown], picture)
+    drawn = [row for row in rows if row.line in shown]
+    picture = sharing.on_main(lambda: chart.save(drawn, path.with_suffix(".png")))
     recommended = ranked[0] if ranked else None
-    return Outcome(
-        plan, rows, search.refused, recommended, difference, error, documents, stopped, results.path, picture
-    )
+    return Outcome(plan, rows, search.refused, recommended, difference, error, documents, stopped, path, picture)
 
 
 class RememberingTokenizer:
@@ -270,14 +235,17 @@ class RememberingTokenizer:
 
 @dataclass
 class _Search:
-    """A sweep under way: what was measured, what was refused, what is left of the budget."""
+    """A sweep under way: what was measured, what was refused, what is left of the budget.
+
+    Several processes go through it alike; the main one alone has results, and decides whether the budget is used up.
+    """
 
     sweep: Sweep
     plan: Plan
     model: nn.Module
     tokenizer: Any
     corpus: Sequence[Mapping[str, str]]
-    results: ResultFile
+    results: ResultFile | None
     trained: Trained | None
     rows: dict[str, list[Row]] = field(default_factory=dict)
     candidates: dict[Candidate, str] = field(default_factory=dict)
@@ -300,20 +268,24 @@ class _Search:
                 line = self.plan.line(candidate)
                 if line in self.rows or line in self.refused:
                     continue  # two values may be spelled alike once they are rounded
-                if (reason := self._over_budget(began)) is not None:
+                if (reason := sharing.on_main(lambda: self._over_budget(began))) is not None:
                     return f"{reason} was used up in round {number + 1} of {len(ROUNDS)}"
                 self._try(candidate, line)
         return "the plan was carried out to its end"
 
     def _try(self, candidate: Candidate, line: str) -> None:
-        before = len(self.results.rows)
+        before = self._written()
         try:
             self.measure([line])
         except RopePatchError as error:
             self.refused[line] = " ".join(str(error).split())
             return
         self.candidates[candidate] = line
-        self.spent += len(self.results.rows) - before
+        self.spent += self._written() - before
+
+    def _written(self) -> int:
+        """How many rows the file of this process has."""
+        return len(self.results.rows) if self.results else 0
 
     def _over_budget(self, began: float) -> str | None:
         """The budget that does not allow another line; rows of an earlier run have cost nothing."""
@@ -383,7 +355,7 @@ class _Search:
             documents=documents,
             windows_per_document=self.sweep.windows_per_document,
             seed=self.sweep.seed,
-            name=self.sweep.model or "tiny-llama",
+            name=self.sweep.name,
             results=self.results,
             trained=self.trained,
         )
@@ -391,9 +363,3 @@ class _Search:
     def _targets(self) -> int | None:
         """What the references were scored on, once they are there; a single document is scored on the same."""
         return self.rows[CUT][0].targets if CUT in self.rows else None
-
-
-def _corpus(sweep: Sweep) -> list[Mapping[str, str]]:
-    if sweep.text is not None and not Path(sweep.text).exists():
-        raise CorpusError(f"there is no text file or folder {sweep.text!r}")
-    return list(load_corpus(sweep.text or sweep.dataset or "stdlib", split=sweep.split, column=sweep.column))

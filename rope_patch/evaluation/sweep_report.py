@@ -98,11 +98,10 @@ def table(outcome: Outcome) -> Group:
 
 
 def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
-    """Print the table, the recommendation and where the files are."""
+    """Print the table and the recommendation."""
     console = console or Console()
     console.print(table(outcome))
     console.print(Text(recommendation(outcome), style="bold"))
-    print(f"rows     {outcome.results}\npicture  {outcome.picture}")
 
 
 def to_dict(outcome: Outcome) -> dict[str, Any]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
 
 from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.sharing import is_main
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
@@ -74,36 +77,68 @@ def select_windows(
     Raises:
         EvaluationError: when no document is long enough; it says how long the longest is.
     """
-    rows = list(corpus)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     prefix = prefix_of(tokenizer)
     needed = longest + 1 - len(prefix)
+
+    def windows(name: str, tokens: torch.Tensor) -> tuple[list[Window], str]:
+        ends = _ends(len(tokens), needed, targets, windows_per_document)
+        digest = hashlib.sha256(tokens.numpy().tobytes() + repr((ends, prefix.tolist())).encode())
+        return [Window(name, tokens[end - needed : end].clone(), prefix) for end in ends], digest.hexdigest()
+
+    chosen, short = draw_documents(corpus, tokenizer, windows, prefix, longest, documents, seed)
+    return Selection(
+        windows=tuple(window for found, _ in chosen for window in found),
+        documents=len(chosen),
+        short_documents=short,
+        fingerprint=hashlib.sha256("".join(digest for _, digest in chosen).encode()).hexdigest()[:16],
+    )
+
+
+def draw_documents(
+    corpus: Iterable[Mapping[str, str]],
+    tokenizer: Any,
+    keep: Callable[[str, torch.Tensor], Kept],
+    prefix: torch.Tensor,
+    longest: int,
+    documents: int | None,
+    seed: int,
+) -> tuple[list[Kept], int]:
+    """Draw documents that fill a context of the longest length, so that every length scores the same ones.
+
+    Args:
+        corpus: a sequence of rows with `name` and `text`, such as a `datasets.Dataset`.
+        tokenizer: of the checkpoint.
+        keep: what is kept of a document, from its name and its tokens, `(n,)`.
+        prefix: the tokens in front of every context.
+        longest: the longest context length in tokens.
+        documents: how many to draw; None for all.
+        seed: of the draw.
+
+    Returns:
+        what is kept, in the order of the corpus, and how many documents that were looked at are too short.
+
+    Raises:
+        EvaluationError: when no document is long enough; it says how long the longest is.
+    """
+    needed = longest + 1 - len(prefix)
+    rows = list(corpus)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     lengths: list[int] = []
-    chosen: dict[int, list[Window]] = {}
-    digests: dict[int, str] = {}
-    for index in tqdm(order, desc="reading", unit="document", leave=False, disable=None):
-        if documents is not None and len(chosen) == documents:
+    kept: dict[int, Kept] = {}
+    hidden = None if is_main() else True  # None: shown where there is a terminal
+    for index in tqdm(order, desc="reading", unit="document", leave=False, disable=hidden):
+        if documents is not None and len(kept) == documents:
             break
         ids = tokenizer(rows[index]["text"], add_special_tokens=False, verbose=False)["input_ids"]
         lengths.append(len(ids))
-        if len(ids) < needed:
-            continue
-        tokens = torch.tensor(ids)
-        ends = _ends(len(ids), needed, targets, windows_per_document)
-        chosen[index] = [Window(rows[index]["name"], tokens[end - needed : end].clone(), prefix) for end in ends]
-        digests[index] = hashlib.sha256(tokens.numpy().tobytes() + repr((ends, prefix.tolist())).encode()).hexdigest()
-    if not chosen:
+        if len(ids) >= needed:
+            kept[index] = keep(rows[index]["name"], torch.tensor(ids))
+    if not kept:
         raise EvaluationError(
             f"a context of {longest} tokens needs documents of {needed} tokens; the longest of {len(rows)} "
             f"has {max(lengths, default=0)}"
         )
-    kept = sorted(chosen)
-    return Selection(
-        windows=tuple(window for index in kept for window in chosen[index]),
-        documents=len(kept),
-        short_documents=sum(length < needed for length in lengths),
-        fingerprint=hashlib.sha256("".join(digests[index] for index in kept).encode()).hexdigest()[:16],
-    )
+    return [kept[index] for index in sorted(kept)], sum(length < needed for length in lengths)
 
 
 def prefix_of(tokenizer: Any) -> torch.Tensor:

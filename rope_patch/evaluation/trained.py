@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from rope_patch.evaluation.results import weights_fingerprint
 from rope_patch.parameters import learned_parameters
-from rope_patch.patch import PatchHandle
+from rope_patch.patch import PatchHandle, find_handle, unpatch
 from rope_patch.schemes.base import Checkpoint, Scheme
 
 
@@ -42,3 +43,14 @@ class Trained:
         """Give them to a model that was patched with their scheme anew."""
         for name, value in learned_parameters(model).items():
             value.copy_(self.values[name])
+
+
+def take_off(model: nn.Module, say: Callable[[str], None]) -> Trained | None:
+    """Take the scheme off that a checkpoint was saved under, saying so, and keep what was learned under it."""
+    handle = find_handle(model)
+    if handle is None:
+        return None
+    say(f"the checkpoint was saved under {handle.scheme}; it is measured without, unless a line names the scheme")
+    trained = Trained.under(handle)
+    unpatch(model)
+    return trained

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.sharing import is_main
+from rope_patch.evaluation.texts import draw_documents
 
 
 @dataclass(frozen=True)
@@ -64,25 +63,12 @@ def select_documents(
             f"tokens_per_document={tokens_per_document} is not allowed: a context of {longest} tokens needs documents "
             f"of {needed} tokens"
         )
-    rows = list(corpus)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-    lengths: list[int] = []
-    chosen: dict[int, torch.Tensor] = {}
-    hidden = None if is_main() else True  # None: shown where there is a terminal
-    for index in tqdm(order, desc="reading", unit="document", leave=False, disable=hidden):
-        if documents is not None and len(chosen) == documents:
-            break
-        ids = tokenizer(rows[index]["text"], add_special_tokens=False, verbose=False)["input_ids"]
-        lengths.append(len(ids))
-        if len(ids) >= needed:
-            chosen[index] = torch.tensor(ids[:tokens_per_document])
-    if not chosen:
-        raise EvaluationError(
-            f"a context of {longest} tokens needs documents of {needed} tokens; the longest of {len(rows)} "
-            f"has {max(lengths, default=0)}"
-        )
-    texts = tuple(chosen[index] for index in sorted(chosen))
+
+    def beginning(_: str, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens[:tokens_per_document].clone()
+
+    texts, short = draw_documents(corpus, tokenizer, beginning, prefix, longest, documents, seed)
     digest = hashlib.sha256(repr(prefix.tolist()).encode())
     for text in texts:
         digest.update(hashlib.sha256(text.numpy().tobytes()).digest())
-    return WholeTexts(texts, sum(length < needed for length in lengths), digest.hexdigest()[:16])
+    return WholeTexts(tuple(texts), short, digest.hexdigest()[:16])

@@ -20,6 +20,20 @@ from rope_patch.patch import find_handles
 Method = Literal["full", "lora", "lora_norms_embeddings"]
 
 
+def check(method: str) -> None:
+    """Refuse a method before anything is computed.
+
+    Raises:
+        EvaluationError: it needs PEFT, which is not installed.
+    """
+    if method == "full":
+        return
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise EvaluationError(f"method={method!r} needs PEFT: pip install 'rope-patch[finetune]'") from error
+
+
 def prepare(model: nn.Module, method: str, rank: int, alpha: float, dropout: float) -> nn.Module:
     """The model with the parameters of a method alone to be trained.
 
@@ -36,12 +50,11 @@ def prepare(model: nn.Module, method: str, rank: int, alpha: float, dropout: flo
     Raises:
         EvaluationError: PEFT is not installed, or attention has no linear layers.
     """
+    check(method)
     if method == "full":
         return model.requires_grad_(True)
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise EvaluationError(f"method={method!r} needs PEFT: pip install 'rope-patch[finetune]'") from error
+    from peft import LoraConfig, get_peft_model
+
     saved = [NAME] if learned_parameters(model) else []
     shared: dict[str, Any] = {}
     if method == "lora_norms_embeddings":

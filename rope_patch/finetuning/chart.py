@@ -99,7 +99,7 @@ def _draw_table(legend: Any, story: Story, lines: Sequence[tuple[Point, dict[str
     for x, length in zip(columns, story.lengths, strict=True):
         label = in_training_lengths(length, story.training_length)
         legend.text(x, 1 - pitch / 2, label, size=9, weight="bold", color=INK, ha="right", va="center")
-    best = {n: min(p.nll[n] for p, _ in lines if n in p.nll) for n in story.lengths}
+    best = {n: story.best(n, [point for point, _ in lines]) for n in story.lengths}
     for row, (point, style) in enumerate(lines, start=1):
         y = 1 - pitch * (row + 0.5)
         legend.plot([0.01, 0.085], [y, y], **{**style, "marker": ""})
@@ -140,9 +140,10 @@ def curves(folders: Mapping[str, Path]) -> Figure:
         axes.plot([step for step, _ in measured], [nll for _, nll in measured], color=colour, marker="o", linestyle="")
     axes.set_xlabel("step", size=9.5, color=INK)
     axes.set_ylabel("NLL, nats per token", size=9.5, color=INK)
-    axes.set_title("Training loss; dots: held-out text at the longest length", size=11, color=INK, loc="left")
+    title = "Loss of single training batches; dots: held-out text at the longest length"
+    axes.set_title(title, size=11, color=INK, loc="left")
     if folders:
-        axes.legend(frameon=False, fontsize=9)
+        drawn.legend(frameon=False, fontsize=9, loc="outside right upper")
     tidy(axes)
     return drawn
 

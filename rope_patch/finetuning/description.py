@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +47,7 @@ class FineTuning:
             library that are held out.
         lengths: of the measurement; default L, 2 L, ... up to `length`.
         targets, documents: of the measurement, see `measure`.
-        evaluate_every: steps between two measurements; default only before and after.
+        evaluate_every: steps between two measurements, a multiple of `log_every`; default only before and after.
         method: `full`, `lora`, or `lora_norms_embeddings`, which LongLoRA found to be needed for longer context.
         rank, alpha, dropout: of LoRA.
         merge: whether the adapters are merged into the saved weights.
@@ -130,11 +132,19 @@ class FineTuning:
         for pair in (("text", "dataset"), ("eval_text", "eval_dataset")):
             if all(getattr(self, name) is not None for name in pair):
                 raise EvaluationError(f"{pair[0]} and {pair[1]} are both given: give one of them")
-        if not self.learning_rate > 0:
-            raise EvaluationError(f"learning_rate={self.learning_rate} is not allowed; it must be above 0")
+        for name in ("learning_rate", "alpha"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise EvaluationError(f"{name}={value} is not allowed; it must be above 0")
+        if not self.dropout < 1:
+            raise EvaluationError(f"dropout={self.dropout} is not allowed; it must be below 1")
         if self.warm_start_steps >= self.steps:
             raise EvaluationError(
                 f"warm_start_steps={self.warm_start_steps} of steps={self.steps}: nothing would be left for the scheme"
+            )
+        if self.evaluate_every is not None and self.evaluate_every % self.log_every:
+            raise EvaluationError(
+                f"evaluate_every={self.evaluate_every} with log_every={self.log_every}: what is measured "
+                "is logged too, so it must be a multiple"
             )
         if self.merge and self.method == "full":
             raise EvaluationError("merge=true with method='full': there are no adapters to merge")
@@ -155,8 +165,15 @@ class FineTuning:
 
     @property
     def checkpoint(self) -> str:
-        """The folder or the id that is loaded."""
-        return self.model or default_checkpoint()
+        """The folder, as an absolute path that adapters can name, or the id that is loaded."""
+        name = self.model or default_checkpoint()
+        return str(Path(name).resolve()) if Path(name).exists() else name
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What may not differ between two starts on one output: its runs would be neither the one nor the other."""
+        fields = {**dataclasses.asdict(self), "model": self.checkpoint}
+        return {name: value for name, value in fields.items() if name not in _FREE}
 
     @property
     def name(self) -> str:
@@ -168,9 +185,9 @@ class FineTuning:
         if self.lengths:
             return self.lengths
         doubled = [training_length]
-        while doubled[-1] * 2 <= self.length:
+        while doubled[-1] * 2 < self.length:
             doubled.append(doubled[-1] * 2)
-        return tuple(doubled)
+        return (*doubled, self.length) if self.length > training_length else tuple(doubled)
 
     def schedule(self, folder: Path) -> Schedule:
         """What the training loop is told."""
@@ -201,6 +218,12 @@ class FineTuning:
         positions = PoSE(target_length=self.length, chunks=self.pose_chunks, seed=self.seed)
         return RowSettings(length=training_length, layout="padded", positions=positions, **shared)
 
+
+_FREE = {
+    "schemes", "steps", "learning_rate", "warmup_steps", "decay_steps", "micro_batch_size", "gradient_checkpointing",
+    "device", "parallel", "context_parallel", "check_memory", "save_every_seconds", "log_every", "evaluate_every",
+    "report_to", "output", "merge", "on_bad_line",
+}  # fmt: skip
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "layout": (*LAYOUTS, POSE),

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.loading import check_checkpoint
 from rope_patch.evaluation.results import LineFile, ResultFile
-from rope_patch.evaluation.sharing import is_main, join, only_main
-from rope_patch.evaluation.specs import scheme_at
-from rope_patch.finetuning import chart, trackers
+from rope_patch.evaluation.sharing import is_main, join, on_main, only_main, world
+from rope_patch.evaluation.specs import REFERENCES, scheme_at
+from rope_patch.finetuning import adapters, chart, trackers
 from rope_patch.finetuning.description import FineTuning
 from rope_patch.finetuning.history import Point
-from rope_patch.finetuning.run import Task, run_task
+from rope_patch.finetuning.run import Task, check_claim, run_task
 from rope_patch.finetuning.saving import CHECKPOINT
 
 
@@ -49,14 +50,20 @@ def run(description: FineTuning, say: Callable[[str], None] = lambda _: None) ->
     Raises:
         RopePatchError, OSError: something is wrong with the description, the checkpoint, the text or the output;
             whatever can be known before the model is loaded is raised before.
-        Diverged: a loss is not finite; the state that was saved last is intact.
+        Diverged: a loss is not finite; the state that was saved last is intact, and left as a checkpoint besides.
     """
     join(description.device)
     check_checkpoint(description.checkpoint)
+    adapters.check(description.method)
     trackers.check(description.report_to)
+    if description.batch_size % world():
+        raise EvaluationError(
+            f"batch_size={description.batch_size} is not allowed; it must be a multiple of the {world()} processes"
+        )
     for spec in description.schemes:
         scheme_at(spec, 1, 2**62)  # spelling only: the model is not there yet
     output = Path(description.output)
+    on_main(lambda: check_claim(description))
     rows = only_main(lambda: ResultFile(output / "perplexity.jsonl"))
     points = only_main(lambda: LineFile(output / "points.jsonl", Point))
     folders = {spec: output / folder_name(spec) for spec in description.schemes}
@@ -75,7 +82,8 @@ def folder_name(spec: str) -> str:
 
 
 def _report(output: Path, points: LineFile[Point] | None, folders: dict[str, Path]) -> Outcome:
-    found = points.rows if points is not None else []
+    wanted = {*REFERENCES, *folders}
+    found = [point for point in points.rows if point.scheme in wanted] if points is not None else []
     picture = chart.save(found, output / "finetune.png")
     curves = chart.save_curves(
         {spec: folder for spec, folder in folders.items() if folder.exists()}, output / "loss.png"

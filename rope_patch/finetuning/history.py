@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rope_patch.evaluation.results import Row
+
+
+def point_key(scheme: str, step: int) -> str:
+    """What makes two points the same measurement."""
+    return f"{scheme} {step}"
 
 
 @dataclass(frozen=True)
@@ -49,11 +55,12 @@ class Point:
 
     def key(self) -> str:
         """What makes two points the same measurement."""
-        return f"{self.scheme} {self.step}"
+        return point_key(self.scheme, self.step)
 
     def to_json(self) -> str:
-        """One line."""
-        return json.dumps(dataclasses.asdict(self))
+        """One line. A loss that is not finite, which JSON has no word for, becomes null."""
+        finite = {length: nll if math.isfinite(nll) else None for length, nll in self.nll.items()}
+        return json.dumps({**dataclasses.asdict(self), "nll": finite}, allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> Point:
@@ -66,4 +73,5 @@ class Point:
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(fields, dict) or set(fields) != names:
             raise ValueError("not the fields of a point")
-        return cls(**{**fields, "nll": {int(length): nll for length, nll in fields["nll"].items()}})
+        nll = {int(length): math.nan if nll is None else nll for length, nll in fields["nll"].items()}
+        return cls(**{**fields, "nll": nll})

@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.sharing import is_main
 from rope_patch.finetuning.rows import Batch, Facts, RowSettings, lay_out, seeded
 from rope_patch.finetuning.tokens import Encoder
 
@@ -176,7 +177,8 @@ def _cut(starts: torch.Tensor, pairs: torch.Tensor, length: int) -> tuple[torch.
 
 def _encoded(documents: Iterable[Mapping[str, str]], encode: Encoder) -> Iterator[torch.Tensor]:
     rows = iter(documents)
-    with tqdm(desc="tokenising", unit="document", leave=False, disable=None) as bar:
+    silent = None if is_main() else True  # None: shown where there is a terminal
+    with tqdm(desc="tokenising", unit="document", leave=False, disable=silent) as bar:
         while some := list(islice(rows, _TOGETHER)):
             yield from encode([row["name"] for row in some], [row["text"] for row in some])
             bar.update(len(some))

@@ -19,7 +19,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from rope_patch.errors import EvaluationError, UnsupportedPositions
@@ -50,28 +50,37 @@ def chosen(parallel: str) -> str:
     return "fsdp2"
 
 
-def wrap(loss: nn.Module, device: torch.device, parallel: str, precision: str) -> nn.Module:
+def wrap(loss: nn.Module, device: torch.device, parallel: str) -> nn.Module:
     """The loss module as several processes train it together; as it is where there is one process.
+
+    `fsdp2` gathers weights in float32 also where autocast computes in bfloat16. Were they gathered in bfloat16, so
+    would be norms, parameters that a scheme needs precise, and measurements, and two processes would train something
+    else than one does.
 
     Args:
         loss: a `LanguageModelLoss`; moved to the device.
         device: of this process.
         parallel: `auto`, `ddp` or `fsdp2`.
-        precision: in which weights are gathered under `fsdp2`.
     """
     if world() == 1:
         return loss.to(device)
     if chosen(parallel) == "ddp":
-        return DistributedDataParallel(loss.to(device), device_ids=None if device.type == "cpu" else [device])
+        places = None if device.type == "cpu" else [device]
+        # buffers are tables of positions, the same everywhere: nothing to send before every forward
+        return DistributedDataParallel(loss.to(device), device_ids=places, broadcast_buffers=False)
     mesh = init_device_mesh(device.type, (world(),))
-    policy = MixedPrecisionPolicy()
-    if precision == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     blocks = set(find_language_model(loss)._no_split_modules or ())
-    for module in loss.modules():
+    for module in reversed(list(loss.modules())):  # what is inside first, as `fully_shard` wants it
         if type(module).__name__ in blocks:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    return fully_shard(loss, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh)
+            module.register_forward_hook(_forget_casts)
+    fully_shard(loss, mesh=mesh)
+    return loss
+
+
+def _forget_casts(*_: object) -> None:
+    """Autocast keeps the bfloat16 copy of every weight until the forward ends: all blocks, on every process."""
+    torch.clear_autocast_cache()
 
 
 def accumulating(wrapped: nn.Module, more: bool) -> AbstractContextManager[None]:
@@ -84,18 +93,21 @@ def accumulating(wrapped: nn.Module, more: bool) -> AbstractContextManager[None]
 
 
 @contextmanager
-def gathered(wrapped: nn.Module) -> Iterator[None]:
-    """What stands outside the blocks (embeddings, last norm, head) whole, for calls that go around `wrapped`."""
+def whole(wrapped: nn.Module) -> Iterator[None]:
+    """All weights on every process at once, for calls of parts of the model; as wide as the model is, so be brief."""
     if not isinstance(wrapped, FSDPModule):
         yield
         return
-    # a sharded module learns that it is the outermost one in its first forward; a block must not take itself for it
+    # the first call decides which module is the outermost: here it must not be a block
     wrapped._get_fsdp_state()._lazy_init()
-    wrapped.unshard()
+    divided = [module for module in wrapped.modules() if isinstance(module, FSDPModule)]
+    for module in divided:
+        module.unshard()
     try:
         yield
     finally:
-        wrapped.reshard()
+        for module in divided:
+            module.reshard()
 
 
 def whole_weights(wrapped: nn.Module) -> dict[str, torch.Tensor]:
@@ -104,9 +116,8 @@ def whole_weights(wrapped: nn.Module) -> dict[str, torch.Tensor]:
     Every process has to come here.
     """
     options = StateDictOptions(full_state_dict=world() > 1, cpu_offload=world() > 1)
-    return {
-        name.removeprefix("model."): value for name, value in get_model_state_dict(wrapped, options=options).items()
-    }
+    weights = cast("dict[str, torch.Tensor]", get_model_state_dict(wrapped, options=options))
+    return {name.removeprefix("model."): value for name, value in weights.items()}
 
 
 def check_context_parallel(handle: PatchHandle | None, processes: int, device: torch.device) -> None:
@@ -128,5 +139,5 @@ def check_context_parallel(handle: PatchHandle | None, processes: int, device: t
         )
     raise EvaluationError(
         f"context_parallel={processes} on {device.type}: this recipe divides batches, not rows; with a model under a "
-        "scheme of static frequencies use accelerate's ParallelismConfig(cp_size=...), see docs/finetuning.md"
+        "scheme of static frequencies use accelerate's ParallelismConfig(cp_size=...), see docs/parallel.md"
     )

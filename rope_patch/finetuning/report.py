@@ -63,11 +63,16 @@ class Story:
         """The scheme after the most steps."""
         return next((p for p in reversed(self.points) if p.scheme == spec and p.step), None)
 
+    def best(self, length: int, points: Sequence[Point] | None = None) -> float:
+        """The lowest loss at a length, of all points or of some; infinite where none is finite."""
+        found = (p.nll.get(length, math.inf) for p in points or self.points)
+        return min((nll for nll in found if math.isfinite(nll)), default=math.inf)
+
     def when(self, point: Point) -> str:
         """Where in the training a point stands, for people."""
         if not point.step:
             return "before"
-        return f"after {point.step} steps"
+        return f"after {point.step} step{'s' if point.step > 1 else ''}"
 
     @property
     def note(self) -> str:
@@ -89,7 +94,7 @@ def table(points: Sequence[Point]) -> Group:
     for length in story.lengths:
         header = f"{length}\n{in_training_lengths(length, story.training_length)}"
         shown.add_column(header, justify="right", no_wrap=True)
-    best = {n: min(p.nll.get(n, math.inf) for p in story.points) for n in story.lengths}
+    best = {n: story.best(n) for n in story.lengths}
     for point in story.points:
         cells = [_styled(point.nll.get(length, math.nan), best[length]) for length in story.lengths]
         shown.add_row(display_name(point.scheme), story.when(point), *cells)
@@ -108,5 +113,5 @@ def as_json(points: Sequence[Point]) -> str:
 
 
 def _styled(nll: float, best: float) -> Text:
-    is_best = round(nll, 3) == round(best, 3)
+    is_best = math.isfinite(nll) and round(nll, 3) == round(best, 3)
     return Text(cell(nll) + ("*" if is_best else " "), style="bold green" if is_best else "")

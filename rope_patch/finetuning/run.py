@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import nn
 
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.corpora import load_corpus, read_documents
+from rope_patch.evaluation.documents import Documents
 from rope_patch.evaluation.loading import load_model, load_tokenizer
 from rope_patch.evaluation.perplexity import measure
 from rope_patch.evaluation.results import LineFile, ResultFile, Row
@@ -21,7 +24,7 @@ from rope_patch.evaluation.sharing import on_main, only_main, world
 from rope_patch.evaluation.specs import REFERENCES, scheme_at
 from rope_patch.finetuning import adapters, parallel, saving
 from rope_patch.finetuning.description import FineTuning
-from rope_patch.finetuning.history import Point
+from rope_patch.finetuning.history import Point, point_key
 from rope_patch.finetuning.in_memory import MemoryRows
 from rope_patch.finetuning.rows import Rows, RowSettings, seeded
 from rope_patch.finetuning.stream import StreamedRows
@@ -32,18 +35,12 @@ from rope_patch.parameters import learned_parameters
 from rope_patch.patch import find_handle, patch, unpatch
 from rope_patch.schemes import PositionInterpolation, Scheme
 from rope_patch.training.cross_entropy import LanguageModelLoss
-from rope_patch.training.loop import make_optimizer, train
+from rope_patch.training.loop import Diverged, make_optimizer, train
 from rope_patch.training.memory import available, estimate, require_room
+from rope_patch.training.state import restore
 
 DESCRIPTION = "description.json"
-"""What a run was started with, in its folder: going on with something else would be neither the one nor the other."""
-
-# what may differ between two starts of a run without making it another one
-_FREE = {
-    "steps", "learning_rate", "warmup_steps", "decay_steps", "micro_batch_size", "gradient_checkpointing", "device",
-    "parallel", "check_memory", "save_every_seconds", "log_every", "evaluate_every", "report_to", "output", "schemes",
-    "lengths", "targets", "documents", "eval_text", "eval_dataset", "eval_split", "merge",
-}  # fmt: skip
+"""In the output: what its runs were started with."""
 
 Say = Callable[[str], None]
 
@@ -72,6 +69,44 @@ class Task:
         """What the run leaves."""
         return self.folder / saving.CHECKPOINT
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the checkpoint is there, as it is asked for, and its measurement too."""
+        facts = saving.facts_of(self.checkpoint)
+        enough = facts.get("step", 0) >= self.description.steps and facts.get("merge") == self.description.merge
+        return enough and self.has_point(facts["step"])
+
+    def has_point(self, step: int) -> bool:
+        """Whether the scheme was measured after so many steps; on processes that write nothing it never was."""
+        return self.points is not None and self.points.find(point_key(self.spec, step)) is not None
+
+
+def check_claim(description: FineTuning) -> None:
+    """Make sure that the output holds no runs of another description.
+
+    Raises:
+        EvaluationError: it does; what differs.
+    """
+    path = Path(description.output) / DESCRIPTION
+    if not path.exists():
+        return
+    theirs, ours = json.loads(path.read_text()), json.loads(_as_json(description))
+    changed = [
+        f"{name} was {theirs.get(name)!r} and is {ours[name]!r}" for name in ours if theirs.get(name) != ours[name]
+    ]
+    if changed:
+        raise EvaluationError(f"{path.parent} holds other runs ({'; '.join(changed)}); choose another output")
+
+
+def _claim(task: Task) -> None:
+    """Make the output that of this description, once something has been done for it."""
+    task.folder.mkdir(parents=True, exist_ok=True)
+    (Path(task.description.output) / DESCRIPTION).write_text(_as_json(task.description))
+
+
+def _as_json(description: FineTuning) -> str:
+    return json.dumps(description.identity, indent=2) + "\n"
+
 
 def run_task(task: Task) -> None:
     """Measure, train, measure, save. Started again, it goes on where it stopped; what is finished is left alone.
@@ -80,27 +115,29 @@ def run_task(task: Task) -> None:
 
     Raises:
         RopePatchError, OSError: something is wrong with the description, the checkpoint, the text or the folder.
-        Diverged: a loss is not finite; the state that was saved last is intact.
+        Diverged: a loss is not finite; what was saved last is also left as a checkpoint, `saving.LAST_GOOD`.
     """
     description = task.description
-    on_main(lambda: _claim(task))
-    if on_main(lambda: _is_finished(task)):
+    if on_main(lambda: task.is_finished):
         task.say(f"{task.spec}: trained before, {task.checkpoint} is there")
         return
+    if description.check_memory:
+        _check_memory(task)
     model = _load(task)
     tokenizer = load_tokenizer(description.checkpoint)
     training_length = read_stacks(model)[0].training_length
     scheme = scheme_at(task.spec, description.length, training_length)
     settings = description.row_settings(training_length)
     settings.check_attention(find_language_model(model).config._attn_implementation, _rows_at_once(description))
-    data = _rows(task, tokenizer, find_language_model(model).config.vocab_size, settings)
-    if description.check_memory:
-        _check_memory(task, scheme, settings.length)
+    documents = _documents(description)
+    data = _rows(task, documents, tokenizer, find_language_model(model).config.vocab_size, settings)
     measurement = _Measurement(task, tokenizer, scheme, description.measured_lengths(training_length))
     measurement.before(model)
-    with _own_randomness(find_language_model(model).device):
-        trainer = _Trainer(task, model, tokenizer, scheme, training_length, data, measurement)
-        trainer.train()
+    on_main(lambda: _claim(task))
+    with _own_randomness(find_language_model(model).device, description.seed):
+        _Trainer(task, model, tokenizer, scheme, training_length, data, measurement).train()
+    if description.streaming:  # before, nobody knew
+        task.say(f"training text: {data.facts}; {documents.bad_records}")
 
 
 class _Measurement:
@@ -123,10 +160,16 @@ class _Measurement:
 
         Returns:
             NLL in nats per token by length.
+
+        Raises:
+            Diverged: one is not finite.
         """
         handle = find_handle(model)
         rows = self._measure(model, step, self.task.spec, "plain" if handle is None else handle.scheme)
-        return {row.length: row.nll for row in rows}
+        found = {row.length: row.nll for row in rows}
+        if not all(map(math.isfinite, found.values())):
+            raise Diverged(f"after step {step}: the loss of the held-out text is {found}; lower the learning rate")
+        return found
 
     def _measure(self, model: nn.Module, step: int, spec: str, scheme: str | Scheme) -> list[Row]:
         description = self.task.description
@@ -143,8 +186,9 @@ class _Measurement:
             name=description.name,
             results=self.task.rows,
         )
-        if self.task.points is not None:
-            self.task.points.append(Point.of(spec, step, rows))
+        point = Point.of(spec, step, rows)
+        if self.task.points is not None and self.task.points.find(point.key()) != point:
+            self.task.points.append(point)
         return rows
 
 
@@ -163,45 +207,72 @@ class _Trainer:
     ) -> None:
         description = task.description
         self.task, self.data, self.measurement, self.tokenizer = task, data, measurement, tokenizer
-        self.scheme, self.warm_up = scheme, PositionInterpolation(factor=description.length / training_length)
+        self.scheme, self.training_length = scheme, training_length
         self.device = find_language_model(model).device
-        torch.manual_seed(seeded(description.seed, "parameters").initial_seed())  # on every process the same adapters
         self.model = _trainable(task, model, scheme)
         if description.warm_start_steps and learned_parameters(model):
             raise EvaluationError(
                 f"warm_start_steps={description.warm_start_steps}: {scheme} learns parameters, which have to be there "
                 "from the first step on"
             )
-        self.loss = parallel.wrap(
-            LanguageModelLoss(self.model), self.device, description.parallel, description.precision
-        )
-        self.trackers = Trackers(description.report_to, task.folder, dataclasses.asdict(description))
+        self.loss = parallel.wrap(LanguageModelLoss(self.model), self.device, description.parallel)
+        self.optimizer = make_optimizer(self.loss, description.schedule(task.folder))
 
     def train(self) -> None:
-        """All steps that are left, then the checkpoint."""
-        description, schedule = self.task.description, self.task.description.schedule(self.task.folder)
+        """All steps that are left, then the checkpoint.
+
+        Raises:
+            Diverged: a loss is not finite; the weights of the last saved state are left as `saving.LAST_GOOD`.
+        """
+        description, folder = self.task.description, self.task.folder
         self.loss.train()
-        optimizer = make_optimizer(self.loss, schedule)
-        train(
-            schedule,
-            self.loss,
-            optimizer,
-            self._losses_at,
-            self._observe,
-            title=self.task.spec,
-            data=self.data,
-            report=self.trackers.log,
-        )
-        self.trackers.finish()
+        with Trackers(description.report_to, folder, dataclasses.asdict(description)) as trackers:
+            try:
+                train(
+                    description.schedule(folder),
+                    self.loss,
+                    self.optimizer,
+                    self._losses_at,
+                    self._observe,
+                    title=self.task.spec,
+                    data=self.data,
+                    report=trackers.log,
+                )
+            except Diverged as error:
+                raise Diverged(f"{error}; {self._leave_last_good()}") from error
+        if not on_main(lambda: self.task.has_point(description.steps)):  # killed at a bad moment, or thrown away since
+            self._measure(description.steps)
+        path = self._save(saving.CHECKPOINT, description.steps, description.merge)
+        self.task.say(f"{self.task.spec}: saved as {path}")
+
+    def _save(self, name: str, step: int, merge: bool) -> Path:
+        """The weights as they are, as a checkpoint in the folder of the run."""
+        path = self.task.folder / name
         weights = parallel.whole_weights(self.loss)
-        path = only_main(lambda: saving.save(self.task.folder, self.model, self.tokenizer, weights, description.merge))
-        if path is not None:
-            self.task.say(f"{self.task.spec}: saved as {path}")
+        facts = {**self.task.description.identity, "scheme": self.task.spec, "step": step, "merge": merge}
+        only_main(lambda: saving.save(path, self.model, self.tokenizer, weights, merge, facts))
+        return path
+
+    def _leave_last_good(self) -> str:
+        """Make a checkpoint of the state that was saved last.
+
+        Returns:
+            what can be done with it, for people.
+        """
+        step, _ = restore(self.task.folder, self.loss, self.optimizer)
+        if not step:
+            return "no state had been saved yet: the same command with another learning_rate begins anew"
+        self._go_under(self._scheme_at(step - 1))
+        path = self._save(saving.LAST_GOOD, step, merge=False)
+        return (
+            f"the same command with another learning_rate goes on from step {step}, the last that was saved; its "
+            f"weights are also in {path}"
+        )
 
     def _losses_at(self, step: int) -> Iterator[torch.Tensor]:
         """The parts of a step's loss: its mean over all targets of all processes is the mean over the processes."""
         description = self.task.description
-        self._go_under(self.warm_up if step < description.warm_start_steps else self.scheme)
+        self._go_under(self._scheme_at(step))
         whole = self.data.batch(step)
         rows = whole.part(parallel.rank(), world()).to(self.device)
         parts = rows.split(_rows_at_once(description))
@@ -214,49 +285,32 @@ class _Trainer:
                     loss = self.loss(part.input_ids, part.labels, part.position_ids, part.attention_mask)
                 yield loss * share
 
+    def _scheme_at(self, step: int) -> Scheme | None:
+        """What a step is trained under."""
+        if step < self.task.description.warm_start_steps:
+            return PositionInterpolation(factor=self.task.description.length / self.training_length)
+        return self.scheme
+
     def _go_under(self, scheme: Scheme | None) -> None:
         """Change the scheme where the warm start ends, and where a run that is resumed is beyond it."""
         handle = find_handle(self.model)
         if (handle.scheme if handle else None) == scheme:
             return
-        if handle is not None:
-            handle.remove()
-        if scheme is not None:
-            patch(self.model, scheme)
+        with parallel.whole(self.loss):
+            if handle is not None:
+                handle.remove()
+            if scheme is not None:
+                patch(self.model, scheme)
 
     def _observe(self, step: int) -> dict[str, Any]:
         """The measurement where one is due; the log has the training loss anyway."""
         every, last = self.task.description.evaluate_every, self.task.description.steps
-        found: dict[str, Any] = {}
         if step == last or (every is not None and step % every == 0):
-            found = {"nll": self.measurement.at(self.loss, step)}
-        return found
+            return {"nll": self._measure(step)}
+        return {}
 
-
-def _claim(task: Task) -> None:
-    """Make the folder this run's own.
-
-    Raises:
-        EvaluationError: a run of another description is in it.
-    """
-    task.folder.mkdir(parents=True, exist_ok=True)
-    path = task.folder / DESCRIPTION
-    fields = {**dataclasses.asdict(task.description), "model": task.description.checkpoint, "scheme": task.spec}
-    ours = json.loads(json.dumps({name: value for name, value in fields.items() if name not in _FREE}))
-    if not path.exists():
-        path.write_text(json.dumps(ours, indent=2) + "\n")
-        return
-    theirs = json.loads(path.read_text())
-    changed = [
-        f"{name} was {theirs.get(name)!r} and is {value!r}" for name, value in ours.items() if theirs.get(name) != value
-    ]
-    if changed:
-        raise EvaluationError(f"{task.folder} holds another run ({'; '.join(changed)}); choose another output")
-
-
-def _is_finished(task: Task) -> bool:
-    reached = [point.step for point in task.points.rows if point.scheme == task.spec] if task.points else []
-    return task.checkpoint.exists() and max(reached, default=0) >= task.description.steps
+    def _measure(self, step: int) -> dict[int, float]:
+        return self.measurement.at(self.loss, step)
 
 
 def _load(task: Task) -> nn.Module:
@@ -267,6 +321,8 @@ def _load(task: Task) -> nn.Module:
     )
     if find_language_model(model).config.is_encoder_decoder:
         raise EvaluationError(f"{description.checkpoint} is an encoder with a decoder; only decoders alone are trained")
+    if hasattr(model, "peft_config"):
+        raise EvaluationError(f"{description.checkpoint} holds adapters; merge them before training on")
     if (handle := find_handle(model)) is not None:
         if handle.scheme.learns:
             raise EvaluationError(
@@ -278,9 +334,9 @@ def _load(task: Task) -> nn.Module:
     return model
 
 
-def _rows(task: Task, tokenizer: Any, vocab_size: int, settings: RowSettings) -> Rows:
-    description = task.description
-    documents = read_documents(
+def _documents(description: FineTuning) -> Documents:
+    """What is trained on."""
+    return read_documents(
         description.text or description.dataset or "stdlib",
         split=description.split,
         column=description.column,
@@ -288,6 +344,10 @@ def _rows(task: Task, tokenizer: Any, vocab_size: int, settings: RowSettings) ->
         streaming=description.streaming,
         on_bad_line=description.on_bad_line,
     )
+
+
+def _rows(task: Task, documents: Documents, tokenizer: Any, vocab_size: int, settings: RowSettings) -> Rows:
+    description = task.description
     if description.streaming:
         return StreamedRows(documents, tokenizer, settings, vocab_size, description.shuffle_buffer)
     rows = MemoryRows.of_texts(documents, tokenizer, settings, vocab_size)
@@ -296,7 +356,8 @@ def _rows(task: Task, tokenizer: Any, vocab_size: int, settings: RowSettings) ->
 
 
 def _rows_at_once(description: FineTuning) -> int:
-    return description.micro_batch_size or max(1, description.batch_size // world())
+    share = max(1, description.batch_size // world())
+    return min(share, description.micro_batch_size or share)
 
 
 def _trainable(task: Task, model: nn.Module, scheme: Scheme | None) -> nn.Module:
@@ -309,19 +370,21 @@ def _trainable(task: Task, model: nn.Module, scheme: Scheme | None) -> nn.Module
     return adapters.prepare(model, description.method, description.rank, description.alpha, description.dropout)
 
 
-def _check_memory(task: Task, scheme: Scheme | None, length: int) -> None:
+def _check_memory(task: Task) -> None:
     """Measure what a step takes on a copy that is thrown away: adapters, once joined, leave no model as it was.
 
     Raises:
         EvaluationError: it does not fit.
     """
     description = task.description
-    model = _trainable(task, _load(task), scheme)
-    device = find_language_model(model).device
+    model = _load(task)
+    device, training_length = find_language_model(model).device, read_stacks(model)[0].training_length
+    with _own_randomness(device, description.seed):
+        model = _trainable(task, model, scheme_at(task.spec, description.length, training_length))
     sharded = world() > 1 and parallel.chosen(description.parallel) == "fsdp2"
     needed = estimate(
         LanguageModelLoss(model),
-        length,
+        description.row_settings(training_length).length,
         _rows_at_once(description),
         checkpointing=description.gradient_checkpointing,
         dtype=torch.bfloat16 if description.precision == "bfloat16" else None,
@@ -329,11 +392,14 @@ def _check_memory(task: Task, scheme: Scheme | None, length: int) -> None:
     )
     task.say(f"{task.spec}: a step takes about {needed}")
     require_room(needed, available(device))
+    del model
+    gc.collect()  # patches and adapters refer to the model, and the next one needs the room
 
 
 @contextmanager
-def _own_randomness(device: torch.device) -> Iterator[None]:
-    """Seeds are set here at every step; whoever called this finds the generators as they were."""
+def _own_randomness(device: torch.device, seed: int) -> Iterator[None]:
+    """New parameters and dropout follow the seed; whoever called this finds the generators as they were."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
         yield

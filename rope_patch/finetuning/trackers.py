@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate.tracking import (  # type: ignore[import-untyped]
+from accelerate.tracking import (
     LOGGER_TYPE_TO_CLASS,
     GeneralTracker,
     get_available_trackers,
@@ -30,7 +30,7 @@ def check(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of one run; none on other processes than the main one.
+    """The trackers of one run, in a `with` statement; none on other processes than the main one.
 
     Args:
         names: such as `tensorboard`.
@@ -39,14 +39,24 @@ class Trackers:
     """
 
     def __init__(self, names: Sequence[str], folder: Path, settings: dict[str, Any]) -> None:
+        self._names = names if is_main() else ()
+        self._folder, self._settings = folder, {key: _plain(value) for key, value in settings.items()}
         self._trackers: list[GeneralTracker] = []
-        for name in names if is_main() else ():
+
+    def __enter__(self) -> Trackers:
+        for name in self._names:
             kind = LOGGER_TYPE_TO_CLASS[name]
-            places = {"logging_dir": str(folder)} if kind.requires_logging_directory else {}
-            tracker = kind(folder.name, **places)
-            tracker.start()
-            tracker.store_init_configuration({key: _plain(value) for key, value in settings.items()})
+            places = {"logging_dir": str(self._folder)} if kind.requires_logging_directory else {}
+            tracker = kind(self._folder.name, **places)
             self._trackers.append(tracker)
+            tracker.start()
+            tracker.store_init_configuration(self._settings)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Write what is still to be written, also of a run that failed."""
+        while self._trackers:
+            self._trackers.pop().finish()
 
     def log(self, row: dict[str, Any]) -> None:
         """One row of the log; losses by length as `nll/1024`."""
@@ -54,11 +64,6 @@ class Trackers:
         values |= {f"nll/{length}": nll for length, nll in row.get("nll", {}).items()}
         for tracker in self._trackers:
             tracker.log(values, step=row["step"])
-
-    def finish(self) -> None:
-        """Write what is still to be written."""
-        for tracker in self._trackers:
-            tracker.finish()
 
 
 def _plain(value: Any) -> Any:

@@ -1,27 +1,29 @@
 """The training loop that every recipe shares: schedule, optimiser, log.
 
 A run saves its state every few minutes; started again, it goes on where it stopped. For that to change nothing, the
-loss of a step must be a function of the weights and of the step alone. Several processes train one model where it is
-wrapped for them (`finetuning.parallel`); each then gives the losses of its own rows.
+loss of a step must be a function of the weights and of the step alone. A state is saved between the gradient of the
+next step and that step, so that none is ever saved whose loss is not finite. Several processes train one model where
+it is wrapped for them (`finetuning.parallel`); each then gives the losses of its own rows.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from rope_patch.errors import RopePatchError
+from rope_patch.errors import EvaluationError, RopePatchError
 from rope_patch.evaluation.sharing import is_main, on_main, world
 from rope_patch.training.state import HasState, restore, save_state
 
@@ -91,22 +93,36 @@ def train(
         the seconds that all steps took, those before an interruption included.
 
     Raises:
-        Diverged: the last saved state is intact.
+        Diverged: the loss of the state that was saved last is finite.
+        EvaluationError: that state is of another model, or beyond `config.steps`.
     """
     output = Path(config.output)
     step, spent = restore(output, model, optimizer, data)
+    if step > config.steps:
+        raise EvaluationError(f"steps={config.steps}, but {output} is at step {step} already; choose another output")
     saved = started = time.monotonic()
+
+    def is_due() -> bool:
+        return time.monotonic() - saved >= config.save_every_seconds
+
     with ExitStack() as stack:
         silent = None if is_main() else True
         bar = stack.enter_context(
             tqdm(total=config.steps, initial=step, unit="step", mininterval=10, desc=title, disable=silent)
         )
-        log = stack.enter_context((output / LOG).open("a", buffering=1)) if is_main() else None
+        log = stack.enter_context(_open_log(output, step)) if is_main() else None
         while step < config.steps:
             rate = learning_rate(step, config)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss = take_step(model, optimizer, losses_at, step)
+            place = None if data is None else data.state_dict()
+            loss = take_gradient(model, optimizer, losses_at, step)
+            # the clocks of several processes differ, and all have to save together
+            if step and on_main(is_due):
+                save_state(output, model, optimizer, step, spent + time.monotonic() - started, place)
+                saved = time.monotonic()
+            optimizer.step()
+            optimizer.zero_grad()
             step += 1
             bar.update()
             if step % config.evaluate_every == 0 or step == config.steps:
@@ -124,12 +140,8 @@ def train(
                 report(row)
                 bar.set_postfix({name: row[name] for name in ("train_nll", "held_out_nll") if name in row})
                 started += time.monotonic() - evaluating  # the measurement is not part of the training
-            # the clocks of several processes differ, and all have to save together
-            if on_main(lambda saved=saved: time.monotonic() - saved >= config.save_every_seconds):
-                save_state(output, model, optimizer, step, spent + time.monotonic() - started, data)
-                saved = time.monotonic()
     spent += time.monotonic() - started
-    save_state(output, model, optimizer, step, spent, data)
+    save_state(output, model, optimizer, step, spent, None if data is None else data.state_dict())
     return spent
 
 
@@ -147,6 +159,23 @@ def take_step(
     Raises:
         Diverged: nothing was changed.
     """
+    loss = take_gradient(model, optimizer, losses_at, step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def take_gradient(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    losses_at: Callable[[int], Iterable[torch.Tensor]],
+    step: int,
+) -> float:
+    """The gradient of a step, clipped to a norm of 1, and its loss, as `take_step` returns it.
+
+    Raises:
+        Diverged: one of the two is not finite; the gradient is thrown away.
+    """
     total = 0.0
     for part in losses_at(step):
         part.backward()
@@ -157,12 +186,8 @@ def take_step(
         norm = norm.full_tensor()
     if not (math.isfinite(loss) and math.isfinite(norm.item())):
         optimizer.zero_grad()
-        raise Diverged(
-            f"step {step + 1}: the loss is {loss:g} and the norm of its gradient {norm.item():g}; the weights of the "
-            "step before are intact, and so is the state that was saved last; lower the learning rate"
-        )
-    optimizer.step()
-    optimizer.zero_grad()
+        advice = "lower the learning rate" if step else "nothing was trained yet, so the weights came like this"
+        raise Diverged(f"step {step + 1}: the loss is {loss:g} and the norm of its gradient {norm.item():g}; {advice}")
     return loss
 
 
@@ -216,8 +241,17 @@ def even_crops(stream: torch.Tensor, context: int, count: int) -> torch.Tensor:
 
 
 def read_log(output: Path) -> list[dict[str, Any]]:
-    """The rows of the log by step; a resumed run may have logged a step twice."""
+    """The rows of the log by step, without a last one that was cut off in the middle of writing."""
     path = output / LOG
-    lines = path.read_text().splitlines() if path.exists() else []
+    *lines, _ = path.read_text().split("\n") if path.exists() else [""]
     rows = {row["step"]: row for row in map(json.loads, lines)}
     return [rows[step] for step in sorted(rows)]
+
+
+def _open_log(output: Path, step: int) -> TextIO:
+    """The log to be written on, with the rows up to a step: those behind it will be written again."""
+    rows = [row for row in read_log(output) if row["step"] <= step]
+    aside = output / f"{LOG}.tmp"
+    aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.replace(aside, output / LOG)
+    return (output / LOG).open("a", buffering=1)

@@ -8,6 +8,7 @@ processes may go on from it.
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,7 +44,7 @@ def save_state(
     optimizer: torch.optim.Optimizer,
     step: int,
     seconds: float = 0.0,
-    data: HasState | None = None,
+    place: dict[str, Any] | None = None,
 ) -> None:
     """Write what `restore` needs. Every process of several has to come here.
 
@@ -52,15 +53,15 @@ def save_state(
         model, optimizer: in training.
         step: how many are over.
         seconds: that they took.
-        data: where the run reads.
+        place: where the run reads, `state_dict` of a `HasState`.
 
     Raises:
         OSError: it could not be written; the state before is still there.
     """
     weights, moments = get_state_dict(model, optimizer, options=_WHOLE)
     state = {"model": weights, "optimizer": moments, "step": step, "seconds": seconds}
-    if data is not None:
-        state["data"] = data.state_dict()
+    if place is not None:
+        state["data"] = place
     only_main(lambda: _write(output / STATE, state))
 
 
@@ -73,12 +74,15 @@ def restore(
         the steps that are over, and the seconds that they took.
 
     Raises:
-        EvaluationError: the state is that of another model.
+        EvaluationError: the state is that of another model, or cannot be read.
     """
     path = output / STATE
     if not path.exists():
         return 0, 0.0
-    state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise EvaluationError(f"{path} is damaged; without it the run begins anew") from error
     try:
         found = set_state_dict(
             model,
@@ -103,5 +107,12 @@ def _foreign(path: Path) -> EvaluationError:
 
 def _write(path: Path, state: dict[str, Any]) -> None:
     aside = path.with_suffix(".tmp")
-    torch.save(state, aside)
+    try:
+        with aside.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # or after a power failure the name is there and the content is not
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
     os.replace(aside, path)

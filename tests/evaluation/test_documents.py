@@ -11,7 +11,7 @@ from datasets import Dataset
 from rope_patch.cli import main
 from rope_patch.errors import CorpusError
 from rope_patch.evaluation import corpora
-from rope_patch.evaluation.corpora import load_corpus, read_documents, standard_library
+from rope_patch.evaluation.corpora import load_corpus, read_documents, standard_library, text_or_dataset
 from rope_patch.evaluation.documents import from_rows
 
 from .conftest import documents
@@ -176,6 +176,19 @@ def test_a_corpus_to_measure_on_is_read_from_lines_and_from_a_test_split(folder)
     (folder / "latest.jsonl").unlink()
     (folder / "b.parquet").rename(folder / "my-test.parquet")
     assert load_corpus(str(folder)).to_list() == [{"name": f"test[{i}]", "text": text} for i, text in enumerate("de")]
+
+
+def test_a_measurement_reads_a_text_a_pattern_a_dataset_or_what_is_held_out(folder, monkeypatch):
+    monkeypatch.setattr(corpora, "standard_library", lambda split: split)
+    assert text_or_dataset(None, None) == "held_out"
+    assert text_or_dataset(str(folder / "*.jsonl"), None)["text"] == ["a", "b", "c"]
+    assert text_or_dataset(None, str(folder))["text"] == ["a", "b", "c", "d", "e"]
+    (folder / "a.jsonl").write_text('{"body": "x"}')
+    assert text_or_dataset(str(folder / "a.jsonl"), None, column="body")["text"] == ["x"]
+    with pytest.raises(CorpusError, match="there is no text file or folder 'nowhere'"):
+        text_or_dataset("nowhere", None)
+    with pytest.raises(CorpusError, match=r"no file matches 'nowhere\*'"):
+        text_or_dataset("nowhere*", None)
 
 
 def test_documents_in_memory_are_read_like_any_others():

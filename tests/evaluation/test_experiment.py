@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.description import check_types
 from rope_patch.evaluation.experiment import Experiment, run
 from rope_patch.evaluation.protocols import Request, check_request
 from rope_patch.evaluation.specs import scheme_at
@@ -64,6 +66,29 @@ def test_whole_documents_from_end_to_end(tmp_path, checkpoint):
     assert [row.scored_tokens for row in outcome.rows] == [49] * 6
     assert len(outcome.results.read_text().splitlines()) == 6
     assert outcome.picture.is_file()
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Hints of every kind that a description may have."""
+
+    number: float | None = None
+    several: int | tuple[float, ...] = 5
+
+    def __post_init__(self):
+        check_types(self)
+
+
+def test_a_whole_number_is_a_number_and_unions_are_what_they_say():
+    assert Mixed(number=5).number == 5
+    assert Mixed(number="2e-5").number == 2e-5
+    assert Mixed(several=[0, 0.5]).several == (0, 0.5)
+    for wrong in ({"number": True}, {"several": 0.5}, {"several": ["a"]}, {"several": None}):
+        (name,) = wrong
+        with pytest.raises(EvaluationError, match=f"{name} must be a"):
+            Mixed(**wrong)
+    with pytest.raises(EvaluationError, match="several must be a whole number or a list, each a number"):
+        Mixed(several="a")
 
 
 def test_references_are_always_among_the_lines():

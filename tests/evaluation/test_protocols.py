@@ -181,12 +181,17 @@ def test_another_stride_is_another_measurement(model, tokenizer, tmp_path, monke
     assert [row.targets for row in go(model, tokenizer, "sliding", stride=5, results=results)] == [5, 5]
 
 
+def test_the_stride_is_256_where_the_shortest_length_allows_it(model, tokenizer):
+    assert {row.targets for row in go(model, tokenizer, "sliding")} == {16}
+    request = check_request("sliding", [512, 1024])
+    assert PROTOCOLS["sliding"](request, tokenizer, 16).stride_at(512) == 256
+
+
 REFUSED = {
     "stride=17 is not allowed with a shortest length of 16 tokens: it must be from 1 to 16": (
         "sliding",
         {"stride": 17},
     ),
-    "stride=256 is not allowed with a shortest length of 16": ("sliding", {}),
     "stride=16 is not allowed .* it must be from 1 to 15": ("yarn_compat", {"stride": 16}),
     "stride=0 is not allowed; a whole number of at least 1 is": ("sliding", {"stride": 0}),
     "stride=4: protocol 'disjoint' scores whole documents, leave stride out": ("disjoint", {"stride": 4}),

@@ -72,12 +72,13 @@ def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch):
 
 
 def test_code_that_only_shows_is_no_part_of_the_fingerprint(tmp_path, monkeypatch):
-    for name in ("perplexity.py", "report.py", "cli/perplexity.py"):
+    showing = ("report.py", "sweep_report.py", "retrieval/report.py", "retrieval/chart.py", "cli/perplexity.py")
+    for name in ("perplexity.py", *showing):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x = 1")
     monkeypatch.setattr(results, "_PACKAGE", tmp_path)
     before = results._code_fingerprint()
-    for name in ("report.py", "cli/perplexity.py"):
+    for name in showing:
         (tmp_path / name).write_text("x = 2")
     assert results._code_fingerprint() == before
     (tmp_path / "perplexity.py").write_text("x = 2")

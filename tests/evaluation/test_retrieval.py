@@ -173,12 +173,20 @@ def test_modes_weights_and_patches_are_as_before_also_after_an_error(model):
     patch(model, "rerope", window=8).remove()  # nothing was left on it
 
 
+def test_a_patched_model_is_measured_as_it_is(model, monkeypatch):
+    (alone,) = go(model, ["rerope:window=8"], (64,), (0.5,))
+    with patch(model, "rerope:window=8"):
+        monkeypatch.setattr("rope_patch.evaluation.retrieval.measure.patch", None)  # never taken apart
+        (carried,) = go(model, ["rerope:window=8"], (64,), (0.5,))
+    assert (carried.nll, carried.mount, carried.scheme) == (alone.nll, alone.mount, alone.scheme)
+
+
 REFUSED = {
     "lengths 32, 16: they must ascend": {"lengths": (32, 16)},
     "every length must be a whole number": {"lengths": (0, 16)},
     "no lengths were given": {"lengths": ()},
     "depths 0, 1.5: every depth is a share": {"depths": (0.0, 1.5)},
-    "depths 0.5, 0.5: they must ascend": {"depths": (0.5, 0.5)},
+    "depths 0.5, 0.5: 0.5 is there twice": {"depths": (0.5, 0.5)},
     "no depths were given": {"depths": ()},
     "length 8: a span of 6 tokens twice": {"lengths": (8, 16)},
     "no schemes were given": {"schemes": []},

@@ -106,9 +106,9 @@ def test_the_configs_are_descriptions(name):
 
 
 def test_depths_are_a_number_or_a_list():
-    assert Retrieval((64,), depths=5).depths == (0, 0.25, 0.5, 0.75, 1)
-    assert Retrieval((64,), depths=1).depths == (0.5,)
-    assert Retrieval((64,), depths=[0, 0.1]).depths == (0, 0.1)
+    assert Retrieval((64,)).shares == Retrieval((64,), depths=5).shares == (0, 0.25, 0.5, 0.75, 1)
+    assert Retrieval((64,), depths=1).shares == (0.5,)
+    assert Retrieval((64,), depths=[0, 0.1]).shares == (0, 0.1)
     assert Retrieval((64,)).lines == ("plain", "window")
     assert Retrieval((64,), schemes=("window",), references=False).lines == ("window",)
 
@@ -158,7 +158,7 @@ def test_wrong_input_is_one_clear_line(message, words, capsys):
 
 
 def test_a_length_that_is_too_short_is_found_before_the_model_is_loaded(words, capsys, monkeypatch):
-    monkeypatch.setattr("rope_patch.evaluation.retrieval.experiment.load_model", None)
+    monkeypatch.setattr("rope_patch.evaluation.measurement.load_model", None)
     assert main(words(lengths="8,64")) == 2
     assert "needs a length of at least" in capsys.readouterr().err
 

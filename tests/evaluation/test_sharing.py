@@ -1,13 +1,9 @@
-"""Two processes on gloo give what one gives. Run as a module, this file is what each of the two does."""
+"""Two processes on gloo give what one gives. `work` is what each of the two does."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +16,9 @@ from rope_patch.evaluation import perplexity, sharing
 from rope_patch.evaluation.perplexity import measure
 from rope_patch.evaluation.results import ResultFile, weights_fingerprint
 
+from ..processes import run_two
 from .conftest import byte_tokenizer, documents, tiny_llama
 
-ROOT = Path(__file__).parents[2]
 CORPUS = documents(45, 50, 37, 20)
 SCHEMES = ["plain", "pi:factor=auto", "rerope:window=8+logn"]
 MEASUREMENTS = {
@@ -108,7 +104,7 @@ def in_sharded_training():
     return rows, spread
 
 
-def work(folder: Path) -> None:
+def work(rank: int, folder: Path) -> None:
     sharing.join("cpu")
     results = sharing.only_main(lambda: ResultFile(folder / "rows.jsonl"))
     found = {
@@ -124,7 +120,7 @@ def work(folder: Path) -> None:
         "in_training": in_training(),
         "in_sharded_training": in_sharded_training(),
     }
-    (folder / f"{distributed.get_rank()}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
 def passes_run_with(results):
@@ -141,26 +137,7 @@ def passes_run_with(results):
 def together(tmp_path_factory):
     """What each of two processes found."""
     folder = tmp_path_factory.mktemp("together")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.evaluation.test_sharing", str(folder)],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        complaints = [process.communicate(timeout=200)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert all(process.returncode == 0 for process in running), complaints
+    assert run_two(work, folder) == [0, 0]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], folder
 
 
@@ -253,7 +230,3 @@ def test_a_patched_model_is_measured_as_it_is(monkeypatch):
         with pytest.raises(AlreadyPatched, match=r"carries rerope:window=8.*logn.*before measuring"):
             measure(model, tokenizer, CORPUS, ["rerope:window=8+logn", other], [16, 32], targets=8)
     carried.remove()
-
-
-if __name__ == "__main__":
-    work(Path(sys.argv[1]))

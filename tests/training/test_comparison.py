@@ -99,20 +99,20 @@ def test_a_second_run_computes_nothing(comparison, monkeypatch):
 
 def test_going_on_after_a_kill_ends_where_an_uninterrupted_run_does(comparison, tmp_path, monkeypatch):
     whole = compare(prepare(dataclasses.replace(comparison, output=str(tmp_path / "whole"))))
-    take_step = loop.take_step
+    take_gradient = loop.take_gradient
 
     def killed(model, optimizer, loss_at, step):
         if step == 2:
             raise KeyboardInterrupt
-        return take_step(model, optimizer, loss_at, step)
+        return take_gradient(model, optimizer, loss_at, step)
 
-    monkeypatch.setattr(loop, "take_step", killed)
+    monkeypatch.setattr(loop, "take_gradient", killed)
     with pytest.raises(KeyboardInterrupt):
         compare(prepare(comparison))
     taken = []
-    monkeypatch.setattr(loop, "take_step", lambda *words: taken.append(words[3]) or take_step(*words))
+    monkeypatch.setattr(loop, "take_gradient", lambda *words: taken.append(words[3]) or take_gradient(*words))
     assert measured(compare(prepare(comparison))) == measured(whole)
-    assert taken == [2, 0, 1, 2]
+    assert taken == [1, 2, 0, 1, 2]
     folder = run_folder(prepare(comparison).output, "rope", 0)
     assert [line["step"] for line in loop.read_log(folder)] == [1, 2, 3]
     assert not (folder / STATE).exists()

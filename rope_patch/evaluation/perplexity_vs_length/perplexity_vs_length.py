@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import datasets
-import evaluate  # type: ignore[import-untyped]
+import evaluate
 from torch import nn
 
 from rope_patch.evaluation.loading import load_model, load_tokenizer

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from transformers import PreTrainedModel
 
 from rope_patch.errors import EvaluationError, did_you_mean
+from rope_patch.evaluation.description import check_lengths, is_count
 from rope_patch.evaluation.protocols.base import Cell, Context, Protocol, Request, check_targets
 from rope_patch.evaluation.protocols.last import ByPosition, Last, SpanCorruption
 from rope_patch.evaluation.protocols.whole import Disjoint, Sliding, YarnCompat, YarnTruncate
@@ -39,16 +39,7 @@ def check_request(protocol: str, lengths: Sequence[int], targets: int | None = N
         EvaluationError: lengths, protocol or one of its settings are not allowed; the message says what is.
     """
     request = Request(lengths, protocol, targets, **settings)  # type: ignore[arg-type]  # its types are checked here
-    shown = ", ".join(map(str, lengths))
-    if not lengths:
-        raise EvaluationError("no lengths were given; give at least one, in tokens")
-    if not all(_is_count(length) for length in lengths):
-        raise EvaluationError(f"lengths {shown}: every length must be a whole number of at least 1 token")
-    for shorter, longer in pairwise(lengths):
-        if shorter == longer:
-            raise EvaluationError(f"lengths {shown}: {shorter} is there twice")
-        if shorter > longer:
-            raise EvaluationError(f"lengths {shown}: they must ascend, but {longer} follows {shorter}")
+    check_lengths(lengths)
     if protocol not in get_args(ProtocolName):
         raise EvaluationError(f"protocol {protocol!r}: {did_you_mean(str(protocol), get_args(ProtocolName))}")
     kind = PROTOCOLS.get(protocol, Last)  # what `auto` may become takes the same settings
@@ -58,7 +49,7 @@ def check_request(protocol: str, lengths: Sequence[int], targets: int | None = N
             continue
         if name not in kind.settings:
             raise EvaluationError(f"{name}={value}: protocol {protocol!r} scores {kind.scores}, leave {name} out")
-        if not _is_count(value):
+        if not is_count(value):
             raise EvaluationError(f"{name}={value!r} is not allowed; a whole number of at least 1 is")
     if targets is not None:
         check_targets(targets, lengths)
@@ -80,7 +71,3 @@ def protocol_for(
         parts = "an encoder with a decoder" if two_parts else "a decoder alone"
         raise EvaluationError(f"protocol {kind.name!r} is not for {type(language_model).__name__}, which is {parts}")
     return kind(request, tokenizer, training_length)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -15,7 +15,7 @@ from rope_patch.evaluation.texts import prefix_of
 from rope_patch.evaluation.whole_texts import WholeTexts, select_documents
 
 DEFAULT_STRIDE = 256
-"""S of PI and of YaRN."""
+"""S of PI and of YaRN; the shortest length, where that is below."""
 
 YARN_SCRIPT = "https://github.com/jquesnelle/yarn/blob/b1d7076cb31004a5ea1fced75c2af050a26f643b/eval/perplexity.py"
 
@@ -56,8 +56,8 @@ class Sliding(Protocol[WholeTexts]):
     def __init__(self, request: Request, tokenizer: Any, training_length: int) -> None:
         self.request = request
         self.prefix = self.prefix_of(tokenizer)
-        self.stride = DEFAULT_STRIDE if request.stride is None else request.stride
         shortest = self.width(request.lengths[0])
+        self.stride = min(DEFAULT_STRIDE, shortest) if request.stride is None else request.stride
         if not 1 <= self.stride <= shortest:
             raise EvaluationError(
                 f"stride={self.stride} is not allowed with a shortest length of {request.lengths[0]} tokens: it must "

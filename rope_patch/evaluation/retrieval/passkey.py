@@ -16,6 +16,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from rope_patch.errors import EvaluationError
+from rope_patch.evaluation import sharing
 from rope_patch.evaluation.nll import find_language_model
 from rope_patch.evaluation.retrieval.task import Prompt, Score, batches
 
@@ -100,11 +101,12 @@ class Passkey:
     @torch.no_grad()
     def score(self, model: nn.Module, prompts: Sequence[Prompt]) -> Score:
         """The share of the keys that greedy decoding says, all five digits and no sixth."""
-        right = sum(
-            said == prompt.answer.tolist()
-            for batch in batches(prompts, self._batch_size)
-            for prompt, said in zip(batch, self._answers(model, batch), strict=True)
-        )
+
+        def right_of(batch: Sequence[Prompt]) -> int:
+            said = self._answers(model, batch)
+            return sum(digits == prompt.answer.tolist() for prompt, digits in zip(batch, said, strict=True))
+
+        right = sum(sharing.each(right_of, batches(prompts, self._batch_size)))
         return Score(right / len(prompts), right / len(prompts), None)
 
     def _answers(self, model: nn.Module, batch: Sequence[Prompt]) -> list[list[int]]:

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
-_IDENTITY = (
-    "task",
-    "model",
-    "weights",
-    "scheme",
-    "length",
-    "depth",
-    "trials",
-    "prompts",
-    "dtype",
-    "attention",
-    "code",
-)
+from rope_patch.evaluation.results import JsonLine
 
 
 @dataclass(frozen=True)
-class RetrievalRow:
+class RetrievalRow(JsonLine):
     """One scheme at one length and depth, with everything that it depends on.
 
     Attributes:
@@ -53,6 +38,20 @@ class RetrievalRow:
         dtype, attention, device: what it was computed with; `attention` is the implementation of Transformers.
         code, versions, commit: see `Row` of `rope_patch.evaluation.results`.
     """
+
+    IDENTITY = (
+        "task",
+        "model",
+        "weights",
+        "scheme",
+        "length",
+        "depth",
+        "trials",
+        "prompts",
+        "dtype",
+        "attention",
+        "code",
+    )
 
     task: str
     model: str
@@ -88,31 +87,3 @@ class RetrievalRow:
     def far(self) -> bool:
         """Whether attention that is cut at L sees nothing of what is hidden."""
         return self.distance >= self.training_length
-
-    def key(self) -> str:
-        """What makes two rows the same measurement."""
-        return identity(**vars(self))
-
-    def to_json(self) -> str:
-        """One line. A number that is not finite, which JSON has no word for, becomes null."""
-        fields = dataclasses.asdict(self)
-        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in fields.items()}
-        return json.dumps(finite, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, line: str) -> RetrievalRow:
-        """The row that `to_json` wrote.
-
-        Raises:
-            ValueError: when the line is something else.
-        """
-        fields = json.loads(line)
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(fields, dict) or set(fields) != names:
-            raise ValueError("not the fields of a row")
-        return cls(**fields)
-
-
-def identity(**fields: Any) -> str:
-    """The key of a row, also of one that is still to be measured."""
-    return json.dumps([fields[name] for name in _IDENTITY], sort_keys=True)

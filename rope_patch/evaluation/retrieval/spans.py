@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from rope_patch.errors import EvaluationError
+from rope_patch.evaluation import sharing
 from rope_patch.evaluation.nll import find_language_model
 from rope_patch.evaluation.retrieval.task import Prompt, Score, batches
 from rope_patch.evaluation.texts import Window, select_windows
@@ -106,15 +107,16 @@ class Spans:
     def score(self, model: nn.Module, prompts: Sequence[Prompt]) -> Score:
         """One forward pass for each prompt: the rest of the span is given, token by token."""
         language_model = find_language_model(model)
-        right, nll = [], []
-        for batch in batches(prompts, self._batch_size):
+
+        def answered(batch: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
             tokens = torch.stack([prompt.tokens for prompt in batch]).to(language_model.device)
             answers = torch.stack([prompt.answer for prompt in batch]).to(language_model.device)
             logits = _last_logits(language_model, tokens, answers.shape[1])
-            right.append((logits.argmax(-1) == answers).cpu())
-            nll.append(nn.functional.cross_entropy(logits.transpose(1, 2), answers, reduction="none").double().cpu())
-        hits = torch.cat(right)
-        return Score(hits.double().mean().item(), hits.all(1).double().mean().item(), torch.cat(nll).mean().item())
+            losses = nn.functional.cross_entropy(logits.transpose(1, 2), answers, reduction="none")
+            return (logits.argmax(-1) == answers).cpu(), losses.double().cpu()
+
+        right, nll = map(torch.cat, zip(*sharing.each(answered, batches(prompts, self._batch_size)), strict=True))
+        return Score(right.double().mean().item(), right.all(1).double().mean().item(), nll.mean().item())
 
 
 def _last_logits(language_model: Any, tokens: torch.Tensor, last: int) -> torch.Tensor:

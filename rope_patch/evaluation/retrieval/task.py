@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,7 +62,7 @@ class Task(Protocol):
         ...
 
     def score(self, model: nn.Module, prompts: Sequence[Prompt]) -> Score:
-        """Ask the model."""
+        """Ask the model; several processes divide the prompts, and all get the score."""
         ...
 
 
@@ -75,10 +75,8 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()[:16]
 
 
-def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
+def batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
     """Prompts of equal length together, at most `size` of them: no padding, so no mask that a scheme could mistake."""
     ordered = sorted(prompts, key=lambda prompt: len(prompt.tokens))
-    for _, equal in itertools.groupby(ordered, key=lambda prompt: len(prompt.tokens)):
-        group = list(equal)
-        for start in range(0, len(group), size):
-            yield group[start : start + size]
+    groups = [list(equal) for _, equal in itertools.groupby(ordered, key=lambda prompt: len(prompt.tokens))]
+    return [group[start : start + size] for group in groups for start in range(0, len(group), size)]
