@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from rope_patch.evaluation.specs import CUT, PLAIN
 # Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is too pale for a line on white
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A4FA3", "#8C6D31")
 MARKERS = "osD^vPX*"
-_REFERENCES: dict[str, dict[str, Any]] = {
-    PLAIN: {"color": "#8A8A8A", "linestyle": (0, (5, 2)), "marker": "", "linewidth": 1.8},
-    CUT: {"color": "#1A1A1A", "linestyle": (0, (5, 2)), "marker": "", "linewidth": 1.8},
+REFERENCE_STYLES: dict[str, dict[str, Any]] = {
+    PLAIN: {"color": "#8A8A8A", "linestyle": (0, (5, 2)), "marker": "", "linewidth": 1.8, "zorder": 2},
+    CUT: {"color": "#1A1A1A", "linestyle": (0, (5, 2)), "marker": "", "linewidth": 1.8, "zorder": 2},
 }
+"""Of the lines that a scheme has to beat."""
 INK, FAINT = "#222222", "#777777"
 """Of what is to be read first, and of the rest."""
 
@@ -70,8 +71,10 @@ def figure(rows: Sequence[Row]) -> Figure:
     lowest = chart
     if close_up:
         lowest = drawn.add_axes((_LEFT, 0.95 / height, 0.455, lower / height), sharex=chart)
-        _draw_close_up(lowest, grid, styles)
-        _explain_close_up(drawn, (0.95 + lower) / height)
+        multiples = [length / grid.any.training_length for length in grid.lengths]
+        lines = [([grid.nll(line, n) - grid.nll(CUT, n) for n in grid.lengths], styles[line]) for line in grid.lines]
+        draw_close_up(lowest, multiples, lines)
+        explain_close_up(drawn, (0.95 + lower) / height)
         chart.tick_params(labelbottom=False)
     lowest.set_xlabel("context length in training lengths, and in tokens", size=9.5, color=INK)
     drawn.text(_LEFT, 1 - 0.34 / height, "Perplexity against context length", size=15, weight="bold", color=INK)
@@ -86,7 +89,7 @@ def _subtitle(grid: Grid) -> str:
 
 def _styles(grid: Grid) -> dict[str, dict[str, Any]]:
     styles = {}
-    others = [line for line in grid.lines if line not in _REFERENCES]
+    others = [line for line in grid.lines if line not in REFERENCE_STYLES]
     for i, line in enumerate(others):
         solid = i < len(COLOURS)
         styles[line] = {
@@ -95,8 +98,9 @@ def _styles(grid: Grid) -> dict[str, dict[str, Any]]:
             "linestyle": "-" if solid else (0, (1, 1)),
             "linewidth": 2.0,
             "markersize": 5.0,
+            "zorder": 3,
         }
-    return {line: _REFERENCES.get(line) or styles[line] for line in grid.lines}
+    return {line: REFERENCE_STYLES.get(line) or styles[line] for line in grid.lines}
 
 
 def _draw_lines(chart: Any, grid: Grid, styles: dict[str, dict[str, Any]]) -> None:
@@ -107,7 +111,7 @@ def _draw_lines(chart: Any, grid: Grid, styles: dict[str, dict[str, Any]]) -> No
     )
     for line in grid.lines:
         values = [perplexity_of(grid.nll(line, length)) for length in grid.lengths]
-        chart.plot(multiples, values, zorder=2 if line in _REFERENCES else 3, **styles[line])
+        chart.plot(multiples, values, **styles[line])
     chart.set_xlim(multiples[0] / 2**0.15, multiples[-1] * 2**0.08)
     chart.set_ylabel("perplexity", size=9.5, color=INK)
     tidy(chart)
@@ -143,16 +147,19 @@ def scale_axes(chart: Any, multiples: Sequence[float], labels: Sequence[str]) ->
     chart.yaxis.set_minor_locator(NullLocator())
 
 
-def _draw_close_up(chart: Any, grid: Grid, styles: dict[str, dict[str, Any]]) -> None:
-    """NLL minus that of attention cut at L: below zero, the context beyond L is worth something."""
-    training_length = grid.any.training_length
-    differences = {
-        line: [grid.nll(line, length) - grid.nll(CUT, length) for length in grid.lengths] for line in grid.lines
-    }
-    for line, values in differences.items():
-        multiples = [length / training_length for length in grid.lengths]
-        chart.plot(multiples, values, zorder=2 if line in _REFERENCES else 3, **styles[line])
-    gain = max((-value for values in differences.values() for value in values if value < 0), default=0.0)
+def draw_close_up(
+    chart: Any, multiples: Sequence[float], lines: Sequence[tuple[Sequence[float], Mapping[str, Any]]]
+) -> None:
+    """NLL minus that of attention cut at L: below zero, the context beyond L is worth something.
+
+    Args:
+        chart: the axes.
+        multiples: lengths in multiples of L.
+        lines: the differences of each line at these lengths, and its style.
+    """
+    for values, style in lines:
+        chart.plot(multiples, values, **style)
+    gain = max((-value for values, _ in lines for value in values if value < 0), default=0.0)
     chart.set_ylim(-max(1.25 * gain, 0.3 * _CLOSE_UP), max(1.5 * gain, _CLOSE_UP))
     chart.axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
     chart.yaxis.set_major_locator(MaxNLocator(5))
@@ -161,7 +168,8 @@ def _draw_close_up(chart: Any, grid: Grid, styles: dict[str, dict[str, Any]]) ->
     tidy(chart)
 
 
-def _explain_close_up(drawn: Figure, y: float) -> None:
+def explain_close_up(drawn: Figure, y: float) -> None:
+    """What the close-up shows, beside it; `y` is its upper edge in shares of the figure."""
     lines = (
         "Close up: NLL minus that of attention cut at L.",
         "Below zero, what lies beyond L helps to predict the same tokens;",

@@ -37,7 +37,7 @@ def check(method: str) -> None:
 def prepare(model: nn.Module, method: str, rank: int, alpha: float, dropout: float) -> nn.Module:
     """The model with the parameters of a method alone to be trained.
 
-    What a scheme learns is trained under every method.
+    What a scheme learns is trained under every method. What is trained is held in float32.
 
     Args:
         model: patched.
@@ -69,7 +69,11 @@ def prepare(model: nn.Module, method: str, rank: int, alpha: float, dropout: flo
         modules_to_save=saved or None,
         **shared,
     )
-    return get_peft_model(model, config)
+    adapted = get_peft_model(model, config)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # beside weights in bfloat16: small steps would be rounded away
+            parameter.data = parameter.data.float()
+    return adapted
 
 
 def _projections(model: nn.Module) -> list[str]:

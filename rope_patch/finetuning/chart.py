@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,71 +10,93 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from rope_patch.evaluation.chart import COLOURS, FAINT, INK, MARKERS, perplexity_of, scale_axes, tidy
+from rope_patch.evaluation.chart import (
+    COLOURS,
+    FAINT,
+    INK,
+    MARKERS,
+    REFERENCE_STYLES,
+    draw_close_up,
+    explain_close_up,
+    perplexity_of,
+    scale_axes,
+    tidy,
+)
 from rope_patch.evaluation.report import cell, display_name, in_training_lengths
 from rope_patch.evaluation.specs import CUT, PLAIN
 from rope_patch.finetuning.history import Point
 from rope_patch.finetuning.report import Story
 from rope_patch.training.loop import read_log
 
-_REFERENCE_STYLES: dict[str, dict[str, Any]] = {
-    PLAIN: {"color": "#8A8A8A", "linestyle": (0, (5, 2)), "linewidth": 1.8},
-    CUT: {"color": "#1A1A1A", "linestyle": (0, (5, 2)), "linewidth": 1.8},
-}
 _BEFORE = {"linestyle": (0, (1, 1.2)), "linewidth": 1.6, "markerfacecolor": "white"}
 _AFTER = {"linestyle": "-", "linewidth": 2.2}
 
 
-def save(points: Sequence[Point], path: str | Path) -> Path:
-    """Draw `figure(points)` into a PNG.
+def save(points: Sequence[Point], length: int, path: str | Path) -> Path:
+    """Draw `figure(points, length)` into a PNG.
 
     Raises:
         EvaluationError: see `Story.of`.
         OSError: when it cannot be written.
     """
-    return _write(figure(points), path)
+    return _write(figure(points, length), path)
 
 
-def save_curves(folders: Mapping[str, Path], path: str | Path) -> Path:
-    """Draw `curves(folders)` into a PNG."""
-    return _write(curves(folders), path)
+def save_curves(folders: Mapping[str, Path], length: int, path: str | Path) -> Path:
+    """Draw `curves(folders, length)` into a PNG."""
+    return _write(curves(folders, length), path)
 
 
-def figure(points: Sequence[Point]) -> Figure:
+def figure(points: Sequence[Point], length: int) -> Figure:
     """Perplexity against context length: dotted as the checkpoint came, solid after the training.
 
-    x is the context length in multiples of L (log 2), y the perplexity (log); the table beside it is the legend.
+    x is the context length in multiples of L (log 2), y the perplexity (log); the table beside it is the legend. Below,
+    the NLL minus that of attention cut at L.
+
+    Args:
+        points: before and after.
+        length: of the training, in tokens.
     """
     story = Story.of(points)
     lines = _lines(story)
-    height = 1.9 + max(3.4, 0.31 * (len(lines) + 1))
+    cut = story.before(CUT)
+    upper, lower = max(3.4, 0.31 * (len(lines) + 1)), 2.15 if cut else 0.0  # inches
+    height = 1.9 + upper + lower
     drawn = Figure(figsize=(13.6, height), facecolor="white")
-    floor, share = 0.95 / height, (height - 1.9) / height
-    chart = drawn.add_axes((0.055, floor, 0.455, share))
-    legend = drawn.add_axes((0.535, floor, 0.45, share))
+    floor = (0.95 + lower) / height
+    chart = drawn.add_axes((0.055, floor, 0.455, upper / height))
+    legend = drawn.add_axes((0.535, floor, 0.45, upper / height))
     multiples = [length / story.training_length for length in story.lengths]
     labels = [f"{in_training_lengths(length, story.training_length)}\n{length}" for length in story.lengths]
     scale_axes(chart, multiples, labels)
     for point, style in lines:
         known = [(m, n) for m, n in zip(multiples, story.lengths, strict=True) if n in point.nll]
         chart.plot([m for m, _ in known], [perplexity_of(point.nll[n]) for _, n in known], **style)
+    chart.axvline(length / story.training_length, color=FAINT, linewidth=1, linestyle=":", zorder=1)
     chart.set_xlim(multiples[0] / 2**0.12, multiples[-1] * 2**0.08)
     chart.set_ylabel("perplexity", size=9.5, color=INK)
-    chart.set_xlabel("context length in training lengths, and in tokens", size=9.5, color=INK)
     tidy(chart)
+    lowest = chart
+    if cut is not None:
+        lowest = drawn.add_axes((0.055, 0.95 / height, 0.455, (lower - 0.45) / height), sharex=chart)
+        above = [([p.nll.get(n, math.nan) - cut.nll[n] for n in story.lengths], style) for p, style in lines]
+        draw_close_up(lowest, multiples, above)
+        explain_close_up(drawn, (0.5 + lower) / height)
+        chart.tick_params(labelbottom=False)
+    lowest.set_xlabel("context length in training lengths, and in tokens", size=9.5, color=INK)
     _draw_table(legend, story, lines)
     title = "Perplexity against context length, before and after fine-tuning"
     drawn.text(0.055, 1 - 0.34 / height, title, size=15, weight="bold", color=INK)
-    note = f"Trained at L = {story.training_length} before. {story.note}"
+    note = f"Trained at L = {story.training_length}, then at {length} tokens (dotted). {story.note}"
     drawn.text(0.055, 1 - 0.62 / height, note, size=9.5, color=FAINT)
     return drawn
 
 
 def _lines(story: Story) -> list[tuple[Point, dict[str, Any]]]:
     found = []
-    for spec, style in _REFERENCE_STYLES.items():
+    for spec, style in REFERENCE_STYLES.items():
         if (point := story.before(spec)) is not None:
-            found.append((point, {**style, "zorder": 2}))
+            found.append((point, style))
     for number, spec in enumerate(story.schemes):
         shared = {
             "color": COLOURS[number % len(COLOURS)],
@@ -123,12 +146,12 @@ def _draw_table(legend: Any, story: Story, lines: Sequence[tuple[Point, dict[str
 
 
 def _name(story: Story, point: Point) -> str:
-    when = "" if point.scheme in _REFERENCE_STYLES and not point.step else f", {story.when(point)}"
+    when = "" if point.scheme in REFERENCE_STYLES and not point.step else f", {story.when(point)}"
     return f"{display_name(point.scheme)}{when}"
 
 
-def curves(folders: Mapping[str, Path]) -> Figure:
-    """Training loss against step, a line for each scheme; dots are the held-out loss at the longest length."""
+def curves(folders: Mapping[str, Path], length: int) -> Figure:
+    """Training loss against step, a line for each scheme; dots are the held-out loss at the length of the training."""
     drawn = Figure(figsize=(9, 3.8), layout="constrained", facecolor="white")
     axes = drawn.add_subplot()
     for number, (spec, folder) in enumerate(folders.items()):
@@ -136,11 +159,11 @@ def curves(folders: Mapping[str, Path]) -> Figure:
         colour = COLOURS[number % len(COLOURS)]
         steps = [row["step"] for row in rows]
         axes.plot(steps, [row["train_nll"] for row in rows], color=colour, linewidth=1.4, label=display_name(spec))
-        measured = [(row["step"], list(row["nll"].values())[-1]) for row in rows if "nll" in row]
+        measured = [(row["step"], nll) for row in rows if (nll := row.get("nll", {}).get(str(length))) is not None]
         axes.plot([step for step, _ in measured], [nll for _, nll in measured], color=colour, marker="o", linestyle="")
     axes.set_xlabel("step", size=9.5, color=INK)
     axes.set_ylabel("NLL, nats per token", size=9.5, color=INK)
-    title = "Loss of single training batches; dots: held-out text at the longest length"
+    title = f"Loss of single training batches; dots: held-out text at {length} tokens"
     axes.set_title(title, size=11, color=INK, loc="left")
     if folders:
         drawn.legend(frameon=False, fontsize=9, loc="outside right upper")

@@ -30,7 +30,7 @@ class FineTuning:
     """What to train, on what, and where the results go. The fields are the keys of the YAML.
 
     Optimiser and schedule are those of YaRN and LongLoRA where nothing else is said: AdamW (0.9, 0.95) without weight
-    decay, 2e-5 after 20 steps of warm-up, constant; gradients clipped to a norm of 1. Weights are held in float32.
+    decay, 2e-5 after 20 steps of warm-up, constant; gradients clipped to a norm of 1. What is trained is held in float32.
 
     Attributes:
         length: tokens of a training row, and the longest that is meant to be used.
@@ -57,7 +57,8 @@ class FineTuning:
         warm_start_steps: the first steps are trained under position interpolation by length / L, from which the
             scheme then goes on.
         seed: of the order of the texts, of new parameters and of dropout.
-        precision: `bfloat16` computes in it, by autocast; the weights stay float32.
+        precision: `bfloat16` computes in it, by autocast.
+        weights: `bfloat16` holds what is not trained in it: half the memory of a checkpoint under adapters.
         gradient_checkpointing: compute activations again in the backward instead of keeping them.
         device, attention: see `Experiment`.
         parallel: `ddp` or `fsdp2` where several processes were launched; `auto` asks the launcher.
@@ -105,6 +106,7 @@ class FineTuning:
     warm_start_steps: int = 0
     seed: int = 0
     precision: str = "float32"
+    weights: str = "float32"
     gradient_checkpointing: bool = False
     device: str = "auto"
     attention: str = "auto"
@@ -145,6 +147,11 @@ class FineTuning:
             raise EvaluationError(
                 f"evaluate_every={self.evaluate_every} with log_every={self.log_every}: what is measured "
                 "is logged too, so it must be a multiple"
+            )
+        if self.weights == "bfloat16" and (self.method == "full" or self.precision != "bfloat16"):
+            raise EvaluationError(
+                f"weights='bfloat16' with method={self.method!r} and precision={self.precision!r}: only what adapters "
+                "leave as it is may be rounded, and only computing in bfloat16 goes with it"
             )
         if self.merge and self.method == "full":
             raise EvaluationError("merge=true with method='full': there are no adapters to merge")
@@ -229,6 +236,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "layout": (*LAYOUTS, POSE),
     "method": get_args(Method),
     "precision": PRECISIONS,
+    "weights": PRECISIONS,
     "parallel": get_args(Parallel),
     "on_bad_line": ("stop", "skip"),
 }

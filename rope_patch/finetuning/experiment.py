@@ -72,7 +72,7 @@ def run(description: FineTuning, say: Callable[[str], None] = lambda _: None) ->
         say(f"{spec}: {description.steps} steps of {description.batch_size} rows of {description.length} tokens")
         task = Task(description, spec, folder, rows, points, say if is_main() else lambda _: None)
         run_task(task)
-        outcome = only_main(lambda: _report(output, points, folders))  # called at once
+        outcome = only_main(lambda: _report(description, points, folders))  # called at once
     return outcome
 
 
@@ -81,12 +81,12 @@ def folder_name(spec: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in spec)
 
 
-def _report(output: Path, points: LineFile[Point] | None, folders: dict[str, Path]) -> Outcome:
+def _report(description: FineTuning, points: LineFile[Point] | None, folders: dict[str, Path]) -> Outcome:
     wanted = {*REFERENCES, *folders}
     found = [point for point in points.rows if point.scheme in wanted] if points is not None else []
-    picture = chart.save(found, output / "finetune.png")
-    curves = chart.save_curves(
-        {spec: folder for spec, folder in folders.items() if folder.exists()}, output / "loss.png"
-    )
+    output = Path(description.output)
+    picture = chart.save(found, description.length, output / "finetune.png")
+    begun = {spec: folder for spec, folder in folders.items() if folder.exists()}
+    curves = chart.save_curves(begun, description.length, output / "loss.png")
     checkpoints = {spec: path for spec, folder in folders.items() if (path := folder / CHECKPOINT).exists()}
     return Outcome(found, checkpoints, output / "perplexity.jsonl", picture, curves)

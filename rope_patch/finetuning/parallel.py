@@ -68,6 +68,8 @@ def wrap(loss: nn.Module, device: torch.device, parallel: str) -> nn.Module:
         places = None if device.type == "cpu" else [device]
         # buffers are tables of positions, the same everywhere: nothing to send before every forward
         return DistributedDataParallel(loss.to(device), device_ids=places, broadcast_buffers=False)
+    if len({parameter.dtype for parameter in loss.parameters()}) > 1:
+        raise EvaluationError("parallel='fsdp2' with weights='bfloat16': weights of one dtype alone can be divided")
     mesh = init_device_mesh(device.type, (world(),))
     blocks = set(find_language_model(loss)._no_split_modules or ())
     for module in reversed(list(loss.modules())):  # what is inside first, as `fully_shard` wants it

@@ -173,19 +173,21 @@ class _Measurement:
 
     def _measure(self, model: nn.Module, step: int, spec: str, scheme: str | Scheme) -> list[Row]:
         description = self.task.description
-        rows = measure(
-            model,
-            self.tokenizer,
-            self.corpus,
-            [scheme],
-            self.lengths,
-            protocol="last",
-            targets=description.targets,
-            documents=description.documents,
-            seed=description.seed,
-            name=description.name,
-            results=self.task.rows,
-        )
+        device = find_language_model(model).device
+        with _autocast(device, enabled=description.weights == "bfloat16"):  # else in float32, whatever it trained in
+            rows = measure(
+                model,
+                self.tokenizer,
+                self.corpus,
+                [scheme],
+                self.lengths,
+                protocol="last",
+                targets=description.targets,
+                documents=description.documents,
+                seed=description.seed,
+                name=description.name,
+                results=self.task.rows,
+            )
         point = Point.of(spec, step, rows)
         if self.task.points is not None and self.task.points.find(point.key()) != point:
             self.task.points.append(point)
@@ -281,7 +283,7 @@ class _Trainer:
             # dropout, too, is a function of the step alone, so that a run that is resumed draws what it would have
             torch.manual_seed(seeded(description.seed, "dropout", step, parallel.rank(), number).initial_seed())
             with parallel.accumulating(self.loss, more=number + 1 < len(parts)):
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=description.precision == "bfloat16"):
+                with _autocast(self.device, enabled=description.precision == "bfloat16"):
                     loss = self.loss(part.input_ids, part.labels, part.position_ids, part.attention_mask)
                 yield loss * share
 
@@ -314,10 +316,10 @@ class _Trainer:
 
 
 def _load(task: Task) -> nn.Module:
-    """The checkpoint in float32, without a scheme of its own."""
+    """The checkpoint, without a scheme of its own."""
     description = task.description
     model = load_model(
-        description.checkpoint, dtype="float32", device=description.device, attention=description.attention
+        description.checkpoint, dtype=description.weights, device=description.device, attention=description.attention
     )
     if find_language_model(model).config.is_encoder_decoder:
         raise EvaluationError(f"{description.checkpoint} is an encoder with a decoder; only decoders alone are trained")
@@ -394,6 +396,10 @@ def _check_memory(task: Task) -> None:
     require_room(needed, available(device))
     del model
     gc.collect()  # patches and adapters refer to the model, and the next one needs the room
+
+
+def _autocast(device: torch.device, enabled: bool) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
 
 
 @contextmanager

@@ -158,3 +158,32 @@ def test_adapters_are_not_trained_on(describe, tmp_path):
     outcome = run(describe(method="lora"))
     with pytest.raises(EvaluationError, match="holds adapters; merge them before training on"):
         run(describe(model=str(outcome.checkpoints["yarn:factor=2"]), output=str(tmp_path / "again")))
+
+
+@pytest.mark.parametrize("scheme", ["yarn:factor=2", "rerope:window=8", "kerple"])
+@pytest.mark.parametrize("method", ["lora", "lora_norms_embeddings"])
+def test_weights_in_bfloat16_under_adapters(method, scheme, describe, tmp_path):
+    settings = {"method": method, "schemes": (scheme,), "precision": "bfloat16", "steps": 4, "learning_rate": 1e-2}
+    outcomes = [
+        run(describe(weights=dtype, output=str(tmp_path / dtype), **settings)) for dtype in ("bfloat16", "float32")
+    ]
+    for half, whole in zip(*(outcome.points for outcome in outcomes), strict=True):
+        for length in whole.nll:
+            assert abs(half.nll[length] - whole.nll[length]) < 0.1
+    model = rope_patch.from_pretrained(outcomes[0].checkpoints[scheme])
+    assert isinstance(model, PeftModel)
+    assert {value.dtype for name, value in model.named_parameters() if "base_layer" in name} == {torch.bfloat16}
+
+
+def test_what_is_trained_beside_weights_in_bfloat16_is_float32():
+    model = adapters.prepare(tiny_llama().bfloat16(), "lora_norms_embeddings", rank=4, alpha=8.0, dropout=0.0)
+    assert {(value.requires_grad, value.dtype) for value in model.parameters()} == {
+        (True, torch.float32),
+        (False, torch.bfloat16),
+    }
+
+
+@pytest.mark.parametrize("settings", [{"method": "full", "precision": "bfloat16"}, {"method": "lora"}])
+def test_weights_in_bfloat16_where_they_would_be_trained_or_computed_with_in_float32(settings, describe):
+    with pytest.raises(EvaluationError, match="weights='bfloat16' with"):
+        describe(weights="bfloat16", **settings)

@@ -65,9 +65,14 @@ def test_what_was_measured_otherwise_shares_no_table(field):
 
 
 def test_the_chart_says_every_line_and_its_numbers():
-    drawn = chart.figure(POINTS)
-    lines, legend = drawn.axes
+    drawn = chart.figure(POINTS, 512)
+    lines, legend, close_up = drawn.axes
     assert len([line for line in lines.lines if len(line.get_xdata()) == 2 and line.get_label() != "_"]) >= 4
+    (cut,) = (point.nll for point in POINTS if point.scheme == "window")
+    above = [list(line.get_ydata()) for line in close_up.lines[:-1]]
+    expected = [[nll - cut[n] for n, nll in point.nll.items()] for point in Story.of(POINTS).points]
+    assert all(line in expected for line in above)
+    assert [0.0, 0.0] in above
     texts = [text.get_text() for text in legend.texts]
     for part in ("plain checkpoint", "attention cut at L", "yarn factor=2, before", "yarn factor=2, after 8 steps"):
         assert part in texts
@@ -77,8 +82,8 @@ def test_the_chart_says_every_line_and_its_numbers():
 def test_the_curves(tmp_path):
     rows = [{"step": 1, "train_nll": 3.0}, {"step": 2, "train_nll": 2.0, "nll": {"256": 1.0, "512": 2.5}}]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (axes,) = chart.curves({"yarn:factor=2": tmp_path}).axes
+    (axes,) = chart.curves({"yarn:factor=2": tmp_path}, 512).axes
     training, held_out = axes.lines
     assert (list(training.get_xdata()), list(training.get_ydata())) == ([1, 2], [3.0, 2.0])
     assert (list(held_out.get_xdata()), list(held_out.get_ydata())) == ([2], [2.5])
-    assert chart.save_curves({}, tmp_path / "none.png").exists()
+    assert chart.save_curves({}, 512, tmp_path / "none.png").exists()
