@@ -251,7 +251,10 @@ class LateAttention:
         """The tables that the module itself applies, to queries and keys alike."""
         if self.anchor is None:
             cos, sin = given
-            return torch.ones_like(cos), torch.zeros_like(sin)
+            dtype, kind = cos.dtype, hidden.device.type
+            if torch.is_autocast_enabled(kind):  # or the cache would hold keys in float32 beside values that are not
+                dtype = torch.get_autocast_dtype(kind)
+            return torch.ones_like(cos, dtype=dtype), torch.zeros_like(sin, dtype=dtype)
         anchor, rotary = self.anchor, cast(RotaryTables, self.layer.rotary)
         return self.shared.once(
             position_ids,

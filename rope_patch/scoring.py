@@ -67,6 +67,9 @@ def late_attention(
         previous = _previous_attention(module, implementation)
         return previous(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
 
+    if torch.is_autocast_enabled(query.device.type):  # as it does for `scaled_dot_product_attention`
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value, projected = (x.to(dtype) for x in (query, key, value, projected))
     causal = kwargs.get("is_causal")
     mask, groups = read_mask(attention_mask, call.position_ids, query.shape[2], key.shape[2], start, state.config)
     learned = state.weights()

@@ -30,7 +30,7 @@ class FineTuning:
     """What to train, on what, and where the results go. The fields are the keys of the YAML.
 
     Optimiser and schedule are those of YaRN and LongLoRA where nothing else is said: AdamW (0.9, 0.95) without weight
-    decay, 2e-5 after 20 steps of warm-up, constant; gradients clipped to a norm of 1. What is trained is held in float32.
+    decay, 2e-5 after 20 steps of warm-up, constant; gradients clipped to a norm of 1. What trains is held in float32.
 
     Attributes:
         length: tokens of a training row, and the longest that is meant to be used.

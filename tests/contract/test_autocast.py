@@ -1,0 +1,52 @@
+"""Float32 weights under autocast: queries and keys that were rotated or normed are float32, values are not."""
+
+import pytest
+import torch
+
+from rope_patch import get_scheme, patch
+from tests.cases import ALL, ROUTES
+from tests.families import FAMILIES
+from tests.runs import cached_logits, gradients, logits, tokens, usable_length
+
+LONG = 640
+"""Beyond what the engine scores in one small dense block."""
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def relative_error(found, expected):
+    assert found.isfinite().all()
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_long_texts_and_their_caches(llama, spec):
+    patch(llama, spec)
+    ids = tokens(LONG)
+    expected = logits(llama, ids)
+    with autocast():
+        assert relative_error(logits(llama, ids), expected) < 0.1
+        if not get_scheme(spec).length_dependent:
+            assert relative_error(cached_logits(llama, ids, (LONG - 3, 1, 1, 1)), expected) < 0.1
+
+
+@pytest.mark.parametrize("spec", ROUTES)
+def test_gradients_of_long_texts(llama, spec):
+    patch(llama.train(), spec)
+    expected = gradients(llama, tokens(LONG))
+    with autocast():
+        found = gradients(llama, tokens(LONG))
+    for name, gradient in expected.items():
+        assert relative_error(found[name], gradient) < 0.25, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spec", ["rerope:window=6+logn:training_length=8"])
+def test_families_that_norm_queries_and_keys_or_do_not(model, spec):
+    patch(model, spec)
+    ids = tokens(usable_length(get_scheme(spec)))
+    with autocast():
+        full = logits(model, ids)
+        assert relative_error(cached_logits(model, ids, (len(ids[0]) - 2, 1, 1)), full) < 0.1
