@@ -6,7 +6,7 @@ import argparse
 from textwrap import dedent
 from typing import Any
 
-from rope_patch.cli.common import INTERRUPTED, say, whole_numbers
+from rope_patch.cli.common import INTERRUPTED, given, say, whole_numbers
 from rope_patch.errors import EvaluationError
 
 
@@ -32,38 +32,39 @@ def add(commands: Any) -> None:
             rope_patch.finetuning.description.FineTuning
         """),
     )
-    command.add_argument("config", nargs="?", metavar="CONFIG", help="a description in YAML; the options overrule it")
+    command.add_argument(
+        "description", nargs="?", metavar="CONFIG", help="a description in YAML; the options overrule it"
+    )
     command.add_argument("--model", metavar="DIR", help="checkpoint folder or hub id")
     command.add_argument(
         "--scheme", dest="schemes", metavar="SCHEME", action="append", help="such as yarn:factor=auto, may be repeated"
     )
     command.add_argument("--length", type=int, metavar="N", help="tokens of a training row")
-    command.add_argument("--text", metavar="PATH", help="a .txt, .jsonl or .parquet file, or a folder of them")
-    command.add_argument("--lengths", metavar="N,N,...", help="context lengths that are measured")
-    command.add_argument("--steps", type=int, metavar="N", help="of the training")
-    command.add_argument("--method", metavar="NAME", help="full, lora or lora_norms_embeddings")
-    command.add_argument("--merge", action="store_const", const=True, help="save adapters merged into the weights")
-    command.add_argument("--report-to", action="append", metavar="NAME", help="a tracker, such as tensorboard or wandb")
-    command.add_argument("--device", metavar="NAME", help="such as cpu or cuda")
-    command.add_argument("--output", metavar="DIR", help="folder of the results (default: runs/finetune)")
+    command.add_argument("--device", metavar="NAME", help="such as cpu or cuda (default: an accelerator, else the CPU)")
+    text = command.add_argument_group("text (default: Python's standard library)")
+    text.add_argument("--text", metavar="PATH", help=".txt/.jsonl/.parquet files, a folder, or a pattern")
+    text.add_argument("--dataset", metavar="NAME", help="a dataset that `datasets.load_dataset` knows, instead")
+    text.add_argument("--split", metavar="NAME", help="its split (default: train)")
+    text.add_argument("--column", metavar="NAME", help="the column with the text (default: text)")
+    text.add_argument("--layout", metavar="NAME", help="packed, padded, or pose for positions that skip")
+    text.add_argument("--eval-text", metavar="PATH", help="what is measured (default: held-out modules of the library)")
+    text.add_argument("--lengths", metavar="N,N,...", help="context lengths that are measured (default: L to N)")
+    how = command.add_argument_group("training")
+    how.add_argument("--method", metavar="NAME", help="full (default), lora or lora_norms_embeddings")
+    how.add_argument("--merge", action="store_const", const=True, help="save adapters merged into the weights")
+    how.add_argument("--steps", type=int, metavar="N", help="(default: 400)")
+    how.add_argument("--batch-size", type=int, metavar="N", help="rows per step, over all processes (default: 64)")
+    how.add_argument("--micro-batch-size", type=int, metavar="N", help="rows that pass through the model at once")
+    how.add_argument("--learning-rate", type=float, metavar="X", help="(default: 2e-5)")
+    how.add_argument("--precision", metavar="NAME", help="float32 (default) or bfloat16")
+    how.add_argument("--gradient-checkpointing", action="store_const", const=True, help="less memory, more time")
+    how.add_argument("--seed", type=int, metavar="N", help="of texts, new parameters and dropout (default: 0)")
+    out = command.add_argument_group("output")
+    out.add_argument("--output", metavar="DIR", help="folder of the results (default: runs/finetune)")
+    out.add_argument("--report-to", action="append", metavar="NAME", help="a tracker, such as tensorboard or wandb")
     command.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="any other key of the YAML")
-    command.add_argument("--json", action="store_true", help="print the losses as JSON instead of the table")
+    out.add_argument("--json", action="store_true", help="print the losses as JSON instead of the table")
     command.set_defaults(run=_finetune, interrupted=INTERRUPTED.replace("finished rows are", "the last state is"))
-
-
-_OPTIONS = (
-    "model",
-    "schemes",
-    "length",
-    "text",
-    "lengths",
-    "steps",
-    "method",
-    "merge",
-    "report_to",
-    "device",
-    "output",
-)
 
 
 def _finetune(arguments: argparse.Namespace) -> None:
@@ -76,10 +77,10 @@ def _finetune(arguments: argparse.Namespace) -> None:
 
     if arguments.lengths is not None:
         arguments.lengths = whole_numbers("lengths", arguments.lengths, "256,512,1024")
-    changed = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
+    changed = given(arguments, FineTuning)
     changed |= dict(_setting(word) for word in arguments.set)
-    if arguments.config is not None:
-        description = FineTuning.from_yaml(arguments.config, changed)
+    if arguments.description is not None:
+        description = FineTuning.from_yaml(arguments.description, changed)
     else:
         description = describe(FineTuning, changed, "the command line")
     with quiet_transformers():
