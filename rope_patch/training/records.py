@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.results import LineFile
-
-Record = TypeVar("Record", bound="_Record")
-
-
-class _Record:
-    """A dataclass that is one line of JSON. A number that is not finite, which JSON has no word for, becomes null."""
-
-    def to_json(self) -> str:
-        """One line."""
-        fields = dataclasses.asdict(self)  # type: ignore[call-overload]
-        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in fields.items()}
-        return json.dumps(finite, allow_nan=False)
-
-    @classmethod
-    def from_json(cls: type[Record], line: str) -> Record:
-        """The row that `to_json` wrote.
-
-        Raises:
-            ValueError: when the line is something else.
-        """
-        fields = json.loads(line)
-        names = {field.name: field.type for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        if not isinstance(fields, dict) or set(fields) != set(names):
-            raise ValueError("not the fields of a row")
-        return cls(**{key: math.nan if v is None and names[key] == "float" else v for key, v in fields.items()})
+from rope_patch.evaluation.results import JsonLine, LineFile
 
 
 @dataclass(frozen=True)
-class RunRow(_Record):
+class RunRow(JsonLine):
     """One encoding, seed and length.
 
     Attributes:
@@ -104,7 +77,7 @@ def run_key(encoding: str, seed: int, length: int) -> str:
 
 
 @dataclass(frozen=True)
-class CostRow(_Record):
+class CostRow(JsonLine):
     """What a training step costs under one encoding, beside `rope`, timed in turn with it.
 
     Attributes:
