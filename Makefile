@@ -28,7 +28,7 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 demo: setup
-	@echo "== demo: perplexity against length on the embedded checkpoint (about two minutes)"
+	@echo "== demo: perplexity against length on the embedded checkpoint (two to three minutes)"
 	$(BIN)/python recipes/perplexity.py recipes/configs/demo.yaml
 
 demo-compare: setup
