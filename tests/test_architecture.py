@@ -22,7 +22,7 @@ MODULES = {
 }
 
 FLOORS = [
-    {"errors", "typing", "version"},
+    {"errors", "shipped", "typing", "version"},
     {"positions", "rotary", "buckets", "sinusoids", "tables"},
     {"schemes"},
     {"attention"},

@@ -16,22 +16,21 @@ from transformers import AutoTokenizer
 from rope_patch.errors import EvaluationError, did_you_mean
 from rope_patch.evaluation.sharing import own_device
 from rope_patch.persistence import from_pretrained, make_loadable
+from rope_patch.shipped import recipes_folder
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-_TINY_LLAMA = Path("recipes", "assets", "tiny-llama")
-
 
 def default_checkpoint() -> str:
-    """The small Llama that comes with the repository.
+    """The small Llama that comes with the library, as a path.
 
     Raises:
-        EvaluationError: when the library runs without its repository around it.
+        EvaluationError: when the library was installed without it.
     """
-    for root in (Path(__file__).resolve().parents[2], Path.cwd()):
-        if (root / _TINY_LLAMA / "config.json").is_file():
-            return str(root / _TINY_LLAMA)
-    raise EvaluationError(f"the embedded checkpoint {_TINY_LLAMA} is not here; name a checkpoint folder with --model")
+    folder = recipes_folder() / "assets" / "tiny-llama"
+    if not (folder / "config.json").is_file():
+        raise EvaluationError(f"the embedded checkpoint {folder} is not here; name a checkpoint folder with --model")
+    return str(folder)
 
 
 def load_model(path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "auto") -> nn.Module:
