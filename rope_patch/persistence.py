@@ -2,12 +2,16 @@
 
 A folder of PEFT adapters has no weights of its own: the checkpoint that it names is loaded, put under the scheme under
 which the adapters were trained, and then joined by them.
+
+Code that lies beside weights is never run, and pickled weights are read where they are asked for.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from rope_patch.errors import NotPatched
+from rope_patch.errors import NotPatched, UnsupportedModel
 from rope_patch.models.absolute import AbsoluteTable
 from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
 from rope_patch.models.reading import read_stacks
@@ -37,27 +41,31 @@ _OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_
 def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
     """Load a checkpoint and, where it was saved under a scheme, patch it again.
 
-    Checkpoints of Baichuan are loaded by the classes of this library, whatever code lies beside them.
+    Checkpoints of Baichuan are loaded by the classes of this library, whatever code lies beside them; they were
+    published as pickled files, which torch's reader of plain tensors reads. Of all others only safetensors are read,
+    unless `use_safetensors=False` asks for the pickled ones, by that same reader.
 
     Args:
         path: a folder written by `save_pretrained`, or a hub id.
-        **kwargs: for `from_pretrained` of the class that wrote the checkpoint.
+        **kwargs: for `from_pretrained` of the class that wrote the checkpoint; `trust_remote_code` is not heeded.
 
     Returns:
         the model, of adapters a `PeftModel`; `unpatch` gives the checkpoint without the scheme.
 
     Raises:
-        OSError: from Transformers, when there is no checkpoint.
+        OSError: there is no checkpoint, or none in safetensors.
+        UnsupportedModel: its model is code that lies beside the weights.
         ImportError: the path holds adapters, and PEFT is not installed.
     """
     places = {key: kwargs[key] for key in _PLACES if key in kwargs}
     if (adapters := cached_file(path, _ADAPTERS, **_OPTIONAL, **places)) is not None:
         return _with_adapters(path, Path(adapters), places, kwargs)
+    kwargs["trust_remote_code"] = False
+    published_pickled = make_loadable(path, **places)
+    kwargs.setdefault("use_safetensors", None if published_pickled else True)
     config = kwargs.pop("config", None)
     if config is None:
-        if make_loadable(path, **places):
-            kwargs.pop("trust_remote_code", None)
-        config = AutoConfig.from_pretrained(path, **places)
+        config = _config_of(path, places)
         # as Transformers does where it reads the config itself: what is a field of the config changes it
         fields = [key for key in kwargs if key in vars(config) and key not in ("dtype", "torch_dtype")]
         config.update({key: kwargs.pop(key) for key in fields})
@@ -66,12 +74,40 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
         del config.rope_patch
     if record is not None and "rope_parameters" in record:
         config.rope_parameters = record["rope_parameters"]
-    if record is None:
-        return _class_of(config).from_pretrained(path, config=config, **kwargs)
-    model = _load(_class_of(config), path, config=config, **kwargs)
+    with _advice_of_ours(path):
+        if record is None:
+            return _class_of(config).from_pretrained(path, config=config, **kwargs)
+        model = _load(_class_of(config), path, config=config, **kwargs)
     _resume(model, record)
     _load_parameters(model, path, **places)
     return model
+
+
+def _config_of(path: str | Path, places: dict[str, Any]) -> Any:
+    """The config of a checkpoint, of a class that Transformers or this library has."""
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, **places)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UnsupportedModel(
+            f"{path}: its model is code that lies beside the weights, which is never run here; models of Transformers "
+            "and Baichuan's can be loaded"
+        ) from error
+
+
+@contextmanager
+def _advice_of_ours(path: str | Path) -> Iterator[None]:
+    """Where weights are pickled, Transformers advises against an argument that its caller never gave."""
+    try:
+        yield
+    except OSError as error:
+        if "safetensors" not in str(error):
+            raise
+        raise OSError(
+            f"{path} has no weights in safetensors; from_pretrained(..., use_safetensors=False) reads pickled ones, as "
+            "far as they are plain tensors"
+        ) from error
 
 
 def _with_adapters(path: str | Path, adapters: Path, places: dict[str, Any], kwargs: dict[str, Any]) -> nn.Module:
@@ -82,7 +118,7 @@ def _with_adapters(path: str | Path, adapters: Path, places: dict[str, Any], kwa
         raise ImportError(f"{path} holds adapters, which need PEFT: pip install 'rope-patch[finetune]'") from error
     base = json.loads(adapters.read_text())["base_model_name_or_path"]
     own = cached_file(path, CONFIG_NAME, **_OPTIONAL, **places)
-    config = kwargs.pop("config", None) or (AutoConfig.from_pretrained(path, **places) if own else None)
+    config = kwargs.pop("config", None) or (_config_of(path, places) if own else None)
     elsewhere = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder")}
     if config is not None:
         elsewhere.setdefault("dtype", config.dtype)

@@ -105,7 +105,7 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
     raw = _read_config(folder)
     _check_readable(folder, raw)
     make_loadable(folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     nested = not getattr(config, "rope_parameters", None) and isinstance(raw.get("text_config"), dict)
     text = config.text_config if nested else config
     record = raw.get(_RECORD) or (raw["text_config"].get(_RECORD) if nested else None)

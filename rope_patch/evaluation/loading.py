@@ -63,7 +63,7 @@ def load_tokenizer(path: str) -> Any:
     """
     with _one_line(path, "a tokenizer"):
         make_loadable(path, **_where(path))
-        return AutoTokenizer.from_pretrained(path, **_where(path))
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **_where(path))
 
 
 def check_checkpoint(path: str) -> None:

@@ -172,7 +172,7 @@ def plan_of(sweep: Sweep) -> Plan:
     check_checkpoint(sweep.checkpoint)
     make_loadable(sweep.checkpoint)
     try:
-        trained = training_length(AutoConfig.from_pretrained(sweep.checkpoint))
+        trained = training_length(AutoConfig.from_pretrained(sweep.checkpoint, trust_remote_code=False))
     except UnsupportedModel:
         trained = read_stacks(load_model(sweep.checkpoint, device="cpu"))[0].training_length
     return make_plan(sweep, trained)
