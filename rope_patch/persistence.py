@@ -225,6 +225,9 @@ def _class_of(config: Any) -> Any:
 def repatch(model: nn.Module) -> PatchHandle:
     """Apply the scheme that a model's config names, after plain Transformers loaded it.
 
+    Args:
+        model: as `transformers` loaded it.
+
     Raises:
         NotPatched: when the config names none.
         AlreadyPatched: when the model carries a scheme.
@@ -241,7 +244,7 @@ def repatch(model: nn.Module) -> PatchHandle:
 
 def _resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
     """Put a loaded model under the scheme that it was saved under; None where its own positions were not saved."""
-    scheme = scheme_from_dict(record["scheme"])
+    scheme = scheme_from_dict(record.get("scheme"))
     if "positions" not in record or find_handle(model) is not None:
         return patch(model, scheme)
     if not scheme.keeps_rows:

@@ -105,7 +105,7 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
     raw = _read_config(folder)
     _check_readable(folder, raw)
     make_loadable(folder)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    config = _config_of(folder)
     nested = not getattr(config, "rope_parameters", None) and isinstance(raw.get("text_config"), dict)
     text = config.text_config if nested else config
     record = raw.get(_RECORD) or (raw["text_config"].get(_RECORD) if nested else None)
@@ -181,7 +181,21 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(errno.ENOENT, "a folder without config.json is no checkpoint", str(folder))
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise NotExpressible(f"{folder / 'config.json'} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise NotExpressible(f"{folder / 'config.json'} holds no mapping of settings to values")
+    return raw
+
+
+def _config_of(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # every config class has errors of its own
+        reason = " ".join(str(error).split())
+        raise NotExpressible(f"Transformers does not read {folder / 'config.json'}: {reason}") from error
 
 
 def _check_readable(folder: Path, raw: dict[str, Any]) -> None:

@@ -1,49 +1,97 @@
-"""What the commands share: errors in one line, sentences on stderr, the options of measurements and their results."""
+"""How every command speaks, fails and is interrupted."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
+import atexit
 import os
+import shlex
+import shutil
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from rope_patch.errors import EvaluationError, RopePatchError
+from rope_patch.errors import RopePatchError
 
-INTERRUPTED = "interrupted; finished rows are kept, and the same command goes on from there"
-"""What a command says on Ctrl-C whose rows are kept."""
+ROWS = "finished rows are kept"
+"""What an interrupted command whose rows are written one by one says of them."""
 
-
-class Groups(NamedTuple):
-    """Where a command adds the options that it does not share."""
-
-    text: Any
-    how: Any
+NO_READER = 128 + 13
+"""Exit status where whoever read stdout went away, as of a program that SIGPIPE ends."""
 
 
-def run_politely(action: Callable[[], object], interrupted: str = "interrupted") -> int:
+class Stopped(KeyboardInterrupt):
+    """A signal asked the process to end.
+
+    Attributes:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def run_politely(action: Callable[[], object], kept: str = "", again: str = "") -> int:
     """Run `action()` with errors in one line instead of a traceback; of several processes the first says it.
 
     Args:
         action: called without arguments.
-        interrupted: what to say on Ctrl-C.
+        kept: what an interruption leaves, for people; empty where nothing is.
+        again: the command that goes on from there.
 
     Returns:
-        exit status: 0, 2 for wrong input, 130 when interrupted.
+        exit status: 0, 2 for wrong input, 130 when interrupted, 143 when terminated.
+
+    Raises:
+        BrokenPipeError: whoever read stdout went away.
     """
     try:
         action()
+    except BrokenPipeError:
+        raise
     except (RopePatchError, OSError) as error:
-        if is_first():
-            say(_one_line(error))
+        say(_one_line(error))
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if is_first():
-            print(f"\nrope-patch: {interrupted}", file=sys.stderr)
-        return 130
+            print(file=sys.stderr)  # the terminal shows ^C
+        say(_interrupted(kept, again))
+        return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
     return 0
+
+
+def in_own_process(run: Callable[[], int]) -> int:
+    """Run what the whole process is for: signals and a reader that goes away end it without a traceback.
+
+    The first Ctrl-C stops the work; further ones disturb neither what is still said and written nor the end of the
+    interpreter. SIGTERM stops the work likewise, unless a launcher minds this process.
+
+    Args:
+        run: gives an exit status.
+
+    Returns:
+        exit status: that of `run`, or 141 where whoever read stdout went away.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without a sign shows another one
+    with _stopped_once():
+        try:
+            try:
+                return run()
+            finally:
+                sys.stdout.flush()  # now, while a reader that went away can still be met
+        except OSError as error:
+            # or the interpreter would complain at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if isinstance(error, BrokenPipeError):
+                return NO_READER
+            say(_one_line(error))
+            return 2
 
 
 def run_recipe(words: str, action: Callable[[str], object]) -> int:
@@ -56,82 +104,52 @@ def run_recipe(words: str, action: Callable[[str], object]) -> int:
     Returns:
         exit status, see `run_politely`.
     """
-    parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", metavar="CONFIG")
-    config = parser.parse_args().config
-    return run_politely(lambda: action(config), interrupted=INTERRUPTED)
+    from rope_patch.cli.parser import Parser
+
+    def run() -> int:
+        parser = Parser(description=words)
+        parser.add_argument("config", metavar="CONFIG", help="a description in YAML")
+        config = parser.parse_args().config
+        return run_politely(lambda: action(config), ROWS, as_typed())
+
+    return in_own_process(run)
+
+
+def as_typed() -> str:
+    """The command line that started this process, to be typed again."""
+    program = Path(sys.argv[0])
+    if program.name != "rope-patch":  # a script or `-m`: the interpreter's own words
+        return shlex.join(sys.orig_argv)
+    found = shutil.which(program.name)
+    is_found = found is not None and Path(found).resolve() == program.resolve()
+    return shlex.join([program.name if is_found else sys.argv[0], *sys.argv[1:]])
 
 
 def is_first() -> bool:
     """Whether this process is the one that prints, also where the others have not been joined yet."""
-    return int(os.environ.get("WORLD_SIZE", "1")) == 1 or int(os.environ.get("RANK", "0")) == 0
+    return not _is_launched() or int(os.environ.get("RANK", "0")) == 0
 
 
-def add_measuring(command: Any, *, text: str, seed: str, output: str, shown: str = "table") -> Groups:
-    """Add the options of every measurement. One that is not given is None, so that the description's default holds.
-
-    Args:
-        command: their parser.
-        text: title of the group of options that say what is read.
-        seed: what it is the seed of.
-        output: the default folder.
-        shown: what `--json` prints the results instead of.
-    """
-    command.add_argument("--model", metavar="DIR", help="checkpoint folder (default: the one in the repository)")
-    groups = Groups(command.add_argument_group(text), command.add_argument_group("how"))
-    groups.text.add_argument("--text", metavar="PATH", help=".txt/.jsonl/.parquet files, a folder, or a pattern")
-    groups.text.add_argument("--dataset", metavar="NAME", help="a dataset that `datasets.load_dataset` knows, instead")
-    groups.text.add_argument("--split", metavar="NAME", help="its split (default: test)")
-    groups.text.add_argument("--column", metavar="NAME", help="the column with the text (default: text)")
-    groups.how.add_argument("--seed", type=int, help=f"of {seed} (default: 0)")
-    groups.how.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (default: the checkpoint's)")
-    groups.how.add_argument("--device", help="such as cpu or cuda:0 (default: an accelerator, else the CPU)")
-    groups.how.add_argument("--attention", metavar="NAME", help="attention implementation of Transformers")
-    out = command.add_argument_group("output")
-    out.add_argument("--output", metavar="DIR", help=f"(default: {output})")
-    out.add_argument("--json", action="store_true", help=f"print JSON instead of the {shown}")
-    return groups
+def say(sentence: str) -> None:
+    """A sentence of the first process for the reader, on stderr, so that stdout holds the results alone."""
+    if is_first():
+        print(f"rope-patch: {sentence}", file=sys.stderr)
 
 
-def add_documents(text: Any) -> None:
-    """Add the options that say which documents are scored, to the group of the text."""
-    text.add_argument("--documents", type=int, metavar="N", help="how many documents (default: all)")
-    text.add_argument(
-        "--windows-per-document", type=int, metavar="N", help="places scored in each (default: 1, the end)"
-    )
+@contextmanager
+def busy(doing: str) -> Iterator[None]:
+    """Show on the terminal that something takes its time; where stderr is no terminal, show nothing."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if is_first() and console.is_terminal and not console.is_dumb_terminal:
+        with console.status(doing):
+            yield
+    else:
+        yield
 
 
-def add_schemes_at_lengths(command: Any, what: str) -> None:
-    """Add the options that say which schemes are measured at which lengths.
-
-    Args:
-        command: their parser.
-        what: a scheme is in what is printed.
-    """
-    command.add_argument(
-        "--scheme",
-        dest="schemes",
-        metavar="SCHEME",
-        action="append",
-        help=f"{what}, may be repeated; factor=auto and group_size=auto follow each length",
-    )
-    command.add_argument("--lengths", required=True, metavar="N,N,...", help="context lengths in tokens, ascending")
-    command.add_argument(
-        "--no-references",
-        dest="references",
-        action="store_const",
-        const=False,
-        help="without the lines plain and window",
-    )
-
-
-def given(arguments: argparse.Namespace, description: type[Any]) -> dict[str, Any]:
-    """The fields of a description that the command line says."""
-    names = [field.name for field in dataclasses.fields(description)]
-    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
-
-
-def run_quietly(run: Callable[[Any, Callable[[str], None]], Any], description: Any) -> Any:
+def quietly(run: Callable[[Any, Callable[[str], None]], Any], description: Any) -> Any:
     """`run(description, say)`, without what Transformers would say meanwhile."""
     from rope_patch.evaluation.loading import quiet_transformers
 
@@ -139,44 +157,40 @@ def run_quietly(run: Callable[[Any, Callable[[str], None]], Any], description: A
         return run(description, say)
 
 
-def show_outcome(outcome: Any, show: Callable[[], object]) -> None:
-    """Print what was found and where the files are, once, however many processes measured.
-
-    Args:
-        outcome: with the paths of `results` and `picture`.
-        show: prints what was found.
-    """
-    if is_first():
-        show()
-        print(f"rows     {outcome.results}\npicture  {outcome.picture}")
+def _is_launched() -> bool:
+    """Whether torchrun or accelerate started this process beside others."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def print_json(found: Any) -> None:
-    """Print what was found as JSON, once, however many processes measured."""
-    if is_first():
-        print(json.dumps(found, indent=2))
-
-
-def print_rows(rows: Sequence[Any]) -> None:
-    """Print rows as a list in JSON."""
-    print_json([json.loads(row.to_json()) for row in rows])
-
-
-def whole_numbers(name: str, words: str, example: str) -> tuple[int, ...]:
-    """Numbers with commas between them.
-
-    Raises:
-        EvaluationError: they are something else.
-    """
+@contextmanager
+def _stopped_once() -> Iterator[None]:
+    """While the block runs, the first SIGINT or SIGTERM is `Stopped`, and those after it are ignored to the end."""
+    wanted: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler}
+    if not _is_launched():  # a launcher that ends its processes wants them to end at once
+        wanted[signal.SIGTERM] = signal.SIG_DFL
+    # what is ignored from outside, as in the background of a script, stays ignored
+    taken = {number: handler for number, handler in wanted.items() if signal.getsignal(number) is handler}
+    for number in taken:
+        signal.signal(number, _stop)
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
     try:
-        return tuple(int(word) for word in words.split(","))
-    except ValueError:
-        raise EvaluationError(f"{name} {words!r}: whole numbers with commas between them, such as {example}") from None
+        yield
+    finally:
+        for number, handler in taken.items():
+            if signal.getsignal(number) is _stop:
+                signal.signal(number, handler)
 
 
-def say(sentence: str) -> None:
-    """A sentence for the reader, on stderr, so that stdout holds the results alone."""
-    print(f"rope-patch: {sentence}", file=sys.stderr)
+def _stop(number: int, _: FrameType | None) -> None:
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)
+    raise Stopped(number)
+
+
+def _interrupted(kept: str, again: str) -> str:
+    if not kept:
+        return "interrupted; nothing was written"
+    return f"interrupted; {kept}; to go on: {'start the same processes again' if _is_launched() else again}"
 
 
 def _one_line(error: Exception) -> str:

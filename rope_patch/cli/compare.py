@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from textwrap import dedent
 from typing import Any
 
-from rope_patch.cli.common import INTERRUPTED, say, whole_numbers
+from rope_patch.cli.common import ROWS, say
+from rope_patch.cli.options import add_json, whole_numbers
+from rope_patch.cli.parser import add_command
+from rope_patch.cli.showing import print_json, show_outcome
 from rope_patch.errors import EvaluationError
+
+PATHS = ("table", "numbers", "picture")
+"""The files of a comparison, besides its rows."""
 
 
 def add(commands: Any) -> None:
     """Register the command."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "compare",
-        help="position encodings, each trained from scratch on the same data, and their perplexity against length",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=dedent("""\
-            Train the same small model on the same bytes once per position encoding and seed, at a short length, then
-            score the same held-out bytes from contexts of 1, 2, 4 and 8 times that length.
+        summary="position encodings, each trained from scratch on the same data, and their perplexity against length",
+        description="""\
+Train the same small model on the same bytes once per position encoding and seed, at a short length, then score the
+same held-out bytes from contexts of 1, 2, 4 and 8 times that length.
 
-            Every row is written as soon as it is measured: the same command goes on where an interrupted one stopped.
-            Two processes may share an output where each is told other encodings with --only.
-        """),
-        epilog=dedent("""\
-            examples:
-              rope-patch compare recipes/configs/compare.yaml
-              rope-patch compare recipes/configs/compare.yaml --only rope nope alibi
-              rope-patch compare recipes/configs/compare.yaml --costs
-              rope-patch compare --schemes rope nope alibi --steps 300 --seeds 0,1 --output runs/three
-        """),
+Every row is written as soon as it is measured: the same command goes on where an interrupted one stopped. Two
+processes may share an output where each is told other encodings with --only.
+""",
+        examples=(
+            "rope-patch compare --schemes rope nope alibi --steps 100 --output runs/three",
+            "rope-patch compare --schemes rope nope alibi --steps 100 --output runs/three --costs",
+            "rope-patch recipes copy compare_demo",
+            "rope-patch compare recipes/configs/compare_demo.yaml --only rope alibi",
+        ),
+        written="DIR/results.jsonl, a row for each encoding, seed and length; DIR/table.md and DIR/summary.json, what "
+        "they come to; DIR/comparison.png; DIR/runs, the state of every training. DIR is --output.",
     )
     command.add_argument("config", nargs="?", metavar="CONFIG", help="a description in YAML; the options overrule it")
     command.add_argument("--schemes", nargs="+", metavar="SCHEME", help="what to compare, such as rope nope alibi")
@@ -38,17 +44,29 @@ def add(commands: Any) -> None:
     command.add_argument("--steps", type=int, metavar="N", help="of each training")
     command.add_argument("--seeds", metavar="N,N,...", help="one training of every encoding for each")
     command.add_argument("--device", metavar="NAME", help="such as cpu or cuda")
-    command.add_argument("--output", metavar="DIR", help="folder of the results")
+    command.add_argument("--output", metavar="DIR", help="folder of the results (default: runs/compare)")
     command.add_argument("--costs", action="store_true", help="do not train: time a step of each in turn with rope")
     command.add_argument("--retry", action="store_true", help="train again what failed before")
-    command.set_defaults(run=_compare, interrupted=INTERRUPTED + ": {command}")
+    add_json(command)
+    command.set_defaults(run=_compare, kept=ROWS)
 
 
 def _compare(arguments: argparse.Namespace) -> None:
     from rope_patch.evaluation.loading import quiet_transformers
-    from rope_patch.training.comparison import Comparison
     from rope_patch.training.experiment import run
-    from rope_patch.training.report import print_table
+    from rope_patch.training.report import print_table, to_dict
+
+    comparison = _described(arguments)
+    with quiet_transformers():
+        outcome = run(comparison, say, only=arguments.only, costs=arguments.costs, retry=arguments.retry)
+    if arguments.json:
+        print_json(None if outcome is None else to_dict(outcome.summary))
+    elif outcome is not None:
+        show_outcome(outcome, lambda console: print_table(outcome.summary, console), PATHS)
+
+
+def _described(arguments: argparse.Namespace) -> Any:
+    from rope_patch.training.comparison import Comparison
 
     given = {
         "encodings": tuple(arguments.schemes) if arguments.schemes is not None else None,
@@ -59,15 +77,7 @@ def _compare(arguments: argparse.Namespace) -> None:
     }
     changed = {name: value for name, value in given.items() if value is not None}
     if arguments.config is not None:
-        comparison = dataclasses.replace(Comparison.from_yaml(arguments.config), **changed)
-    elif "encodings" in changed:
-        comparison = Comparison(**changed)
-    else:
+        return dataclasses.replace(Comparison.from_yaml(arguments.config), **changed)
+    if "encodings" not in changed:
         raise EvaluationError("nothing to compare: give a description in YAML, or --schemes such as rope nope alibi")
-    with quiet_transformers():
-        outcome = run(comparison, say, only=arguments.only, costs=arguments.costs, retry=arguments.retry)
-    if outcome is None:
-        return
-    print_table(outcome.summary)
-    for name in ("results", "table", "numbers", "picture"):
-        print(f"{name:<8} {getattr(outcome, name)}")
+    return Comparison(**changed)

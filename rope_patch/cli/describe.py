@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
+
+from rope_patch.cli.common import busy
+from rope_patch.cli.options import MODEL, add_json
+from rope_patch.cli.parser import add_command
+from rope_patch.cli.showing import print_json
 
 
 def add(commands: Any) -> None:
     """Register the command."""
-    command = commands.add_parser("describe", help="what a checkpoint does about positions, or would under a scheme")
-    command.add_argument("--model", metavar="DIR", help="checkpoint folder (default: the one in the repository)")
+    command = add_command(
+        commands,
+        "describe",
+        summary="what a checkpoint does about positions, or would under a scheme",
+        description="""\
+Say how a checkpoint encodes positions, and with --scheme what a scheme would change: where it is mounted, which layers
+are left alone, which distances a few pairs of positions get.
+""",
+        examples=("rope-patch describe", "rope-patch describe --scheme rerope:window=128+logn"),
+    )
+    command.add_argument("--model", metavar="DIR", help=MODEL)
     command.add_argument("--scheme", metavar="SCHEME", help="such as yarn:factor=8 or rerope:window=128+logn")
-    command.add_argument("--json", action="store_true", help="as JSON")
-    command.set_defaults(run=_describe, interrupted="interrupted")
+    add_json(command)
+    command.set_defaults(run=_describe)
 
 
 def _describe(arguments: argparse.Namespace) -> None:
@@ -22,8 +35,9 @@ def _describe(arguments: argparse.Namespace) -> None:
     from rope_patch.export import native_scheme
     from rope_patch.patch import find_handle, patch
 
-    with quiet_transformers():
-        model = load_model(arguments.model or default_checkpoint(), device="cpu")
+    path = arguments.model or default_checkpoint()
+    with busy(f"loading {path}"), quiet_transformers():
+        model = load_model(path, device="cpu")
     if arguments.scheme:
         patch(model, arguments.scheme)
     if not arguments.json:
@@ -38,4 +52,4 @@ def _describe(arguments: argparse.Namespace) -> None:
         "mount": handle.plan.mounts() if handle else "none",
         "left_alone": handle.plan.left_alone if handle else {},
     }
-    print(json.dumps(description, indent=2))
+    print_json(description)

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import argparse
 import json
-from textwrap import dedent
 from typing import Any
 
-from rope_patch.cli.common import print_json
+from rope_patch.cli.common import busy
+from rope_patch.cli.options import add_json
+from rope_patch.cli.parser import add_command
+from rope_patch.cli.showing import Output, print_json, print_paths
 
 
 def add(commands: Any) -> None:
     """Register the command."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "export",
-        help="a copy of a checkpoint whose config carries a scheme for Transformers, vLLM and llama.cpp",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=dedent("""\
-            Write a copy of a checkpoint folder whose config.json says a scheme in the words that others read.
+        summary="a copy of a checkpoint whose config carries a scheme for Transformers, vLLM and llama.cpp",
+        description="""\
+Write a copy of a checkpoint folder whose config.json says a scheme in the words that others read.
 
-            Schemes of static frequencies can be said (pi, ntk, abf, yarn, ntk_by_parts, llama3, longrope); whatever
-            acts inside attention cannot, and is refused with the reason. Weights and tokenizer are not changed.
-        """),
-        epilog=dedent("""\
-            examples:
-              rope-patch export DIR --scheme yarn:factor=4
-              rope-patch export DIR --scheme yarn:factor=4 --output DIR-yarn4 --link
-              rope-patch export DIR-saved-under-a-scheme --output DIR-for-others
-        """),
+Schemes of static frequencies can be said (pi, ntk, abf, yarn, ntk_by_parts, llama3, longrope); whatever acts inside
+attention cannot, and is refused with the reason. Weights and tokenizer are not changed. A checkpoint that was saved
+under a scheme needs no --scheme.
+""",
+        examples=(
+            "rope-patch recipes copy demo",
+            "rope-patch export recipes/assets/tiny-llama --scheme yarn:factor=4",
+            "rope-patch export recipes/assets/tiny-llama --scheme yarn:factor=4 --output runs/tiny-llama-yarn4",
+        ),
+        written="the folder that --output names; nothing without it, or with --dry-run.",
     )
     command.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint folder")
     command.add_argument("--scheme", metavar="SCHEME", help="such as yarn:factor=4 (default: what it was saved under)")
@@ -35,8 +38,8 @@ def add(commands: Any) -> None:
     command.add_argument("--output", metavar="DIR", help="the folder to write (default: only say what it would be)")
     command.add_argument("--link", action="store_true", help="hard links instead of copies of weights and tokenizer")
     command.add_argument("--dry-run", action="store_true", help="write nothing, even with --output")
-    command.add_argument("--json", action="store_true", help="as JSON")
-    command.set_defaults(run=_export, interrupted="interrupted; nothing was written")
+    add_json(command)
+    command.set_defaults(run=_export)
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -44,7 +47,7 @@ def _export(arguments: argparse.Namespace) -> None:
     from rope_patch.serving import describe_serving, export_checkpoint
 
     checkpoint, scheme, length = arguments.checkpoint, arguments.scheme, arguments.length
-    with quiet_transformers():
+    with busy(f"exporting {checkpoint}"), quiet_transformers():
         if arguments.output is None or arguments.dry_run:
             serving = describe_serving(checkpoint, scheme, length)
         else:
@@ -56,11 +59,10 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _show(serving: Any) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    console = Output()
     console.print(
         f"{serving.scheme}: L = {serving.training_length}, served up to {serving.length} tokens", highlight=False
     )
@@ -77,4 +79,4 @@ def _show(serving: Any) -> None:
     if serving.output is None:
         console.print("nothing was written; name a folder with --output")
     else:
-        print(f"folder   {serving.output}")
+        print_paths({"folder": serving.output})

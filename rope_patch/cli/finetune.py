@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 import argparse
-from textwrap import dedent
 from typing import Any
 
-from rope_patch.cli.common import INTERRUPTED, given, say, whole_numbers
+from rope_patch.cli.common import quietly
+from rope_patch.cli.options import MODEL, add_json, given, whole_numbers
+from rope_patch.cli.parser import add_command
+from rope_patch.cli.showing import print_paths, show_outcome
 from rope_patch.errors import EvaluationError
 
 
 def add(commands: Any) -> None:
     """Register the command."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "finetune",
-        help="train a checkpoint at a longer context, and measure perplexity before, during and after",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=dedent("""\
-            Train a causal checkpoint under one scheme or several, each from the same start, on text of your own.
+        summary="train a checkpoint at a longer context, and measure perplexity before, during and after",
+        description="""\
+Train a causal checkpoint under one scheme or several, each from the same start, on text of your own.
 
-            The state is saved every few minutes: the same command goes on where an interrupted one stopped, with the
-            same result. Under `accelerate launch` or `torchrun` several processes train together.
-        """),
-        epilog=dedent("""\
-            examples:
-              rope-patch finetune recipes/configs/finetune_tiny.yaml
-              rope-patch finetune --scheme yarn:factor=auto --length 16384 --model DIR --text books.jsonl
-              rope-patch finetune CONFIG --set method=lora_norms_embeddings gradient_checkpointing=true merge=true
+The state is saved every few minutes: the same command goes on where an interrupted one stopped, with the same result.
+Under `accelerate launch` or `torchrun` several processes train together.
 
-            every key of the YAML can be given with --set; they are the fields of
-            rope_patch.finetuning.description.FineTuning
-        """),
+The examples train the small checkpoint that comes with the library on Python's standard library; add --model DIR
+--text FILE for your own. Every key of the YAML can be given with --set; they are the fields of
+rope_patch.finetuning.description.FineTuning.
+""",
+        examples=(
+            "rope-patch finetune --scheme yarn:factor=auto --length 512 --steps 10 --batch-size 4 --set documents=4",
+            "rope-patch recipes copy finetune_tiny",
+            "rope-patch finetune recipes/configs/finetune_tiny.yaml",
+            "rope-patch finetune recipes/configs/finetune_tiny.yaml --set method=lora merge=true --output runs/lora",
+        ),
+        written="in the folder that --output names: for each scheme a folder with its state, its log and its "
+        "checkpoint; points.jsonl and perplexity.jsonl, what was measured; finetune.png and loss.png.",
     )
     command.add_argument(
         "description", nargs="?", metavar="CONFIG", help="a description in YAML; the options overrule it"
     )
-    command.add_argument("--model", metavar="DIR", help="checkpoint folder or hub id")
+    command.add_argument("--model", metavar="DIR", help=MODEL)
     command.add_argument(
         "--scheme", dest="schemes", metavar="SCHEME", action="append", help="such as yarn:factor=auto, may be repeated"
     )
@@ -63,14 +68,12 @@ def add(commands: Any) -> None:
     out.add_argument("--output", metavar="DIR", help="folder of the results (default: runs/finetune)")
     out.add_argument("--report-to", action="append", metavar="NAME", help="a tracker, such as tensorboard or wandb")
     command.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="any other key of the YAML")
-    out.add_argument("--json", action="store_true", help="print the losses as JSON instead of the table")
-    command.set_defaults(run=_finetune, interrupted=INTERRUPTED.replace("finished rows are", "the last state is"))
+    add_json(out)
+    command.set_defaults(run=_finetune, kept="the last state that was saved is kept")
 
 
 def _finetune(arguments: argparse.Namespace) -> None:
     from rope_patch.evaluation.description import describe
-    from rope_patch.evaluation.loading import quiet_transformers
-    from rope_patch.evaluation.sharing import is_main
     from rope_patch.finetuning.description import FineTuning
     from rope_patch.finetuning.experiment import run
     from rope_patch.finetuning.report import as_json, print_table
@@ -83,24 +86,20 @@ def _finetune(arguments: argparse.Namespace) -> None:
         description = FineTuning.from_yaml(arguments.description, changed)
     else:
         description = describe(FineTuning, changed, "the command line")
-    with quiet_transformers():
-        outcome = run(description, lambda sentence: say(sentence) if is_main() else None)
+    outcome = quietly(run, description)
     if outcome is None:
         return
     if arguments.json:
         print(as_json(outcome.points))
         return
-    print_table(outcome.points)
-    for spec, folder in outcome.checkpoints.items():
-        print(f"{'checkpoint':<10} {folder}  ({spec})")
-    for name in ("results", "picture", "curves"):
-        print(f"{name:<10} {getattr(outcome, name)}")
+    show_outcome(outcome, lambda console: print_table(outcome.points, console), ("picture", "curves"))
+    print_paths({f"checkpoint under {spec}": folder for spec, folder in outcome.checkpoints.items()})
 
 
 def _setting(word: str) -> tuple[str, Any]:
-    import yaml
+    from rope_patch.evaluation.description import parse_yaml
 
     key, equals, value = word.partition("=")
     if not equals:
         raise EvaluationError(f"--set {word!r}: KEY=VALUE is needed, such as batch_size=8")
-    return key, yaml.safe_load(value)
+    return key, parse_yaml(value, f"--set {word!r}")

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from typing import Any
+
+from rope_patch.cli.options import add_json
+from rope_patch.cli.parser import add_command
+from rope_patch.cli.showing import Output, print_json
 
 
 def add(commands: Any) -> None:
     """Register the command."""
-    command = commands.add_parser("list", help="the schemes, with equation and source")
+    command = add_command(
+        commands,
+        "list",
+        summary="the schemes, with equation and source",
+        description="""\
+List every scheme: the slots that it fills, what a pretrained checkpoint needs before it makes sense under it, its
+equation and its source. --json adds the fields and their defaults.
+""",
+        examples=("rope-patch list", "rope-patch list --json"),
+    )
     form = command.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="as JSON, with the fields and their defaults")
+    add_json(form)
     form.add_argument("--markdown", action="store_true", help="as the table of the README")
-    command.set_defaults(run=_list, interrupted="interrupted")
+    command.set_defaults(run=_list)
 
 
 def _list(arguments: argparse.Namespace) -> None:
@@ -23,12 +35,14 @@ def _list(arguments: argparse.Namespace) -> None:
 
     schemes = [_entry(scheme_class(name)) for name in list_schemes()]
     if arguments.json:
-        print(json.dumps(schemes, indent=2, ensure_ascii=False))
-        return
-    if arguments.markdown:
+        print_json(schemes)
+    elif arguments.markdown:
         print(_markdown(schemes))
-        return
-    from rich.console import Console
+    else:
+        _show(schemes)
+
+
+def _show(schemes: list[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -38,24 +52,29 @@ def _list(arguments: argparse.Namespace) -> None:
     table.add_column("equation, source", overflow="fold")
     for entry in schemes:
         table.add_row(
-            f"[bold]{entry['name']}[/bold]\n{entry['class']}",
+            Text.assemble((entry["name"], "bold"), f"\n{entry['class']}"),
             f"{', '.join(entry['slots'])}\n{entry['needs']}",
             str(entry["year"]),
             Text(f"{entry['equation']}\n{entry['link'] or entry['source']}"),
         )
-    Console().print(table)
+    Output().print(table)
 
 
 def _markdown(schemes: list[dict[str, Any]]) -> str:
     """The table of the README."""
-    lines = ["| scheme | class | year | slot | needs | equation |", "|---|---|---|---|---|---|"]
+    lines = ["| scheme | year | slot | needs training? | families | paper |", "|---|---|---|---|---|---|"]
     for entry in schemes:
-        year = f"[{entry['year']}]({entry['link']})" if entry["link"] else entry["year"]
-        equation = entry["equation"].replace("|", "\\|")
-        lines.append(
-            f"| `{entry['name']}` | {entry['class']} | {year} | {', '.join(entry['slots'])} | {entry['needs']} "
-            f"| {equation} |"
+        paper = f"[{entry['source']}]({entry['link']})" if entry["link"] else entry["source"]
+        needs = "no" if entry["needs"] == "training-free" else entry["needs"]
+        cells = (
+            f"`{entry['name']}`",
+            str(entry["year"]),
+            ", ".join(entry["slots"]),
+            needs,
+            ", ".join(entry["families"]),
+            paper,
         )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -73,6 +92,7 @@ def _entry(cls: Any) -> dict[str, Any]:
             dict.fromkeys(slot for name, slot in SLOTS.items() if getattr(cls, name) is not getattr(Scheme, name))
         ),
         "needs": cls.regime,
+        "families": _families(cls),
         "fields": fields,
         "equation": cls.equation,
         "year": cls.source.year,
@@ -80,3 +100,12 @@ def _entry(cls: Any) -> dict[str, Any]:
         "link": cls.source.link,
         "code": cls.source.code,
     }
+
+
+def _families(cls: Any) -> list[str]:
+    """The styles of models that take the scheme."""
+    from rope_patch.schemes.base import Scheme
+
+    encodes = cls.causal_only is not True and not cls.decays  # T5's encoder looks in both directions
+    fills_table = cls.rows is not Scheme.rows  # models with a table of positions take rows alone
+    return ["Llama", "Baichuan", *["T5"] * encodes, *["BERT"] * fills_table]

@@ -3,43 +3,41 @@
 from __future__ import annotations
 
 import argparse
-from textwrap import dedent
 from typing import Any
 
-from rope_patch.cli.common import (
-    INTERRUPTED,
-    add_measuring,
-    add_schemes_at_lengths,
-    given,
-    print_rows,
-    run_quietly,
-    show_outcome,
-    whole_numbers,
-)
+from rope_patch.cli.common import ROWS, quietly
+from rope_patch.cli.options import add_measuring, add_schemes_at_lengths, given, whole_numbers
+from rope_patch.cli.parser import add_command
+from rope_patch.cli.showing import print_rows, show_outcome
 from rope_patch.errors import EvaluationError
 
 
 def add(commands: Any) -> None:
     """Register the command."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "passkey",
-        help="retrieval of what stands at some depth of a long context, as tables, JSON lines and heat maps",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=dedent("""\
-            Hide something at several depths of contexts of several lengths and ask for it, under several schemes.
+        summary="retrieval of what stands at some depth of a long context, as tables, JSON lines and heat maps",
+        description="""\
+Hide something at several depths of contexts of several lengths and ask for it, under several schemes.
 
-            Task passkey hides five digits in English filler and wants them back. Task spans is synthetic and for small
-            checkpoints: a span of text is to be repeated from its beginning.
-            The plain checkpoint (plain) and attention cut at the training length (window) are always among the lines.
-            Every row is written as soon as it is measured: the same command goes on where an interrupted one stopped.
-            Several processes that torchrun or accelerate started divide the prompts; the rows are those of one.
-        """),
-        epilog=dedent("""\
-            examples:
-              rope-patch passkey --task spans --scheme yarn:factor=auto --scheme rerope:window=128 --lengths 256,1024
-              rope-patch passkey --model DIR --scheme yarn:factor=auto --lengths 4096,8192,16384 --depths 10
-              rope-patch passkey --model DIR --scheme rerope:window=1024+logn --lengths 8192 --depths 0,0.1,0.5
-        """),
+Task passkey hides five digits in English filler and wants them back. Task spans is synthetic and for small
+checkpoints: a span of text is to be repeated from its beginning.
+
+The plain checkpoint (plain) and attention cut at the training length (window) are always among the lines, unless
+--no-references says otherwise. Every row is written as soon as it is measured: the same command goes on where an
+interrupted one stopped. Several processes that torchrun or accelerate started divide the prompts; the rows are those
+of one.
+
+The examples measure the small checkpoint that comes with the library, which can do task spans alone; for a checkpoint
+that reads English leave --task out and add --model DIR.
+""",
+        examples=(
+            "rope-patch passkey --task spans --scheme yarn:factor=auto --lengths 256,1024 --trials 2",
+            "rope-patch passkey --task spans --scheme rerope:window=128+logn --lengths 512 --depths 0,0.1,0.5",
+        ),
+        written="DIR/TASK.jsonl, a row for each scheme, length and depth, and DIR/TASK.png, the heat maps; DIR is "
+        "--output.",
     )
     command.add_argument("--task", metavar="NAME", help="passkey or spans (default: passkey)")
     add_schemes_at_lengths(command, "a heat map")
@@ -50,11 +48,10 @@ def add(commands: Any) -> None:
         text="task spans (default text: the held-out modules of Python's standard library)",
         seed="the prompts",
         output="runs/retrieval",
-        shown="tables",
     )
     spans.add_argument("--span", type=int, metavar="N", help="tokens of a span (default: 32)")
     how.add_argument("--batch-size", type=int, metavar="N", help="prompts answered together (default: 1)")
-    command.set_defaults(run=_passkey, interrupted=INTERRUPTED)
+    command.set_defaults(run=_passkey, kept=ROWS)
 
 
 def _passkey(arguments: argparse.Namespace) -> None:
@@ -64,11 +61,11 @@ def _passkey(arguments: argparse.Namespace) -> None:
     arguments.lengths = whole_numbers("lengths", arguments.lengths, "4096,8192,16384")
     if arguments.depths is not None:
         arguments.depths = _depths(arguments.depths)
-    outcome = run_quietly(run, Retrieval(**given(arguments, Retrieval)))
+    outcome = quietly(run, Retrieval(**given(arguments, Retrieval)))
     if arguments.json:
         print_rows(outcome.rows)
     else:
-        show_outcome(outcome, lambda: print_tables(outcome.rows))
+        show_outcome(outcome, lambda console: print_tables(outcome.rows, console))
 
 
 def _depths(words: str) -> int | tuple[float, ...]:

@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import argparse
-from textwrap import dedent
 from typing import Any
 
-from rope_patch.cli.common import (
-    INTERRUPTED,
-    add_documents,
-    add_measuring,
-    add_schemes_at_lengths,
-    given,
-    print_rows,
-    run_quietly,
-    show_outcome,
-    whole_numbers,
-)
+from rope_patch.cli.common import ROWS, quietly
+from rope_patch.cli.options import add_documents, add_measuring, add_schemes_at_lengths, given, whole_numbers
+from rope_patch.cli.parser import add_command
+from rope_patch.cli.showing import print_rows, show_outcome
 
 
 def add(commands: Any) -> None:
     """Register the command."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "perplexity",
-        help="perplexity against context length, as a table, JSON lines and a chart",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=dedent("""\
-            Score the same tokens from contexts of several lengths, under several schemes.
+        summary="perplexity against context length, as a table, JSON lines and a chart",
+        description="""\
+Score the same tokens from contexts of several lengths, under several schemes.
 
-            The plain checkpoint (plain) and attention cut at the training length (window) are always among the lines.
-            Every row is written as soon as it is measured: the same command goes on where an interrupted one stopped.
-            Several processes that torchrun or accelerate started divide the windows; the rows are those of one.
-        """),
-        epilog=dedent("""\
-            examples:
-              rope-patch perplexity --scheme yarn:factor=8 --scheme rerope:window=128+logn --lengths 256,512,1024,2048
-              rope-patch perplexity --model DIR --text book.txt --scheme yarn:factor=auto --lengths 4096,8192,16384
-              torchrun --nproc-per-node 4 -m rope_patch.cli perplexity --protocol sliding --lengths 4096,8192
-        """),
+The plain checkpoint (plain) and attention cut at the training length (window) are always among the lines, unless
+--no-references says otherwise. Every row is written as soon as it is measured: the same command goes on where an
+interrupted one stopped. Several processes that torchrun or accelerate started divide the windows; the rows are those
+of one.
+
+The examples measure the small checkpoint that comes with the library; add --model DIR --text FILE for your own.
+""",
+        examples=(
+            "rope-patch perplexity --scheme yarn:factor=auto --lengths 256,512,1024 --documents 4",
+            "rope-patch perplexity --scheme rerope:window=128+logn --lengths 256,1024 --targets 64 --documents 4",
+            "rope-patch perplexity --protocol sliding --lengths 256,512 --documents 1 --tokens-per-document 1024",
+            "torchrun --nproc-per-node 2 -m rope_patch.cli perplexity --lengths 256,512 --documents 4",
+        ),
+        written="DIR/perplexity.jsonl, a row for each scheme and length, and DIR/perplexity.png, the chart; DIR is "
+        "--output.",
     )
     add_schemes_at_lengths(command, "a line of the table")
     text, how = add_measuring(
@@ -62,7 +59,7 @@ def add(commands: Any) -> None:
     how.add_argument(
         "--stride", type=int, metavar="S", help="of sliding and yarn_compat, in tokens (default: 256, or less)"
     )
-    command.set_defaults(run=_perplexity, interrupted=INTERRUPTED)
+    command.set_defaults(run=_perplexity, kept=ROWS)
 
 
 def _perplexity(arguments: argparse.Namespace) -> None:
@@ -70,8 +67,8 @@ def _perplexity(arguments: argparse.Namespace) -> None:
     from rope_patch.evaluation.report import print_table
 
     arguments.lengths = whole_numbers("lengths", arguments.lengths, "256,512,1024")
-    outcome = run_quietly(run, Experiment(**given(arguments, Experiment)))
+    outcome = quietly(run, Experiment(**given(arguments, Experiment)))
     if arguments.json:
         print_rows(outcome.rows)
     else:
-        show_outcome(outcome, lambda: print_table(outcome.rows))
+        show_outcome(outcome, lambda console: print_table(outcome.rows, console))

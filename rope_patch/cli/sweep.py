@@ -4,43 +4,39 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from textwrap import dedent
 from typing import Any
 
-from rope_patch.cli.common import (
-    INTERRUPTED,
-    add_documents,
-    add_measuring,
-    given,
-    is_first,
-    print_json,
-    run_quietly,
-    show_outcome,
-)
+from rope_patch.cli.common import ROWS, is_first, quietly
+from rope_patch.cli.options import add_documents, add_measuring, given
+from rope_patch.cli.parser import add_command
+from rope_patch.cli.showing import print_json, show_outcome
 from rope_patch.errors import EvaluationError
 
 
 def add(commands: Any) -> None:
     """Register the command."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "sweep",
-        help="try many schemes at a target length within a budget, and recommend one",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=dedent("""\
-            Score the same tokens under many schemes, from the training length up to a target, and recommend one.
+        summary="try many schemes at a target length within a budget, and recommend one",
+        description="""\
+Score the same tokens under many schemes, from the training length up to a target, and recommend one.
 
-            The best guess of every scheme comes first, then log-n, other values and values in between for the best of
-            them. The plain checkpoint (plain) and attention cut at the training length (window) are always measured.
-            Every row is written as soon as it is measured: the same command goes on where an interrupted one stopped.
-            Several processes that torchrun or accelerate started divide the windows; the rows are those of one.
-        """),
-        epilog=dedent("""\
-            examples:
-              rope-patch sweep --target 4x --documents 6
-              rope-patch sweep --model DIR --text book.txt --target 32768 --budget-minutes 60
-              rope-patch sweep --model DIR --target 8x --dry-run
-              rope-patch sweep recipes/configs/sweep_tiny.yaml
-        """),
+The best guess of every scheme comes first, then log-n, other values and values in between for the best of them. The
+plain checkpoint (plain) and attention cut at the training length (window) are always measured. Every row is written as
+soon as it is measured: the same command goes on where an interrupted one stopped. Several processes that torchrun or
+accelerate started divide the windows; the rows are those of one.
+
+The examples measure the small checkpoint that comes with the library; add --model DIR --text FILE for your own.
+""",
+        examples=(
+            "rope-patch sweep --target 4x --dry-run",
+            "rope-patch sweep --target 4x --documents 4",
+            "rope-patch sweep --target 2x --documents 4 --schemes rerope yarn --budget-minutes 1",
+            "rope-patch recipes copy sweep_tiny",
+            "rope-patch sweep recipes/configs/sweep_tiny.yaml",
+        ),
+        written="DIR/sweep.jsonl, a row for each scheme and length, and DIR/sweep.png, the chart; DIR is --output.",
     )
     command.add_argument("config", nargs="?", metavar="CONFIG", help="a description in YAML; the options overrule it")
     command.add_argument("--target", metavar="N", help="the length that matters, in tokens, or as 4x in multiples of L")
@@ -60,7 +56,7 @@ def add(commands: Any) -> None:
     add_documents(text)
     how.add_argument("--targets", type=int, metavar="T", help="scored tokens per window (default: min(L, 4096))")
     how.add_argument("--dry-run", action="store_true", help="say what would be tried, and measure nothing")
-    command.set_defaults(run=_sweep, interrupted=INTERRUPTED)
+    command.set_defaults(run=_sweep, kept=ROWS)
 
 
 def _sweep(arguments: argparse.Namespace) -> None:
@@ -69,17 +65,17 @@ def _sweep(arguments: argparse.Namespace) -> None:
 
     sweep = _described(arguments)
     if arguments.dry_run:
-        plan = run_quietly(lambda sweep, _: plan_of(sweep), sweep)
+        plan = quietly(lambda sweep, _: plan_of(sweep), sweep)
         if arguments.json:
             print_json({"lengths": plan.lengths, "first_round": plan.first_round})
         elif is_first():
             print(show_plan(plan))
         return
-    outcome = run_quietly(run, sweep)
+    outcome = quietly(run, sweep)
     if arguments.json:
         print_json(to_dict(outcome))
     else:
-        show_outcome(outcome, lambda: print_outcome(outcome))
+        show_outcome(outcome, lambda console: print_outcome(outcome, console))
 
 
 def _described(arguments: argparse.Namespace) -> Any:

@@ -37,12 +37,29 @@ def read_yaml(
         OSError: it cannot be read.
     """
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise EvaluationError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        words = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise EvaluationError(f"{path} is not YAML: {error}") from error
+    data = parse_yaml(words, str(path))
     if not isinstance(data, dict):
         raise EvaluationError(f"{path} holds no mapping of settings to values")
     return describe(cls, {**data, **changed}, str(path))
+
+
+def parse_yaml(words: str, source: str) -> Any:
+    """What a text in YAML says.
+
+    Args:
+        words: the text.
+        source: where it comes from, for messages.
+
+    Raises:
+        EvaluationError: it is no YAML, or has a value in it that is none, such as the date 2001-99-99.
+    """
+    try:
+        return yaml.safe_load(words)
+    except Exception as error:  # beside YAMLError, whatever the makers of numbers, dates and nested lists raise
+        raise EvaluationError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
 
 
 def describe(cls: type[Description], settings: Mapping[str, Any], source: str) -> Description:
@@ -90,6 +107,11 @@ def check_types(description: Any) -> None:
 
 def check_at_least(description: Any, minimum: int, *names: str) -> None:
     """Check fields that hold a number or nothing.
+
+    Args:
+        description: a dataclass.
+        minimum: what is allowed at the least.
+        *names: of the fields.
 
     Raises:
         EvaluationError: a number is below `minimum`.

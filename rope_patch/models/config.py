@@ -7,10 +7,21 @@ from typing import Any
 
 from rope_patch.errors import UnsupportedModel
 from rope_patch.schemes.base import Checkpoint, Scheme
-from rope_patch.schemes.registry import list_schemes, scheme_class
+from rope_patch.schemes.registry import list_schemes, scheme_class, scheme_from_dict
 
 BASE = 10_000.0
 """b where a checkpoint has no rotary embedding to say it: the published one (RoFormer, section 3.2.2)."""
+
+
+_NUMBERS: dict[str, tuple[type, ...]] = {
+    "rope_theta": (int, float),
+    "partial_rotary_factor": (int, float),
+    "original_max_position_embeddings": (int, float),
+}
+"""What an entry says of the checkpoint, whatever its type."""
+
+_LARGEST = 1e300
+"""Beyond which nothing can be computed with a number."""
 
 
 def rope_entries(config: Any) -> dict[str | None, dict[str, Any]]:
@@ -23,8 +34,28 @@ def rope_entries(config: Any) -> dict[str | None, dict[str, Any]]:
     if not parameters:
         raise UnsupportedModel(f"{type(config).__name__} has no `rope_parameters`: it is not of a rotary checkpoint")
     if "rope_theta" in parameters:
-        return {None: parameters}
-    return {layer_type: entry for layer_type, entry in parameters.items() if isinstance(entry, dict)}
+        entries: dict[str | None, dict[str, Any]] = {None: parameters}
+    else:
+        entries = {layer_type: entry for layer_type, entry in parameters.items() if isinstance(entry, dict)}
+    if not entries:
+        raise UnsupportedModel(f"{type(config).__name__} has `rope_parameters` without a rope_theta: {parameters!r}")
+    for entry in entries.values():
+        _check_entry(entry, type(config).__name__)
+    return entries
+
+
+def _check_entry(entry: dict[str, Any], family: str) -> None:
+    if not isinstance(entry.get("rope_type", "default"), str):
+        raise UnsupportedModel(f"{family}: rope_type={entry['rope_type']!r} is not allowed; it is a word")
+    if "rope_theta" not in entry:
+        raise UnsupportedModel(f"{family}: its `rope_parameters` say no rope_theta: {entry!r}")
+    for name, kinds in _NUMBERS.items():
+        value = entry.get(name)
+        if value is None and name != "rope_theta":
+            continue
+        number = isinstance(value, kinds) and not isinstance(value, bool)
+        if not number or not 0 < value < _LARGEST:
+            raise UnsupportedModel(f"{family}: {name}={value!r} in its `rope_parameters`; a number above 0 is allowed")
 
 
 def training_length(config: Any) -> int:
@@ -50,12 +81,17 @@ def checkpoint_of_config(config: Any) -> Checkpoint:
 
 
 def scheme_of_config(config: Any) -> Scheme:
-    """The scheme that `config.rope_parameters` describes, of full attention where they differ by layer type."""
+    """The scheme that `config.rope_parameters` describes, of full attention where they differ by layer type.
+
+    Raises:
+        UnsupportedModel: no scheme stands for its `rope_type`.
+    """
     entries = rope_entries(config)
     entry = entries.get("full_attention") or next(iter(entries.values()))
     rope_type = entry.get("rope_type", "default")
     for cls in map(scheme_class, list_schemes()):
         if cls.rope_type == rope_type:
             fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-            return cls(**{key: value for key, value in entry.items() if key in fields and value is not None})
+            said = {key: value for key, value in entry.items() if key in fields and value is not None}
+            return scheme_from_dict({"name": cls.name, **said})
     raise UnsupportedModel(f"rope_type {rope_type!r} of this checkpoint has no scheme of its own here")

@@ -21,7 +21,14 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, PositionMap, Regime, Rota
 
 @dataclass(frozen=True)
 class Source:
-    """Where a scheme was published: paper or post, year, and the authors' code if there is any."""
+    """Where a scheme was published.
+
+    Attributes:
+        title: of the paper or the post.
+        year: in which it appeared first.
+        link: to it.
+        code: link to the authors' code; empty where there is none.
+    """
 
     title: str
     year: int
@@ -200,7 +207,15 @@ class Scheme:
     # --- slots ---------------------------------------------------------------------------------------------------
 
     def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
-        """f. `length`, `(batch,)` in tokens, is given where the scheme is `length_dependent`."""
+        """f: a frequency for each rotated pair, and what multiplies cos and sin.
+
+        Args:
+            rotary: width, base and training length of the checkpoint's rotations.
+            length: of each row in tokens, `(batch,)`; given where the scheme is `length_dependent`.
+
+        Raises:
+            InvalidField: a field does not fit this width.
+        """
         raise NotImplementedError
 
     def segments(self) -> tuple[Region, ...]:
@@ -212,17 +227,33 @@ class Scheme:
         raise NotImplementedError
 
     def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        """b by distance m - n: float32, `(heads, *distance.shape)`."""
+        """b by distance, float32, `(heads, *distance.shape)`.
+
+        Args:
+            distance: m - n in tokens, any shape.
+            num_heads: number of query heads.
+            weights: learned parameters by name.
+        """
         raise NotImplementedError
 
     def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         """b by content, or by positions that a distance does not say: added to `pairs.scores`, to whose shape it
         broadcasts. What it says of hidden pairs is not looked at.
+
+        Args:
+            pairs: queries and keys, their positions and their scores so far.
+            weights: learned parameters by name.
         """
         raise NotImplementedError
 
     def weight_factor(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        """c by distance m - n: float32, `(heads, *distance.shape)`."""
+        """c by distance, float32, `(heads, *distance.shape)`.
+
+        Args:
+            distance: m - n in tokens, any shape.
+            num_heads: number of query heads.
+            weights: learned parameters by name.
+        """
         raise NotImplementedError
 
     def relative_values(
@@ -239,6 +270,10 @@ class Scheme:
 
     def embedding(self, tokens: Tokens, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         """e(x_m, token_m, m), the shape and dtype of `tokens.states`.
+
+        Args:
+            tokens: what enters.
+            weights: learned parameters by name.
 
         Raises:
             UnsupportedPositions: where there is no vector for a position, or no ids and the scheme reads them.
@@ -265,13 +300,16 @@ class Scheme:
 
         Args:
             native: the checkpoint's own rows, `(n, hidden)`.
+
+        Raises:
+            InvalidField: a field does not fit this table.
         """
         raise NotImplementedError
 
     # --- learned parameters ----------------------------------------------------------------------------------------
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
-        """The learned parameters that the scheme brings, as they start: float32, on the CPU, by name.
+        """The learned parameters that the scheme brings, as they start: float32, on the CPU, of any shape, by name.
 
         They start so that a pretrained model changes as little as the method allows. The slots' methods are given
         them, trained, as `weights`.
@@ -279,11 +317,17 @@ class Scheme:
         Args:
             shape: what they are sized by.
             random: the only source of chance; seeded alike for the same layer of every model.
+
+        Raises:
+            InvalidField: a field does not fit this model.
         """
         return {}
 
     def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
         """The scheme in the words of Transformers' `rope_parameters`, without what every type shares.
+
+        Args:
+            rotary: of the checkpoint, for fields that are left to it.
 
         Raises:
             NotExpressible: when Transformers has no words for it.
@@ -323,6 +367,9 @@ class Scheme:
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         """The same scheme with the defaults that depend on the checkpoint filled in.
 
+        Args:
+            checkpoint: what they are read from.
+
         Raises:
             InvalidField: when a field does not fit this checkpoint.
         """
@@ -351,9 +398,9 @@ class Scheme:
         right_type = isinstance(value, (int, float) if kind is float else kind) and (
             kind is bool or not isinstance(value, bool)
         )
-        finite = not isinstance(value, float) or math.isfinite(value)
-        if not (right_type and finite and holds):
-            raise InvalidField(f"{self.name}: {field}={value!r} is not allowed; {field} must be {allowed}")
+        if not (right_type and holds and _computable(value)):
+            bounds = "" if _computable(value) else f", and 0 or of a size from {1 / _LARGEST:g} to {_LARGEST:g}"
+            raise InvalidField(f"{self.name}: {field}={value!r} is not allowed; {field} must be {allowed}{bounds}")
 
     def _at_least(self, field: str, minimum: float, kind: type, optional: bool = False) -> None:
         """Check that a number is finite, of its kind and not below `minimum`; None passes where `optional`."""
@@ -375,7 +422,8 @@ class Scheme:
         """Check a field that is a list of finite positive numbers, `meaning` being what each is for."""
         value = getattr(self, field)
         numeric = isinstance(value, (tuple, list)) and all(
-            isinstance(item, (int, float)) and not isinstance(item, bool) and 0 < item < math.inf for item in value
+            isinstance(item, (int, float)) and not isinstance(item, bool) and 0 < item and _computable(item)
+            for item in value
         )
         if not numeric or not value:
             raise InvalidField(
@@ -401,6 +449,14 @@ SLOTS: dict[str, Slot] = {
     "embedding": "embedding",
 }
 """Which slot of the equation each method fills."""
+
+
+_LARGEST = 1e18
+
+
+def _computable(value: Any) -> bool:
+    """Whether float32 and the integers of torch hold a number, with room for what is computed from it."""
+    return not isinstance(value, (int, float)) or value == 0 or 1 / _LARGEST <= abs(value) <= _LARGEST
 
 
 def _plain(value: Any) -> Any:

@@ -43,7 +43,11 @@ class NTKScaling(Scheme):
         self._one_of("variant", ("fixed", "old"))
 
     def base(self, rotary: RotarySpec) -> float:
-        """The raised base, which is all that `rope_parameters` need to say this scheme."""
+        """The raised base, which is all that `rope_parameters` need to say this scheme.
+
+        Args:
+            rotary: of the checkpoint, for its width d and its base b.
+        """
         exponent = rotary.dim / (rotary.dim - 2) if self.variant == "fixed" else 1.0
         return rotary.base * self.factor**exponent
 

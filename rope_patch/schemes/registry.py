@@ -17,6 +17,9 @@ _REGISTRY: dict[str, type[Scheme]] = {}
 def register_scheme(cls: type[Scheme]) -> type[Scheme]:
     """Give a scheme class its `name`, so that names, command lines and saved models find it. Usable as a decorator.
 
+    Args:
+        cls: the class, whose `name` is in snake_case.
+
     Raises:
         InvalidField: when another class has the name already.
     """
@@ -33,10 +36,13 @@ def list_schemes() -> list[str]:
 def scheme_class(name: str) -> type[Scheme]:
     """The class behind a name.
 
+    Args:
+        name: as registered.
+
     Raises:
         UnknownScheme: with the closest name and the list of all.
     """
-    if name not in _REGISTRY:
+    if not isinstance(name, str) or name not in _REGISTRY:
         raise UnknownScheme(f"there is no scheme {name!r}; {did_you_mean(str(name), _REGISTRY)}")
     return _REGISTRY[name]
 
@@ -68,6 +74,9 @@ def get_scheme(name: str, **fields: Any) -> Scheme:
 def scheme_from_dict(data: dict[str, Any]) -> Scheme:
     """The scheme that `Scheme.to_dict` wrote.
 
+    Args:
+        data: `{"name": ..., **fields}`.
+
     Raises:
         UnknownScheme, InvalidField: when the dict does not describe a scheme.
     """
@@ -75,12 +84,19 @@ def scheme_from_dict(data: dict[str, Any]) -> Scheme:
         raise InvalidField(f"{data!r} does not describe a scheme: a dict with a 'name' and its fields is expected")
     fields = {key: value for key, value in data.items() if key != "name"}
     if data["name"] == Compose.name:
-        return Compose(*map(scheme_from_dict, fields.get("schemes", ())))
+        parts = fields.get("schemes")
+        if not isinstance(parts, (list, tuple)) or len(fields) > 1:
+            raise InvalidField(f"{data!r} does not describe a composition: a list of 'schemes' is expected beside its name")
+        return Compose(*map(scheme_from_dict, parts))
     return _build(scheme_class(data["name"]), fields)
 
 
 def as_scheme(schemes: Iterable[str | Scheme], fields: dict[str, Any]) -> Scheme:
     """One scheme from what `patch` was given: names, objects, and fields beside exactly one name.
+
+    Args:
+        schemes: names, spelled-out strings, or schemes.
+        fields: of the only name.
 
     Raises:
         InvalidField: nothing was given, or fields do not stand beside exactly one name.
@@ -133,7 +149,7 @@ def _build(cls: type[Scheme], fields: dict[str, Any]) -> Scheme:
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in fields:
         if name not in known:
-            raise InvalidField(f"{cls.name} has no field {name!r}; {did_you_mean(name, known)}")
+            raise InvalidField(f"{cls.name} has no field {name!r}; {did_you_mean(str(name), known)}")
     required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
     missing = [name for name in required if name not in fields]
     if missing:

@@ -6,19 +6,20 @@ import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
+from rope_patch.evaluation import figures
 from rope_patch.evaluation.chart import FAINT, INK
 from rope_patch.evaluation.report import display_name, in_training_lengths
 from rope_patch.evaluation.retrieval.report import Grid, percent
 from rope_patch.evaluation.retrieval.rows import RetrievalRow
 
-COLOURS = colormaps["Blues"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = "Blues"
 """One hue, pale to dark: its order is that of the lightness, which every reader sees."""
 
 _STEPS = "#D55E00"  # Okabe and Ito's vermilion, far from every blue for colour-blind readers too
@@ -35,13 +36,10 @@ def save(rows: Sequence[RetrievalRow], path: str | Path) -> Path:
     """Draw `figure(rows)` into a PNG.
 
     Raises:
-        EvaluationError: see `Grid.of`.
+        EvaluationError, MissingPackage: see `figure`.
         OSError: when it cannot be written.
     """
-    drawn = figure(rows)
-    FigureCanvasAgg(drawn)
-    drawn.savefig(path, dpi=160, format="png")
-    return Path(path)
+    return figures.save(figure(rows), path)
 
 
 def figure(rows: Sequence[RetrievalRow]) -> Figure:
@@ -55,6 +53,7 @@ def figure(rows: Sequence[RetrievalRow]) -> Figure:
 
     Raises:
         EvaluationError: see `Grid.of`.
+        MissingPackage: there is no matplotlib.
     """
     grid = Grid.of(rows)
     control = grid.has_control
@@ -64,7 +63,7 @@ def figure(rows: Sequence[RetrievalRow]) -> Figure:
     high = _ROW * (len(grid.depths) + (1 + _APART if control else 0))
     width = max(8.6, _LEFT + across * (wide + _GAP) + 0.9)
     height = _TOP + down * (high + _BETWEEN) - _BETWEEN + _BOTTOM
-    drawn = Figure(figsize=(width, height), facecolor="white")
+    drawn = figures.blank(width, height)
     drawn.text(0.2 / width, 1 - 0.16 / height, grid.title(), size=13, weight="bold", color=INK, va="top")
     drawn.text(0.2 / width, 1 - 0.47 / height, _subtitle(grid, width), size=9, color=FAINT, va="top", linespacing=1.4)
     for i, line in enumerate(grid.lines):

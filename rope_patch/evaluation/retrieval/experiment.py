@@ -9,6 +9,7 @@ from typing import Any
 from rope_patch.errors import EvaluationError, did_you_mean
 from rope_patch.evaluation import sharing
 from rope_patch.evaluation.description import check_at_least, check_lengths
+from rope_patch.evaluation.figures import can_draw
 from rope_patch.evaluation.loading import load_tokenizer
 from rope_patch.evaluation.measurement import Outcome, Say, SchemesAtLengths, silent
 from rope_patch.evaluation.results import LineFile
@@ -20,6 +21,9 @@ from rope_patch.evaluation.retrieval.spans import Spans
 from rope_patch.evaluation.retrieval.task import Task
 
 TASKS = ("passkey", "spans")
+
+MOST_DEPTHS = 1000
+"""Rows of a heat map."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,8 @@ def evenly_spaced(count: int) -> tuple[float, ...]:
     Raises:
         EvaluationError: there are less than one.
     """
-    if count < 1:
-        raise EvaluationError(f"depths={count} is not allowed; at least one depth is needed")
+    if not 1 <= count <= MOST_DEPTHS:
+        raise EvaluationError(f"depths={count} is not allowed; one depth is needed, and {MOST_DEPTHS} are the most")
     return tuple(i / (count - 1) for i in range(count)) if count > 1 else (0.5,)
 
 
@@ -107,7 +111,8 @@ def run(retrieval: Retrieval, say: Say = silent) -> Outcome[RetrievalRow]:
         results=results,
         trained=trained,
     )
-    return Outcome(rows, path, sharing.on_main(lambda: chart.save(rows, path.with_suffix(".png"))))
+    picture = sharing.on_main(lambda: chart.save(rows, path.with_suffix(".png")) if can_draw(say) else None)
+    return Outcome(rows, path, picture)
 
 
 def _task(retrieval: Retrieval, tokenizer: Any) -> Task:

@@ -43,6 +43,9 @@ class Passkey:
         trials: prompts for each length and depth.
         seed: of the keys.
         batch_size: prompts of equal length that are answered together.
+
+    Attributes:
+        span: None: the length of a key is not for the reader to choose.
     """
 
     name = "passkey"

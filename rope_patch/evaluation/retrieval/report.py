@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.report import display_name, in_training_lengths
+from rope_patch.evaluation.report import NumberTable, display_name, length_header
 from rope_patch.evaluation.retrieval.rows import RetrievalRow
 from rope_patch.evaluation.specs import PLAIN
 
@@ -164,13 +163,8 @@ def _is_far(row: RetrievalRow) -> bool:
     return row.far
 
 
-def _table(grid: Grid, name: str, value: Callable[[str, int], float]) -> Table:
-    shown = Table()
-    shown.add_column(name, overflow="fold", min_width=14)
-    for length in grid.lengths:
-        shown.add_column(
-            f"{length}\n{in_training_lengths(length, grid.any.training_length)}", justify="right", no_wrap=True
-        )
+def _table(grid: Grid, name: str, value: Callable[[str, int], float]) -> NumberTable:
+    shown = NumberTable({name: 14}, [length_header(length, grid.any.training_length) for length in grid.lengths])
     for line in grid.lines:
         shown.add_row(display_name(line), *(percent(value(line, length)) for length in grid.lengths))
     return shown

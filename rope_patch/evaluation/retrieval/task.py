@@ -44,7 +44,14 @@ class Score:
 
 
 class Task(Protocol):
-    """Prompts that are a function of the length, the depth and the seed alone: the same for every scheme."""
+    """Prompts that are a function of the length, the depth and the seed alone: the same for every scheme.
+
+    Attributes:
+        name: as the rows say it.
+        trials: prompts for each length and depth.
+        span: tokens of what is hidden, where the reader can choose; else None.
+        has_control: whether the same question is asked with nothing hidden.
+    """
 
     name: str
     trials: int
