@@ -1,7 +1,11 @@
 # make demo       set up, then draw perplexity against length for the embedded checkpoint
 # make demo-compare  set up, then train six position encodings from scratch and compare them (under five minutes)
 # make test       set up, then run the tests
-# make nightly    set up, then run the tests on every family, not on a sample
+# make nightly    set up, then run the tests on every family and scheme, not on a sample
+# make hard       set up, then thousands of random cases and fuzzed inputs (about five minutes)
+# make notebooks  set up, then run the notebooks with fast settings; make notebooks-full runs them in place, as committed
+# make docs       set up, then build the site into site/
+# make wheel      set up, then build wheel and sdist into dist/, and try the wheel in an environment of its own
 # make check      set up, then lint, types, tests
 # make bench      set up, then measure speed and memory against plain attention (under ten minutes on two cores)
 # make gpu-check  on a machine with a GPU: its tests, with the Python that is there (GPU_PYTHON), without set-up
@@ -16,7 +20,8 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 
-.PHONY: setup demo demo-compare test nightly lint check bench gpu-check gpu-bench gpu-finetune clean
+.PHONY: setup demo demo-compare test nightly hard notebooks notebooks-full docs wheel lint check bench \
+	gpu-check gpu-bench gpu-finetune clean
 
 setup: $(VENV)/.ready
 
@@ -37,11 +42,33 @@ demo-compare: setup
 
 test: setup
 	@echo "== tests, one process per core with one thread each (more would only wait for each other)"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(OPTIONS)
 
 nightly: setup
 	@echo "== tests on every family (much longer than the usual run)"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --all-families
+
+hard: setup
+	@echo "== thousands of random cases against the oracle, and fuzzed inputs (about five minutes)"
+	ROPE_PATCH_HARD=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/hardening
+
+notebooks: setup
+	@echo "== notebooks, with fast settings; their outputs stay as they are"
+	$(BIN)/python notebooks/execute.py --fast
+
+notebooks-full: setup
+	@echo "== notebooks, in place"
+	$(BIN)/python notebooks/execute.py
+
+docs: setup
+	@echo "== site, into site/"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+wheel: setup
+	@echo "== wheel and sdist, into dist/; then the wheel in an environment of its own, outside the repository"
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)) $(BIN)/python tests/wheel.py dist
 
 lint: setup
 	@echo "== lint and types"
@@ -69,4 +96,4 @@ gpu-finetune:
 	PYTHONPATH=. $(GPU_PYTHON) recipes/finetune.py recipes/configs/finetune_gpu.yaml
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) runs build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -24,7 +24,6 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from rope_patch.errors import NotPatched, UnsupportedModel
-from rope_patch.models.absolute import AbsoluteTable
 from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
 from rope_patch.models.reading import read_stacks
 from rope_patch.parameters import NAME, learned_parameters
@@ -165,12 +164,17 @@ def _load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
     """Give the learned parameters of a patched model the values that a checkpoint has for them.
 
     Raises:
-        NotPatched: when it lacks one of them; the model then is as it was loaded, without its scheme.
+        NotPatched: when it lacks one of them, or has no files; the model then is as it was loaded, without its scheme.
     """
     wanted = learned_parameters(model)
     if not wanted:
         return
-    saved = _saved_parameters(path, **places)
+    try:
+        saved = _saved_parameters(path, **places)
+    except OSError as error:
+        handle = cast(PatchHandle, find_handle(model))
+        handle.remove()
+        raise NotPatched(f"{path or 'the model'} has no files with what {handle.scheme} learned: {error}") from error
     for name, value in wanted.items():
         # the model may have been saved inside another one, or without the one around it
         found = next((key for key in saved if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")), None)
@@ -229,7 +233,8 @@ def repatch(model: nn.Module) -> PatchHandle:
         model: as `transformers` loaded it.
 
     Raises:
-        NotPatched: when the config names none.
+        NotPatched: the config names none, or what the scheme learned is not where the model was loaded from.
+        InvalidField, UnknownScheme: the config names it wrongly.
         AlreadyPatched: when the model carries a scheme.
     """
     record = find_record(model)
@@ -249,9 +254,11 @@ def _resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
         return patch(model, scheme)
     if not scheme.keeps_rows:
         return None
-    (stack,) = read_stacks(model)
-    table = cast(AbsoluteTable, stack.absolute)
-    saved = shorten(table, record["positions"])
+    stack, capacity = read_stacks(model)[0], record["positions"]
+    table = stack.absolute
+    if table is None or not isinstance(capacity, int) or not 0 < capacity <= table.capacity:
+        raise NotPatched(f"`rope_patch` says positions={capacity!r}, which {type(model).__name__} cannot have had")
+    saved = shorten(table, capacity)
     del stack.config.rope_patch
     handle = patch(model, scheme)
     table.rows.copy_(saved)  # as they were trained

@@ -121,7 +121,7 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
     changed = {key: part.get(key) for key in {**before, **part} if before.get(key) != part.get(key)}
     written = {**raw, "text_config": part} if nested else part
     written.pop(_RECORD, None)
-    readers = _readers(parameters, tuple(raw.get("architectures") or ()), length)
+    readers = _readers(parameters, _architectures(raw), length)
     return Serving(chosen, trained, length, written, {"text_config": changed} if nested else changed, readers)
 
 
@@ -188,6 +188,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise NotExpressible(f"{folder / 'config.json'} holds no mapping of settings to values")
     return raw
+
+
+def _architectures(raw: dict[str, Any]) -> tuple[str, ...]:
+    names = raw.get("architectures")
+    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
 def _config_of(folder: Path) -> Any:

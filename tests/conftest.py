@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rope_patch import parameters
+from tests.cases import REPRESENTATIVE
 from tests.families import FAMILIES, SAMPLE, build
 
 logging.set_verbosity_error()
@@ -24,7 +25,7 @@ logging.set_verbosity_error()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The option of the long run."""
-    parser.addoption("--all-families", action="store_true", help="every family instead of a sample, and nightly tests")
+    parser.addoption("--all-families", action="store_true", help="every family and scheme instead of a sample, and nightly tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -39,8 +40,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_nightly(item: pytest.Item) -> bool:
-    family = item.callspec.params.get("family") if hasattr(item, "callspec") else None
-    return item.get_closest_marker("nightly") is not None or family in FAMILIES.keys() - SAMPLE
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    family, spec = params.get("family"), params.get("spec")
+    if item.get_closest_marker("nightly") is not None or family in FAMILIES.keys() - SAMPLE:
+        return True
+    return family in SAMPLE - {"llama"} and spec in REPRESENTATIVE and not _is_in_half(family, spec)
+
+
+def _is_in_half(family: str, spec: str) -> bool:
+    """Every other square of the board, so that each family meets half of the schemes and each scheme half of them."""
+    return (sorted(SAMPLE).index(family) + REPRESENTATIVE.index(spec)) % 2 == 0
 
 
 @pytest.fixture

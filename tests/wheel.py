@@ -1,0 +1,73 @@
+"""Install a built wheel in an environment of its own and use it outside the repository: `python tests/wheel.py dist`.
+
+The environment has what the wheel requires and no extras, so no matplotlib and no PEFT either.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ONE_LINER = """
+import torch, transformers, rope_patch
+from rope_patch.shipped import recipes_folder
+
+model = rope_patch.from_pretrained(recipes_folder() / "assets" / "tiny-llama")
+ids = torch.arange(1, 41)[None]
+plain = model(ids).logits
+with rope_patch.patch(model, "rerope", window=16):
+    assert not torch.equal(model(ids).logits, plain)
+assert torch.equal(model(ids).logits, plain)
+print(rope_patch.__file__)
+"""
+
+
+def main(dist: str) -> None:
+    (wheel,) = Path(dist).resolve().glob("*.whl")
+    (sdist,) = Path(dist).resolve().glob("*.tar.gz")
+    with tempfile.TemporaryDirectory() as folder:
+        try_wheel(wheel, Path(folder).resolve())
+    for file in (wheel, sdist):
+        print(f"{file.name}: {file.stat().st_size / 1e6:.1f} MB")
+
+
+def try_wheel(wheel: Path, folder: Path) -> None:
+    """Raises where a command fails or says something else than it should."""
+    environment = folder / "environment"
+    venv.create(environment, with_pip=True)
+    programs = environment / ("Scripts" if os.name == "nt" else "bin")
+    away = folder / "away"
+    away.mkdir()
+
+    def run(program: str, *words: str) -> str:
+        print("$", program, *words[:3], flush=True)
+        clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+        done = subprocess.run([programs / program, *words], cwd=away, env=clean, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise SystemExit(f"{program} {' '.join(words)}: exit status {done.returncode}")
+        return done.stdout
+
+    run("pip", "install", "--quiet", "--disable-pip-version-check", "torch")
+    run("pip", "install", "--quiet", "--disable-pip-version-check", str(wheel))
+    where = run("python", "-c", ONE_LINER).strip()
+    if not Path(where).is_relative_to(environment):
+        raise SystemExit(f"rope_patch was imported from {where}, not from the wheel")
+    run("python", "-c", "import importlib.util as u; assert u.find_spec('matplotlib') is None")
+    schemes = json.loads(run("rope-patch", "list", "--json"))
+    run("rope-patch", "describe", "--scheme", "yarn:factor=4")
+    run("rope-patch", "recipes", "copy", "demo")
+    settings = ("--lengths", "64,128", "--targets", "8", "--documents", "1", "--scheme", "rerope:window=32")
+    rows = json.loads(run("rope-patch", "perplexity", *settings, "--output", "results", "--json"))
+    if not schemes or {row["length"] for row in rows} != {64, 128}:
+        raise SystemExit(f"the wheel lists {len(schemes)} schemes and measured {rows}")
+    if not (away / "recipes" / "configs" / "demo.yaml").is_file():
+        raise SystemExit("rope-patch recipes copy demo wrote no recipes/configs/demo.yaml")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
