@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from rope_patch.cli import main
+from rope_patch.cli import main_of_recipe
 
 if __name__ == "__main__":
-    sys.exit(main(["finetune", *sys.argv[1:]]))
+    sys.exit(main_of_recipe("finetune"))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch import patch
-from rope_patch.cli.common import run_politely
+from rope_patch.cli.common import in_own_process, run_politely
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
 
@@ -97,4 +97,4 @@ def show_nll(metrics: dict[str, Any], path: Path, tokenizer: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_own_process(main))

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import sys
 
-from rope_patch.cli.common import run_quietly, run_recipe, show_outcome
+from rope_patch.cli.common import quietly, run_recipe
+from rope_patch.cli.showing import show_outcome
 from rope_patch.evaluation.retrieval.experiment import Retrieval, run
 from rope_patch.evaluation.retrieval.report import print_tables
 
 
 def main(config: str) -> None:
-    outcome = run_quietly(run, Retrieval.from_yaml(config))
-    show_outcome(outcome, lambda: print_tables(outcome.rows))
+    outcome = quietly(run, Retrieval.from_yaml(config))
+    show_outcome(outcome, lambda console: print_tables(outcome.rows, console))
 
 
 if __name__ == "__main__":

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import sys
 
-from rope_patch.cli.common import run_quietly, run_recipe, show_outcome
+from rope_patch.cli.common import quietly, run_recipe
+from rope_patch.cli.showing import show_outcome
 from rope_patch.evaluation.sweep import Sweep, run
 from rope_patch.evaluation.sweep_report import print_outcome
 
 
 def main(config: str) -> None:
-    outcome = run_quietly(run, Sweep.from_yaml(config))
-    show_outcome(outcome, lambda: print_outcome(outcome))
+    outcome = quietly(run, Sweep.from_yaml(config))
+    show_outcome(outcome, lambda console: print_outcome(outcome, console))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rope_patch.errors import UnsupportedModel
+
 
 class Changes:
     """A log of changes, undone last first. Plain data: it can be copied and pickled together with the model."""
@@ -19,7 +21,13 @@ class Changes:
         self._forks: list[ConfigFork] = []
 
     def set(self, target: Any, name: str, value: Any) -> None:
-        """`setattr`, remembered."""
+        """`setattr`, remembered.
+
+        Args:
+            target: a module, a config or any other object.
+            name: of the attribute.
+            value: its new value.
+        """
         own = vars(target)
         if isinstance(target, nn.Module):
             own = {**own, **target._buffers, **target._parameters}
@@ -55,7 +63,18 @@ class Changes:
             fork.settle()
 
     def undo(self) -> None:
-        """Set everything back; a tensor follows the device and dtype of the one it replaces."""
+        """Set everything back; a tensor follows the device and dtype of the one it replaces.
+
+        Raises:
+            UnsupportedModel: accelerate keeps one of the tensors elsewhere by now; nothing was set back then.
+        """
+        for target, name, _, value in self._log:
+            current = getattr(target, name, None) if isinstance(value, torch.Tensor) else None
+            if isinstance(current, torch.Tensor) and current.is_meta and hasattr(target, "_hf_hook"):
+                raise UnsupportedModel(
+                    f"{type(target).__name__}.{name} was offloaded while it was patched, and its files hold the patched "
+                    "one; call accelerate.hooks.remove_hook_from_submodules(model) first"
+                )
         while self._log:
             target, name, existed, value = self._log.pop()
             if not name:
@@ -63,9 +82,9 @@ class Changes:
             elif not existed:
                 delattr(target, name)
             else:
-                current = getattr(target, name)
-                if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
-                    value = _following(value, current)
+                stood_in = getattr(target, name)
+                if isinstance(value, torch.Tensor) and isinstance(stood_in, torch.Tensor):
+                    value = _following(value, stood_in)
                 setattr(target, name, value)
         while self._forks:
             self._forks.pop().join()
@@ -75,12 +94,19 @@ def _following(value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
     """A tensor on the device and in the dtype of the one that stood in for it; a parameter stays the same object."""
     if not isinstance(value, nn.Parameter):
         return value.to(current)
+    if current.is_meta:  # a parameter cannot be sent there and stay itself
+        return nn.Parameter(value.to(current), requires_grad=current.requires_grad)
     value.data = value.data.to(current)
     return value.requires_grad_(current.requires_grad)
 
 
 class ConfigFork:
-    """A config and the copy that stands in for it while a model is patched."""
+    """A config and the copy that stands in for it while a model is patched.
+
+    Attributes:
+        original: the config of the checkpoint.
+        fork: the copy.
+    """
 
     def __init__(self, original: PreTrainedConfig, fork: PreTrainedConfig) -> None:
         self.original = original

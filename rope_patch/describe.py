@@ -25,6 +25,9 @@ def describe(model: nn.Module) -> str:
     The position map shows phi_q(m) - phi_k(n), the distance that is rotated, for some pairs (m, n). An encoder and a
     decoder have a table each.
 
+    Args:
+        model: patched or not.
+
     Raises:
         UnsupportedModel: when the model has no stack that schemes could be mounted on.
     """
@@ -107,7 +110,12 @@ def _position_map(scheme: Scheme, training_length: int) -> str:
 
 
 def rotated_distance(scheme: Scheme, m: int, n: int) -> str:
-    """phi_q(m) - phi_k(n) of the region that holds (m, n), as text; `hidden` where no region does."""
+    """phi_q(m) - phi_k(n) of the region that holds (m, n), as text; `hidden` where no region does.
+
+    Args:
+        scheme: any.
+        m, n: positions of the query and of the key.
+    """
     if "segments" not in scheme.slots:
         return f"{m - n:g}"
     query, key = torch.tensor([m]), torch.tensor([n])

@@ -6,6 +6,7 @@ All derive from `RopePatchError` and from the builtin that fits, so both styles 
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable
 
 
@@ -60,9 +61,31 @@ class EvaluationError(RopePatchError, ValueError):
     """A measurement that cannot be made as asked."""
 
 
+class MissingPackage(RopePatchError, ImportError):
+    """An optional package that what was asked for needs; the message says what to install."""
+
+
+def require(package: str, what: str, extra: str | None = None) -> None:
+    """Check that an optional package is there.
+
+    Args:
+        package: as it is imported.
+        what: needs it, as the beginning of a sentence.
+        extra: of this library, which brings the package; None where it is installed under its own name.
+
+    Raises:
+        MissingPackage: it cannot be imported.
+    """
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        wanted = f"'rope-patch[{extra}]'" if extra else package
+        raise MissingPackage(f"{what} needs {package}: pip install {wanted}") from error
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The tail of a message: the closest known name, if any is close, and all that are allowed."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name[:80], known, n=1)  # comparing takes the square of the length
     suggestion = f"did you mean {close[0]!r}? " if close else ""
     return f"{suggestion}allowed: {', '.join(known) or 'none'}"

@@ -100,6 +100,9 @@ def is_expressible(scheme: Scheme, config: Any) -> bool:
 def native_scheme(model: nn.Module) -> Scheme:
     """The scheme that the checkpoint itself uses, read from its config. Applying it changes nothing.
 
+    Args:
+        model: as it was loaded.
+
     Raises:
         UnsupportedModel: when the model has no rotary stack, or uses a type that no scheme here stands for.
     """

@@ -45,20 +45,28 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 # the modules that look the name up; when the last one goes, so does the name
 _users: weakref.WeakSet[LateAttention] = weakref.WeakSet()
+_registering = threading.RLock()  # reentrant: a thread that holds it may collect a user as garbage
 
 
 def _forget_unused(name: str) -> None:
-    # counted by looking: a set of weak references still has the length it had before its members died
-    if not list(_users) and name in ALL_ATTENTION_FUNCTIONS._local_mapping:
-        del ALL_ATTENTION_FUNCTIONS[name]
+    with _registering:
+        # counted by looking: a set of weak references still has the length it had before its members died
+        if not list(_users) and name in ALL_ATTENTION_FUNCTIONS._local_mapping:
+            del ALL_ATTENTION_FUNCTIONS[name]
 
 
 @dataclass
-class SharedTables:
+class SharedTables(threading.local):
     """What the layers of one stack compute once per forward: key positions, rotation tables, spans.
 
-    The memory lasts from one forward of the stack to the next, and only for the very tensor of positions it was
-    computed from. While compiling it is not used: the compiler shares equal expressions itself.
+    Each thread has its own, so that several may read one model. The memory lasts from one forward of the stack to the
+    next, and only for the very tensor of positions it was computed from. While compiling it is not used: the compiler
+    shares equal expressions itself.
+
+    Attributes:
+        position_ids: of the forward under way, `(batch or 1, length)`; None before the first.
+        memory: what was computed from them.
+        scratches: the memory that is overwritten, see `scratch`; of any shape.
     """
 
     position_ids: torch.Tensor | None = None
@@ -70,7 +78,13 @@ class SharedTables:
         self.position_ids, self.memory = None, {}
 
     def once(self, position_ids: torch.Tensor, key: Any, compute: Callable[[], Any]) -> Any:
-        """`compute()`, or what it returned for this key and these positions before."""
+        """`compute()`, or what it returned for this key and these positions before.
+
+        Args:
+            position_ids: of this forward, `(batch or 1, length)`.
+            key: tells what is computed from what else is.
+            compute: called where nothing is known.
+        """
         if torch.compiler.is_compiling():
             return compute()
         if self.position_ids is not position_ids:
@@ -80,11 +94,11 @@ class SharedTables:
         return self.memory[key]
 
     def scratch(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory of the shape of `like` to be overwritten by the next layer of the same thread.
+        """Memory of the shape of `like` to be overwritten by the next layer.
 
         A fresh temporary of some megabytes is mapped and faulted in at every step, which costs more than filling it.
         """
-        key = (threading.get_ident(), like.shape, like.dtype, like.device)
+        key = (like.shape, like.dtype, like.device)
         if key not in self.scratches:
             self.scratches = {key: torch.empty_like(like, memory_format=torch.contiguous_format)}
         return self.scratches[key]
@@ -209,15 +223,17 @@ class LateAttention:
 
     def register(self) -> None:
         """Make the attention function known to Transformers under its own name; no other name is touched."""
-        ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] = self.function
-        _users.add(self)
+        with _registering:
+            _users.add(self)
+            ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] = self.function
         # a patched model that is thrown away leaves nothing behind either
         weakref.finalize(self, _forget_unused, IMPLEMENTATION).atexit = False
 
     def release(self) -> None:
         """Forget this user of the name, and the name with the last of them."""
-        _users.discard(self)
-        _forget_unused(IMPLEMENTATION)
+        with _registering:
+            _users.discard(self)
+            _forget_unused(IMPLEMENTATION)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

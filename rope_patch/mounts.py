@@ -65,6 +65,11 @@ class Plan:
 def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
     """Derive from the slots of a scheme where it goes.
 
+    Args:
+        scheme: as it was asked for, or resolved.
+        stack: as it was read.
+        mount: `auto`, or `late` to score late where the rotary module would do; `auto` by default.
+
     Raises:
         NothingToPatch: when every layer would stay as it is.
         InvalidField: for an unknown `mount`, or a field that does not fit the checkpoint.
@@ -165,7 +170,14 @@ def _reason_to_leave(layer: AttentionLayer, stack: Stack) -> str:
 
 
 def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> None:
-    """Carry a plan out. On an error the caller undoes `changes`."""
+    """Carry a plan out. On an error the caller undoes `changes`.
+
+    Args:
+        plan: where the scheme goes.
+        stack: the one that was planned for.
+        attention: by which backend to score, `auto` to choose.
+        changes: is told everything that is set.
+    """
     if plan.table and stack.absolute is not None:
         install_table(plan.scheme, stack.absolute, changes)
         return

@@ -11,7 +11,7 @@ from torch import nn
 
 from rope_patch.changes import Changes
 from rope_patch.models.base import AttentionLayer, Stack
-from rope_patch.models.probe import measure_heads
+from rope_patch.models.probe import device_of, measure_heads
 from rope_patch.schemes.base import ModelShape, Scheme
 
 NAME = "rope_patch"
@@ -21,6 +21,9 @@ NAME = "rope_patch"
 class SchemeParameters(nn.Module):
     """Holds learned parameters by name. Calling it, as one calls any module, lets wrappers do what they do at a call:
     adapters of PEFT choose the trained copy, and offloaded weights are fetched.
+
+    Args:
+        values: as they start, by name, of any shape.
     """
 
     def __init__(self, values: dict[str, torch.Tensor]) -> None:
@@ -29,7 +32,11 @@ class SchemeParameters(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """The parameters of these names."""
+        """The parameters of these names, as they are now, of any shape.
+
+        Args:
+            names: of those that are asked for.
+        """
         return {name: getattr(self, name) for name in names}
 
 
@@ -47,10 +54,15 @@ class LearnedWeights:
 
     def __call__(self) -> dict[str, torch.Tensor]:
         """All of them by name."""
-        found = {} if self.table is None else {"relative_attention_bias": self.table.weight}
+        found = {} if self.table is None else {"relative_attention_bias": _rows(self.table)}
         for module, names in self.holders:
             found |= getattr(module, NAME)(names)
         return found
+
+
+def _rows(table: nn.Embedding) -> torch.Tensor:
+    """The weights of a table, fetched by a call of it where accelerate keeps them elsewhere."""
+    return table(torch.arange(table.num_embeddings)) if table.weight.is_meta else table.weight
 
 
 def install_parameters(
@@ -116,8 +128,8 @@ def shape_of(stack: Stack, layer: AttentionLayer) -> ModelShape:
 
 def _hold(module: nn.Module, values: dict[str, torch.Tensor], precise: tuple[str, ...], changes: Changes) -> None:
     parameters = list(module.parameters())
-    like = next((p for p in parameters if p.is_floating_point()), torch.zeros((), device=parameters[0].device))
-    placed = {name: value.to(like.device, _dtype(name in precise, like.dtype)) for name, value in values.items()}
+    like = next((p for p in parameters if p.is_floating_point()), torch.zeros(()))
+    placed = {name: value.to(device_of(module), _dtype(name in precise, like.dtype)) for name, value in values.items()}
     changes.set(module, NAME, SchemeParameters(placed))
 
 
@@ -150,7 +162,11 @@ class Inventory:
 
 
 def take_inventory(scheme: Scheme, stack: Stack, layers: Iterable[AttentionLayer]) -> list[Inventory]:
-    """What `install_parameters` put on a stack, as it is now; its arguments are the same."""
+    """What `install_parameters` put on a stack, as it is now.
+
+    Args:
+        scheme, stack, layers: as of `install_parameters`.
+    """
     layers = list(layers)
     if not scheme.learns:
         return []

@@ -30,6 +30,9 @@ class PatchHandle:
         model: the patched model.
         scheme: the scheme as it was asked for.
         mounted: the parts of the model that it was mounted on, as they were read before, and where it went in each.
+
+    Args:
+        changes: what `remove` takes back.
     """
 
     def __init__(
@@ -88,14 +91,13 @@ def patch(
         **fields: the scheme's fields, beside exactly one name.
 
     Returns:
-        a handle with `remove()`, also usable in a `with` statement.
+        a handle with `remove()`, also usable in a `with` statement. Where anything is raised, the model is as it was.
 
     Raises:
         UnknownScheme, InvalidField, SlotConflict: the scheme is not right.
         UnsupportedModel: the model has no seam for it.
         NothingToPatch: no layer would change.
         AlreadyPatched: the model carries a scheme; `unpatch` it first.
-        In every case the model is as it was.
 
     Example:
         >>> with patch(model, "rerope", window=512):
@@ -126,6 +128,9 @@ def patch(
 
 def unpatch(model: Model) -> Model:
     """Restore a patched model exactly: forwards, hooks, buffers, config, attention choice, registries.
+
+    Args:
+        model: patched.
 
     Returns:
         the model.

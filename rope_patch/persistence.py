@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from rope_patch.errors import NotPatched, UnsupportedModel
+from rope_patch.errors import NotPatched, UnsupportedModel, require
 from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
 from rope_patch.models.reading import read_stacks
 from rope_patch.parameters import NAME, learned_parameters
@@ -54,12 +54,12 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
     Raises:
         OSError: there is no checkpoint, or none in safetensors.
         UnsupportedModel: its model is code that lies beside the weights.
-        ImportError: the path holds adapters, and PEFT is not installed.
+        MissingPackage: the path holds adapters, and PEFT is not installed.
     """
     places = {key: kwargs[key] for key in _PLACES if key in kwargs}
     if (adapters := cached_file(path, _ADAPTERS, **_OPTIONAL, **places)) is not None:
         return _with_adapters(path, Path(adapters), places, kwargs)
-    kwargs["trust_remote_code"] = False
+    kwargs |= {"trust_remote_code": False, "weights_only": True}
     published_pickled = make_loadable(path, **places)
     kwargs.setdefault("use_safetensors", None if published_pickled else True)
     config = kwargs.pop("config", None)
@@ -111,10 +111,9 @@ def _advice_of_ours(path: str | Path) -> Iterator[None]:
 
 def _with_adapters(path: str | Path, adapters: Path, places: dict[str, Any], kwargs: dict[str, Any]) -> nn.Module:
     """The checkpoint that adapters name, under their scheme where a config beside them says so, and they on it."""
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise ImportError(f"{path} holds adapters, which need PEFT: pip install 'rope-patch[finetune]'") from error
+    require("peft", f"{path}, a folder of adapters,", "finetune")
+    from peft import PeftModel
+
     base = json.loads(adapters.read_text())["base_model_name_or_path"]
     own = cached_file(path, CONFIG_NAME, **_OPTIONAL, **places)
     config = kwargs.pop("config", None) or (_config_of(path, places) if own else None)
@@ -249,7 +248,7 @@ def repatch(model: nn.Module) -> PatchHandle:
 
 def _resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
     """Put a loaded model under the scheme that it was saved under; None where its own positions were not saved."""
-    scheme = scheme_from_dict(record.get("scheme"))
+    scheme = scheme_from_dict(record.get("scheme", {}))
     if "positions" not in record or find_handle(model) is not None:
         return patch(model, scheme)
     if not scheme.keeps_rows:

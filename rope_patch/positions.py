@@ -37,7 +37,14 @@ def key_positions(
 
 
 def query_start(cache: Any, layer_index: int, q_length: int) -> int | torch.Tensor:
-    """Slot of the first query among the keys that a cache of Transformers will return; asked before it is updated."""
+    """Slot of the first query among the keys that a cache of Transformers will return, a scalar; asked before it is
+    updated.
+
+    Args:
+        cache: of the forward.
+        layer_index: which layer asks.
+        q_length: how many queries there are.
+    """
     offset = cache.get_query_offset(layer_index)
     # the difference is a new number also where a static layer hands out its live counter
     return offset - cache.get_mask_sizes(q_length, layer_index)[1]
@@ -54,7 +61,11 @@ class Identity:
 
 @dataclass(frozen=True)
 class Constant:
-    """phi(m) = c, the same for every token."""
+    """phi(m) = c, the same for every token.
+
+    Attributes:
+        value: c.
+    """
 
     value: float
 
@@ -65,7 +76,12 @@ class Constant:
 
 @dataclass(frozen=True)
 class Interpolated:
-    """phi(m) = m / factor + shift."""
+    """phi(m) = m / factor + shift.
+
+    Attributes:
+        factor: what positions are divided by.
+        shift: added afterwards, 0 by default.
+    """
 
     factor: float
     shift: float = 0.0
@@ -77,7 +93,12 @@ class Interpolated:
 
 @dataclass(frozen=True)
 class Grouped:
-    """phi(m) = floor(m / group_size) + shift."""
+    """phi(m) = floor(m / group_size) + shift.
+
+    Attributes:
+        group_size: tokens that share a position.
+        shift: added afterwards, 0 by default.
+    """
 
     group_size: int
     shift: float = 0.0
@@ -89,7 +110,13 @@ class Grouped:
 
 @dataclass(frozen=True)
 class Periodic:
-    """phi(m) = min(m mod period + shift, most)."""
+    """phi(m) = min(m mod period + shift, most).
+
+    Attributes:
+        period: in tokens.
+        shift: added afterwards, 0 by default.
+        most: the largest position, infinite by default.
+    """
 
     period: int
     shift: int = 0

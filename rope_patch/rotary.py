@@ -100,7 +100,12 @@ class RotaryLayout:
         return rotated
 
     def rotate_into(self, out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """`rotate` without temporaries, into memory of the shape of `x`; for use without gradients."""
+        """`rotate` without temporaries, into memory of the shape of `x`; for use without gradients.
+
+        Args:
+            out: the memory.
+            x, cos, sin: as of `rotate`.
+        """
         pairs = len(self.first)
         if (start := self.half_split_offset) is not None:
             first, second = slice(start, start + pairs), slice(start + pairs, start + 2 * pairs)

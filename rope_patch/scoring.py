@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +35,15 @@ def late_attention(
     """What Transformers calls in place of `sdpa_attention_forward` and its like.
 
     Where the scheme has one region only and no bias, the attention that was there before does the work.
+
+    Args:
+        module: the attention module, for its config.
+        query, key, value: see Shape.
+        attention_mask: as Transformers makes it, or groups.
+        scaling: multiplies the products; default head_dim^-0.5.
+        dropout: a probability, 0 by default.
+        rope_patch: what the hook of this layer left for this call.
+        **kwargs: of the function that it stands in place of.
 
     Shape:
         query `(batch, heads, q_len, head_dim)`, key and value `(batch, kv_heads, kv_len, head_dim)`, in the rotation
@@ -144,7 +152,8 @@ def _bias(call: LateCall, query: torch.Tensor, weights: Weights) -> DistanceBias
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values()):
             return bias(distances)  # of a graph of its own, which may be walked before another layer's
         key = ("bias", *map(id, weights.values()), heads, low, high)
-        return call.state.shared.once(call.position_ids, key, functools.partial(bias, distances))
+        # the weights are kept beside what was found for them, so that their identities stay their own
+        return call.state.shared.once(call.position_ids, key, lambda: (weights, bias(distances)))[1]
 
     return DistanceBias(bias, state.scheme.linear, values)
 

@@ -146,7 +146,7 @@ def export_checkpoint(
 
     Raises:
         OSError: also when `output` holds something already, or a link cannot be made.
-        Everything that `describe_serving` raises; nothing is written then.
+        NotExpressible, AlreadyPatched, UnknownScheme, InvalidField: see `describe_serving`; nothing is written then.
     """
     folder, target = Path(checkpoint), Path(output)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):

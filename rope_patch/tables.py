@@ -29,6 +29,11 @@ def rows_at(table: torch.Tensor, positions: torch.Tensor, scheme: str) -> torch.
 def require_positions(positions: torch.Tensor, rows: int, scheme: str) -> None:
     """Check that there are rows for all positions; not while compiling, where positions have no values yet.
 
+    Args:
+        positions: integer, any shape.
+        rows: how many there are, from position 0 on.
+        scheme: its name, for the message.
+
     Raises:
         UnsupportedPositions: names the first position without a row, and the number of rows.
     """

@@ -25,7 +25,8 @@ logging.set_verbosity_error()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The option of the long run."""
-    parser.addoption("--all-families", action="store_true", help="every family and scheme instead of a sample, and nightly tests")
+    every = "every family under every scheme instead of a sample, and nightly tests"
+    parser.addoption("--all-families", action="store_true", help=every)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -22,7 +22,7 @@ MODULES = {
 }
 
 FLOORS = [
-    {"errors", "shipped", "typing", "version"},
+    {"errors", "files", "shipped", "typing", "version"},
     {"positions", "rotary", "buckets", "sinusoids", "tables"},
     {"schemes"},
     {"attention"},

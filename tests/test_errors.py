@@ -249,7 +249,7 @@ def test_errors_are_also_builtins():
     for name in dir(rope_patch.errors):
         error = getattr(rope_patch.errors, name)
         if isinstance(error, type) and issubclass(error, RopePatchError) and error is not RopePatchError:
-            assert issubclass(error, (ValueError, KeyError, TypeError))
+            assert issubclass(error, (ValueError, KeyError, TypeError, ImportError))
 
 
 def test_a_good_scheme_after_a_bad_one_works():

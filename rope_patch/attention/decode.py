@@ -23,7 +23,14 @@ KeyOf = Callable[[Region, "slice | torch.Tensor | None"], torch.Tensor]
 
 
 def applies(inputs: AttentionInputs, query: torch.Tensor, regions: Sequence[Region], mode: AttentionMode) -> bool:
-    """Whether a call, its branches not yet rotated, is one decoding step of the kind that `attend` computes."""
+    """Whether a call, its branches not yet rotated, is one decoding step of the kind that `attend` computes.
+
+    Args:
+        inputs: of the call.
+        query: before it is rotated, `(batch, heads, q_len, head_dim)`.
+        regions: of the scheme.
+        mode: what the caller asked for.
+    """
     return (
         mode in ("auto", "segmented")
         and inputs.q_length == 1
@@ -83,7 +90,12 @@ def attend(regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: 
 def attend_in_graph(
     regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: AttentionInputs
 ) -> torch.Tensor:
-    """What `attend` computes, traceable: a narrow region is gathered from the cache, any other is all of it, masked."""
+    """What `attend` computes, in the same shapes, traceable: a narrow region is gathered from the cache, any other is
+    all of it, masked.
+
+    Args:
+        regions, query_of, key_of, inputs: as of `attend`.
+    """
     value, m = inputs.value, inputs.query_positions[..., None]
     every = torch.arange(inputs.kv_length, device=value.device)
     scores, values = [], []
@@ -114,7 +126,13 @@ def _grouped(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def slots_of(region: Region, slot: int, position: int) -> slice:
-    """The slots of the region for the query at `slot` and `position`, none of them after the query."""
+    """The slots of the region for the query at `slot` and `position`, none of them after the query.
+
+    Args:
+        region: of the scheme.
+        slot: of the query in the cache.
+        position: of the query.
+    """
     behind = slot - position  # slot of a key minus its position
     here = position // region.chunk
     newest = (here - int(max(0, region.start)) + 1) * region.chunk - 1

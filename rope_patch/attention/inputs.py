@@ -17,7 +17,7 @@ AttentionMode = Literal["auto", "oracle", "chunked", "segmented"]
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """`x` in float32, or in float64 where it is that already: what scores are computed in."""
+    """`x`, any shape, in float32, or in float64 where it is that already: what scores are computed in."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

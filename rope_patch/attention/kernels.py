@@ -45,7 +45,15 @@ class Kernel(Protocol):
         scale: float,
         mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp `(batch, heads, q_len)`, float32."""
+        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp `(batch, heads, q_len)`, float32.
+
+        Args:
+            q: queries of the tile, `(batch, heads, q_len, head_dim)`.
+            k, v: keys and values of the tile, `(batch, kv_heads, kv_len, head_dim or value_dim)`.
+            tile: which pairs are seen.
+            scale: multiplies the products of queries and keys.
+            mask: see the class; default none.
+        """
 
     def backward(
         self,
@@ -59,7 +67,13 @@ class Kernel(Protocol):
         scale: float,
         mask: torch.Tensor | None = None,
     ) -> Tensors:
-        """Gradients of queries, keys and values from those of the merged output."""
+        """Gradients of queries, keys and values from those of the merged output.
+
+        Args:
+            grad: of the merged output, `(batch, heads, q_len, value_dim)`.
+            q, k, v, tile, scale, mask: as they were given to `forward`.
+            out, lse: the merged output, of the shape of `grad`, and its log-sum-exp, `(batch, heads, q_len)`.
+        """
 
 
 @dataclass(frozen=True)
@@ -125,7 +139,12 @@ class Biased:
         scale: float,
         into: torch.Tensor,
     ) -> None:
-        """Add what a tile contributes to the gradient of the bias' values, a block of queries at a time."""
+        """Add what a tile contributes to the gradient of the bias' values, a block of queries at a time.
+
+        Args:
+            grad, q, k, v, out, lse, tile, scale: see `Kernel.backward`.
+            into: gradients of the bias' values, `(heads, distances)`, in place.
+        """
         bias = cast(DiagonalTerm, self.bias)
         for block in in_rows(tile, Dense.rows, as_bands=True):
             rows, keys = slice(block.q0 - tile.q0, block.q1 - tile.q0), slice(block.k0 - tile.k0, block.k1 - tile.k0)
@@ -341,7 +360,11 @@ class Dense:
         scale: float,
         mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention weights, and gradients of the scores: `(batch, kv_heads, group, q_len, kv_len)`, float32."""
+        """Attention weights, and gradients of the scores: `(batch, kv_heads, group, q_len, kv_len)`, float32.
+
+        Args:
+            grad, q, k, v, out, lse, tile, scale, mask: see `Kernel.backward`.
+        """
         group = (k.shape[1], -1)
         weights = (self._scores(q, k, tile, scale, mask) - lse.unflatten(1, group)[..., None]).exp()
         delta = (wide(grad) * wide(out)).sum(dim=-1, keepdim=True).unflatten(1, group)
@@ -387,6 +410,10 @@ def agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: i
 
     The kernels behind PyTorch's own attention are called below their public face, which may change: they are tried
     once before they are trusted.
+
+    Args:
+        kernel: the one in question.
+        device, dtype, head_dim: what it would be used on.
     """
     random = torch.Generator().manual_seed(0)
     q, grad = torch.randn(2, 1, 4, 24, head_dim, generator=random).to(device, dtype)

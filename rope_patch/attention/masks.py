@@ -66,6 +66,7 @@ def read_mask(
     Args:
         mask: what the attention function received.
         position_ids: `(batch or 1, q_len)`.
+        q_length, kv_length: how many queries and keys there are.
         query_start: slot of the first query among the keys.
         config: of the model, for the name of its attention implementation.
 

@@ -50,7 +50,7 @@ class Recipe:
 
 
 def names() -> list[str]:
-    """All recipes: the descriptions, and the scripts that no description is named after."""
+    """All recipes, by the stems of descriptions and scripts."""
     folder = recipes_folder()
     return sorted({path.stem for path in (*folder.glob("*.py"), *folder.glob("configs/*.yaml"))})
 
@@ -84,9 +84,8 @@ def copy(recipe: Recipe, to: Path, *, force: bool = False) -> list[Path]:
     """
     wanted = {to / name: _source(name) for place in recipe.files for name in _files_below(place)}
     missing = {path: source for path, source in wanted.items() if not _is_same(path, source)}
-    if taken := [str(path) for path in missing if path.exists()]:
-        if not force:
-            raise EvaluationError(f"{', '.join(taken)}: changed since it was copied; --force would overwrite it")
+    if (taken := [str(path) for path in missing if path.exists()]) and not force:
+        raise EvaluationError(f"{', '.join(taken)}: there already, and not as the library has it; --force overwrites")
     for path, source in missing.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, path)

@@ -29,7 +29,7 @@ The examples train the small checkpoint that comes with the library on Python's 
 rope_patch.finetuning.description.FineTuning.
 """,
         examples=(
-            "rope-patch finetune --scheme yarn:factor=auto --length 512 --steps 10 --batch-size 4 --set documents=4",
+            "rope-patch finetune --scheme yarn:factor=auto --length 512 --steps 10 --batch-size 4 --output runs/first",
             "rope-patch recipes copy finetune_tiny",
             "rope-patch finetune recipes/configs/finetune_tiny.yaml",
             "rope-patch finetune recipes/configs/finetune_tiny.yaml --set method=lora merge=true --output runs/lora",
@@ -46,7 +46,7 @@ rope_patch.finetuning.description.FineTuning.
     )
     command.add_argument("--length", type=int, metavar="N", help="tokens of a training row")
     command.add_argument("--device", metavar="NAME", help="such as cpu or cuda (default: an accelerator, else the CPU)")
-    text = command.add_argument_group("text (default: Python's standard library)")
+    text = command.add_argument_group("text", "default: Python's standard library")
     text.add_argument("--text", metavar="PATH", help=".txt/.jsonl/.parquet files, a folder, or a pattern")
     text.add_argument("--dataset", metavar="NAME", help="a dataset that `datasets.load_dataset` knows, instead")
     text.add_argument("--split", metavar="NAME", help="its split (default: train)")

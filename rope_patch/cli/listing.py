@@ -46,16 +46,16 @@ def _show(schemes: list[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(show_lines=True)  # two facts to a cell, so that it fits 80 columns
-    for column in ("name, class", "slot, needs", "year"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("equation, source", overflow="fold")
+    table = Table(show_lines=True)  # three facts to a cell, so that sources fit 80 columns in one piece
+    table.add_column("scheme", overflow="fold")
+    table.add_column("slot and what it needs, equation, source", overflow="fold")
     for entry in schemes:
         table.add_row(
-            Text.assemble((entry["name"], "bold"), f"\n{entry['class']}"),
-            f"{', '.join(entry['slots'])}\n{entry['needs']}",
-            str(entry["year"]),
-            Text(f"{entry['equation']}\n{entry['link'] or entry['source']}"),
+            Text.assemble((entry["name"], "bold"), f"\n{entry['class']}\n{entry['year']}"),
+            Text(
+                f"{', '.join(entry['slots'])}; {entry['needs']}\n{entry['equation']}\n"
+                f"{entry['link'] or entry['source']}"
+            ),
         )
     Output().print(table)
 

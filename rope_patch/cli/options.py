@@ -12,7 +12,12 @@ MODEL = "checkpoint folder or hub id (default: the small one that comes with the
 
 
 class Groups(NamedTuple):
-    """Where a command adds the options that it does not share."""
+    """Where a command adds the options that it does not share.
+
+    Attributes:
+        text: options that say what is read.
+        how: options that say how it is measured.
+    """
 
     text: Any
     how: Any
@@ -23,12 +28,12 @@ def add_measuring(command: Any, *, text: str, seed: str, output: str) -> Groups:
 
     Args:
         command: their parser.
-        text: title of the group of options that say what is read.
+        text: what is read where nothing else is said.
         seed: what it is the seed of.
         output: the default folder.
     """
     command.add_argument("--model", metavar="DIR", help=MODEL)
-    groups = Groups(command.add_argument_group(text), command.add_argument_group("how"))
+    groups = Groups(command.add_argument_group("text", text), command.add_argument_group("how"))
     groups.text.add_argument("--text", metavar="PATH", help=".txt/.jsonl/.parquet files, a folder, or a pattern")
     groups.text.add_argument("--dataset", metavar="NAME", help="a dataset that `datasets.load_dataset` knows, instead")
     groups.text.add_argument("--split", metavar="NAME", help="its split (default: test)")
@@ -88,6 +93,11 @@ def given(arguments: argparse.Namespace, description: type[Any]) -> dict[str, An
 
 def whole_numbers(name: str, words: str, example: str) -> tuple[int, ...]:
     """Numbers with commas between them.
+
+    Args:
+        name: of the option, for the message.
+        words: as they were typed.
+        example: of what is allowed, for the message.
 
     Raises:
         EvaluationError: they are something else.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -18,6 +19,10 @@ STATUSES = (
 )
 
 
+USAGE = 8
+"""How many options and arguments the first line of a help shows one by one."""
+
+
 class Formatter(RichHelpFormatter):
     """Fills paragraphs to the width that there is; indented lines are commands and stay as they are."""
 
@@ -25,6 +30,18 @@ class Formatter(RichHelpFormatter):
     help_markup = False
     text_markup = False
     highlights = [*RichHelpFormatter.highlights, r"(?m)^(?P<groups>examples|written|exit status):"]  # noqa: RUF012
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        """What has to be given, where all that can be given would fill the screen.
+
+        Args:
+            usage, actions, groups, prefix: as of argparse.
+        """
+        if len(actions) > USAGE:
+            options = argparse.Action([], "options", nargs="?", metavar="options")
+            actions = [options, *(action for action in actions if action.required or not action.option_strings)]
+            groups = []
+        super().add_usage(usage, actions, groups, prefix)
 
     def _rich_fill_text(self, text: Text, width: int, indent: Text) -> Text:
         filled: list[Text] = []
@@ -52,8 +69,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does, once every long option is known."""
-        if args is not None and self._subparsers is None:
-            self._check_options(args)
+        if self._subparsers is None:
+            self._check_options(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:

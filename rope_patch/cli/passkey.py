@@ -45,7 +45,7 @@ that reads English leave --task out and add --model DIR.
     command.add_argument("--trials", type=int, metavar="N", help="prompts in each cell (default: 10)")
     spans, how = add_measuring(
         command,
-        text="task spans (default text: the held-out modules of Python's standard library)",
+        text="of task spans; default: the held-out modules of Python's standard library",
         seed="the prompts",
         output="runs/retrieval",
     )

@@ -39,7 +39,7 @@ The examples measure the small checkpoint that comes with the library; add --mod
     add_schemes_at_lengths(command, "a line of the table")
     text, how = add_measuring(
         command,
-        text="text (default: the held-out modules of Python's standard library)",
+        text="default: the held-out modules of Python's standard library",
         seed="the draw of documents",
         output="runs/perplexity",
     )

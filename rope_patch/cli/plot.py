@@ -9,7 +9,6 @@ from rope_patch.cli.common import busy
 from rope_patch.cli.options import MODEL, add_json
 from rope_patch.cli.parser import add_command
 from rope_patch.cli.showing import print_json
-from rope_patch.errors import EvaluationError
 
 PICTURES = (
     "sinusoidal",
@@ -46,7 +45,7 @@ not take is refused with those that it does.
     command.add_argument("picture", metavar="NAME", help=f"{', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
     command.add_argument("--output", metavar="FILE", help="a PNG (default: NAME.png)")
     add_json(command)
-    options = command.add_argument_group("options; a picture says which of them it takes")
+    options = command.add_argument_group("options of the pictures")
     options.add_argument("--scheme", action="append", metavar="SCHEME", help="such as yarn:factor=8, may be repeated")
     options.add_argument("--base", action="append", type=float, metavar="B", help="of the frequencies, may be repeated")
     options.add_argument("--dim", action="append", type=int, metavar="D", help="dimensions, may be repeated")
@@ -61,10 +60,6 @@ not take is refused with those that it does.
 
 
 def _plot(arguments: argparse.Namespace) -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise EvaluationError("pictures need matplotlib: pip install 'rope-patch[plots]'") from None
     from rope_patch.plots.command import draw
     from rope_patch.plots.style import save
 

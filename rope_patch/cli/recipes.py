@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def _copy(arguments: argparse.Namespace) -> None:
     recipe = cookbook.find(arguments.name)
     folder = Path(arguments.to)
     written = [str(path) for path in cookbook.copy(recipe, folder, force=arguments.force)]
-    commands = [*([f"cd {folder}"] if folder != Path() else []), *recipe.commands]
+    commands = [*([f"cd {shlex.quote(str(folder))}"] if folder != Path() else []), *recipe.commands]
     if arguments.json:
         print_json({"written": written, "next": commands})
         return

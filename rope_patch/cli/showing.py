@@ -15,8 +15,8 @@ class Output(Console):
     """stdout, in the width and the colours that it has; a reader that goes away is an error like others."""
 
     def on_broken_pipe(self) -> NoReturn:
-        """Leave it to whoever minds the process."""
-        raise  # noqa: PLE0704  called where a BrokenPipeError is being handled
+        """Leave it to whoever minds the process: rich calls this where it handles a BrokenPipeError."""
+        raise
 
 
 def show_outcome(outcome: Any, show: Callable[[Console], object], names: Sequence[str] = ("picture",)) -> None:

@@ -68,7 +68,13 @@ ROUNDS = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """One line of the table: a family at one value, with or without log-n."""
+    """One line of the table: a family at one value, with or without log-n.
+
+    Attributes:
+        family: the scheme, and what its value means.
+        value: in the unit of the family.
+        logn: whether log-n joins it.
+    """
 
     family: Family
     value: float

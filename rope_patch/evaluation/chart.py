@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import ConnectionPatch
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
-
+from rope_patch.evaluation import figures
 from rope_patch.evaluation.report import Grid, cell, in_training_lengths
 from rope_patch.evaluation.results import Row
 from rope_patch.evaluation.specs import CUT, PLAIN
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is too pale for a line on white
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A4FA3", "#8C6D31")
@@ -36,13 +35,10 @@ def save(rows: Sequence[Row], path: str | Path) -> Path:
     """Draw `figure(rows)` into a PNG.
 
     Raises:
-        EvaluationError: see `Grid.of`.
+        EvaluationError, MissingPackage: see `figure`.
         OSError: when it cannot be written.
     """
-    drawn = figure(rows)
-    FigureCanvasAgg(drawn)
-    drawn.savefig(path, dpi=160, format="png")
-    return Path(path)
+    return figures.save(figure(rows), path)
 
 
 def figure(rows: Sequence[Row]) -> Figure:
@@ -55,13 +51,14 @@ def figure(rows: Sequence[Row]) -> Figure:
 
     Raises:
         EvaluationError: see `Grid.of`.
+        MissingPackage: there is no matplotlib.
     """
     grid = Grid.of(rows)
     close_up = CUT in grid.lines and len(grid.lines) > 1
     upper = max(3.4, 0.31 * (len(grid.lines) + 1))  # inches; the table needs a fixed height per row
     lower = 1.7 if close_up else 0.0
     height = 0.95 + upper + (lower + 0.45 if close_up else 0.0) + 0.95
-    drawn = Figure(figsize=(_WIDTH, height), facecolor="white")
+    drawn = figures.blank(_WIDTH, height)
     floor = 1 - (0.95 + upper) / height
     chart = drawn.add_axes((_LEFT, floor, 0.455, upper / height))
     legend = drawn.add_axes((0.545, floor, 0.445, upper / height))
@@ -125,6 +122,8 @@ def scale_axes(chart: Any, multiples: Sequence[float], labels: Sequence[str]) ->
         multiples: where the ticks of x are.
         labels: what they say.
     """
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+
     chart.set_xscale("log", base=2)
     chart.set_yscale("log")
     chart.axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
@@ -157,6 +156,8 @@ def draw_close_up(
         multiples: lengths in multiples of L.
         lines: the differences of each line at these lengths, and its style.
     """
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     for values, style in lines:
         chart.plot(multiples, values, **style)
     gain = max((-value for values, _ in lines for value in values if value < 0), default=0.0)
@@ -190,6 +191,8 @@ def tidy(chart: Any) -> None:
 
 def _draw_table(legend: Any, chart: Any, grid: Grid, styles: dict[str, dict[str, Any]]) -> None:
     """One row per line, worst on top as at the right edge of the chart, and a thread from each line to its row."""
+    from matplotlib.patches import ConnectionPatch
+
     legend.set_xlim(0, 1)
     legend.set_ylim(0, 1)
     legend.axis("off")

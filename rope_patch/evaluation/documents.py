@@ -77,6 +77,9 @@ class Documents(Iterable[Document]):
     Attributes:
         source: where they come from, for people.
         on_bad_line: `"stop"` raises on the first record that is no document, `"skip"` leaves it out and counts it.
+
+    Args:
+        records: given how many to pass over, begins an iteration after them; anew at every call.
     """
 
     def __init__(self, source: str, records: Callable[[int], Iterator[_Record]], on_bad_line: str = "stop") -> None:
@@ -157,6 +160,14 @@ def from_dataset(
     source: str, config: str | None, split: str, column: str, streaming: bool, on_bad_line: str
 ) -> Documents:
     """Documents of a dataset that `datasets.load_dataset` knows.
+
+    Args:
+        source: its name, or its folder.
+        config: its configuration; None for the only one.
+        split: the split to read.
+        column: that holds the text.
+        streaming: whether to read it as it comes instead of loading it first.
+        on_bad_line: see `Documents`.
 
     Raises:
         CorpusError: there is no such dataset, split or column.

@@ -9,6 +9,7 @@ from typing import Any
 
 from rope_patch.evaluation import chart, sharing
 from rope_patch.evaluation.description import check_at_least
+from rope_patch.evaluation.figures import can_draw
 from rope_patch.evaluation.loading import load_tokenizer
 from rope_patch.evaluation.measurement import Outcome, Say, SchemesAtLengths, silent
 from rope_patch.evaluation.perplexity import measure
@@ -84,4 +85,5 @@ def run(experiment: Experiment, say: Say = silent) -> Outcome[Row]:
         results=results,
         trained=trained,
     )
-    return Outcome(rows, path, sharing.on_main(lambda: chart.save(rows, path.with_suffix(".png"))))
+    picture = sharing.on_main(lambda: chart.save(rows, path.with_suffix(".png")) if can_draw(say) else None)
+    return Outcome(rows, path, picture)

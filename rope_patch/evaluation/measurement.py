@@ -142,11 +142,17 @@ class SchemesAtLengths(Measurement):
 
 @dataclass(frozen=True)
 class Outcome(Generic[R]):
-    """The rows of a finished measurement and where they are."""
+    """The rows of a finished measurement and where they are.
+
+    Attributes:
+        rows: in the order of the table.
+        results: file of the rows.
+        picture: file of the chart; None without matplotlib.
+    """
 
     rows: list[R]
     results: Path
-    picture: Path
+    picture: Path | None
 
 
 def _on_all(action: Callable[[], T]) -> T:

@@ -91,6 +91,11 @@ def plan_columns(schemes: Sequence[str | Scheme], lengths: Sequence[int], subjec
 def plan_passes(schemes: Sequence[str | Scheme], protocol: Protocol[Any], subject: Subject) -> list[Pass]:
     """Every scheme at every length of a protocol.
 
+    Args:
+        schemes: names, strings such as `rerope:window=128+logn`, or schemes.
+        protocol: says which lengths, and whether one pass serves them all.
+        subject: the model.
+
     Raises:
         EvaluationError: one pass cannot stand for shorter texts; and see `plan_columns`.
         RopePatchError: see `plan_columns`.

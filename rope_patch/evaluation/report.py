@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -119,6 +120,60 @@ def in_training_lengths(length: int, training_length: int) -> str:
     return f"{length / training_length:g}L"
 
 
+class NumberTable:
+    """Names on the left, columns of numbers beside them. Columns that have no room go on below, and none is cut.
+
+    Args:
+        names: headers of the columns of words, whose cells fold, with the least width of each.
+        numbers: headers of the columns of numbers.
+        show_lines: whether rows are ruled apart.
+    """
+
+    def __init__(self, names: Mapping[str, int], numbers: Sequence[str], *, show_lines: bool = False) -> None:
+        self.names, self.numbers, self.show_lines = dict(names), list(numbers), show_lines
+        self.rows: list[tuple[list[Text], str]] = []
+
+    def add_row(self, *cells: Text | str, style: str = "") -> None:
+        """A cell for every column, words first."""
+        self.rows.append(([Text(cell) if isinstance(cell, str) else cell for cell in cells], style))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for part in self._parts(console, options):
+            yield self._table(part)
+
+    def _parts(self, console: Console, options: ConsoleOptions) -> list[list[int]]:
+        """The columns of numbers that stand side by side."""
+        frame, edge = 3, 1  # a rule and two spaces for every column
+        room = options.max_width - edge - sum(width + frame for width in self.names.values())
+        parts: list[list[int]] = []
+        left = 0
+        for number, header in enumerate(self.numbers):
+            cells = [Text(header), *(cells[len(self.names) + number] for cells, _ in self.rows)]
+            width = frame + max(Measurement.get(console, options, cell).maximum for cell in cells)
+            if not parts or width > left:
+                parts.append([])
+                left = room
+            parts[-1].append(number)
+            left -= width
+        return parts
+
+    def _table(self, part: Sequence[int]) -> Table:
+        table = Table(show_lines=self.show_lines)
+        for header, width in self.names.items():
+            table.add_column(header, overflow="fold", min_width=width)
+        for number in part:
+            table.add_column(self.numbers[number], justify="right", overflow="fold")
+        count = len(self.names)
+        for cells, style in self.rows:
+            table.add_row(*cells[:count], *(cells[count + number] for number in part), style=style)
+        return table
+
+
+def length_header(length: int, training_length: int) -> str:
+    """A length in tokens and in multiples of L, one below the other."""
+    return f"{length}\n{in_training_lengths(length, training_length)}"
+
+
 def table(rows: Sequence[Row]) -> Group:
     """Schemes by lengths: NLL in nats per token, the best of each column bold and starred.
 
@@ -133,11 +188,7 @@ def table(rows: Sequence[Row]) -> Group:
     """
     grid = Grid.of(rows)
     training_length = grid.any.training_length
-    shown = Table()
-    shown.add_column("scheme", overflow="fold", min_width=12)
-    for length in grid.lengths:
-        header = f"{length}\n{in_training_lengths(length, training_length)}"
-        shown.add_column(header, justify="right", no_wrap=True)
+    shown = NumberTable({"scheme": 12}, [length_header(length, training_length) for length in grid.lengths])
     for line in grid.lines:
         cells = [_styled(grid, line, length) for length in grid.lengths]
         shown.add_row(Text(grid.name(line), style="dim" if line in _NAMES else ""), *cells)

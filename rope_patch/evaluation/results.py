@@ -31,7 +31,7 @@ except ImportError:  # not a Unix: there, two processes on one output are not su
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _PROBE_BYTES = 1 << 20
-_SHOWING = ("report.py", "chart.py", "sweep_report.py")
+_SHOWING = ("report.py", "chart.py", "figures.py", "labels.py", "sweep_report.py")
 """Modules that only show what was measured, as the command line does."""
 
 J = TypeVar("J", bound="JsonLine")

@@ -17,6 +17,7 @@ from rope_patch.errors import EvaluationError, RopePatchError, UnsupportedModel
 from rope_patch.evaluation import chart, sharing
 from rope_patch.evaluation.candidates import ROUNDS, Candidate, Family, candidates_of_round, chosen_families
 from rope_patch.evaluation.description import check_at_least
+from rope_patch.evaluation.figures import can_draw
 from rope_patch.evaluation.loading import check_checkpoint, load_model, load_tokenizer
 from rope_patch.evaluation.measurement import Measurement, Say, silent
 from rope_patch.evaluation.perplexity import measure
@@ -120,7 +121,7 @@ class Outcome:
         documents: how many documents the error is taken over.
         stopped: why the sweep ended.
         results: file of the rows.
-        picture: file of the chart.
+        picture: file of the chart; None without matplotlib.
     """
 
     plan: Plan
@@ -132,7 +133,7 @@ class Outcome:
     documents: int
     stopped: str
     results: Path
-    picture: Path
+    picture: Path | None
 
 
 def target_length(target: str | int, trained: int) -> int:
@@ -210,13 +211,17 @@ def run(sweep: Sweep, say: Say = silent) -> Outcome:
         error, documents = search.error_of_difference(ranked[0])
     shown = {*REFERENCES, *search.best_of_each(ranked)[:SHOWN]}
     drawn = [row for row in rows if row.line in shown]
-    picture = sharing.on_main(lambda: chart.save(drawn, path.with_suffix(".png")))
+    picture = sharing.on_main(lambda: chart.save(drawn, path.with_suffix(".png")) if can_draw(say) else None)
     recommended = ranked[0] if ranked else None
     return Outcome(plan, rows, search.refused, recommended, difference, error, documents, stopped, path, picture)
 
 
 class RememberingTokenizer:
-    """Tokenizes every text once: a sweep measures the same documents many times."""
+    """Tokenizes every text once: a sweep measures the same documents many times.
+
+    Args:
+        tokenizer: does the work; everything else is asked of it.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

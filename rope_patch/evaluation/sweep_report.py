@@ -6,11 +6,10 @@ import math
 from typing import Any
 
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from rope_patch.evaluation.candidates import CONTENDERS, ROUNDS
-from rope_patch.evaluation.report import Grid, cell, display_name, in_training_lengths
+from rope_patch.evaluation.report import Grid, NumberTable, cell, display_name, length_header
 from rope_patch.evaluation.specs import CUT, PLAIN, REFERENCES
 from rope_patch.evaluation.sweep import Outcome, Plan
 
@@ -74,19 +73,16 @@ def table(outcome: Outcome) -> Group:
         and the loss at L the difference to the plain checkpoint at the length of its training.
     """
     grid, plan = Grid.of(outcome.rows), outcome.plan
-    shown = Table()
-    shown.add_column("scheme", overflow="fold", min_width=12)
     middle = plan.lengths[1:-1]
-    headers = [f"{plan.target}\n{in_training_lengths(plan.target, plan.training_length)}", "- cut", "loss\nat L"]
-    headers += [f"{length}\n{in_training_lengths(length, plan.training_length)}" for length in middle]
-    for header in headers:
-        shown.add_column(header, justify="right", no_wrap=True)
+    headers = [length_header(plan.target, plan.training_length), "- cut", "loss\nat L"]
+    headers += [length_header(length, plan.training_length) for length in middle]
+    shown = NumberTable({"scheme": 12}, headers)
     for line in _sorted(grid, plan):
         numbers = _numbers(grid, plan, line)
         style = "bold green" if line == outcome.recommended else "dim" if line in REFERENCES else ""
         cells = [cell(numbers["target"]), f"{numbers['above_cut']:+.3f}", f"{numbers['loss_at_L']:+.3f}"]
         cells += [cell(grid.nll(line, length)) for length in middle]
-        shown.add_row(Text(grid.name(line)), *map(Text, cells), style=style)
+        shown.add_row(grid.name(line), *cells, style=style)
     title = Text(f"{grid.name_of_model}: NLL in nats per token, L = {plan.training_length}, best first", style="bold")
     notes = [
         "- cut: at the target, minus attention cut at L; loss at L: minus the plain checkpoint there",
@@ -126,8 +122,8 @@ def to_dict(outcome: Outcome) -> dict[str, Any]:
         "best": outcome.recommended,
         "verdict": verdict(outcome),
         "sentence": recommendation(outcome),
-        "difference": outcome.difference,
-        "standard_error": outcome.error,
+        "difference": _finite(outcome.difference),
+        "standard_error": None if outcome.error is None else _finite(outcome.error),
         "documents": outcome.documents,
         "training_length": plan.training_length,
         "target": plan.target,
@@ -135,7 +131,7 @@ def to_dict(outcome: Outcome) -> dict[str, Any]:
         "refused": outcome.refused,
         "stopped": outcome.stopped,
         "results": str(outcome.results),
-        "picture": str(outcome.picture),
+        "picture": None if outcome.picture is None else str(outcome.picture),
     }
 
 

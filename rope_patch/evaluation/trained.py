@@ -20,7 +20,7 @@ class Trained:
 
     Attributes:
         scheme: as it was asked for.
-        values: the parameters by name.
+        values: the parameters by name, of any shape.
         weights: tells this checkpoint, its learned parameters included, from another.
     """
 

@@ -48,7 +48,7 @@ def select_documents(
     Args:
         corpus: a sequence of rows with `name` and `text`.
         tokenizer: of the checkpoint.
-        prefix: the tokens in front of every window.
+        prefix: the tokens in front of every window, `(tokens,)`.
         longest: the longest context length in tokens.
         documents: how many to take; drawn at random where there are more. Default all.
         tokens_per_document: read no more than so many of each; default all.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from rope_patch.errors import EvaluationError
+from rope_patch.errors import EvaluationError, require
 from rope_patch.models.head import find_language_model
 from rope_patch.models.reading import read_stacks
 from rope_patch.parameters import NAME, learned_parameters
@@ -24,14 +24,10 @@ def check(method: str) -> None:
     """Refuse a method before anything is computed.
 
     Raises:
-        EvaluationError: it needs PEFT, which is not installed.
+        MissingPackage: it needs PEFT, which is not installed.
     """
-    if method == "full":
-        return
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        raise EvaluationError(f"method={method!r} needs PEFT: pip install 'rope-patch[finetune]'") from error
+    if method != "full":
+        require("peft", f"method={method!r}", "finetune")
 
 
 def prepare(model: nn.Module, method: str, rank: int, alpha: float, dropout: float) -> nn.Module:
@@ -48,7 +44,8 @@ def prepare(model: nn.Module, method: str, rank: int, alpha: float, dropout: flo
         the same model, or the `PeftModel` around it.
 
     Raises:
-        EvaluationError: PEFT is not installed, or attention has no linear layers.
+        MissingPackage: PEFT is not installed.
+        EvaluationError: attention has no linear layers.
     """
     check(method)
     if method == "full":

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
+from rope_patch.evaluation import figures
 from rope_patch.evaluation.chart import (
     COLOURS,
     FAINT,
@@ -28,23 +26,31 @@ from rope_patch.finetuning.history import Point
 from rope_patch.finetuning.report import Story
 from rope_patch.training.loop import read_log
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _BEFORE = {"linestyle": (0, (1, 1.2)), "linewidth": 1.6, "markerfacecolor": "white"}
 _AFTER = {"linestyle": "-", "linewidth": 2.2}
 
 
 def save(points: Sequence[Point], length: int, path: str | Path) -> Path:
-    """Draw `figure(points, length)` into a PNG.
+    """Draw `figure(points, length)` into the PNG at `path`.
 
     Raises:
-        EvaluationError: see `Story.of`.
+        EvaluationError, MissingPackage: see `figure`.
         OSError: when it cannot be written.
     """
-    return _write(figure(points, length), path)
+    return figures.save(figure(points, length), path)
 
 
 def save_curves(folders: Mapping[str, Path], length: int, path: str | Path) -> Path:
-    """Draw `curves(folders, length)` into a PNG."""
-    return _write(curves(folders, length), path)
+    """Draw `curves(folders, length)` into the PNG at `path`.
+
+    Raises:
+        MissingPackage: there is no matplotlib.
+        OSError: when it cannot be written.
+    """
+    return figures.save(curves(folders, length), path)
 
 
 def figure(points: Sequence[Point], length: int) -> Figure:
@@ -56,13 +62,17 @@ def figure(points: Sequence[Point], length: int) -> Figure:
     Args:
         points: before and after.
         length: of the training, in tokens.
+
+    Raises:
+        EvaluationError: see `Story.of`.
+        MissingPackage: there is no matplotlib.
     """
     story = Story.of(points)
     lines = _lines(story)
     cut = story.before(CUT)
     upper, lower = max(3.4, 0.31 * (len(lines) + 1)), 2.15 if cut else 0.0  # inches
     height = 1.9 + upper + lower
-    drawn = Figure(figsize=(13.6, height), facecolor="white")
+    drawn = figures.blank(13.6, height)
     floor = (0.95 + lower) / height
     chart = drawn.add_axes((0.055, floor, 0.455, upper / height))
     legend = drawn.add_axes((0.535, floor, 0.45, upper / height))
@@ -151,8 +161,16 @@ def _name(story: Story, point: Point) -> str:
 
 
 def curves(folders: Mapping[str, Path], length: int) -> Figure:
-    """Training loss against step, a line for each scheme; dots are the held-out loss at the length of the training."""
-    drawn = Figure(figsize=(9, 3.8), layout="constrained", facecolor="white")
+    """Training loss against step, a line for each scheme; dots are the held-out loss at the length of the training.
+
+    Args:
+        folders: of the runs, by scheme.
+        length: of the training, in tokens.
+
+    Raises:
+        MissingPackage: there is no matplotlib.
+    """
+    drawn = figures.blank(9, 3.8, layout="constrained")
     axes = drawn.add_subplot()
     for number, (spec, folder) in enumerate(folders.items()):
         rows = read_log(folder)
@@ -169,9 +187,3 @@ def curves(folders: Mapping[str, Path], length: int) -> Figure:
         drawn.legend(frameon=False, fontsize=9, loc="outside right upper")
     tidy(axes)
     return drawn
-
-
-def _write(drawn: Figure, path: str | Path) -> Path:
-    FigureCanvasAgg(drawn)
-    drawn.savefig(path, dpi=160, format="png")
-    return Path(path)

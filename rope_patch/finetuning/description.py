@@ -213,7 +213,11 @@ class FineTuning:
         )
 
     def row_settings(self, training_length: int) -> RowSettings:
-        """What training rows look like."""
+        """What training rows look like.
+
+        Raises:
+            EvaluationError: positions are to skip, and the rows are no longer than L.
+        """
         shared: dict[str, Any] = {"batch_size": self.batch_size, "seed": self.seed, "allow_short": self.allow_short}
         if self.layout != POSE:
             return RowSettings(length=self.length, layout=self.layout, **shared)

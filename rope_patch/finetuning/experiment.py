@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.figures import can_draw
 from rope_patch.evaluation.loading import check_checkpoint
 from rope_patch.evaluation.results import LineFile, ResultFile
 from rope_patch.evaluation.sharing import is_main, join, on_main, only_main, world
@@ -26,15 +27,15 @@ class Outcome:
         points: the losses before, during and after.
         checkpoints: folder of the trained checkpoint by scheme.
         results: every row that was measured.
-        picture: before and after.
-        curves: loss against step.
+        picture: before and after; None without matplotlib.
+        curves: loss against step; None without matplotlib.
     """
 
     points: list[Point]
     checkpoints: dict[str, Path]
     results: Path
-    picture: Path
-    curves: Path
+    picture: Path | None
+    curves: Path | None
 
 
 def run(description: FineTuning, say: Callable[[str], None] = lambda _: None) -> Outcome | None:
@@ -67,12 +68,12 @@ def run(description: FineTuning, say: Callable[[str], None] = lambda _: None) ->
     rows = only_main(lambda: ResultFile(output / "perplexity.jsonl"))
     points = only_main(lambda: LineFile(output / "points.jsonl", Point))
     folders = {spec: output / folder_name(spec) for spec in description.schemes}
-    outcome = None
+    outcome, drawing = None, can_draw(say)
     for spec, folder in folders.items():
         say(f"{spec}: {description.steps} steps of {description.batch_size} rows of {description.length} tokens")
         task = Task(description, spec, folder, rows, points, say if is_main() else lambda _: None)
         run_task(task)
-        outcome = only_main(lambda: _report(description, points, folders))  # called at once
+        outcome = only_main(lambda: _report(description, points, folders, drawing))  # called at once
     return outcome
 
 
@@ -81,12 +82,14 @@ def folder_name(spec: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in spec)
 
 
-def _report(description: FineTuning, points: LineFile[Point] | None, folders: dict[str, Path]) -> Outcome:
+def _report(
+    description: FineTuning, points: LineFile[Point] | None, folders: dict[str, Path], drawing: bool
+) -> Outcome:
     wanted = {*REFERENCES, *folders}
     found = [point for point in points.rows if point.scheme in wanted] if points is not None else []
     output = Path(description.output)
-    picture = chart.save(found, description.length, output / "finetune.png")
+    picture = chart.save(found, description.length, output / "finetune.png") if drawing else None
     begun = {spec: folder for spec, folder in folders.items() if folder.exists()}
-    curves = chart.save_curves(begun, description.length, output / "loss.png")
+    curves = chart.save_curves(begun, description.length, output / "loss.png") if drawing else None
     checkpoints = {spec: path for spec, folder in folders.items() if (path := folder / CHECKPOINT).exists()}
     return Outcome(found, checkpoints, output / "perplexity.jsonl", picture, curves)

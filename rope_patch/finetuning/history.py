@@ -41,7 +41,13 @@ class Point:
 
     @classmethod
     def of(cls, scheme: str, step: int, rows: Sequence[Row]) -> Point:
-        """From the rows of one scheme."""
+        """From the rows of one scheme.
+
+        Args:
+            scheme: as the description names it.
+            step: steps of training before it.
+            rows: one for each length.
+        """
         first = rows[0]
         return cls(
             scheme,

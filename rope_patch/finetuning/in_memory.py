@@ -30,6 +30,9 @@ class MemoryRows:
         settings: of the rows.
         tokens: of all documents, one after another, `(tokens,)` int32.
         facts: what the rows are made of.
+
+    Args:
+        documents: tokens of each, `(tokens,)`.
     """
 
     def __init__(self, documents: Iterable[torch.Tensor], settings: RowSettings) -> None:

@@ -61,6 +61,9 @@ def wrap(loss: nn.Module, device: torch.device, parallel: str) -> nn.Module:
         loss: a `LanguageModelLoss`; moved to the device.
         device: of this process.
         parallel: `auto`, `ddp` or `fsdp2`.
+
+    Raises:
+        EvaluationError: `fsdp2`, and the weights are of several dtypes.
     """
     if world() == 1:
         return loss.to(device)
@@ -113,9 +116,12 @@ def whole(wrapped: nn.Module) -> Iterator[None]:
 
 
 def whole_weights(wrapped: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights by the names that they have in the model, on the CPU of the main process; empty on the others.
+    """The whole weights, any shape, by their names in the model, on the CPU of the main process; empty on the others.
 
     Every process has to come here.
+
+    Args:
+        wrapped: a `LanguageModelLoss` as `wrap` returned it.
     """
     options = StateDictOptions(full_state_dict=world() > 1, cpu_offload=world() > 1)
     weights = cast("dict[str, torch.Tensor]", get_model_state_dict(wrapped, options=options))
@@ -127,6 +133,11 @@ def check_context_parallel(handle: PatchHandle | None, processes: int, device: t
 
     Ring attention stands in place of `scaled_dot_product_attention`. A scheme that is mounted on the rotary module
     leaves that call as it is; the others score by functions of this library, which know nothing of the other parts.
+
+    Args:
+        handle: of the patched model; None without a scheme.
+        processes: that would share a row.
+        device: of this process.
 
     Raises:
         UnsupportedPositions: the scheme's attention cannot be shared out.

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.report import cell, display_name, in_training_lengths
+from rope_patch.evaluation.report import NumberTable, cell, display_name, length_header
 from rope_patch.evaluation.specs import REFERENCES
 from rope_patch.finetuning.history import Point
 
@@ -88,12 +87,8 @@ def table(points: Sequence[Point]) -> Group:
         EvaluationError: see `Story.of`.
     """
     story = Story.of(points)
-    shown = Table()
-    shown.add_column("scheme", overflow="fold", min_width=12)
-    shown.add_column("training", no_wrap=True)
-    for length in story.lengths:
-        header = f"{length}\n{in_training_lengths(length, story.training_length)}"
-        shown.add_column(header, justify="right", no_wrap=True)
+    headers = [length_header(length, story.training_length) for length in story.lengths]
+    shown = NumberTable({"scheme": 12, "training": 8}, headers)
     best = {n: story.best(n) for n in story.lengths}
     for point in story.points:
         cells = [_styled(point.nll.get(length, math.nan), best[length]) for length in story.lengths]

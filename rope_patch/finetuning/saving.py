@@ -37,7 +37,7 @@ def save(
         path: of its folder.
         model: patched, with or without adapters; of several processes that of the main one.
         tokenizer: saved beside it.
-        weights: by the names of `model`, whole.
+        weights: by the names of `model`, whole, of any shape.
         merge: whether adapters become part of the weights, so that PEFT is not needed to load them.
         facts: how it was trained, for `FACTS`.
 

@@ -77,6 +77,10 @@ class StreamedRows:
     Attributes:
         settings: of the rows.
         shuffle_buffer: documents that are shuffled among one another, and held in memory; 1 keeps their order.
+
+    Args:
+        documents: in the order of their source.
+        tokenizer, vocab_size: see `Encoder`.
     """
 
     def __init__(

@@ -17,6 +17,9 @@ class Encoder:
     Attributes:
         tokenizer: of the checkpoint.
         vocab_size: of the model, whose embedding has that many rows; None to leave that unchecked.
+
+    Args:
+        end_of_text: whether the tokenizer's end-of-text token closes each document.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int | None, end_of_text: bool) -> None:

@@ -74,6 +74,7 @@ class AttentionLayer:
         rotary: the tables that the module rotates by; None where it takes none.
         sliding_window: its window in tokens; None where it attends to everything before.
         bias_table: the learned biases by bucket of distance, `(num_buckets, heads)`; None where it has none.
+        module: the module.
     """
 
     name: str
@@ -98,7 +99,13 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class Replacement:
-    """An attribute of a module that has another value while the model is patched."""
+    """An attribute of a module that has another value while the model is patched.
+
+    Attributes:
+        module: that has the attribute.
+        name: of the attribute.
+        value: while the model is patched.
+    """
 
     module: nn.Module
     name: str

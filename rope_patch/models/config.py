@@ -13,12 +13,8 @@ BASE = 10_000.0
 """b where a checkpoint has no rotary embedding to say it: the published one (RoFormer, section 3.2.2)."""
 
 
-_NUMBERS: dict[str, tuple[type, ...]] = {
-    "rope_theta": (int, float),
-    "partial_rotary_factor": (int, float),
-    "original_max_position_embeddings": (int, float),
-}
-"""What an entry says of the checkpoint, whatever its type."""
+_NUMBERS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+"""What an entry says of the checkpoint, whatever its type; only the first has to be said."""
 
 _LARGEST = 1e300
 """Beyond which nothing can be computed with a number."""
@@ -47,15 +43,14 @@ def rope_entries(config: Any) -> dict[str | None, dict[str, Any]]:
 def _check_entry(entry: dict[str, Any], family: str) -> None:
     if not isinstance(entry.get("rope_type", "default"), str):
         raise UnsupportedModel(f"{family}: rope_type={entry['rope_type']!r} is not allowed; it is a word")
-    if "rope_theta" not in entry:
-        raise UnsupportedModel(f"{family}: its `rope_parameters` say no rope_theta: {entry!r}")
-    for name, kinds in _NUMBERS.items():
+    for name in _NUMBERS:
         value = entry.get(name)
-        if value is None and name != "rope_theta":
-            continue
-        number = isinstance(value, kinds) and not isinstance(value, bool)
-        if not number or not 0 < value < _LARGEST:
+        if not _is_positive(value) and (value is not None or name == "rope_theta"):
             raise UnsupportedModel(f"{family}: {name}={value!r} in its `rope_parameters`; a number above 0 is allowed")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _LARGEST
 
 
 def training_length(config: Any) -> int:
@@ -92,6 +87,8 @@ def scheme_of_config(config: Any) -> Scheme:
     for cls in map(scheme_class, list_schemes()):
         if cls.rope_type == rope_type:
             fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+            if None not in entries:
+                fields.discard("truncate")  # which Transformers does not read where entries are nested
             said = {key: value for key, value in entry.items() if key in fields and value is not None}
             return scheme_from_dict({"name": cls.name, **said})
     raise UnsupportedModel(f"rope_type {rope_type!r} of this checkpoint has no scheme of its own here")

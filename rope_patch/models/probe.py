@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import threading
 from collections.abc import Iterator
 from typing import Any, Protocol, cast
 
@@ -22,6 +23,9 @@ from rope_patch.errors import UnsupportedModel
 from rope_patch.rotary import RotaryLayout
 
 _PROBE = "rope_patch_probe"
+_PROBING = threading.RLock()
+"""The name is one for all threads, so they probe one after the other."""
+
 _TOKENS = 4
 _FOLLOWED = "something follows the rotation of queries and keys (a norm, a scale)"
 
@@ -101,6 +105,25 @@ def reaches_interface(module: nn.Module) -> bool:
     return True
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: where its weights are, or where accelerate fetches them to that were offloaded.
+
+    Args:
+        module: with parameters.
+
+    Raises:
+        UnsupportedModel: its weights are nowhere.
+    """
+    device = next(module.parameters()).device
+    if device.type != "meta":
+        return device
+    for child in module.modules():
+        place = getattr(getattr(child, "_hf_hook", None), "execution_device", None)
+        if place is not None:
+            return torch.device(place)
+    raise UnsupportedModel(f"{type(module).__name__} has no weights yet (device meta); load them before it is patched")
+
+
 def _frequency_of_column(name: str, rotary: Tables) -> tuple[int, ...]:
     """Which frequency each column of the model's own cos and sin tables belongs to."""
     count = rotary.inv_freq.shape[-1]
@@ -156,7 +179,7 @@ def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch
     random = torch.Generator().manual_seed(0)
     hidden_size = cast(Any, module.config).hidden_size
     hidden = torch.randn(1, _TOKENS, hidden_size, generator=random)
-    hidden = hidden.expand(len(cos), -1, -1).to(parameter.device, dtype)
+    hidden = hidden.expand(len(cos), -1, -1).to(device_of(module), dtype)
     tables = [table[:, None].expand(-1, _TOKENS, -1).to(hidden) for table in (cos, sin)]
     arguments = {
         "hidden_states": hidden,
@@ -193,16 +216,17 @@ def probing(module: nn.Module, capture: Any) -> Iterator[None]:
     config, modes = cast(Any, module.config), [(child, child.training) for child in module.modules()]
     probing = copy.copy(config)
     probing._attn_implementation_internal = _PROBE
-    ALL_ATTENTION_FUNCTIONS[_PROBE] = capture
-    try:
-        module.config = probing
-        module.eval()
-        yield
-    finally:
-        module.config = config
-        for child, mode in modes:
-            child.training = mode
-        del ALL_ATTENTION_FUNCTIONS[_PROBE]
+    with _PROBING:
+        ALL_ATTENTION_FUNCTIONS[_PROBE] = capture
+        try:
+            module.config = probing
+            module.eval()
+            yield
+        finally:
+            module.config = config
+            for child, mode in modes:
+                child.training = mode
+            del ALL_ATTENTION_FUNCTIONS[_PROBE]
 
 
 def _read_layout(

@@ -2,7 +2,15 @@
 
 Each is one function `plot_...` that returns a `matplotlib.figure.Figure`, beside the function that computes its
 numbers. No state of pyplot is touched; `%matplotlib inline` shows the figures in a notebook, and `save` writes them.
+
+Raises:
+    MissingPackage: on import, where there is no matplotlib.
 """
+# ruff: noqa: E402
+
+from rope_patch.evaluation.figures import require_matplotlib
+
+require_matplotlib()  # before the modules that import it, so that the message says what to install
 
 from rope_patch.plots.biases import bias_matrices, plot_biases
 from rope_patch.plots.decay_bound import decay_bounds, plot_decay_bound

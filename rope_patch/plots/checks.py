@@ -12,6 +12,12 @@ from rope_patch.errors import InvalidField
 def require_count(name: str, value: Any, minimum: int = 1, multiple_of: int = 1) -> None:
     """Check a whole number.
 
+    Args:
+        name: of the number, for messages.
+        value: what was given.
+        minimum: the least that is allowed, 1 by default.
+        multiple_of: what it has to be divisible by, 1 by default.
+
     Raises:
         InvalidField: naming the value and what is allowed.
     """
@@ -34,6 +40,11 @@ def require_positive(name: str, value: Any) -> None:
 
 def require_some(name: str, values: Sized, most: int) -> None:
     """Check that there is something to draw, and no more than a reader can tell apart.
+
+    Args:
+        name: of the values, for messages.
+        values: what was given.
+        most: how many are allowed.
 
     Raises:
         InvalidField: naming the number and what is allowed.

@@ -13,7 +13,9 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from rope_patch.evaluation import figures
 from rope_patch.evaluation.chart import FAINT, INK
+from rope_patch.evaluation.labels import spread_apart
 from rope_patch.schemes.base import Scheme
 
 HIDDEN = "#EDEDED"
@@ -41,18 +43,27 @@ class End:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure as PNG, the same bytes whenever the picture is the same.
+    """Write a figure as a small PNG, the same bytes whenever the picture is the same.
+
+    Args:
+        figure: one of the pictures.
+        path: of the file.
 
     Raises:
         OSError: when it cannot be written.
     """
-    figure.savefig(path, dpi=_DPI, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
-    return Path(path)
+    return figures.save(figure, path, dpi=_DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
 
 
 def sheet(width: float, height: float, title: str, subtitle: str = "") -> Figure:
-    """An empty figure, in inches, with its title in the upper left corner; a subtitle may take two lines of it."""
-    figure = Figure(figsize=(width, height), facecolor="white")
+    """An empty figure, in inches, with its title in the upper left corner; a subtitle may take two lines of it.
+
+    Args:
+        width, height: in inches.
+        title: one line.
+        subtitle: wrapped to the width; default none.
+    """
+    figure = figures.blank(width, height)
     figure.text(0.15 / width, 1 - 0.13 / height, title, size=12.5, weight="bold", color=INK, va="top")
     lines = [wrapped for line in subtitle.split("\n") for wrapped in textwrap.wrap(line, int((width - 0.3) * 14.5))]
     figure.text(0.15 / width, 1 - 0.42 / height, "\n".join(lines), size=8.5, color=FAINT, va="top", linespacing=1.35)
@@ -60,13 +71,24 @@ def sheet(width: float, height: float, title: str, subtitle: str = "") -> Figure
 
 
 def panel(figure: Figure, left: float, bottom: float, width: float, height: float, **settings: Any) -> Any:
-    """Axes at a place in inches."""
+    """Axes at a place in inches.
+
+    Args:
+        figure: to draw on.
+        left, bottom, width, height: in inches.
+        **settings: for `Figure.add_axes`.
+    """
     across, up = figure.get_size_inches()
     return figure.add_axes((left / across, bottom / up, width / across, height / up), **settings)
 
 
 def name_axes(axes: Any, x: str = "", y: str = "", title: str = "") -> None:
-    """Write what the axes show, with units."""
+    """Write what the axes show, with units.
+
+    Args:
+        axes: the axes.
+        x, y, title: what to write; default nothing.
+    """
     axes.set_xlabel(x, size=9, color=INK)
     axes.set_ylabel(y, size=9, color=INK)
     axes.set_title(title, size=9.5, color=INK, loc="left")
@@ -93,6 +115,11 @@ def mark_training_length(axes: Any, training_length: int, along: str = "x") -> N
 
     The words stand at its top, or at its left end, where the caller leaves room. Nothing is drawn where L lies beyond
     the limits of the axes, which are final.
+
+    Args:
+        axes: with their final limits.
+        training_length: L in tokens.
+        along: `x` or `y`, the axis that counts tokens.
     """
     low, high = sorted(axes.get_xlim() if along == "x" else axes.get_ylim())
     if not low <= training_length <= high:
@@ -120,8 +147,8 @@ def name_ends(axes: Any, ends: Sequence[End], gap: float) -> None:
     to_axes = axes.transData + axes.transAxes.inverted()
     wanted = [float(to_axes.transform((end.x, end.y))[1]) for end in ends]
     order = sorted(range(len(ends)), key=lambda i: -wanted[i])
-    places = _spread([wanted[i] for i in order], gap)
-    for i, place in zip(order, places, strict=True):
+    places = spread_apart([wanted[i] for i in reversed(order)], gap)
+    for i, place in zip(order, reversed(places), strict=True):
         axes.annotate(
             ends[i].name,
             (ends[i].x, ends[i].y),
@@ -142,34 +169,13 @@ def name_ends(axes: Any, ends: Sequence[End], gap: float) -> None:
         )
 
 
-def _spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Places as near to the wanted ones, which descend, as a gap between them allows.
-
-    Names that would overlap are gathered in groups, and a group is centred on what its members want.
-    """
-    groups: list[list[float]] = []
-    for place in wanted:
-        groups.append([place])
-        while len(groups) > 1 and _bottom(groups[-2], gap) - _top(groups[-1], gap) < gap:
-            last = groups.pop()
-            groups[-1] += last
-    return [_top(group, gap) - gap * i for group in groups for i in range(len(group))]
-
-
-def _top(group: Sequence[float], gap: float) -> float:
-    return sum(group) / len(group) + gap * (len(group) - 1) / 2
-
-
-def _bottom(group: Sequence[float], gap: float) -> float:
-    return sum(group) / len(group) - gap * (len(group) - 1) / 2
-
-
 @dataclass(frozen=True)
 class Band:
     """Values over distance in bins of a quarter of an octave: their mean, least and greatest, float64, `(bins,)` each.
 
     Attributes:
         distance: geometric mean of the distances in the bin.
+        mean, least, greatest: of the values in the bin.
     """
 
     distance: torch.Tensor
@@ -196,7 +202,13 @@ def band_of(distance: torch.Tensor, values: torch.Tensor) -> Band:
 
 
 def draw_band(axes: Any, band: Band, colour: str) -> None:
-    """The mean as a line, the range as a pale band around it."""
+    """The mean as a line, the range as a pale band around it.
+
+    Args:
+        axes: the axes.
+        band: what to draw.
+        colour: of both.
+    """
     axes.fill_between(band.distance, band.least, band.greatest, color=colour, alpha=0.2, linewidth=0, zorder=2)
     axes.plot(band.distance, band.mean, color=colour, zorder=3, **LINE)
 
@@ -216,5 +228,10 @@ def _plain(value: Any) -> str:
 
 
 def powers_of_two(first: int, last: float, step: int = 2) -> list[int]:
-    """1, 4, 16, ... within bounds: `step` doublings from tick to tick."""
+    """1, 4, 16, ... within bounds: `step` doublings from tick to tick.
+
+    Args:
+        first, last: the bounds, both included.
+        step: doublings from tick to tick, 2 by default.
+    """
     return [2**i for i in range(0, 64, step) if first <= 2**i <= last]

@@ -422,7 +422,7 @@ class Scheme:
         """Check a field that is a list of finite positive numbers, `meaning` being what each is for."""
         value = getattr(self, field)
         numeric = isinstance(value, (tuple, list)) and all(
-            isinstance(item, (int, float)) and not isinstance(item, bool) and 0 < item and _computable(item)
+            isinstance(item, (int, float)) and not isinstance(item, bool) and item > 0 and _computable(item)
             for item in value
         )
         if not numeric or not value:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from rope_patch.errors import require
 from rope_patch.schemes.base import Checkpoint, ModelShape, Scheme, Source, Tokens
 from rope_patch.tables import rows_at
 from rope_patch.typing import NO_WEIGHTS, Weights
@@ -109,8 +110,7 @@ class FLOATER(Scheme):
 
 
 def _odeint() -> Callable[..., torch.Tensor]:
-    try:
-        from torchdiffeq import odeint
-    except ImportError as error:
-        raise ImportError("floater needs torchdiffeq to integrate its positions: pip install torchdiffeq") from error
+    require("torchdiffeq", "floater")
+    from torchdiffeq import odeint
+
     return odeint

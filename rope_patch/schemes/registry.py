@@ -17,14 +17,18 @@ _REGISTRY: dict[str, type[Scheme]] = {}
 def register_scheme(cls: type[Scheme]) -> type[Scheme]:
     """Give a scheme class its `name`, so that names, command lines and saved models find it. Usable as a decorator.
 
+    The same definition may be run again, as cells of a notebook are; the newer class is found from then on.
+
     Args:
         cls: the class, whose `name` is in snake_case.
 
     Raises:
         InvalidField: when another class has the name already.
     """
-    if _REGISTRY.setdefault(cls.name, cls) is not cls:
-        raise InvalidField(f"the scheme name {cls.name!r} belongs to {_REGISTRY[cls.name].__qualname__} already")
+    known = _REGISTRY.get(cls.name, cls)
+    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise InvalidField(f"the scheme name {cls.name!r} belongs to {known.__qualname__} already")
+    _REGISTRY[cls.name] = cls
     return cls
 
 
@@ -86,7 +90,7 @@ def scheme_from_dict(data: dict[str, Any]) -> Scheme:
     if data["name"] == Compose.name:
         parts = fields.get("schemes")
         if not isinstance(parts, (list, tuple)) or len(fields) > 1:
-            raise InvalidField(f"{data!r} does not describe a composition: a list of 'schemes' is expected beside its name")
+            raise InvalidField(f"{data!r} does not describe a composition: its name and a list of 'schemes' are expected")
         return Compose(*map(scheme_from_dict, parts))
     return _build(scheme_class(data["name"]), fields)
 

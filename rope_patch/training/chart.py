@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
+from rope_patch.evaluation import figures
 from rope_patch.evaluation.chart import COLOURS, FAINT, INK, MARKERS, perplexity_of, scale_axes, tidy
+from rope_patch.evaluation.labels import spread_apart
 from rope_patch.evaluation.report import display_name
 from rope_patch.training.report import PANELS, Entry, Summary
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 REFERENCES = ("rope", "nope", "alibi")
 """Lines that every panel shows: in colour under their own slot, grey elsewhere."""
@@ -31,24 +33,25 @@ def save(summary: Summary, path: str | Path) -> Path:
     """Draw `figure(summary)` into a PNG.
 
     Raises:
+        MissingPackage: there is no matplotlib.
         OSError: when it cannot be written.
     """
-    drawn = figure(summary)
-    FigureCanvasAgg(drawn)
-    drawn.savefig(path, dpi=140, format="png")
-    return Path(path)
+    return figures.save(figure(summary), path, dpi=140)
 
 
 def figure(summary: Summary) -> Figure:
     """The chart: x is the context length in multiples of L (log 2), y the perplexity per byte (log).
 
     The band around a line is a standard deviation over the seeds to either side. Every line is named at its right end.
+
+    Raises:
+        MissingPackage: there is no matplotlib.
     """
     slots = [slot for slot in PANELS if any(entry.slot == slot for entry in summary.entries)]
     columns = min(2, len(slots))
     count = math.ceil(len(slots) / columns)
     height = 1.5 + _PANEL * count
-    drawn = Figure(figsize=(_WIDTH * (0.6 if columns == 1 else 1), height), facecolor="white")
+    drawn = figures.blank(_WIDTH * (0.6 if columns == 1 else 1), height)
     grid = drawn.subplots(count, columns, squeeze=False, sharex=True, sharey=True)
     drawn.subplots_adjust(left=0.06, right=0.845, top=1 - 0.95 / height, bottom=0.95 / height, hspace=0.16, wspace=0.48)
     low, high = _limits(summary)
@@ -161,7 +164,7 @@ def _label(panel: Any, ends: Sequence[tuple[float, float, str, str]], right: flo
     ordered = sorted(ends, key=lambda end: end[1])
     heights = [math.log(min(y, high) / low) / math.log(high / low) for _, y, _, _ in ordered]
     pitch = (_LETTER + 2.2) / 72 / (_PANEL * 0.84)  # of one label, as a share of the panel's height
-    for (x, y, words, colour), height in zip(ordered, spread_apart(heights, pitch), strict=True):
+    for (x, y, words, colour), height in zip(ordered, spread_apart(heights, pitch, 0.0, 1.0), strict=True):
         panel.annotate(
             words,
             xy=(x, y),
@@ -174,26 +177,3 @@ def _label(panel: Any, ends: Sequence[tuple[float, float, str, str]], right: flo
             annotation_clip=False,
             arrowprops=None if "↑" in words else {**_THREAD, "color": colour},  # its line ended at an arrow before
         )
-
-
-def spread_apart(wanted: Sequence[float], pitch: float) -> list[float]:
-    """Ascending heights as near as can be to those wanted, each at least a pitch above the one before.
-
-    Heights that are too close form a block, which is centred on the mean of what its members want and stays within
-    the panel; blocks that then overlap are joined.
-
-    Args:
-        wanted: ascending, as shares of the panel's height.
-        pitch: the least distance.
-    """
-    blocks: list[tuple[float, int]] = []  # the lowest height of each block, and how many there are in it
-    for height in wanted:
-        start, count = height, 1
-        while blocks and start < blocks[-1][0] + blocks[-1][1] * pitch:
-            before, others = blocks.pop()
-            # the start that each of the two would choose, weighted by their members
-            start = (before * others + (start - others * pitch) * count) / (others + count)
-            count += others
-            start = max(0.0, min(start, 1.0 - (count - 1) * pitch))
-        blocks.append((start, count))
-    return [start + i * pitch for start, count in blocks for i in range(count)]

@@ -179,7 +179,7 @@ class Data:
     """The texts of a comparison as bytes, `uint8`.
 
     Attributes:
-        stream: all training documents in a row, each closed by a zero byte.
+        stream: all training documents in a row, each closed by a zero byte, `(bytes,)`.
         held_out: likewise the held-out ones.
         selection: the windows that are scored.
     """

@@ -139,7 +139,12 @@ def memory_kind(device: str) -> str:
 
 
 def saved_bytes(model: nn.Module, loss: Callable[[], torch.Tensor]) -> int:
-    """Bytes that autograd keeps between a forward pass and its backward pass, every storage once, without weights."""
+    """Bytes that autograd keeps between a forward pass and its backward pass, every storage once, without weights.
+
+    Args:
+        model: whose weights do not count.
+        loss: runs a forward pass and gives its loss, a scalar.
+    """
     kept: dict[int, int] = {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from rope_patch.evaluation.figures import can_draw
 from rope_patch.training import chart, report
 from rope_patch.training.comparison import Comparison
 from rope_patch.training.costs import COSTS, measure_costs, read_costs
@@ -18,13 +19,21 @@ from rope_patch.training.runs import RESULTS, Prepared, compare, log_of, prepare
 
 @dataclass(frozen=True)
 class Outcome:
-    """The summary of all rows that the output holds, and the files."""
+    """The summary of all rows that the output holds, and the files.
+
+    Attributes:
+        summary: of the rows.
+        results: file of the rows.
+        table: in Markdown.
+        numbers: the summary as JSON.
+        picture: file of the chart; None without matplotlib.
+    """
 
     summary: report.Summary
     results: Path
     table: Path
     numbers: Path
-    picture: Path
+    picture: Path | None
 
 
 def run(
@@ -64,7 +73,7 @@ def run(
             seeds = ", ".join(map(str, part.seeds))
             say(f"training {len(part.encodings)} encodings, {part.steps} steps each, seeds {seeds}, into {part.output}")
             compare(prepared, say, retry=retry)
-    outcome = show(comparison, prepared)
+    outcome = show(comparison, prepared, say)
     if outcome is None:
         say(f"the costs are in {prepared.output / COSTS}; the table follows when encodings are trained")
     return outcome
@@ -81,8 +90,13 @@ def _threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def show(comparison: Comparison, prepared: Prepared) -> Outcome | None:
+def show(comparison: Comparison, prepared: Prepared, say: Callable[[str], None]) -> Outcome | None:
     """Write table, numbers and chart of the rows that are on disk now, those of other processes included.
+
+    Args:
+        comparison: says in which order the encodings come.
+        prepared: says where the rows are.
+        say: is told where there is nothing to draw the chart with.
 
     Returns:
         None where there are no rows.
@@ -99,4 +113,5 @@ def show(comparison: Comparison, prepared: Prepared) -> Outcome | None:
         entry.encoding: {str(seed): log_of(output, entry.encoding, seed) for seed in seeds} for entry in summary.entries
     }
     table, numbers = report.write(summary, output, curves)
-    return Outcome(summary, output / RESULTS, table, numbers, chart.save(summary, output / "comparison.png"))
+    picture = chart.save(summary, output / "comparison.png") if can_draw(say) else None
+    return Outcome(summary, output / RESULTS, table, numbers, picture)

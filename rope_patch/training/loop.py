@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ from tqdm import tqdm
 
 from rope_patch.errors import EvaluationError, RopePatchError
 from rope_patch.evaluation.sharing import is_main, on_main, world
+from rope_patch.files import written_aside
 from rope_patch.training.state import HasState, restore, save_state
 
 LOG = "log.jsonl"
@@ -82,8 +82,8 @@ def train(
         config: the schedule.
         model: trained in place.
         optimizer: of its parameters.
-        losses_at: the loss of a step, in parts whose gradients are taken one after another; a function of the weights
-            and of the step alone.
+        losses_at: the loss of a step, in parts, scalars whose gradients are taken one after another; a function of the
+            weights and of the step alone.
         observe: what is measured on other text when so many steps are over, for the log.
         title: what the progress bar says.
         data: where `losses_at` reads, if that has a place that must be found again.
@@ -153,6 +153,12 @@ def take_step(
 ) -> float:
     """One step of the optimiser, with gradients clipped to a norm of 1.
 
+    Args:
+        model: trained in place.
+        optimizer: of its parameters.
+        losses_at: the loss of a step in parts, scalars each; see `train`.
+        step: its number, from 0.
+
     Returns:
         the loss; of several processes their mean, as the gradient is.
 
@@ -172,6 +178,9 @@ def take_gradient(
     step: int,
 ) -> float:
     """The gradient of a step, clipped to a norm of 1, and its loss, as `take_step` returns it.
+
+    Args:
+        model, optimizer, losses_at, step: as of `take_step`; the losses are scalars.
 
     Raises:
         Diverged: one of the two is not finite; the gradient is thrown away.
@@ -229,13 +238,26 @@ def next_token_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 
 def draw_crops(stream: torch.Tensor, context: int, batch_size: int, random: torch.Generator) -> torch.Tensor:
-    """Random stretches of the stream, `(batch, context + 1)`."""
+    """Random stretches of the stream, `(batch, context + 1)`.
+
+    Args:
+        stream: tokens, `(tokens,)`.
+        context: L in tokens.
+        batch_size: how many stretches.
+        random: the only source of chance.
+    """
     starts = torch.randint(len(stream) - context - 1, (batch_size,), generator=random)
     return torch.stack([stream[start : start + context + 1] for start in starts])
 
 
 def even_crops(stream: torch.Tensor, context: int, count: int) -> torch.Tensor:
-    """Stretches spread evenly over the stream, `(count, context + 1)`: the same at every call."""
+    """Stretches spread evenly over the stream, `(count, context + 1)`: the same at every call.
+
+    Args:
+        stream: tokens, `(tokens,)`.
+        context: L in tokens.
+        count: how many stretches.
+    """
     starts = torch.linspace(0, len(stream) - context - 1, count).long()
     return torch.stack([stream[start : start + context + 1] for start in starts])
 
@@ -251,7 +273,6 @@ def read_log(output: Path) -> list[dict[str, Any]]:
 def _open_log(output: Path, step: int) -> TextIO:
     """The log to be written on, with the rows up to a step: those behind it will be written again."""
     rows = [row for row in read_log(output) if row["step"] <= step]
-    aside = output / f"{LOG}.tmp"
-    aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    os.replace(aside, output / LOG)
+    with written_aside(output / LOG, sole_writer=True) as aside:
+        aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return (output / LOG).open("a", buffering=1)

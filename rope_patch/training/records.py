@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.results import JsonLine, LineFile
+from rope_patch.files import written_aside
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,13 @@ class RunRow(JsonLine):
 
 
 def run_key(encoding: str, seed: int, length: int) -> str:
-    """The key of a row, also of one that is still to be measured."""
+    """The key of a row, also of one that is still to be measured.
+
+    Args:
+        encoding: as the description names it.
+        seed: of the run.
+        length: of the measurement, in bytes.
+    """
     return json.dumps([encoding, seed, length])
 
 
@@ -129,9 +135,8 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
     """
     path = folder / "settings.json"
     if not path.exists():
-        aside = path.with_suffix(f".{os.getpid()}.tmp")
-        aside.write_text(json.dumps(settings, indent=2) + "\n")
-        os.replace(aside, path)
+        with written_aside(path) as aside:
+            aside.write_text(json.dumps(settings, indent=2) + "\n")
     try:
         found = json.loads(path.read_text())
     except ValueError as error:

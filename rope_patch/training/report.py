@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.report import NumberTable
 from rope_patch.training.costs import YARDSTICK
 from rope_patch.training.records import CostRow, RunRow
 
@@ -207,18 +207,16 @@ def _marks(summary: Summary) -> list[str]:
 def table(summary: Summary) -> Group:
     """Something that `rich` prints, in the width that the terminal has."""
     # two facts to a cell, so that it fits 80 columns
-    shown = Table(show_lines=True)
     timed = any(entry.cost for entry in summary.entries)
-    shown.add_column("encoding\nslot, new parameters", overflow="fold", min_width=14)
-    for column in [*header(summary)[3 : 3 + len(summary.lengths)], "below\nnope", *(["speed\nmemory"] * timed)]:
-        shown.add_column(column, justify="right", no_wrap=True)
+    columns = [*header(summary)[3 : 3 + len(summary.lengths)], "below\nnope", *(["speed\nmemory"] * timed)]
+    shown = NumberTable({"encoding\nslot, new parameters": 14}, columns, show_lines=True)
     for entry in summary.entries:
         name, slot, parameters, *rest = cells(summary, entry)
         numbers, costs = rest[: len(summary.lengths) + 1], rest[len(summary.lengths) + 1 :]
         stacked = [number.replace(" ±", "\n±") for number in numbers]
         costs = ["\n".join(cost.partition(" (")[0] for cost in costs)] if timed else []
         first = Text.assemble((name, "bold"), f"\n{slot}, {parameters}")
-        shown.add_row(first, *map(Text, (*stacked, *costs)))
+        shown.add_row(first, *stacked, *costs)
     notes = [Text(note, style="dim") for note in (*_marks(summary), *summary.notes)]
     return Group(Text("Position encodings, trained from scratch", style="bold"), shown, *notes)
 
@@ -260,6 +258,11 @@ def _or_none(value: float) -> float | None:
 
 def write(summary: Summary, folder: Path, curves: Mapping[str, Any] | None = None) -> tuple[Path, Path]:
     """Write `table.md` and `summary.json`.
+
+    Args:
+        summary: of all rows.
+        folder: to write to.
+        curves: see `to_dict`.
 
     Returns:
         their paths.

@@ -40,7 +40,14 @@ _WINDOWS_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class Prepared:
-    """A comparison with its texts and its output, checked before anything is trained."""
+    """A comparison with its texts and its output, checked before anything is trained.
+
+    Attributes:
+        comparison: what is compared.
+        data: the texts.
+        settings: what all rows of the output share.
+        results: the rows so far.
+    """
 
     comparison: Comparison
     data: Data
@@ -111,6 +118,13 @@ def compare(prepared: Prepared, say: Callable[[str], None] = lambda _: None, ret
 def run_one(prepared: Prepared, spec: str, seed: int, lengths: list[int], title: str) -> list[RunRow]:
     """Train one model, or go on where its training stopped, and measure it.
 
+    Args:
+        prepared: the comparison.
+        spec: the encoding as the description names it.
+        seed: of the weights and of the batches.
+        lengths: to measure at, in bytes.
+        title: what the progress bar says.
+
     Returns:
         a row per length.
     """
@@ -168,7 +182,13 @@ def run_one(prepared: Prepared, spec: str, seed: int, lengths: list[int], title:
 
 
 def build_patched(comparison: Comparison, scheme: Scheme, seed: int) -> tuple[nn.Module, list[nn.Parameter]]:
-    """The model of one run, and the parameters that the encoding brought."""
+    """The model of one run, and the parameters that the encoding brought.
+
+    Args:
+        comparison: says the size of the model.
+        scheme: to mount.
+        seed: of the weights.
+    """
     model = comparison.build(seed)
     own = {id(parameter) for parameter in model.parameters()}
     patch(model, scheme)
@@ -176,14 +196,28 @@ def build_patched(comparison: Comparison, scheme: Scheme, seed: int) -> tuple[nn
 
 
 def batch_at(comparison: Comparison, stream: torch.Tensor, seed: int, step: int) -> torch.Tensor:
-    """`(batch, L + 1)` on the device: a function of the seed and the step alone."""
+    """`(batch, L + 1)` on the device: a function of the seed and the step alone.
+
+    Args:
+        comparison: says the size of the batch.
+        stream: training text, `(bytes,)`.
+        seed, step: of the run, and the number of the step.
+    """
     random = torch.Generator().manual_seed(seed * 1_000_003 + step)
     return draw_crops(stream, comparison.context, comparison.batch_size, random).long().to(comparison.device)
 
 
 @torch.no_grad()
 def score(model: nn.Module, selection: Selection, length: int, targets: int, device: str) -> torch.Tensor:
-    """NLL of the last targets of every window, seen from a context of `length`: `(windows, targets)`."""
+    """NLL of the last targets of every window, seen from a context of `length`: `(windows, targets)`.
+
+    Args:
+        model: patched.
+        selection: the windows.
+        length: of the context, in bytes.
+        targets: how many are scored in each window.
+        device: of the model.
+    """
     model.eval()
     tokens = torch.stack([window.context(length) for window in selection.windows])
     parts = [part.to(device) for part in tokens.split(_WINDOWS_AT_ONCE)]
@@ -191,13 +225,23 @@ def score(model: nn.Module, selection: Selection, length: int, targets: int, dev
 
 
 def run_folder(output: Path, spec: str, seed: int) -> Path:
-    """Where one run keeps its log and, until it is finished, its state."""
+    """Where one run keeps its log and, until it is finished, its state.
+
+    Args:
+        output: folder of the comparison.
+        spec: the encoding as the description names it.
+        seed: of the run.
+    """
     readable = "".join(letter if letter.isalnum() else "_" for letter in spec)
     return output / "runs" / f"{readable}-{fingerprint({'encoding': spec})[:6]}" / f"seed_{seed}"
 
 
 def log_of(output: Path, spec: str, seed: int) -> list[dict[str, Any]]:
-    """The loss curve of one run: the rows of its log."""
+    """The loss curve of one run: the rows of its log.
+
+    Args:
+        output, spec, seed: see `run_folder`.
+    """
     return read_log(run_folder(output, spec, seed))
 
 

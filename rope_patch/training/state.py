@@ -7,7 +7,6 @@ processes may go on from it.
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.sharing import only_main
+from rope_patch.files import written_aside
 
 STATE = "state.pt"
 """Name of the file in the folder of a run."""
@@ -70,6 +70,11 @@ def restore(
 ) -> tuple[int, float]:
     """Load the state that was saved last, if there is one.
 
+    Args:
+        output: folder of the run.
+        model, optimizer: loaded in place.
+        data: where the run reads, if that has a place that must be found again.
+
     Returns:
         the steps that are over, and the seconds that they took.
 
@@ -106,13 +111,5 @@ def _foreign(path: Path) -> EvaluationError:
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:
-    aside = path.with_suffix(".tmp")
-    try:
-        with aside.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())  # or after a power failure the name is there and the content is not
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    os.replace(aside, path)
+    with written_aside(path, sole_writer=True, durable=True) as aside, aside.open("wb") as file:
+        torch.save(state, file)

@@ -29,6 +29,15 @@ LLAMA3 = {
 }
 
 
+def test_a_nested_truncate_means_nothing_as_in_transformers():
+    yarn = {**NATIVE["yarn"], "truncate": False}
+    sliding = {"rope_type": "default", "rope_theta": 10000.0}
+    model = build("gemma3", rope_parameters={"full_attention": yarn, "sliding_attention": sliding})
+    expected = logits(model, tokens())
+    with patch(model, native_scheme(model)):
+        assert torch.equal(logits(model, tokens()), expected)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_scheme_is_a_no_op_bit_for_bit(model):
     expected = logits(model, tokens(rows=2))

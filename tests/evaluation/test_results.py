@@ -72,7 +72,7 @@ def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch):
 
 
 def test_code_that_only_shows_is_no_part_of_the_fingerprint(tmp_path, monkeypatch):
-    showing = ("report.py", "sweep_report.py", "retrieval/report.py", "retrieval/chart.py", "cli/perplexity.py")
+    showing = ("report.py", "sweep_report.py", "figures.py", "retrieval/report.py", "retrieval/chart.py", "cli/plot.py")
     for name in ("perplexity.py", *showing):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x = 1")

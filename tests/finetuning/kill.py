@@ -41,7 +41,7 @@ def finetune(config: Path, output: Path) -> subprocess.Popen[bytes]:
 
 def kill_while_training(process: subprocess.Popen[bytes], folder: Path, choice: random.Random) -> str:
     """SIGKILL after a few more states, at any moment or in the middle of a save; "ended" where it was over before."""
-    state, aside = folder / STATE, (folder / STATE).with_suffix(".tmp")
+    state, aside = folder / STATE, folder / f"{STATE}.tmp"
     in_a_save, wanted, seen, last = choice.random() < 0.5, choice.randint(2, 6), 0, _time_of(state)
     while seen < wanted or (in_a_save and not aside.exists()):
         if process.poll() is not None:

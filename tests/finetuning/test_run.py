@@ -278,7 +278,7 @@ def test_an_encoder_with_a_decoder(words, tmp_path, capsys):
 
 def test_peft_is_missing(words, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "peft", None)
-    assert "method='lora' needs PEFT: pip install" in refused(words(method="lora"), capsys)
+    assert "method='lora' needs peft: pip install" in refused(words(method="lora"), capsys)
 
 
 def test_a_batch_that_cannot_be_divided(words, monkeypatch, capsys):

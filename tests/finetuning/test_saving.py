@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch import patch, unpatch
+from rope_patch.errors import MissingPackage
 from rope_patch.finetuning import saving
 from rope_patch.finetuning.experiment import run
 from rope_patch.patch import find_handle
@@ -144,7 +145,7 @@ def test_adapters_that_others_saved_leave_the_checkpoint_under_its_scheme(left, 
 def test_adapters_without_peft(left, monkeypatch):
     path, _ = left(ROTARY, method="lora")
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ImportError, match="need PEFT: pip install"):
+    with pytest.raises(MissingPackage, match=r"needs peft: pip install 'rope-patch\[finetune\]'"):
         rope_patch.from_pretrained(path)
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from rope_patch.plots import (
     save,
     wavelengths_of,
 )
-from rope_patch.plots.style import _spread, band_of, number, short_name
+from rope_patch.plots.style import band_of, number, short_name
 from rope_patch.sinusoids import sinusoidal_rows
 from rope_patch.typing import RotarySpec
 
@@ -99,14 +98,6 @@ def test_bins_hold_every_value_once():
     assert torch.equal(band.mean[:5], values[:5].double())  # near distances stand alone
     assert (band.distance.diff() > 0).all()
     assert band.distance[0] == 1
-
-
-def test_names_keep_their_distance_and_their_order():
-    for wanted in ([0.9, 0.5, 0.1], [0.5, 0.5, 0.5], [0.9, 0.52, 0.5, 0.48, 0.41]):
-        places = _spread(wanted, 0.1)
-        assert all(above - below >= 0.1 - 1e-9 for above, below in itertools.pairwise(places))
-        assert sum(places) == pytest.approx(sum(wanted))
-    assert _spread([0.9, 0.5], 0.1) == [0.9, 0.5]
 
 
 def test_numbers_and_names_to_read():

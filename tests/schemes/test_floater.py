@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rope_patch import FLOATER, InvalidField
+from rope_patch.errors import MissingPackage
 from rope_patch.schemes.base import Checkpoint
 from tests.definition import Definition, no_rotation
 from tests.schemes.entering import SHAPE, some_tokens, started, trained
@@ -120,7 +121,7 @@ def test_positions_stay_bounded_far_beyond_the_trained_length():
 
 def test_without_torchdiffeq_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchdiffeq", None)
-    with pytest.raises(ImportError, match="pip install torchdiffeq"):
+    with pytest.raises(MissingPackage, match="floater needs torchdiffeq: pip install torchdiffeq"):
         FLOATER().resolve(CHECKPOINT)
 
 

@@ -6,7 +6,6 @@ import io
 import json
 import math
 import warnings
-from itertools import pairwise
 
 import pytest
 from rich.console import Console
@@ -129,11 +128,3 @@ def test_one_encoding_that_failed_throughout(tmp_path):
     summary = report.summarise([row(nll=math.nan, failure="why")])
     assert chart.save(summary, tmp_path / "chart.png").is_file()
     assert "failed" in report.markdown(summary)
-
-
-def test_labels_are_spread_apart():
-    assert chart.spread_apart([0.1, 0.5], 0.1) == [0.1, 0.5]
-    assert chart.spread_apart([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
-    assert chart.spread_apart([0.0, 0.0, 1.0, 1.0], 0.1) == pytest.approx([0.0, 0.1, 0.9, 1.0])
-    many = chart.spread_apart([0.3, 0.31, 0.32, 0.45, 0.9], 0.1)
-    assert all(upper - lower >= 0.1 - 1e-9 for lower, upper in pairwise(many))

@@ -61,6 +61,12 @@ def protocol_for(
 ) -> Protocol[Any]:
     """The protocol that is asked for, or what `auto` means for a model.
 
+    Args:
+        language_model: the model that is scored.
+        request: what is asked for.
+        tokenizer: of the checkpoint.
+        training_length: L in tokens.
+
     Raises:
         EvaluationError: it is not for this model, or its settings are not for its tokenizer or training length.
     """

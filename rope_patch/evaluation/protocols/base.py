@@ -63,8 +63,8 @@ class Context:
     Position p is predicted by the first p tokens.
 
     Attributes:
-        prefix: the tokens in front of every text, such as the start of text.
-        text: the inputs that follow them and the token behind the last input.
+        prefix: the tokens in front of every text, such as the start of text, `(tokens,)`.
+        text: the inputs that follow them and the token behind the last input, `(tokens,)`.
         start, stop: the scored positions; `stop` is at most the number of inputs.
         spans: what is hidden of it from an encoder, for a model that has one, and then the context's `number`.
         number: of the context.
@@ -121,7 +121,12 @@ class Protocol(ABC, Generic[Chosen]):
 
     @abstractmethod
     def select(self, corpus: Iterable[Mapping[str, str]], tokenizer: Any) -> Chosen:
-        """Choose what is scored, once, for all lengths and schemes."""
+        """Choose what is scored, once, for all lengths and schemes.
+
+        Args:
+            corpus: rows with `name` and `text`.
+            tokenizer: of the checkpoint.
+        """
 
     @abstractmethod
     def cells(self) -> list[tuple[int, tuple[Cell, ...]]]:
@@ -129,13 +134,18 @@ class Protocol(ABC, Generic[Chosen]):
 
     @abstractmethod
     def contexts(self, chosen: Chosen, length: int) -> list[Context]:
-        """What is read at one length, in the order of the texts."""
+        """What is read at one length, in the order of the texts.
+
+        Args:
+            chosen: what `select` chose.
+            length: in tokens.
+        """
 
     def mean(self, losses: Sequence[torch.Tensor], cell: Cell) -> tuple[float, int]:
         """NLL of a cell, weighted by token, and the number of tokens in it.
 
         Args:
-            losses: -ln p of the scored positions of every context, float64.
+            losses: -ln p of the scored positions of every context, float64, `(scored,)` each.
             cell: of the pass.
         """
         scored = torch.cat(list(losses))
@@ -144,7 +154,11 @@ class Protocol(ABC, Generic[Chosen]):
     @staticmethod
     @abstractmethod
     def sentence(row: Row) -> str:
-        """What was scored, for the notes below a table."""
+        """What was scored, for the notes below a table.
+
+        Args:
+            row: one of those below the table, which agree in all that it says.
+        """
 
 
 def check_targets(targets: int, lengths: Sequence[int]) -> None:

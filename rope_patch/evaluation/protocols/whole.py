@@ -23,6 +23,11 @@ YARN_SCRIPT = "https://github.com/jquesnelle/yarn/blob/b1d7076cb31004a5ea1fced75
 def windows(count: int, width: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """Windows of at most `width` over `count` tokens, a stride apart, until one reaches the end.
 
+    Args:
+        count: tokens of the text.
+        width: tokens of a window at most.
+        stride: tokens from one window to the next.
+
     Yields:
         where a window begins, where it ends, and how many tokens no window before it had.
     """
@@ -65,7 +70,11 @@ class Sliding(Protocol[WholeTexts]):
             )
 
     def prefix_of(self, tokenizer: Any) -> torch.Tensor:
-        """What stands in front of every window."""
+        """The tokens in front of every window, `(tokens,)`.
+
+        Args:
+            tokenizer: of the checkpoint.
+        """
         return prefix_of(tokenizer)
 
     def width(self, length: int) -> int:

@@ -73,7 +73,13 @@ class Grid:
         return [row for depth in self.depths if (row := self.rows.get((line, length, depth)))]
 
     def mean(self, line: str, length: int, which: Callable[[RetrievalRow], bool] = lambda _: True) -> float:
-        """Mean accuracy over the depths that are meant, NaN where there is none."""
+        """Mean accuracy over the depths that are meant, NaN where there is none.
+
+        Args:
+            line: the scheme.
+            length: in tokens.
+            which: whether a row is meant; default all.
+        """
         return _mean([row.accuracy for row in self.column(line, length) if which(row)])
 
     def control(self, line: str, length: int) -> float:

@@ -55,6 +55,7 @@ def alibi_attention_forward(
         start: slot of the first query among the keys.
         shared: what the layers of this forward have in common.
         **kwargs: of other attention functions; nothing here depends on them.
+        query, key, value: see Shape.
 
     Shape:
         query, key and value `(batch, heads, q_len or kv_len, head_dim)`; returns `(batch, q_len, heads, head_dim)`, and

@@ -38,6 +38,10 @@ class BaichuanConfig(PreTrainedConfig):
         gradient_checkpointing: found in published configs as `[false]`, and ignored in that form.
         fused_qkv: whether attention keeps `W_pack` as one module, instead of `q_proj`, `k_proj` and `v_proj`; files are
             the same either way.
+        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, hidden_act: as in
+            `LlamaConfig`.
+        initializer_range, rms_norm_eps, use_cache, tie_word_embeddings, rope_parameters: as in `LlamaConfig`.
+        pad_token_id, bos_token_id, eos_token_id: as in `LlamaConfig`; 0, 1 and 2 by default.
 
     Raises:
         InvalidField: for a position kind that there is not.

@@ -46,7 +46,12 @@ register_checkpoint_conversion_mapping(
 
 
 class BaichuanAttention(nn.Module):
-    """Self-attention with rotated queries and keys, through the attention interface of Transformers."""
+    """Self-attention with rotated queries and keys, through the attention interface of Transformers.
+
+    Args:
+        config: of the model.
+        layer_idx: the place of the layer in the stack and in the cache.
+    """
 
     def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
         super().__init__()
@@ -127,7 +132,12 @@ class BaichuanAlibiAttention(BaichuanAttention):
 
 
 class BaichuanDecoderLayer(LlamaDecoderLayer):
-    """Llama's layer around the attention of this kind."""
+    """Llama's layer around the attention of this kind.
+
+    Args:
+        config: of the model.
+        layer_idx: the place of the layer in the stack and in the cache.
+    """
 
     def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -136,7 +146,11 @@ class BaichuanDecoderLayer(LlamaDecoderLayer):
 
 
 class BaichuanPreTrainedModel(PreTrainedModel):
-    """What Transformers must know of both models."""
+    """What Transformers must know of both models.
+
+    Attributes:
+        config: of the checkpoint.
+    """
 
     config: BaichuanConfig
     config_class = BaichuanConfig
@@ -190,6 +204,15 @@ class BaichuanModel(BaichuanPreTrainedModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states `(batch, length, hidden)` of tokens `(batch, length)` or of their embeddings.
+
+        Args:
+            input_ids: tokens, `(batch, length)`.
+            attention_mask: `(batch, keys)`, 1 on tokens and 0 on pads; default no pads.
+            position_ids: `(batch or 1, length)`; default from 0, or from where the cache ends.
+            past_key_values: the cache; default a new one where `use_cache` says so.
+            inputs_embeds: embeddings in place of tokens, `(batch, length, hidden)`.
+            use_cache: whether to keep keys and values; default by the config.
+            **kwargs: passed on to the layers.
 
         Raises:
             ValueError: unless exactly one of tokens and embeddings is given.
@@ -253,7 +276,11 @@ class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
     forward = LlamaForCausalLM.forward
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Put another head in place; the plain one that resizing the vocabulary makes stays normalised."""
+        """Put another head in place; the plain one that resizing the vocabulary makes stays normalised.
+
+        Args:
+            new_embeddings: the head.
+        """
         if self.config.normalizes_head and type(new_embeddings) is nn.Linear:
             head = NormHead(new_embeddings.in_features, new_embeddings.out_features, bias=False, device="meta")
             head.weight = new_embeddings.weight
@@ -262,6 +289,10 @@ class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
 
     def loss_function(self, logits: torch.Tensor, labels: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
         """Cross-entropy, plus `z_loss_weight` times the mean squared largest logit of every predicting position.
+
+        Args:
+            logits, labels: see Shape.
+            **kwargs: passed on to the loss of Transformers.
 
         Shape:
             logits `(batch, length, vocabulary)`, labels `(batch, length)`.

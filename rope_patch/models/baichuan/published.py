@@ -34,6 +34,9 @@ def published_remote_code(module: nn.Module) -> str | None:
     That code takes its positions from tables of its own, outside the attention interface of Transformers, so no scheme
     can be mounted on it.
 
+    Args:
+        module: a model of Transformers.
+
     Returns:
         a sentence for the user; None for any other model.
     """

@@ -79,7 +79,11 @@ class BaichuanTokenizer(SentencePieceBackend):
         return [text] if text in self._roles else super()._tokenize(text, **kwargs)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """Text of pieces: bytes become characters again, and special tokens stand as they are."""
+        """Text of pieces: bytes become characters again, and special tokens stand as they are.
+
+        Args:
+            tokens: the pieces.
+        """
         verbatim = {*self.all_special_tokens, *self._added_tokens_encoder, *self._roles}
         text = ""
         run: list[str] = []
@@ -93,14 +97,24 @@ class BaichuanTokenizer(SentencePieceBackend):
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """One text or two, each between the bos and the eos that are asked for."""
+        """One text or two, each between the bos and the eos that are asked for.
+
+        Args:
+            token_ids_0, token_ids_1: ids of the first and of the second text; default one text.
+        """
         before, after = self._frame(self.bos_token_id, self.eos_token_id)
         return [token for ids in (token_ids_0, token_ids_1) if ids is not None for token in (*before, *ids, *after)]
 
     def get_special_tokens_mask(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None, already_has_special_tokens: bool = False
     ) -> list[int]:
-        """1 where `build_inputs_with_special_tokens` adds a token, else 0."""
+        """1 where `build_inputs_with_special_tokens` adds a token, else 0.
+
+        Args:
+            token_ids_0, token_ids_1: ids of the first and of the second text; default one text.
+            already_has_special_tokens: whether the ids have them, so that they are looked for instead; False by
+                default.
+        """
         if already_has_special_tokens:
             return super().get_special_tokens_mask(token_ids_0, token_ids_1, already_has_special_tokens=True)
         before, after = self._frame(1, 1)
@@ -112,7 +126,12 @@ class BaichuanTokenizer(SentencePieceBackend):
         return [before] * self.add_bos_token, [after] * self.add_eos_token
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> tuple[str, ...]:
-        """As every tokenizer, and with `add_bos_token` and `add_eos_token`, which Transformers leaves out."""
+        """As every tokenizer, and with `add_bos_token` and `add_eos_token`, which Transformers leaves out.
+
+        Args:
+            save_directory: the folder.
+            *args, **kwargs: as every tokenizer takes them.
+        """
         files = super().save_pretrained(save_directory, *args, **kwargs)
         for file in map(Path, files):
             if file.name.endswith("tokenizer_config.json"):

@@ -1,0 +1,56 @@
+"""Pages of the site that are files of the repository, and links out of `docs/`.
+
+The change log and its neighbours are written once, in the root of the repository, and shown here. A link to a file that
+the site does not have becomes the name of that file, as code: the reader has the repository, the site has no address.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SHOWN = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
+"""Files in the root of the repository, and the pages they are."""
+
+_CODE = r"(?P<code>^ *(?P<fence>`{3,}|~{3,}).*?^ *(?P=fence) *$|`[^`\n]+`)"
+_LINK = r"(?P<image>!?)\[(?P<text>(?:[^\]\\]|\\.)*)\]\((?P<target>[^)\s]+)\)"
+_CODE_OR_LINK = re.compile(f"{_CODE}|{_LINK}", re.MULTILINE | re.DOTALL)
+_ELSEWHERE = re.compile(r"[a-z]+:|#")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that lie outside `docs/`."""
+    for name, page in SHOWN.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let every link lead to a page of the site, or say which file is meant."""
+    uri = page.file.src_uri
+    source = next((name for name, shown in SHOWN.items() if shown == uri), f"docs/{uri}")
+
+    def repaired(match: re.Match[str]) -> str:
+        return (
+            match[0] if match["code"] or _ELSEWHERE.match(match["target"]) else _within_site(match, source, uri, files)
+        )
+
+    return _CODE_OR_LINK.sub(repaired, markdown)
+
+
+def _within_site(match: re.Match[str], source: str, uri: str, files: Files) -> str:
+    target, hash_sign, anchor = match["target"].partition("#")
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+    shown = SHOWN.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
+    if shown is not None and files.get_file_from_path(shown) is not None:
+        there = posixpath.relpath(shown, posixpath.dirname(uri) or ".")
+        return f"{match['image']}[{match['text']}]({there}{hash_sign}{anchor})"
+    said = match["text"].strip("`")
+    return f"`{path}`" if path.endswith(said) else f"{match['text']} (`{path}`)"

@@ -1,0 +1,196 @@
+"""The documentation without building it: pages, links, the reference, and the code in the pages."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+import rope_patch
+from rope_patch import list_schemes
+from rope_patch.schemes import scheme_class
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SITE = yaml.compose((ROOT / "mkdocs.yml").read_text())
+PAGES = sorted(path for path in DOCS.rglob("*.md") if "results" not in path.parts)
+FILES = [*sorted(ROOT.glob("*.md")), *PAGES, *sorted((ROOT / "notebooks").glob("*.md"))]
+GUIDES = [ROOT / "README.md", DOCS / "tutorial.md", *sorted((DOCS / "how-to").glob("*.md"))]
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[(?:[^\]\\]|\\.)*\]\(([^)\s]+)\)")
+DIRECTIVE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def prose(path: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"`[^`\n]+`", "", FENCE.sub("", path.read_text()))
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """The names of its headings in links."""
+    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    slugs = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+    schemes = {identifier.rpartition(".")[2] for identifier in DIRECTIVE.findall(path.read_text())}
+    return slugs | {name for name in list_schemes() if scheme_class(name).__name__ in schemes}  # headings of a hook
+
+
+def python_blocks(path: Path) -> list[str]:
+    return [code for language, code in FENCE.findall(path.read_text()) if language == "python"]
+
+
+def in_navigation(node: Any) -> list[str]:
+    if isinstance(node, str):
+        return [node]
+    inner = node.values() if isinstance(node, dict) else node
+    return [page for part in inner for page in in_navigation(part)]
+
+
+def hook(name: str) -> ModuleType:
+    """A hook of the site, as MkDocs loads it."""
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location(name, DOCS / "hooks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def navigation() -> list[str]:
+    # the rest of the file has tags of MkDocs, which the safe loader does not know
+    nav = next(value for key, value in SITE.value if key.value == "nav")
+    return in_navigation(yaml.safe_load(yaml.serialize(nav)))
+
+
+def test_every_page_is_in_the_navigation_once():
+    shown = hook("repository").SHOWN
+    assert all((ROOT / name).is_file() for name in shown)
+    pages = [path.relative_to(DOCS).as_posix() for path in PAGES]
+    assert sorted(navigation()) == sorted([*pages, *shown.values()])
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_every_link_leads_somewhere(path):
+    shown = {page: name for name, page in hook("repository").SHOWN.items()}
+    for link in LINK.findall(prose(path)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        there = (path.parent / target).resolve() if target else path
+        if not there.exists() and there.is_relative_to(DOCS):
+            there = ROOT / shown.get(there.relative_to(DOCS).as_posix(), target)
+        assert there.exists(), f"{relative(path)} links to {link}"
+        assert not anchor or anchor in anchors(there), f"{relative(path)} links to {link}: no such heading"
+
+
+def test_links_that_leave_the_site_become_names_of_files():
+    repository = hook("repository")
+    there = ("tutorial.md", "contributing.md", "images/a.png")
+    files = SimpleNamespace(get_file_from_path=lambda path: path if path in there else None)
+
+    def linked(text, uri="how-to/x.md"):
+        return repository.on_page_markdown(text, SimpleNamespace(file=SimpleNamespace(src_uri=uri)), None, files)
+
+    assert linked("[a](../tutorial.md#b)") == "[a](../tutorial.md#b)"
+    assert linked("[a](https://b/c.md)") == "[a](https://b/c.md)"
+    assert linked("[a](#b)") == "[a](#b)"
+    assert linked("[a](../../CONTRIBUTING.md)") == "[a](../contributing.md)"
+    assert linked("[recipes/a.py](../../recipes/a.py)") == "`recipes/a.py`"
+    assert linked("[the recipe](../../recipes/a.py)") == "the recipe (`recipes/a.py`)"
+    assert linked("![a](docs/images/a.png)", "contributing.md") == "![a](images/a.png)"
+    code = "```\n[a](../../b.py)\n```\nand `[a](../../b.py)`"
+    assert linked(code) == code
+
+
+@cache
+def documented() -> list[str]:
+    """What the reference is made of, by full name."""
+    return [name for path in sorted((DOCS / "reference").rglob("*.md")) for name in DIRECTIVE.findall(path.read_text())]
+
+
+@pytest.mark.parametrize("identifier", documented())
+def test_the_reference_names_what_there_is(identifier):
+    module, _, name = identifier.rpartition(".")
+    found = importlib.util.find_spec(identifier) if module == "rope_patch" else None
+    found = found or getattr(importlib.import_module(module), name, None) or importlib.util.find_spec(identifier)
+    assert found is not None
+    assert documented().count(identifier) == 1
+
+
+@pytest.mark.parametrize("name", list_schemes())
+def test_every_scheme_is_in_the_reference_under_its_slot(name):
+    cls = scheme_class(name)
+    identifier = f"{cls.__module__}.{cls.__name__}"
+    pages = {path.stem for path in (DOCS / "reference" / "schemes").glob("*.md") if identifier in path.read_text()}
+    assert len(pages) == 1
+    entry = hook_schemes()[identifier]
+    assert pages <= set(entry["slots"])
+
+
+@cache
+def hook_schemes() -> dict[str, Any]:
+    sys.path.insert(0, str(DOCS / "hooks"))
+    try:
+        return hook("schemes").schemes()
+    finally:
+        sys.path.remove(str(DOCS / "hooks"))
+
+
+@pytest.mark.parametrize("name", rope_patch.__all__)
+def test_every_public_name_is_in_the_reference(name):
+    value = getattr(rope_patch, name)
+    if isinstance(value, str):
+        assert f"`rope_patch.{name}`" in (DOCS / "reference" / "patch.md").read_text()
+    else:
+        assert {f"{value.__module__}.{name}", value.__module__} & set(documented())
+
+
+def test_the_reference_has_the_help_of_every_command():
+    helps = hook("commands").helps()
+    assert {"rope-patch", "rope-patch perplexity", "rope-patch finetune"} <= helps.keys()
+    assert all(said.lower().startswith(f"usage: {name}") and "\x1b" not in said for name, said in helps.items())
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=relative)
+def test_python_in_the_guides_compiles(path):
+    for code in python_blocks(path):
+        ast.parse(code)
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_in_order(tmp_path):
+    for name in ("LICENSE", "recipes"):  # it writes to `runs`, which the repository may have filled
+        (tmp_path / name).symlink_to(ROOT / name)
+    code = "\n".join(python_blocks(DOCS / "tutorial.md"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "did you mean 'yarn'?" in done.stdout
+    assert (tmp_path / "runs" / "tutorial" / "long" / "config.json").is_file()
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == rope_patch.__version__
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["license"] == "Apache-2.0"
