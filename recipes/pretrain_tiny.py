@@ -11,20 +11,21 @@ back is worth something and retrieval can be measured.
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
-from matplotlib.figure import Figure
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from rope_patch.cli.common import run_recipe
+from rope_patch.evaluation import figures
 from rope_patch.evaluation.corpora import standard_library
+from rope_patch.evaluation.description import read_yaml
 from rope_patch.training.loop import (
     Diverged,
     Schedule,
@@ -52,10 +53,8 @@ class Config(Schedule):
     packages: bool = False  # train on the source of the installed packages, too
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    config = Config(**yaml.safe_load(parser.parse_args().config.read_text()))
+def main(path: str) -> None:
+    config = read_yaml(Config, path)
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
 
@@ -194,7 +193,9 @@ def draw_loss_curve(output: Path) -> None:
     ordered = read_log(output)
     lines = (json.dumps(row) for row in ordered)
     (output / "checkpoint" / "training_log.jsonl").write_text("\n".join(lines) + "\n")
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    if not figures.can_draw(print):
+        return
+    figure = figures.blank(7, 3.2, layout="constrained")
     axes = figure.add_subplot()
     tokens = [row["tokens"] / 1e6 for row in ordered]
     axes.plot(tokens, [row["held_out_nll"] for row in ordered], color="#0072b2", label="held-out modules")
@@ -202,8 +203,8 @@ def draw_loss_curve(output: Path) -> None:
     axes.set(xlabel="tokens seen, millions", ylabel="NLL, nats per token")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(output / "checkpoint" / "loss.png", dpi=120)
+    figures.save(figure, output / "checkpoint" / "loss.png", dpi=120)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_recipe(__doc__, main))

@@ -8,16 +8,17 @@ with sentinels for hidden spans.
 
 from __future__ import annotations
 
-import argparse
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
 from pretrain_tiny import pretrain, tokenise
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
+from rope_patch.cli.common import run_recipe
 from rope_patch.evaluation.corpora import standard_library
+from rope_patch.evaluation.description import read_yaml
 from rope_patch.evaluation.span_corruption import corrupt, draw_spans, sentinels_of
 from rope_patch.training.loop import Schedule
 
@@ -35,10 +36,8 @@ class Config(Schedule):
     head_dim: int
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    config = Config(**yaml.safe_load(parser.parse_args().config.read_text()))
+def main(path: str) -> None:
+    config = read_yaml(Config, path)
     Path(config.output).mkdir(parents=True, exist_ok=True)
 
     tokenizer = make_tokenizer(config)
@@ -117,4 +116,4 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_recipe(__doc__, main))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.measure import Measurement
@@ -19,6 +20,26 @@ from rope_patch.evaluation.results import Row
 from rope_patch.evaluation.specs import CUT, PLAIN
 
 _NAMES = {PLAIN: "plain checkpoint", CUT: "attention cut at L"}
+
+
+def check_shared(what: str, measured: Sequence[Any], fields: Mapping[str, str] | Sequence[str]) -> None:
+    """Refuse to show together what was not measured alike.
+
+    Args:
+        what: is shown, as a plural.
+        measured: rows, or whatever has the fields.
+        fields: that have to be the same in all of them; of a mapping its values are what the fields are called.
+
+    Raises:
+        EvaluationError: there is nothing, or a field differs.
+    """
+    if not measured:
+        raise EvaluationError(f"there are no {what} to show")
+    names = fields if isinstance(fields, Mapping) else dict(zip(fields, fields, strict=True))
+    for field, name in names.items():
+        values = sorted({str(getattr(each, field)) for each in measured})
+        if len(values) > 1:
+            raise EvaluationError(f"{what} of different {name} cannot share a table or a picture: {', '.join(values)}")
 
 
 @dataclass(frozen=True)
@@ -40,20 +61,11 @@ class Grid:
         """Arrange rows.
 
         Raises:
-            EvaluationError: when there are none, or they differ in what must be the same in one table or chart.
+            EvaluationError: see `check_shared`.
         """
-        if not rows:
-            raise EvaluationError("there are no rows to show")
-        for field in ("protocol", "model", "weights", "texts", "dtype"):
-            values = sorted({str(getattr(row, field)) for row in rows})
-            if len(values) > 1:
-                raise EvaluationError(f"rows of different {field} cannot share a table or a chart: {', '.join(values)}")
-        protocol = PROTOCOLS[rows[0].protocol]
-        values = sorted({str(row.targets) for row in rows})
-        if protocol.shared_targets and len(values) > 1:
-            raise EvaluationError(
-                f"rows of different {protocol.shared_targets} cannot share a table or a chart: {', '.join(values)}"
-            )
+        check_shared("rows", rows, ("protocol", "model", "weights", "texts", "dtype"))
+        if name_of_targets := PROTOCOLS[rows[0].protocol].shared_targets:
+            check_shared("rows", rows, {"targets": name_of_targets})
         return cls(
             lines=tuple(dict.fromkeys(row.line for row in rows)),
             lengths=tuple(sorted({row.length for row in rows})),

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console, Group
 from rich.text import Text
 
-from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.report import NumberTable, cell, display_name, length_header
+from rope_patch.evaluation.report import NumberTable, cell, check_shared, display_name, length_header
 from rope_patch.evaluation.specs import REFERENCES
 from rope_patch.finetuning.history import Point
 
@@ -35,13 +34,9 @@ class Story:
         """Arrange points.
 
         Raises:
-            EvaluationError: there are none, or they were not measured on the same targets.
+            EvaluationError: see `check_shared`.
         """
-        if not points:
-            raise EvaluationError("there are no points to show")
-        for field in ("training_length", "scored_tokens", "documents"):
-            if len({getattr(point, field) for point in points}) > 1:
-                raise EvaluationError(f"points of different {field} cannot share a table or a chart")
+        check_shared("points", points, ("training_length", "scored_tokens", "documents"))
         specs = [spec for spec in REFERENCES if any(point.scheme == spec for point in points)]
         specs += [spec for spec in dict.fromkeys(point.scheme for point in points) if spec not in specs]
         ordered = [p for spec in specs for p in sorted(points, key=lambda point: point.step) if p.scheme == spec]

@@ -13,8 +13,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.report import NumberTable
+from rope_patch.evaluation.report import NumberTable, check_shared
 from rope_patch.training.costs import YARDSTICK
 from rope_patch.training.records import CostRow, RunRow
 
@@ -89,12 +88,9 @@ def summarise(rows: Sequence[RunRow], costs: Sequence[CostRow] = ()) -> Summary:
     """Mean and spread over the seeds of every encoding and length.
 
     Raises:
-        EvaluationError: there are no rows, or rows of different settings.
+        EvaluationError: see `check_shared`.
     """
-    if not rows:
-        raise EvaluationError("there are no rows to show")
-    if len({row.settings for row in rows}) > 1:
-        raise EvaluationError("rows of different settings cannot share a table or a chart")
+    check_shared("rows", rows, ["settings"])
     lengths = tuple(sorted({row.length for row in rows}))
     training_length = rows[0].training_length
     by_encoding: dict[str, list[RunRow]] = {}

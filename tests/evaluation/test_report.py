@@ -80,7 +80,7 @@ def test_rows_that_cannot_be_compared_are_not_shown_together(show, field):
 @pytest.mark.parametrize(("protocol", "what"), [("last", "targets"), ("sliding", "stride"), ("yarn_compat", "stride")])
 @pytest.mark.parametrize("show", [report.table, chart.figure])
 def test_rows_of_another_stride_or_number_of_targets_are_not_shown_together(show, protocol, what):
-    with pytest.raises(EvaluationError, match=f"rows of different {what} cannot share a table or a chart: 128, 256"):
+    with pytest.raises(EvaluationError, match=f"rows of different {what} cannot share a table or a picture: 128, 256"):
         show([row(protocol=protocol, targets=128), row(protocol=protocol, targets=256, length=512)])
 
 

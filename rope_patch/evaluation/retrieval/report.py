@@ -11,11 +11,9 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.report import NumberTable, display_name, length_header
+from rope_patch.evaluation.report import NumberTable, check_shared, display_name, length_header
 from rope_patch.evaluation.retrieval.rows import RetrievalRow
 from rope_patch.evaluation.specs import PLAIN
-
-_SHARED = ("task", "model", "weights", "trials", "span", "seed", "dtype")
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,9 @@ class Grid:
         """Arrange rows.
 
         Raises:
-            EvaluationError: when there are none, or they differ in what must be the same in one table or picture.
+            EvaluationError: see `check_shared`; also where other prompts were asked at the same place.
         """
-        if not rows:
-            raise EvaluationError("there are no rows to show")
-        for field in _SHARED:
-            values = sorted({str(getattr(row, field)) for row in rows})
-            if len(values) > 1:
-                raise EvaluationError(
-                    f"rows of different {field} cannot share a table or a picture: {', '.join(values)}"
-                )
+        check_shared("rows", rows, ("task", "model", "weights", "trials", "span", "seed", "dtype"))
         asked: dict[tuple[int, float], str] = {}
         for row in rows:
             if asked.setdefault((row.length, row.depth), row.prompts) != row.prompts:
