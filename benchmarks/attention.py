@@ -16,8 +16,8 @@ from benchmarks.dense import two_matrices
 from rope_patch.attention import engine
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
 from rope_patch.attention.spans import Span
-from rope_patch.schemes.base import Checkpoint
 from rope_patch.schemes.registry import as_scheme
+from rope_patch.schemes.slots import Checkpoint
 from rope_patch.schemes.t5 import T5Bias
 
 _DCA_CHUNK = 2048

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from benchmarks.results import Point, ResultFile
+from rope_patch.evaluation import figures
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart
 _STYLES: tuple[dict[str, Any], ...] = (
@@ -23,17 +23,14 @@ _INK, _FAINT = "#222222", "#777777"
 
 def save(results: ResultFile, path: Path) -> Path:
     """Draw `figure(results)` into a PNG."""
-    drawn = figure(results)
-    FigureCanvasAgg(drawn)
     path.parent.mkdir(parents=True, exist_ok=True)
-    drawn.savefig(path, dpi=160, format="png")
-    return path
+    return figures.save(figure(results), path)
 
 
 def figure(results: ResultFile) -> Figure:
     """Two panels, both logarithmic in both directions: time, and memory beyond the inputs."""
     points = results.points
-    drawn = Figure(figsize=(11.0, 4.9), facecolor="white")
+    drawn = figures.blank(11.0, 4.9)
     left, right = drawn.subplots(1, 2)
     drawn.subplots_adjust(left=0.075, right=0.985, top=0.82, bottom=0.12, wspace=0.24)
     _panel(left, points, "time of one call", lambda point: point.seconds, _seconds)

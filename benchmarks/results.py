@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from benchmarks.comparison import Comparison, Shape
 from rope_patch.evaluation.results import provenance
+from rope_patch.files import written_aside
 
 SCHEMA = 1
 """Raised when the meaning of a field changes; a file of another schema is never added to."""
@@ -228,13 +228,8 @@ class ResultFile:
             "growth": [dataclasses.asdict(point) for point in self.points],
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_suffix(".part")
-        with aside.open("w") as file:
-            json.dump(content, file, indent=1, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(self.path)
+        with written_aside(self.path, sole_writer=True, durable=True) as aside:
+            aside.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def _now() -> str:

@@ -72,8 +72,8 @@ class Changes:
             current = getattr(target, name, None) if isinstance(value, torch.Tensor) else None
             if isinstance(current, torch.Tensor) and current.is_meta and hasattr(target, "_hf_hook"):
                 raise UnsupportedModel(
-                    f"{type(target).__name__}.{name} was offloaded while it was patched, and its files hold the patched "
-                    "one; call accelerate.hooks.remove_hook_from_submodules(model) first"
+                    f"{type(target).__name__}.{name} was offloaded while it was patched, and what was set aside is the "
+                    "patched one; call accelerate.hooks.remove_hook_from_submodules(model) first"
                 )
         while self._log:
             target, name, existed, value = self._log.pop()

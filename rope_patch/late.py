@@ -15,7 +15,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -33,7 +33,9 @@ from rope_patch.models.base import AttentionLayer, RotaryTables
 from rope_patch.parameters import LearnedWeights
 from rope_patch.positions import key_positions, query_start
 from rope_patch.rotary import RotaryLayout, rotation_tables
-from rope_patch.schemes.base import Region, Scheme
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.slots import Region
+from rope_patch.shared_tables import SharedTables
 from rope_patch.typing import Frequencies, PositionMap
 
 IMPLEMENTATION = "rope_patch"
@@ -53,62 +55,6 @@ def _forget_unused(name: str) -> None:
         # counted by looking: a set of weak references still has the length it had before its members died
         if not list(_users) and name in ALL_ATTENTION_FUNCTIONS._local_mapping:
             del ALL_ATTENTION_FUNCTIONS[name]
-
-
-@dataclass
-class SharedTables(threading.local):
-    """What the layers of one stack compute once per forward: key positions, rotation tables, spans.
-
-    Each thread has its own, so that several may read one model. The memory lasts from one forward of the stack to the
-    next, and only for the very tensor of positions it was computed from. While compiling it is not used: the compiler
-    shares equal expressions itself.
-
-    Attributes:
-        position_ids: of the forward under way, `(batch or 1, length)`; None before the first.
-        memory: what was computed from them.
-        scratches: the memory that is overwritten, see `scratch`; of any shape.
-    """
-
-    position_ids: torch.Tensor | None = None
-    memory: dict[Any, Any] = field(default_factory=dict)
-    scratches: dict[Any, torch.Tensor] = field(default_factory=dict)
-
-    def forget(self) -> None:
-        """Start a forward."""
-        self.position_ids, self.memory = None, {}
-
-    def once(self, position_ids: torch.Tensor, key: Any, compute: Callable[[], Any]) -> Any:
-        """`compute()`, or what it returned for this key and these positions before.
-
-        Args:
-            position_ids: of this forward, `(batch or 1, length)`.
-            key: tells what is computed from what else is.
-            compute: called where nothing is known.
-        """
-        if torch.compiler.is_compiling():
-            return compute()
-        if self.position_ids is not position_ids:
-            self.position_ids, self.memory = position_ids, {}
-        if key not in self.memory:
-            self.memory[key] = compute()
-        return self.memory[key]
-
-    def scratch(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory of the shape of `like` to be overwritten by the next layer.
-
-        A fresh temporary of some megabytes is mapped and faulted in at every step, which costs more than filling it.
-        """
-        key = (like.shape, like.dtype, like.device)
-        if key not in self.scratches:
-            self.scratches = {key: torch.empty_like(like, memory_format=torch.contiguous_format)}
-        return self.scratches[key]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedTables:
-        copied = memo[id(self)] = SharedTables()
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"position_ids": None, "memory": {}, "scratches": {}}
 
 
 @dataclass(eq=False)

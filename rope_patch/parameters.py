@@ -12,7 +12,8 @@ from torch import nn
 from rope_patch.changes import Changes
 from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.probe import device_of, measure_heads
-from rope_patch.schemes.base import ModelShape, Scheme
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.slots import ModelShape
 
 NAME = "rope_patch"
 """Under this name the holder stands on each attention module, and on the stack for what all layers share."""

@@ -110,7 +110,7 @@ def patch(
         raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}; unpatch it before applying {scheme}")
     if (record := find_record(model)) is not None and "positions" in record:
         raise AlreadyPatched(
-            f"{type(model).__name__} was saved with the table of {record['scheme']['name']}; `repatch` takes it up"
+            f"{type(model).__name__} was saved with the table of {record.get('scheme')}; `repatch` takes it up"
         )
     mounted = tuple((stack, plan_mounts(scheme, stack, mount)) for stack in read_stacks(model))
     changes = Changes()
@@ -161,7 +161,8 @@ def find_record(model: Any) -> dict[str, Any] | None:
     """What the config of a model says of the scheme under which it was patched or saved."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     configs = (vars(module).get("config") for module in modules)
-    return next((found for config in configs if (found := getattr(config, "rope_patch", None))), None)
+    records = (getattr(config, "rope_patch", None) for config in configs)
+    return next((record for record in records if record and isinstance(record, dict)), None)
 
 
 def _take_back(mounted: tuple[tuple[Stack, Plan], ...], changes: Changes) -> None:

@@ -17,7 +17,8 @@ from rope_patch.attention.masks import read_mask, tokens_of
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.late import LateCall
 from rope_patch.positions import Identity
-from rope_patch.schemes.base import ALL_PAIRS, Region, Scheme
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.typing import Weights
 
 

@@ -109,6 +109,7 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
     nested = not getattr(config, "rope_parameters", None) and isinstance(raw.get("text_config"), dict)
     text = config.text_config if nested else config
     record = raw.get(_RECORD) or (raw["text_config"].get(_RECORD) if nested else None)
+    record = record if isinstance(record, dict) else None
     chosen = _scheme(folder, scheme, record)
     spelled = scheme if isinstance(scheme, str) else str(chosen)
     if record is not None and "rope_parameters" in record:
@@ -212,7 +213,7 @@ def _check_readable(folder: Path, raw: dict[str, Any]) -> None:
 
 
 def _scheme(folder: Path, asked: str | Scheme | None, record: dict[str, Any] | None) -> Scheme:
-    saved = None if record is None else scheme_from_dict(record["scheme"])
+    saved = None if record is None else scheme_from_dict(record.get("scheme", {}))
     if asked is None:
         if saved is None:
             raise NotExpressible(

@@ -16,7 +16,7 @@ from rope_patch.attention.inputs import AttentionInputs, AttentionMode, wide
 from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.segmented import merge
 from rope_patch.attention.tiles import Tile
-from rope_patch.schemes.base import Region
+from rope_patch.schemes.slots import Region
 
 QueryOf = Callable[[Region], torch.Tensor]
 KeyOf = Callable[[Region, "slice | torch.Tensor | None"], torch.Tensor]

@@ -9,7 +9,7 @@ import torch
 from rope_patch.attention import chunked, decay, decode, dense, oracle, segmented
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
 from rope_patch.attention.spans import Span
-from rope_patch.schemes.base import ALL_PAIRS, Region
+from rope_patch.schemes.slots import ALL_PAIRS, Region
 
 SMALL = 2**18
 """Below this many pairs a row, one dense block is faster than many tiles."""

@@ -9,7 +9,8 @@ from typing import Literal
 
 import torch
 
-from rope_patch.schemes.base import Pairs, Region, Scheme
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.slots import Pairs, Region
 from rope_patch.typing import Weights
 
 AttentionMode = Literal["auto", "oracle", "chunked", "segmented"]

@@ -13,7 +13,7 @@ from rope_patch.attention.bias import DiagonalTerm, TileBias
 from rope_patch.attention.inputs import wide
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tiles import Tile, in_rows, tiles_of
-from rope_patch.schemes.base import Region
+from rope_patch.schemes.slots import Region
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

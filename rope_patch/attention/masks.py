@@ -33,7 +33,7 @@ def as_mask_argument(groups: torch.Tensor) -> torch.Tensor:
 
 
 def tokens_of(mask: torch.Tensor | None, groups: torch.Tensor | None) -> torch.Tensor | None:
-    """Which keys are no pads, `(batch or 1, kv_len)`: those that the last query of a row can see.
+    """Which keys are no pads, `(batch or 1, kv_len)`: those that some query of the row can see.
 
     Args:
         mask, groups: what `read_mask` returns.
@@ -45,8 +45,8 @@ def tokens_of(mask: torch.Tensor | None, groups: torch.Tensor | None) -> torch.T
         return groups != PAD
     if mask is None:
         return None
-    last = mask[:, 0, -1]
-    return last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+    seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
+    return seen.any(dim=-2)  # the last query alone sees nothing of the documents before its own
 
 
 def read_mask(

@@ -20,7 +20,7 @@ from rope_patch.attention.inputs import AttentionInputs, Branch
 from rope_patch.attention.kernels import Biased, kernel_for
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tiles import Tile
-from rope_patch.schemes.base import ALL_PAIRS, Region
+from rope_patch.schemes.slots import ALL_PAIRS, Region
 
 
 def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:

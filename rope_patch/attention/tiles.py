@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from rope_patch.schemes.base import Region
+from rope_patch.schemes.slots import Region
 
 
 @dataclass(frozen=True)

@@ -193,17 +193,10 @@ def _draw_table(legend: Any, chart: Any, grid: Grid, styles: dict[str, dict[str,
     """One row per line, worst on top as at the right edge of the chart, and a thread from each line to its row."""
     from matplotlib.patches import ConnectionPatch
 
-    legend.set_xlim(0, 1)
-    legend.set_ylim(0, 1)
-    legend.axis("off")
     training_length = grid.any.training_length
-    columns = [0.48 + 0.52 * (i + 1) / len(grid.lengths) for i in range(len(grid.lengths))]
     pitch = 1 / (len(grid.lines) + 0.5)
     header = 1 - pitch / 4
-    legend.text(0.115, header, "NLL, nats per token", size=8.5, color=FAINT, va="center")
-    for x, length in zip(columns, grid.lengths, strict=True):
-        label = in_training_lengths(length, training_length)
-        legend.text(x, header, label, size=9, weight="bold", color=INK, ha="right", va="center")
+    columns = head_table(legend, 0.115, 0.48, header, [in_training_lengths(n, training_length) for n in grid.lengths])
     longest = grid.lengths[-1]
     for i, line in enumerate(sorted(grid.lines, key=lambda line: -_or_lowest(grid.nll(line, longest)))):
         y, style = header - pitch * (i + 1), styles[line]
@@ -211,18 +204,7 @@ def _draw_table(legend: Any, chart: Any, grid: Grid, styles: dict[str, dict[str,
         legend.plot([0.0725], [y], **{**style, "linestyle": ""})
         legend.text(0.115, y, grid.name(line), size=_fitting(grid.name(line)), color=INK, va="center")
         for x, length in zip(columns, grid.lengths, strict=True):
-            best = grid.is_best(line, length)
-            legend.text(
-                x,
-                y,
-                cell(grid.nll(line, length)),
-                size=9,
-                ha="right",
-                va="center",
-                weight="bold" if best else "normal",
-                color=INK if best else "#555555",
-                family="DejaVu Sans Mono",
-            )
+            write_nll(legend, x, y, grid.nll(line, length), grid.is_best(line, length))
         if not math.isnan(nll := grid.nll(line, longest)):
             end = (longest / training_length, perplexity_of(nll))
             thread = ConnectionPatch(
@@ -237,6 +219,44 @@ def _draw_table(legend: Any, chart: Any, grid: Grid, styles: dict[str, dict[str,
                 alpha=0.6,
             )
             legend.figure.add_artist(thread)
+
+
+def head_table(legend: Any, left: float, names_end: float, y: float, labels: Sequence[str]) -> list[float]:
+    """Turn axes into an empty table of losses with its header, all places in shares of the axes.
+
+    Args:
+        legend: the axes.
+        left: where the names begin.
+        names_end: from where on the columns of numbers share what is left.
+        y: of the header.
+        labels: of the columns.
+
+    Returns:
+        where each column ends.
+    """
+    legend.set_xlim(0, 1)
+    legend.set_ylim(0, 1)
+    legend.axis("off")
+    legend.text(left, y, "NLL, nats per token", size=8.5, color=FAINT, va="center")
+    columns = [names_end + (1 - names_end) * (i + 1) / len(labels) for i in range(len(labels))]
+    for x, label in zip(columns, labels, strict=True):
+        legend.text(x, y, label, size=9, weight="bold", color=INK, ha="right", va="center")
+    return columns
+
+
+def write_nll(legend: Any, x: float, y: float, nll: float, best: bool) -> None:
+    """Write one number of that table.
+
+    Args:
+        legend: the axes.
+        x: where the column ends.
+        y: of the row.
+        nll: NaN where nothing was measured.
+        best: whether it is the lowest of its column.
+    """
+    weight, colour = ("bold", INK) if best else ("normal", "#555555")
+    style = {"size": 9, "weight": weight, "color": colour, "family": "DejaVu Sans Mono"}
+    legend.text(x, y, cell(nll), ha="right", va="center", **style)
 
 
 def perplexity_of(nll: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import hashlib
@@ -31,8 +32,8 @@ except ImportError:  # not a Unix: there, two processes on one output are not su
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _PROBE_BYTES = 1 << 20
-_SHOWING = ("report.py", "chart.py", "figures.py", "labels.py", "sweep_report.py")
-"""Modules that only show what was measured, as the command line does."""
+_SHOWING = ("cli", "plots", "report.py", "chart.py", "figures.py", "labels.py", "sweep_report.py")
+"""Folders and modules that only show what was measured."""
 
 J = TypeVar("J", bound="JsonLine")
 
@@ -100,7 +101,7 @@ class Row(JsonLine):
         tokens_per_second: context tokens over seconds.
         dtype, attention, device: what it was computed with; `attention` is the implementation of Transformers.
         seed: of the draw of documents.
-        code: fingerprint of this library's sources, which decides whether a row may stand in for a new measurement.
+        code: fingerprint of this library's code, which decides whether a row may stand in for a new measurement.
         versions: of Python, torch, transformers and rope_patch.
         commit: of this library, where it runs from its repository.
     """
@@ -288,12 +289,27 @@ def provenance() -> dict[str, Any]:
 
 
 def _code_fingerprint() -> str:
+    """A hash of what this library computes with: comments, docstrings and layout are no part of it."""
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         place = path.relative_to(_PACKAGE)
-        if place.parts[0] != "cli" and path.name not in _SHOWING:
-            digest.update(str(place).encode() + path.read_bytes())
+        if place.parts[0] not in _SHOWING and path.name not in _SHOWING:
+            digest.update(f"{place.as_posix()}{_spell(ast.parse(path.read_bytes()))}".encode())
     return digest.hexdigest()[:16]
+
+
+def _spell(node: Any) -> str:
+    """A syntax tree in words, the same under every Python: without docstrings, and without empty fields."""
+    if isinstance(node, list):
+        return f"[{' '.join(_spell(item) for item in node if not _is_docstring(item))}]"
+    if isinstance(node, ast.AST):
+        kept = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, [])]
+        return f"{type(node).__name__}({' '.join(f'{name}={_spell(value)}' for name, value in kept)})"
+    return repr(node)
+
+
+def _is_docstring(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _commit() -> str | None:

@@ -16,11 +16,13 @@ from rope_patch.evaluation.chart import (
     REFERENCE_STYLES,
     draw_close_up,
     explain_close_up,
+    head_table,
     perplexity_of,
     scale_axes,
     tidy,
+    write_nll,
 )
-from rope_patch.evaluation.report import cell, display_name, in_training_lengths
+from rope_patch.evaluation.report import display_name, in_training_lengths
 from rope_patch.evaluation.specs import CUT, PLAIN
 from rope_patch.finetuning.history import Point
 from rope_patch.finetuning.report import Story
@@ -123,15 +125,9 @@ def _lines(story: Story) -> list[tuple[Point, dict[str, Any]]]:
 
 
 def _draw_table(legend: Any, story: Story, lines: Sequence[tuple[Point, dict[str, Any]]]) -> None:
-    legend.set_xlim(0, 1)
-    legend.set_ylim(0, 1)
-    legend.axis("off")
-    columns = [0.62 + 0.38 * (i + 1) / len(story.lengths) for i in range(len(story.lengths))]
     pitch = 1 / (len(lines) + 1)
-    legend.text(0.10, 1 - pitch / 2, "NLL, nats per token", size=8.5, color=FAINT, va="center")
-    for x, length in zip(columns, story.lengths, strict=True):
-        label = in_training_lengths(length, story.training_length)
-        legend.text(x, 1 - pitch / 2, label, size=9, weight="bold", color=INK, ha="right", va="center")
+    labels = [in_training_lengths(length, story.training_length) for length in story.lengths]
+    columns = head_table(legend, 0.10, 0.62, 1 - pitch / 2, labels)
     best = {n: story.best(n, [point for point, _ in lines]) for n in story.lengths}
     for row, (point, style) in enumerate(lines, start=1):
         y = 1 - pitch * (row + 0.5)
@@ -139,20 +135,8 @@ def _draw_table(legend: Any, story: Story, lines: Sequence[tuple[Point, dict[str
         legend.plot([0.0475], [y], **{**style, "linestyle": ""})
         legend.text(0.10, y, _name(story, point), size=9, color=INK, va="center")
         for x, length in zip(columns, story.lengths, strict=True):
-            if length not in point.nll:
-                continue
-            is_best = round(point.nll[length], 3) == round(best[length], 3)
-            legend.text(
-                x,
-                y,
-                cell(point.nll[length]),
-                size=9,
-                ha="right",
-                va="center",
-                weight="bold" if is_best else "normal",
-                color=INK if is_best else "#555555",
-                family="DejaVu Sans Mono",
-            )
+            if length in point.nll:
+                write_nll(legend, x, y, point.nll[length], round(point.nll[length], 3) == round(best[length], 3))
 
 
 def _name(story: Story, point: Point) -> str:

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.base import Stack
-from rope_patch.schemes.base import Checkpoint
 from rope_patch.schemes.learned import Learned
+from rope_patch.schemes.slots import Checkpoint
 
 _TABLE = re.compile(r"^(?!.*relative).*position|^wpe$")
 _LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions")

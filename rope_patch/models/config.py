@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any
 
 from rope_patch.errors import UnsupportedModel
-from rope_patch.schemes.base import Checkpoint, Scheme
+from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import list_schemes, scheme_class, scheme_from_dict
+from rope_patch.schemes.slots import Checkpoint
 
 BASE = 10_000.0
 """b where a checkpoint has no rotary embedding to say it: the published one (RoFormer, section 3.2.2)."""

@@ -20,7 +20,8 @@ from rope_patch.plots.style import (
     short_name,
     tokens_axis,
 )
-from rope_patch.schemes.base import Checkpoint, ModelShape, Scheme
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.slots import Checkpoint, ModelShape
 from rope_patch.typing import Weights
 
 _MOST_HEADS, _MOST_SCHEMES = 8, 6

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from rope_patch.plots.checks import require_count, require_slot
-from rope_patch.schemes.base import Checkpoint, Scheme
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.slots import Checkpoint
 from rope_patch.typing import Frequencies, RotarySpec
 
 _EXAMPLES = ("rope", "pi", "ntk", "yarn")

@@ -13,12 +13,13 @@ from matplotlib.figure import Figure
 from rope_patch.evaluation.chart import COLOURS, FAINT, INK
 from rope_patch.plots.checks import require_count, require_some
 from rope_patch.plots.style import name_axes, panel, sheet, short_name, tokens_axis
-from rope_patch.schemes.base import Checkpoint, Scheme
+from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.dca import DualChunkAttention
 from rope_patch.schemes.lm_infinite import LMInfinite
 from rope_patch.schemes.rerope import LeakyReRoPE, ReRoPE
 from rope_patch.schemes.rope import RoPE
 from rope_patch.schemes.self_extend import SelfExtend
+from rope_patch.schemes.slots import Checkpoint
 from rope_patch.schemes.window import SlidingWindow
 
 _MOST, _COLUMNS = 12, 4

@@ -224,6 +224,8 @@ def short_name(scheme: Scheme) -> str:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, tuple) and len(value) > 4:  # a factor for every pair of dimensions
+        return f"({_plain(value[0])}, ..., {_plain(value[-1])})"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -1,7 +1,7 @@
 """Every scheme, one file per source."""
 
 from rope_patch.schemes.alibi import ALiBi
-from rope_patch.schemes.base import Checkpoint, Region, Scheme, Source
+from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.complex_order import ComplexOrder
 from rope_patch.schemes.compose import Compose
 from rope_patch.schemes.cope import CoPE
@@ -37,6 +37,7 @@ from rope_patch.schemes.sandwich import Sandwich
 from rope_patch.schemes.self_extend import SelfExtend
 from rope_patch.schemes.shaw import ShawRelative
 from rope_patch.schemes.sinusoidal import Sinusoidal
+from rope_patch.schemes.slots import Checkpoint, Region
 from rope_patch.schemes.t5 import T5Bias
 from rope_patch.schemes.transformer_xl import TransformerXL
 from rope_patch.schemes.urpe import URPE

@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 
 from rope_patch.errors import InvalidField, UnsupportedPositions
-from rope_patch.schemes.base import ModelShape, Scheme, Source, Tokens
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import ModelShape, Tokens
 from rope_patch.typing import NO_WEIGHTS, Weights
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from rope_patch.errors import InvalidField, SlotConflict
-from rope_patch.schemes.base import Checkpoint, ModelShape, Pairs, Region, Scheme, Source, Tokens
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs, Region, Tokens
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Regime, RotarySpec, Slot, Weights
 
 _SHARED: frozenset[Slot] = frozenset({"query_scale", "bias"})

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.schemes.base import Checkpoint, ModelShape, Pairs, Scheme, Source
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs
 from rope_patch.typing import NO_WEIGHTS, Weights
 
 

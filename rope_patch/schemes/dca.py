@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from rope_patch.errors import InvalidField
 from rope_patch.positions import Constant, Periodic
-from rope_patch.schemes.base import Checkpoint, Region, Scheme, Source
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import Checkpoint, Region
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.schemes.base import ModelShape, Pairs, Scheme, Source
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import ModelShape, Pairs
 from rope_patch.typing import NO_WEIGHTS, Weights
 
 _LEARNED = ("log_scale", "threshold_factor", "input_weight", "input_offset", "output_weight", "output_offset")

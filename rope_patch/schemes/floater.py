@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional
 
 from rope_patch.errors import require
-from rope_patch.schemes.base import Checkpoint, ModelShape, Scheme, Source, Tokens
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import Checkpoint, ModelShape, Tokens
 from rope_patch.tables import rows_at
 from rope_patch.typing import NO_WEIGHTS, Weights
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.schemes.base import Checkpoint, Scheme, Source
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import Checkpoint
 
 
 @dataclass(frozen=True)

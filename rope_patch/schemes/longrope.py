@@ -11,7 +11,8 @@ import torch
 
 from rope_patch.errors import InvalidField, NotExpressible
 from rope_patch.rotary import periods
-from rope_patch.schemes.base import Checkpoint, Scheme, Source
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import Checkpoint
 from rope_patch.typing import Frequencies, RotarySpec
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.schemes.base import ModelShape, Scheme, Source, Tokens
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import ModelShape, Tokens
 from rope_patch.tables import rows_at
 from rope_patch.typing import NO_WEIGHTS, Weights
 

@@ -90,7 +90,7 @@ def scheme_from_dict(data: dict[str, Any]) -> Scheme:
     if data["name"] == Compose.name:
         parts = fields.get("schemes")
         if not isinstance(parts, (list, tuple)) or len(fields) > 1:
-            raise InvalidField(f"{data!r} does not describe a composition: its name and a list of 'schemes' are expected")
+            raise InvalidField(f"{data!r} is no composition: its name and a list of 'schemes' are expected")
         return Compose(*map(scheme_from_dict, parts))
     return _build(scheme_class(data["name"]), fields)
 

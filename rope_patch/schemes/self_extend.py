@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rope_patch.positions import Grouped, Identity
-from rope_patch.schemes.base import Region, Scheme, Source
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import Region
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.schemes.base import ModelShape, Pairs, Scheme, Source
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import ModelShape, Pairs
 from rope_patch.sinusoids import sinusoidal_rows
 from rope_patch.typing import NO_WEIGHTS, Weights
 

@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from rope_patch.positions import Identity
-from rope_patch.schemes.base import Checkpoint, Region, Scheme, Source
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import Checkpoint, Region
 
 
 @dataclass(frozen=True)

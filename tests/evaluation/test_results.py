@@ -72,7 +72,7 @@ def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch):
 
 
 def test_code_that_only_shows_is_no_part_of_the_fingerprint(tmp_path, monkeypatch):
-    showing = ("report.py", "sweep_report.py", "figures.py", "retrieval/report.py", "retrieval/chart.py", "cli/plot.py")
+    showing = ("report.py", "sweep_report.py", "figures.py", "retrieval/report.py", "cli/plot.py", "plots/style.py")
     for name in ("perplexity.py", *showing):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x = 1")
@@ -83,6 +83,24 @@ def test_code_that_only_shows_is_no_part_of_the_fingerprint(tmp_path, monkeypatc
     assert results._code_fingerprint() == before
     (tmp_path / "perplexity.py").write_text("x = 2")
     assert results._code_fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ('"""What it is for."""\nx = 1\n"""What x is."""\n\n\ndef f():\n    """Of nothing."""\n    return x\n', True),
+        ("x = 1\ndef f():\n    # why\n    return (x)\n", True),
+        ("x = 1\ndef f():\n    return -x\n", False),
+        ('x = 1\ny = "text"\ndef f():\n    return x\n', False),
+    ],
+)
+def test_docstrings_comments_and_layout_are_no_part_of_the_fingerprint(changed, same, tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "_PACKAGE", tmp_path)
+    fingerprints = []
+    for source in ("x = 1\ndef f():\n    return x\n", changed):
+        (tmp_path / "module.py").write_text(source)
+        fingerprints.append(results._code_fingerprint())
+    assert (fingerprints[0] == fingerprints[1]) == same
 
 
 def test_the_key_tells_measurements_apart_and_ignores_circumstances():

@@ -18,7 +18,7 @@ from rope_patch import get_scheme, patch, unpatch
 from rope_patch.late import _users
 from tests.cases import CASES
 from tests.families import build
-from tests.hardening.scale import parts
+from tests.hardening.scale import cases, parts
 from tests.models import absolute_families, t5_families
 from tests.runs import gradients, logits, tokens
 from tests.snapshots import snapshot
@@ -111,7 +111,7 @@ def test_memory_is_flat_over_cycles():
     assert more_resident - resident < 16 << 20
 
 
-@pytest.mark.parametrize("spec", IN_TURN)
+@pytest.mark.parametrize("spec", IN_TURN[:: cases(usual=3, hard=1)])
 def test_what_a_patch_made_is_collected(spec):
     model = build()
     scheme = get_scheme(spec)
@@ -132,7 +132,7 @@ def test_what_a_patch_made_is_collected(spec):
     assert kept.isdisjoint(ours)
 
 
-@pytest.mark.parametrize("spec", IN_TURN)
+@pytest.mark.parametrize("spec", IN_TURN[:: cases(usual=3, hard=1)])
 def test_a_model_that_is_thrown_away_under_a_scheme_is_collected(spec):
     model = build()
     handle = patch(model, spec)

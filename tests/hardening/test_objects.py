@@ -10,13 +10,14 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
 
-from rope_patch import PatchHandle, RopePatchError, errors, get_scheme, patch, unpatch
+from rope_patch import PatchHandle, RopePatchError, UnsupportedModel, errors, get_scheme, patch, unpatch
 from rope_patch.attention import chunked, engine
 from rope_patch.patch import find_handle
 from tests.cases import ALL, CASES, COMPOSITIONS
 from tests.families import build
+from tests.hardening.scale import cases
 from tests.hardening.situations import assert_same_weights, weights_of
-from tests.models import t5_families
+from tests.models import absolute_families, t5_families
 from tests.runs import assert_close, generated, gradients, logits, tokens
 
 pytestmark = pytest.mark.usefixtures("trained_parameters")
@@ -30,6 +31,7 @@ ROUTES = [
 """One of each way to be mounted, with and without learned parameters, of each layer and of all."""
 
 routes = pytest.mark.parametrize("spec", ROUTES)
+some_routes = pytest.mark.parametrize("spec", ROUTES[:: cases(usual=3, hard=1)])
 
 
 @pytest.fixture
@@ -96,7 +98,7 @@ def test_a_copied_model_is_one_of_its_own(llama, text, spec, again):
     assert find_handle(twin) is None
 
 
-@routes
+@some_routes
 def test_a_shallow_copy_shares_the_scheme(llama, text, spec):
     patch(llama, spec)
     expected = logits(llama, text)
@@ -108,7 +110,7 @@ def test_a_shallow_copy_shares_the_scheme(llama, text, spec):
     assert torch.equal(logits(twin, text), plain)
 
 
-@routes
+@some_routes
 def test_a_handle_travels_with_its_model(llama, spec, text):
     handle = patch(llama, spec)
     expected = logits(llama, text)
@@ -142,7 +144,7 @@ def test_a_state_dict_of_a_patched_model_fits_a_patched_model(llama, spec, text,
 # --- dtypes and devices --------------------------------------------------------------------------------------------
 
 
-@routes
+@some_routes
 @pytest.mark.parametrize("there", ["half", "bfloat16", "double"])
 def test_a_dtype_and_back(llama, spec, text, there):
     patch(llama, spec)
@@ -188,7 +190,7 @@ def offloaded(model, how, folder):
     return dispatch_model(model, {**places, **others}, main_device="cpu", offload_dir=folder, force_hooks=True)
 
 
-@routes
+@some_routes
 @pytest.mark.parametrize("how", ["cpu", "disk", "map"])
 @pytest.mark.parametrize("first", ["patch", "offload"])
 def test_offloaded_weights_are_fetched(llama, spec, text, tmp_path, how, first):
@@ -243,7 +245,33 @@ def test_an_offloaded_encoder_and_decoder(spec, first):
     assert torch.equal(said(), plain)
 
 
-@routes
+def test_a_table_without_weights_is_restored_without_weights():
+    model = absolute_families.build("bert")
+    shape = absolute_families.table_of(model).weight.shape
+    patch(model, "learned:extend=20")
+    model.to("meta")
+    unpatch(model)
+    table = absolute_families.table_of(model)
+    assert table.weight.is_meta
+    assert table.weight.shape == shape
+
+
+def test_a_table_that_was_offloaded_meanwhile_is_asked_back_first():
+    model = absolute_families.build("bert")
+    text = absolute_families.tokens(8)
+    plain = absolute_families.outputs(model, text)
+    patch(model, "learned:num_positions=20")
+    changed = absolute_families.outputs(model, text)
+    cpu_offload(model, torch.device("cpu"))
+    with pytest.raises(UnsupportedModel, match="remove_hook_from_submodules"):
+        unpatch(model)
+    assert torch.equal(absolute_families.outputs(model, text), changed)
+    remove_hook_from_submodules(model)
+    unpatch(model)
+    assert torch.equal(absolute_families.outputs(model, text), plain)
+
+
+@some_routes
 def test_training_mode_and_frozen_weights_are_left_as_they_are(llama, spec, text):
     llama.train().requires_grad_(False)
     llama.model.layers[0].mlp.gate_proj.weight.requires_grad_(True)

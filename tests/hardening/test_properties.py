@@ -15,6 +15,7 @@ from transformers import DynamicCache, StaticCache
 
 from rope_patch import RopePatchError, get_scheme, patch
 from rope_patch.attention import chunked, engine
+from tests.families import build
 from tests.hardening.exploring import explore
 from tests.hardening.legal import is_cached_exactly, schemes
 from tests.hardening.scale import parts
@@ -91,6 +92,18 @@ def test_half_precision_loses_no_more_than_the_plain_model(part, number, count):
         assert (found - expected).abs().mean() <= 3 * lost
 
     count(CASES, explore(situations("none", "left pads", "packed"), holds, number, part))
+
+
+@pytest.mark.parametrize("spec", ["dynamic_ntk", "dynamic_yarn"])
+@pytest.mark.parametrize("part", [0])
+def test_the_longest_document_of_a_packed_row_says_its_length(spec, part):
+    """Found by the cases above: where attention was left to Transformers, the last document did."""
+    positions = torch.cat([torch.arange(length) for length in (40, 3)])[None]
+    model = build()
+    with patch(model, spec, **ORACLE):
+        expected = logits(model, tokens(43), position_ids=positions)
+    with patch(model, spec):
+        assert_close(logits(model, tokens(43), position_ids=positions), expected)
 
 
 def reached(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -20,7 +20,8 @@ from rope_patch import (
 from rope_patch.describe import rotated_distance
 from rope_patch.plots import bias_matrices, plot_biases, plot_position_maps, rotated_distances
 from rope_patch.plots.position_maps import segment_schemes
-from rope_patch.schemes.base import Checkpoint, Scheme, Source
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import Checkpoint
 
 from .look import check_look, words_of
 

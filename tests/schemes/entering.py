@@ -2,7 +2,7 @@
 
 import torch
 
-from rope_patch.schemes.base import ModelShape, Tokens
+from rope_patch.schemes.slots import ModelShape, Tokens
 
 SHAPE = ModelShape(num_heads=2, head_dim=4, hidden_size=8, num_layers=3, vocab_size=23, training_length=32, value_dim=4)
 

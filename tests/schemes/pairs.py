@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rope_patch.schemes.base import ModelShape, Pairs, Scheme
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.slots import ModelShape, Pairs
 
 SHAPE = ModelShape(
     num_heads=3, head_dim=4, hidden_size=12, num_layers=2, vocab_size=50, training_length=16, value_dim=5

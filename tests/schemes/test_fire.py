@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rope_patch import FIRE, InvalidField
-from rope_patch.schemes.base import ModelShape
+from rope_patch.schemes.slots import ModelShape
 from tests.definition import Definition, no_rotation
 from tests.schemes.pairs import at_start, make_pairs, trained
 

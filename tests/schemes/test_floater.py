@@ -7,7 +7,7 @@ import torch
 
 from rope_patch import FLOATER, InvalidField
 from rope_patch.errors import MissingPackage
-from rope_patch.schemes.base import Checkpoint
+from rope_patch.schemes.slots import Checkpoint
 from tests.definition import Definition, no_rotation
 from tests.schemes.entering import SHAPE, some_tokens, started, trained
 

@@ -5,7 +5,7 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertEmbeddings
 
 from rope_patch import InvalidField, Learned
-from rope_patch.schemes.base import Tokens
+from rope_patch.schemes.slots import Tokens
 from tests.definition import Definition, no_rotation
 from tests.schemes.entering import SHAPE, started
 

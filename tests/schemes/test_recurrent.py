@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rope_patch import InvalidField, Recurrent
-from rope_patch.schemes.base import Tokens
+from rope_patch.schemes.slots import Tokens
 from tests.definition import Definition, no_rotation
 from tests.schemes.entering import SHAPE, some_of, some_tokens, started, trained
 

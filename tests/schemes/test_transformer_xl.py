@@ -7,7 +7,7 @@ from transformers import XLNetConfig
 from transformers.models.xlnet.modeling_xlnet import XLNetModel, XLNetRelativeAttention
 
 from rope_patch import InvalidField, TransformerXL
-from rope_patch.schemes.base import ModelShape
+from rope_patch.schemes.slots import ModelShape
 from rope_patch.sinusoids import sinusoidal_rows
 from tests.definition import Definition, no_rotation
 from tests.schemes.pairs import SHAPE, make_pairs, random, trained

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rope_patch import URPE, InvalidField
-from rope_patch.schemes.base import Checkpoint
+from rope_patch.schemes.slots import Checkpoint
 from tests.definition import Definition, no_rotation
 from tests.schemes.pairs import at_start, trained
 from tests.schemes.test_alibi import penalty

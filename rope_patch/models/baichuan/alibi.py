@@ -15,7 +15,7 @@ from rope_patch.attention.spans import Span, find_spans
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.positions import key_positions
 from rope_patch.schemes.alibi import ALiBi
-from rope_patch.schemes.base import ALL_PAIRS
+from rope_patch.schemes.slots import ALL_PAIRS
 
 
 class SharedByLayers:

@@ -1,0 +1,139 @@
+"""What the slots of a scheme are given, and the regions that they give: plain data, of which each says its shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.positions import Identity
+from rope_patch.typing import PositionMap
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a scheme's defaults may be read from.
+
+    Attributes:
+        training_length: L in tokens.
+        num_heads: number of query heads.
+        max_length: the longest text in tokens that the checkpoint is made for; L where it was not extended.
+        bidirectional: whether tokens see the keys after them.
+        buckets: of its biases by bucket of distance, their number and the distance from which on the last one serves;
+            None where it has no such biases.
+    """
+
+    training_length: int
+    num_heads: int
+    max_length: int
+    bidirectional: bool = False
+    buckets: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the learned parameters of a scheme are sized by.
+
+    Attributes:
+        num_heads: number of query heads.
+        head_dim: of queries and keys; that of values too, where `value_dim` says nothing else.
+        hidden_size: of the states between the layers.
+        num_layers: of the stack.
+        vocab_size: number of token ids.
+        training_length: L in tokens.
+        value_dim: of one head's values.
+    """
+
+    num_heads: int
+    head_dim: int
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    training_length: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Some queries and all keys that they may look at, as a bias by content sees them.
+
+    Attributes:
+        query: `(batch, heads, q_len, head_dim)`, as projected: not rotated, not scaled.
+        key: `(batch, heads, kv_len, head_dim)`, as projected, repeated where heads share keys.
+        m, n: integer positions, `(batch or 1, q_len, 1)` and `(batch or 1, 1, kv_len)`.
+        scores: lambda(m) <R q, R k> * scaling, float32 at least, `(batch, heads, q_len, kv_len)`.
+        seen: boolean, broadcasts to `scores`: the pairs that no mask hides.
+        scaling: what products of queries and keys are multiplied by.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    m: torch.Tensor
+    n: torch.Tensor
+    scores: torch.Tensor
+    seen: torch.Tensor
+    scaling: float
+
+    @property
+    def distance(self) -> torch.Tensor:
+        """m - n, `(batch or 1, q_len, kv_len)`."""
+        return self.m - self.n
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What enters a stack, or one of its blocks.
+
+    Attributes:
+        states: x, `(batch, length, hidden)`.
+        positions: integer, `(batch or 1, length)`.
+        ids: `(batch, length)`; None where the model was given vectors instead of tokens.
+        block: the index of the layer that they enter; 0 at the input.
+        remaining: how many layers they have before them, that one included.
+    """
+
+    states: torch.Tensor
+    positions: torch.Tensor
+    ids: torch.Tensor | None = None
+    block: int = 0
+    remaining: int = 1
+
+
+@dataclass(frozen=True)
+class Region:
+    """The pairs (m, n) with start <= floor(m/chunk) - floor(n/chunk) < stop, and the positions that rotate there.
+
+    Attributes:
+        query_map, key_map: phi_q and phi_k of this region.
+        start, stop: bounds of the distance; infinite where open.
+        chunk: the unit of distance in tokens.
+        keys_below: only keys at positions below this belong to the region.
+    """
+
+    query_map: PositionMap
+    key_map: PositionMap
+    start: float = -math.inf
+    stop: float = math.inf
+    chunk: int = 1
+    keys_below: float = math.inf
+
+    def contains(self, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        """Boolean, the broadcast shape of `m` and `n`."""
+        unit, mode = self.chunk, "floor"
+        distance = m - n if unit == 1 else m.div(unit, rounding_mode=mode) - n.div(unit, rounding_mode=mode)
+        return (distance >= self.start) & (distance < self.stop) & (n < self.keys_below)
+
+    def within(self, window: float) -> Region:
+        """The pairs of this region, counted in tokens, that are closer than `window`."""
+        return self if self.stop <= window else dataclasses.replace(self, stop=window)
+
+    @property
+    def translation_invariant(self) -> bool:
+        """Whether membership depends on m - n alone."""
+        return self.chunk == 1 and self.keys_below == math.inf
+
+
+ALL_PAIRS = Region(Identity(), Identity())
+"""Every pair, rotated by its true positions."""
