@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rope_patch.errors import NotExpressible
+from rope_patch.errors import InvalidField, NotExpressible
 from rope_patch.rotary import inverse_frequencies
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.typing import Frequencies, RotarySpec
@@ -47,8 +47,11 @@ class NTKScaling(Scheme):
 
         Args:
             rotary: of the checkpoint, for its width d and its base b.
+
+        Raises:
+            InvalidField: it rotates one pair of dimensions alone.
         """
-        exponent = rotary.dim / (rotary.dim - 2) if self.variant == "fixed" else 1.0
+        exponent = _exponent(self.name, rotary) if self.variant == "fixed" else 1.0
         return rotary.base * self.factor**exponent
 
     def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
@@ -127,7 +130,7 @@ class DynamicNTK(Scheme):
         if length is None:
             length = torch.tensor([trained])
         growth = self.factor * length.clamp(min=trained).float() / trained - (self.factor - 1)
-        base = rotary.base * growth ** (rotary.dim / (rotary.dim - 2))
+        base = rotary.base * growth ** _exponent(self.name, rotary)
         inv_freq = inverse_frequencies(rotary.dim, base[:, None])
         return Frequencies(inv_freq if self.length_dependent else inv_freq[0])
 
@@ -140,3 +143,10 @@ class DynamicNTK(Scheme):
                 f"not {self.original_max_position_embeddings}"
             )
         return {"rope_type": "dynamic", "factor": self.factor}
+
+
+def _exponent(name: str, rotary: RotarySpec) -> float:
+    """d / (d - 2), by which the slowest pair becomes slower by the factor, whatever the number of pairs."""
+    if rotary.dim == 2:
+        raise InvalidField(f"{name} needs several pairs of dimensions, and this checkpoint rotates one alone")
+    return rotary.dim / (rotary.dim - 2)

@@ -4,7 +4,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rope_patch import DynamicNTK, NTKScaling, RoPE
+from rope_patch import DynamicNTK, InvalidField, NTKScaling, RoPE
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition
 
@@ -56,3 +56,9 @@ def test_a_fixed_length_is_no_longer_length_dependent():
     assert not fixed.length_dependent
     followed = DynamicNTK(2.0).frequencies(LLAMA, torch.tensor([8192])).inv_freq[0]
     assert torch.equal(fixed.frequencies(LLAMA).inv_freq, followed)
+
+
+@pytest.mark.parametrize("scheme", [NTKScaling(factor=4), DynamicNTK(factor=2)])
+def test_one_pair_alone_is_refused(scheme):
+    with pytest.raises(InvalidField, match="one alone"):
+        scheme.frequencies(RotarySpec(2, 10000.0, 32))
