@@ -2,7 +2,7 @@
 # make demo-compare  set up, then train six position encodings from scratch and compare them (under five minutes)
 # make test       set up, then run the tests
 # make nightly    set up, then run the tests on every family and scheme, not on a sample
-# make hard       set up, then thousands of random cases and fuzzed inputs (about five minutes)
+# make hard       set up, then thousands of random cases and fuzzed inputs (about two minutes)
 # make notebooks  set up, then run the notebooks with fast settings; make notebooks-full runs them in place, as committed
 # make docs       set up, then build the site into site/
 # make wheel      set up, then build wheel and sdist into dist/, and try the wheel in an environment of its own
@@ -33,7 +33,7 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 demo: setup
-	@echo "== demo: perplexity against length on the embedded checkpoint (two to three minutes)"
+	@echo "== demo: perplexity against length on the embedded checkpoint (about two and a half minutes)"
 	$(BIN)/python recipes/perplexity.py recipes/configs/demo.yaml
 
 demo-compare: setup
@@ -49,7 +49,7 @@ nightly: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --all-families
 
 hard: setup
-	@echo "== thousands of random cases against the oracle, and fuzzed inputs (about five minutes)"
+	@echo "== thousands of random cases against the oracle, and fuzzed inputs (about two minutes)"
 	ROPE_PATCH_HARD=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/hardening
 
 notebooks: setup

@@ -45,7 +45,7 @@ def try_wheel(wheel: Path, folder: Path) -> None:
     away.mkdir()
 
     def run(program: str, *words: str) -> str:
-        print("$", program, *words[:3], flush=True)
+        print("$", program, " ".join(words).strip().split("\n")[0], flush=True)
         clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
         done = subprocess.run([programs / program, *words], cwd=away, env=clean, stdout=subprocess.PIPE, text=True)
         if done.returncode:
