@@ -20,7 +20,14 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import (
+    CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from rope_patch.errors import NotPatched, UnsupportedModel, require
@@ -73,7 +80,7 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
         del config.rope_patch
     if record is not None and "rope_parameters" in record:
         config.rope_parameters = record["rope_parameters"]
-    with _advice_of_ours(path):
+    with _advice_of_ours(path, places):
         if record is None:
             return _class_of(config).from_pretrained(path, config=config, **kwargs)
         model = _load(_class_of(config), path, config=config, **kwargs)
@@ -96,12 +103,12 @@ def _config_of(path: str | Path, places: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _advice_of_ours(path: str | Path) -> Iterator[None]:
+def _advice_of_ours(path: str | Path, places: dict[str, Any]) -> Iterator[None]:
     """Where weights are pickled, Transformers advises against an argument that its caller never gave."""
     try:
         yield
     except OSError as error:
-        if "safetensors" not in str(error):
+        if all(cached_file(path, name, **_OPTIONAL, **places) is None for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
             raise
         raise OSError(
             f"{path} has no weights in safetensors; from_pretrained(..., use_safetensors=False) reads pickled ones, as "

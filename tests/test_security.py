@@ -55,6 +55,15 @@ def test_pickled_weights_are_read_only_where_they_are_asked_for(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
 
 
+def test_a_folder_without_weights_is_told_nothing_of_pickles(tmp_path):
+    folder = tmp_path / "of-safetensors"
+    build("llama").save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="no file named") as caught:
+        rope_patch.from_pretrained(folder)
+    assert "use_safetensors=False" not in str(caught.value)
+
+
 class Leaves:
     """What a pickle of it does to whoever reads it."""
 
