@@ -3,6 +3,7 @@
 # make test       set up, then run the tests
 # make nightly    set up, then run the tests on every family and scheme, not on a sample
 # make hard       set up, then thousands of random cases and fuzzed inputs (about two minutes)
+# make transformers-tests TRANSFORMERS=<checkout>  set up, then run Transformers' own tests on patched models (an hour)
 # make notebooks  set up, then run the notebooks with fast settings; make notebooks-full runs them in place, as committed
 # make docs       set up, then build the site into site/
 # make wheel      set up, then build wheel and sdist into dist/, and try the wheel in an environment of its own
@@ -20,7 +21,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 
-.PHONY: setup demo demo-compare test nightly hard notebooks notebooks-full docs wheel lint check bench \
+.PHONY: setup demo demo-compare test nightly hard transformers-tests notebooks notebooks-full docs wheel lint check bench \
 	gpu-check gpu-bench gpu-finetune clean
 
 setup: $(VENV)/.ready
@@ -51,6 +52,12 @@ nightly: setup
 hard: setup
 	@echo "== thousands of random cases against the oracle, and fuzzed inputs (about two minutes)"
 	ROPE_PATCH_HARD=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/hardening
+
+transformers-tests: setup
+	@test -n "$(TRANSFORMERS)" || { echo "TRANSFORMERS=<a checkout of Transformers at the installed release>"; exit 2; }
+	@echo "== Transformers' own tests, unpatched and under schemes (about an hour)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) httpx parameterized pytest-timeout
+	$(BIN)/python -m tests.transformers_suite.run $(TRANSFORMERS) $(OPTIONS)
 
 notebooks: setup
 	@echo "== notebooks, with fast settings; their outputs stay as they are"

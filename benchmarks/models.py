@@ -8,7 +8,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.attention import spec
 from benchmarks.comparison import Shape, Side
-from rope_patch import patch
+from rope_patch import CachedKeys, patch
 
 _LAYERS = 4
 _DECODING_LAYERS = 2
@@ -52,7 +52,8 @@ def decoding(shape: Shape, scheme: str | None = None) -> Side:
     for layer in range(_DECODING_LAYERS):
         # what else stands in it does not matter for the time, only how much
         past = [shape.random(1, shape.kv_heads, shape.length - 1, shape.head_dim) for _ in range(2)]
-        cache.update(past[0], past[1], layer)
+        keys, _ = cache.update(past[0], past[1], layer)
+        cache.layers[layer].keys = CachedKeys.of(keys, torch.arange(shape.length, device=shape.device)[None])
     return Side(step, reset=lambda: _shorten(cache, shape.length))
 
 

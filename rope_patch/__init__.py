@@ -1,5 +1,6 @@
 """One line that lets a loaded Transformers model use another position scheme, and one that takes it back."""
 
+from rope_patch.cached_keys import CachedKeys
 from rope_patch.describe import describe
 from rope_patch.errors import (
     AlreadyPatched,
@@ -74,6 +75,7 @@ __all__ = [
     "ALiBi",
     "AdjustedBase",
     "AlreadyPatched",
+    "CachedKeys",
     "CoPE",
     "ComplexOrder",
     "Compose",

@@ -33,13 +33,14 @@ def tokens_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
 
 
 def counted_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Positions of the tokens of a forward, `(batch or 1, length)`, which pads before them do not count for."""
+    """Positions of the tokens of a forward, `(batch or 1, length)`; pads before them stand below 0."""
     tokens = tokens_of(kwargs)
     if tokens is None:
         return None
     mask, length = kwargs.get("attention_mask"), tokens.shape[1]
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length and _may_hide(mask):
-        return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -length:]
+        places = torch.arange(mask.shape[1], device=mask.device)
+        return (places - mask.long().argmax(dim=-1, keepdim=True))[:, -length:]
     cache = kwargs.get("past_key_values")
     start = cache.get_seq_length() if isinstance(cache, Cache) else 0
     return (torch.arange(length, device=tokens.device) + start)[None]

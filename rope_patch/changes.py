@@ -11,6 +11,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_patch.errors import UnsupportedModel
+from rope_patch.models.state import ModuleState
+
+_HOOK, _STATE = "(hook)", "(state)"
+"""What the log has in place of the name of an attribute."""
 
 
 class Changes:
@@ -37,7 +41,15 @@ class Changes:
     def hook(self, module: nn.Module, hook: Any) -> None:
         """`register_forward_pre_hook(with_kwargs=True)`, remembered."""
         module.register_forward_pre_hook(hook, with_kwargs=True)
-        self._log.append((module, "", True, hook))
+        self._log.append((module, _HOOK, True, hook))
+
+    def keep(self, module: nn.Module) -> None:
+        """Remember the state of a module that changes it in its own forward.
+
+        Args:
+            module: whose submodules are not looked at.
+        """
+        self._log.append((module, _STATE, True, ModuleState(module)))
 
     def fork_configs(self, modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
         """Give these modules configs of their own; those that shared one still do.
@@ -77,8 +89,10 @@ class Changes:
                 )
         while self._log:
             target, name, existed, value = self._log.pop()
-            if not name:
+            if name == _HOOK:
                 _remove_hook(target, value)
+            elif name == _STATE:
+                value.restore()
             elif not existed:
                 delattr(target, name)
             else:

@@ -44,7 +44,8 @@ class StackEntry:
         if states is None and ids is None:
             return (), kwargs  # the model itself says what is missing
         if kwargs.get("position_ids") is None:
-            kwargs = {**kwargs, "position_ids": counted_positions(kwargs)}
+            positions = cast(torch.Tensor, counted_positions(kwargs))
+            kwargs = {**kwargs, "position_ids": positions.clamp(min=0)}
         if self.scheme.every_block:
             return (), kwargs
         if states is None:

@@ -45,6 +45,12 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
         spec = RotarySpec(_rotary_dim(config, entry), entry["rope_theta"], training_length(config))
         names = _KEPT + (_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())
         kept, said = {key: entry[key] for key in names if key in entry}, scheme.rope_parameters(spec)
+        longest = getattr(config, "max_position_embeddings", None)
+        if said.get("rope_type") == "dynamic" and longest != spec.training_length:
+            raise NotExpressible(
+                f"{scheme} grows from the training length of {spec.training_length}; `dynamic` of Transformers grows "
+                f"from max_position_embeddings={longest}"
+            )
         if "partial_rotary_factor" in said and kept.get("partial_rotary_factor", 1) != 1:
             raise NotExpressible(
                 f"{scheme} takes its share of the whole head in Transformers; this checkpoint rotates "

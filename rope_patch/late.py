@@ -20,18 +20,28 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Cache, EncoderDecoderCache, QuantizedCache
+from transformers import Cache, QuantizedCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.arguments import Arguments, by_name, counted_positions, tokens_of
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode
-from rope_patch.attention.masks import as_mask_argument, groups_of_documents, groups_of_pads
+from rope_patch.attention.masks import as_mask_argument, groups_of_documents, groups_of_pads, keys_seen, read_mask
 from rope_patch.attention.spans import Span, find_spans
+from rope_patch.cached_keys import (
+    OWN_ROTATION,
+    cache_in,
+    is_static,
+    positions_in,
+    positions_in_graph,
+    remember,
+    sign,
+    signature_of,
+)
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.base import AttentionLayer, RotaryTables
 from rope_patch.parameters import LearnedWeights
-from rope_patch.positions import key_positions, query_start
+from rope_patch.positions import follow_on, joined, key_positions, query_start
 from rope_patch.rotary import RotaryLayout, rotation_tables
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Region
@@ -40,8 +50,6 @@ from rope_patch.typing import Frequencies, PositionMap
 
 IMPLEMENTATION = "rope_patch"
 """Name under which the attention function is registered while any patched model needs it."""
-
-_SIGNATURE = "_rope_patch_scheme"
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -63,13 +71,11 @@ class LateForward:
 
     Attributes:
         shared: the stack's tables.
-        scheme: as a line of text.
         scorers: the attention modules where every layer of the stack is among them and reads groups; else empty.
         counts: whether the stack knows no positions, so that its tokens are to be counted here.
     """
 
     shared: SharedTables
-    scheme: str
     scorers: tuple[nn.Module, ...]
     counts: bool = False
 
@@ -79,35 +85,17 @@ class LateForward:
         Transformers would turn them into a mask with a number for every pair of tokens.
         """
         kwargs = by_name(module, args, kwargs)
-        self._sign(kwargs.get("past_key_values"))
-        if torch.compiler.is_compiling():
-            return None
-        self.shared.forget()
         changed = {}
-        if self.counts and (positions := counted_positions(kwargs)) is not None:
-            changed["position_ids"] = positions
+        if self.counts and kwargs.get("position_ids") is None:
+            changed["position_ids"] = counted_positions(kwargs)
+        if torch.compiler.is_compiling():
+            return ((), {**kwargs, **changed}) if changed else None
+        self.shared.forget()
         chosen = cast(Any, module.config)._attn_implementation == "sdpa" and all(map(_is_ours, self.scorers))
         groups = _groups(kwargs, cast(Any, module.config)) if self.scorers and chosen else None
         if groups is not None:
             changed["attention_mask"] = as_mask_argument(groups)
         return ((), {**kwargs, **changed}) if changed else None
-
-    def _sign(self, cache: Any) -> None:
-        """Leave the scheme's name on a cache, and refuse one that was filled under another rotation.
-
-        Raises:
-            UnsupportedPositions: for keys from before the patch, or that prefix tuning put there.
-        """
-        if not isinstance(cache, Cache):
-            return
-        written_by = getattr(cache, _SIGNATURE, None)
-        if written_by != self.scheme and cache.get_seq_length() > 0:
-            raise UnsupportedPositions(
-                f"past_key_values hold {int(cache.get_seq_length())} tokens whose keys were written "
-                f"{'without a patch or by prefix tuning' if written_by is None else f'under {written_by}'}; "
-                f"{self.scheme} would rotate them wrongly: fill a new cache, and use LoRA or prompt tuning"
-            )
-        setattr(cache, _SIGNATURE, self.scheme)
 
 
 def _groups(kwargs: dict[str, Any], config: Any) -> torch.Tensor | None:
@@ -166,6 +154,9 @@ class LateAttention:
         self.anchor: PositionMap | None = None
         if self.anchored and self.regions:
             self.anchor = max(self.regions, key=lambda region: region.start).key_map
+        kept = "unrotated" if self.anchor is None else f"rotated by {self.anchor}"
+        self.written_by = signature_of(self.scheme, kept if self.rotate else OWN_ROTATION)
+        self.follows_positions = bool(self.rotate or self.regions or self.scheme.slots & {"bias", "values"})
 
     def register(self) -> None:
         """Make the attention function known to Transformers under its own name; no other name is touched."""
@@ -190,11 +181,9 @@ class LateAttention:
         if not _is_ours(module):
             return None  # somebody chose another attention for this module: leave its positions alone
         kwargs = by_name(module, args, kwargs)
-        cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
-        if cache is not None and not hasattr(cache, _SIGNATURE):
-            setattr(cache, _SIGNATURE, str(self.scheme))  # one that the model made after the stack's hook had looked
-        if isinstance(cache, EncoderDecoderCache):
-            cache = cache.self_attention_cache
+        cache = cache_in(kwargs)
+        if cache is not None:
+            sign(cache, self.layer.index, self.written_by, accepts_plain=False)
         hidden = kwargs["hidden_states"]
         start = self._query_start(cache, hidden.shape[1])
         position_ids = kwargs.get("position_ids")
@@ -204,10 +193,56 @@ class LateAttention:
             raise UnsupportedPositions(
                 f"{self.layer.name}: position_ids of shape {tuple(position_ids.shape)}; (batch, length) is allowed"
             )
+        call = LateCall(self, position_ids, start)
+        if cache is not None:
+            call = self._with_past(call, cache, hidden.shape[1], kwargs.get("attention_mask"))
         if self.rotate and self.layer.rotary is not None:
             kwargs["position_embeddings"] = self._first_rotation(kwargs["position_embeddings"], position_ids, hidden)
-        kwargs["rope_patch"] = LateCall(self, position_ids, start)
+        kwargs["rope_patch"] = call
         return (), kwargs
+
+    def _with_past(self, call: LateCall, cache: Cache, q_length: int, mask: Any) -> LateCall:
+        """The call with what its cache tells: how many keys will arrive, and where those stand that are there."""
+        kv_length = cache.get_mask_sizes(q_length, self.layer.index)[0]
+        call = dataclasses.replace(call, cache=cache, kv_length=kv_length)
+        is_first = isinstance(call.start, int) and call.start == 0
+        if not self.follows_positions or (is_first and not is_static(cache, self.layer.index)):
+            return call
+
+        def look() -> torch.Tensor | None:
+            return keys_seen(*read_mask(mask, call.position_ids, q_length, kv_length, call.start, self.config))
+
+        seen = self.shared.once(call.position_ids, ("seen", id(mask), kv_length), lambda: (mask, look()))[1]
+        call = dataclasses.replace(call, seen=seen)
+        if is_first:
+            return call
+        if torch.compiler.is_compiling():
+            return self._with_past_in_graph(call, cache, seen)
+        start = int(call.start)
+        if start == 0:
+            return call
+        past = positions_in(cache, self.layer.index, start, self.layer.name)
+        past = self.shared.same(call.position_ids, ("past", start), past)
+        scattered = self.shared.once(
+            call.position_ids,
+            ("scattered", id(past), start),
+            lambda: (past, not bool(follow_on(past, call.position_ids, seen))),
+        )[1]
+        return dataclasses.replace(call, past=past, scattered=scattered)
+
+    def _with_past_in_graph(self, call: LateCall, cache: Cache, seen: torch.Tensor | None) -> LateCall:
+        """`_with_past` where values cannot be looked at: keys follow on, or the graph stops when it is run."""
+        index, name = self.layer.index, self.layer.name
+        if is_static(cache, index):
+            past = positions_in_graph(cache, index, call.position_ids, name)
+            return dataclasses.replace(call, past=past, scattered=past is not None)
+        past = positions_in(cache, index, cast(int, call.start), name)
+        if past.ndim == 3:
+            return dataclasses.replace(call, past=past, scattered=True)
+        torch._assert_async(
+            follow_on(past, call.position_ids, seen), "rope_patch: a gap before position_ids; run eagerly"
+        )
+        return dataclasses.replace(call, past=past)
 
     def _first_rotation(self, given: Tables, position_ids: torch.Tensor, hidden: torch.Tensor) -> Tables:
         """The tables that the module itself applies, to queries and keys alike."""
@@ -252,34 +287,84 @@ class LateCall:
         position_ids: `(batch or 1, q_len)`, positions of the queries.
         query_start: slot of the first query among the keys; None without a cache.
         tokens: `(batch or 1, kv_len)`, true on keys that are no pads; None where no pads are known of.
+        cache: that the keys come from; None where there is none.
+        kv_length: how many keys it is going to return.
+        past: positions of the keys before the first query, `(batch or 1, start)` or `(batch, kv_heads, start)`; None
+            where there are none, or none that need be known.
+        scattered: whether distance is something else than a difference of slots for some key that can be seen.
+        seen: true on keys that some query can see, `(batch or 1, kv_len)`; None for all of them.
     """
 
     state: LateAttention
     position_ids: torch.Tensor
     query_start: int | torch.Tensor | None
     tokens: torch.Tensor | None = None
+    cache: Cache | None = None
+    kv_length: int | None = None
+    past: torch.Tensor | None = None
+    scattered: bool = False
+    seen: torch.Tensor | None = None
+
+    @property
+    def start(self) -> int | torch.Tensor:
+        """Slot of the first query among the keys."""
+        return 0 if self.query_start is None else self.query_start
 
     @property
     def lengths(self) -> torch.Tensor:
         """How long each row is, in tokens, its pads left out on either side: `(batch or 1,)`."""
-        if self.tokens is None:
+        positions = None if self.tokens is None else self.key_positions(self.tokens.shape[-1])
+        if positions is None or positions.ndim == 3:
             return self.position_ids.amax(dim=-1) + 1
-        positions = self.key_positions(self.tokens.shape[-1])
-        return torch.where(self.tokens, positions, 0).amax(dim=-1) + 1
+        return torch.where(cast(torch.Tensor, self.tokens), positions, 0).amax(dim=-1) + 1
 
     @property
     def _shareable(self) -> bool:
         """Whether key positions are the same for all layers: a static cache counts in a tensor of each layer."""
         return not isinstance(self.query_start, torch.Tensor)
 
+    def remember(self) -> None:
+        """Leave on the keys in the cache, which has been updated, where they stand."""
+        if self.cache is None or not self.state.follows_positions:
+            return
+        shared, index, past, positions = self.state.shared, self.state.layer.index, self.past, self.position_ids
+        static = is_static(self.cache, index)
+        if static and torch.compiler.is_compiling():
+            return
+        if past is not None:
+            positions = shared.once(
+                self.position_ids, ("all", id(past)), lambda: (past, joined(past, self.position_ids))
+            )[1]
+        in_order = True
+        if static and not torch.compiler.is_compiling():
+            in_order = shared.once(
+                self.position_ids, ("in order", id(positions)), lambda: (positions, self._in_order(positions))
+            )[1]
+        remember(self.cache, index, positions, in_order)
+
+    def _in_order(self, positions: torch.Tensor) -> bool:
+        """Whether a token after the last slot can be expected to stand one after it, in every row."""
+        if positions.ndim == 3:
+            return False
+        ends_in_tokens = self.seen is None or bool(self.seen[:, positions.shape[-1] - 1].all())
+        return ends_in_tokens and bool(follow_on(positions, positions[:, -1:] + 1, self.seen))
+
     def key_positions(self, kv_length: int) -> torch.Tensor:
-        """`(batch or 1, kv_len)`; shared by the layers of one forward where that is possible."""
+        """`(batch or 1, kv_len)`, or `(batch, kv_heads, kv_len)` where the heads keep different keys; shared by the
+        layers of one forward where that is possible.
+        """
+        shared, start = self.state.shared, self.query_start
 
-        def compute() -> torch.Tensor:
-            return key_positions(self.position_ids, kv_length, self.query_start)
+        def counted() -> torch.Tensor:
+            return key_positions(self.position_ids, kv_length, start)
 
-        key = ("keys", kv_length, self.query_start)
-        return self.state.shared.once(self.position_ids, key, compute) if self._shareable else compute()
+        if self.scattered:
+            past = cast(torch.Tensor, self.past)  # kept beside what follows from it, so that its identity stays its own
+            place = ("keys", kv_length, id(past))
+            return shared.once(self.position_ids, place, lambda: (past, joined(past, counted()[:, past.shape[-1] :])))[
+                1
+            ]
+        return shared.once(self.position_ids, ("keys", kv_length, start), counted) if self._shareable else counted()
 
     def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
         """The spans of this call, found once for all layers that share its mask."""
@@ -318,9 +403,9 @@ class LateCall:
         if slots is None:
             return self._rotated(key, positions, position_map, ("k", key.shape[2], self.query_start))
         if isinstance(slots, torch.Tensor):  # while compiling: nothing is remembered
-            return self._rotated(key[:, :, slots], positions[:, slots], position_map, ("k",))
+            return self._rotated(key[:, :, slots], positions[..., slots], position_map, ("k",))
         place = ("k", key.shape[2], self.query_start, slots.start, slots.stop)
-        return self._rotated(key[:, :, slots], positions[:, slots], position_map, place, into_scratch=True)
+        return self._rotated(key[:, :, slots], positions[..., slots], position_map, place, into_scratch=True)
 
     def _rotated(
         self,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from rope_patch.attention.inputs import AttentionMode
+from rope_patch.cached_keys import OWN_ROTATION, Signing, signature_of
 from rope_patch.changes import Changes
 from rope_patch.entry import BlockEntry, StackEntry
 from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
@@ -122,8 +123,19 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
             f"{family} adds learned positions to its input; {scheme} fills {', '.join(sorted(scheme.slots))}, and only "
             "other rows for its table can be given there"
         )
+    undeclared = [tables for tables in stack.rotary if not tables.as_declared]
+    rotates_anew = any("frequencies" in part.slots and not isinstance(part, NoPE) for part in scheme.parts())
+    if undeclared and rotates_anew:
+        raise UnsupportedModel(
+            f"{family} rotates by other frequencies than its config describes ({_named(undeclared)}), so {scheme} "
+            "cannot be derived from it; schemes without frequencies of their own use the model's"
+        )
     if scheme.causal_only and stack.checkpoint.bidirectional:
         raise UnsupportedModel(f"{family} sees both directions, and {scheme} has no meaning for keys after the query")
+
+
+def _named(undeclared: Sequence[RotaryTables]) -> str:
+    return "; ".join(f"{len(tables.inv_freq)} pairs of {tables.layer_type or 'all layers'}" for tables in undeclared)
 
 
 def _beside_rotation(scheme: Scheme, stack: Stack) -> Scheme:
@@ -182,6 +194,8 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
     if plan.table and stack.absolute is not None:
         install_table(plan.scheme, stack.absolute, changes)
         return
+    for module in {rotary.module: None for rotary in stack.rotary}:
+        changes.keep(module)
     touched = [layer for layer in stack.layers if layer.index not in plan.left_alone]
     weights = install_parameters(plan.scheme, stack, touched, changes)
     if plan.entry:
@@ -190,6 +204,9 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
         if rotary.layer_type in plan.rotary:
             _install_rotary(plan.scheme, rotary, stack.training_length, changes)
     if not plan.late:
+        is_native = stack.native is not None and plan.scheme == stack.native.resolve(stack.checkpoint)
+        signature = signature_of(plan.scheme, OWN_ROTATION)
+        changes.hook(touched[0].module, Signing(touched[0].index, signature, accepts_plain=is_native))
         return
     for item in stack.replacements:
         changes.set(item.module, item.name, item.value)
@@ -203,7 +220,7 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
     )
     scorers = tuple(layer.module for layer in layers) if reads_groups else ()
     counts = "position_ids" not in inspect.signature(stack.module.forward).parameters
-    changes.hook(stack.module, LateForward(shared, str(plan.scheme), scorers, counts))
+    changes.hook(stack.module, LateForward(shared, scorers, counts))
     for layer in layers:
         _install_late(plan, layer, weights[layer.index], attention, shared, changes)
 
@@ -224,10 +241,10 @@ def _install_entry(
 
 def _install_rotary(scheme: Scheme, rotary: RotaryTables, training_length: int, changes: Changes) -> None:
     frequencies = scheme.frequencies(rotary.spec(training_length))
-    inv_freq = frequencies.inv_freq.to(rotary.inv_freq)
     for name in ("inv_freq", "original_inv_freq"):
-        if hasattr(rotary.module, rotary.attribute(name)):
-            changes.set(rotary.module, rotary.attribute(name), inv_freq.clone())
+        replaced = getattr(rotary.module, rotary.attribute(name), None)
+        if replaced is not None:  # each in its own dtype: `dynamic` of a model in half precision grows in float32
+            changes.set(rotary.module, rotary.attribute(name), frequencies.inv_freq.to(replaced, copy=True))
     changes.set(rotary.module, rotary.attribute("attention_scaling"), frequencies.attention_scaling)
     # the tables no longer follow the length: Transformers must not compute them anew
     if rotary.layer_type is None:

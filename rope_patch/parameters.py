@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,9 +12,10 @@ from torch import nn
 
 from rope_patch.changes import Changes
 from rope_patch.models.base import AttentionLayer, Stack
-from rope_patch.models.probe import device_of, measure_heads
+from rope_patch.models.probe import device_of, dtype_of, measure_heads
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import ModelShape
+from rope_patch.tables import require_room
 
 NAME = "rope_patch"
 """Under this name the holder stands on each attention module, and on the stack for what all layers share."""
@@ -88,6 +90,8 @@ def install_parameters(
         InvalidField: when a field does not fit the model.
     """
     layers = list(layers)
+    if scheme.learns:
+        _check_size(scheme, shape_of(stack, layers[0]), len(layers))
     names = _initial_values(scheme, stack, layers[0], seed=0) if scheme.learns else {}
     shared = tuple(name for name in names if name in scheme.shared)
     own = tuple(name for name in names if name not in scheme.shared)
@@ -97,6 +101,14 @@ def install_parameters(
         values = _initial_values(scheme, stack, layer, seed=layer.index + 1)
         _hold(layer.module, {name: values[name] for name in own}, scheme.precise, changes)
     return {layer.index: _places(stack, layer, shared, own) for layer in layers}
+
+
+def _check_size(scheme: Scheme, shape: ModelShape, num_layers: int) -> None:
+    def make() -> Iterator[torch.Tensor]:
+        for name, value in scheme.parameters(shape, torch.Generator()).items():
+            yield from itertools.repeat(value, 1 if name in scheme.shared else num_layers)
+
+    require_room("+".join(str(part) for part in scheme.parts() if part.learns), make)
 
 
 def _places(stack: Stack, layer: AttentionLayer, shared: tuple[str, ...], own: tuple[str, ...]) -> LearnedWeights:
@@ -128,9 +140,8 @@ def shape_of(stack: Stack, layer: AttentionLayer) -> ModelShape:
 
 
 def _hold(module: nn.Module, values: dict[str, torch.Tensor], precise: tuple[str, ...], changes: Changes) -> None:
-    parameters = list(module.parameters())
-    like = next((p for p in parameters if p.is_floating_point()), torch.zeros(()))
-    placed = {name: value.to(device_of(module), _dtype(name in precise, like.dtype)) for name, value in values.items()}
+    device, dtype = device_of(module), dtype_of(module)
+    placed = {name: value.to(device, _dtype(name in precise, dtype)) for name, value in values.items()}
     changes.set(module, NAME, SchemeParameters(placed))
 
 

@@ -13,7 +13,7 @@ from rope_patch.errors import AlreadyPatched, InvalidField, NotPatched, did_you_
 from rope_patch.export import export_rope_parameters, is_expressible
 from rope_patch.late import LateAttention
 from rope_patch.models.base import Stack
-from rope_patch.models.reading import read_stacks
+from rope_patch.models.reading import find_enclosing, read_stacks
 from rope_patch.mounts import Mount, Plan, install, plan_mounts
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import as_scheme
@@ -108,7 +108,7 @@ def patch(
         raise InvalidField(f"attention={attention!r}: {did_you_mean(str(attention), get_args(AttentionMode))}")
     if isinstance(model, nn.Module) and (handle := find_handle(model)) is not None:
         raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}; unpatch it before applying {scheme}")
-    if (record := find_record(model)) is not None and "positions" in record:
+    if isinstance(record := find_record(model), dict) and "positions" in record:
         raise AlreadyPatched(
             f"{type(model).__name__} was saved with the table of {record.get('scheme')}; `repatch` takes it up"
         )
@@ -157,12 +157,14 @@ def find_handles(model: nn.Module) -> tuple[PatchHandle, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def find_record(model: Any) -> dict[str, Any] | None:
-    """What the config of a model says of the scheme under which it was patched or saved."""
+def find_record(model: Any) -> Any:
+    """What the config of a model says of the scheme under which it was patched or saved, as it stands there; None where
+    it says nothing.
+    """
     modules = model.modules() if isinstance(model, nn.Module) else ()
     configs = (vars(module).get("config") for module in modules)
     records = (getattr(config, "rope_patch", None) for config in configs)
-    return next((record for record in records if record and isinstance(record, dict)), None)
+    return next((record for record in records if record is not None), None)
 
 
 def _take_back(mounted: tuple[tuple[Stack, Plan], ...], changes: Changes) -> None:
@@ -190,7 +192,8 @@ def _name_in_config(
         record["rope_parameters"] = native
     if plan.table:
         record["positions"] = stack.training_length  # the weights hold the longer table
-    for config in changes.fork_configs(model.modules()):
+    # what is around a backbone is saved with a config of its own
+    for config in changes.fork_configs([*find_enclosing(model), *model.modules()]):
         config.rope_patch = copy.deepcopy(record)
     if native is not None:
         stack.config.rope_parameters = exported

@@ -8,6 +8,7 @@ Code that lies beside weights is never run, and pickled weights are read where t
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import (
     CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -30,9 +31,13 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from rope_patch.errors import NotPatched, UnsupportedModel, require
+from rope_patch.errors import InvalidField, NotPatched, UnsupportedModel, require
+from rope_patch.models import absolute
+from rope_patch.models.absolute import AbsoluteTable
 from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
-from rope_patch.models.reading import read_stacks
+from rope_patch.models.config import check_computable
+from rope_patch.models.reading import find_stacks, read_stacks
+from rope_patch.mounts import plan_mounts
 from rope_patch.parameters import NAME, learned_parameters
 from rope_patch.patch import PatchHandle, find_handle, find_record, patch, unpatch
 from rope_patch.schemes.registry import scheme_from_dict
@@ -61,11 +66,17 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
     Raises:
         OSError: there is no checkpoint, or none in safetensors.
         UnsupportedModel: its model is code that lies beside the weights.
+        InvalidField, UnknownScheme, NotPatched: its files do not describe a scheme, or not one of such a model.
         MissingPackage: the path holds adapters, and PEFT is not installed.
     """
+    return _load(path, kwargs)
+
+
+def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
+    """What `from_pretrained` does, below the adapters that named the path."""
     places = {key: kwargs[key] for key in _PLACES if key in kwargs}
     if (adapters := cached_file(path, _ADAPTERS, **_OPTIONAL, **places)) is not None:
-        return _with_adapters(path, Path(adapters), places, kwargs)
+        return _with_adapters(path, Path(adapters), places, kwargs, above)
     kwargs |= {"trust_remote_code": False, "weights_only": True}
     published_pickled = make_loadable(path, **places)
     kwargs.setdefault("use_safetensors", None if published_pickled else True)
@@ -75,18 +86,27 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
         # as Transformers does where it reads the config itself: what is a field of the config changes it
         fields = [key for key in kwargs if key in vars(config) and key not in ("dtype", "torch_dtype")]
         config.update({key: kwargs.pop(key) for key in fields})
-    record = vars(config).get(_RECORD)
+    record = _checked(vars(config).get(_RECORD), config)
     if record is not None and "positions" not in record:
-        del config.rope_patch
+        for part in _parts(config):
+            vars(part).pop(_RECORD, None)
     if record is not None and "rope_parameters" in record:
-        config.rope_parameters = record["rope_parameters"]
+        config.get_text_config().rope_parameters = record["rope_parameters"]
     with _advice_of_ours(path, places):
         if record is None:
             return _class_of(config).from_pretrained(path, config=config, **kwargs)
-        model = _load(_class_of(config), path, config=config, **kwargs)
+        model = _load_class(_class_of(config), path, config=config, **kwargs)
     _resume(model, record)
     _load_parameters(model, path, **places)
     return model
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A config and those inside it, of its text and its images."""
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(value)
 
 
 def _config_of(path: str | Path, places: dict[str, Any]) -> Any:
@@ -116,27 +136,66 @@ def _advice_of_ours(path: str | Path, places: dict[str, Any]) -> Iterator[None]:
         ) from error
 
 
-def _with_adapters(path: str | Path, adapters: Path, places: dict[str, Any], kwargs: dict[str, Any]) -> nn.Module:
+def _with_adapters(
+    path: str | Path, adapters: Path, places: dict[str, Any], kwargs: dict[str, Any], above: tuple[Path, ...]
+) -> nn.Module:
     """The checkpoint that adapters name, under their scheme where a config beside them says so, and they on it."""
     require("peft", f"{path}, a folder of adapters,", "finetune")
     from peft import PeftModel
 
-    base = json.loads(adapters.read_text())["base_model_name_or_path"]
+    base = _base_of(adapters)
+    if adapters in above:
+        raise InvalidField(f"{adapters}: base_model_name_or_path={base!r} leads back to these adapters themselves")
     own = cached_file(path, CONFIG_NAME, **_OPTIONAL, **places)
     config = kwargs.pop("config", None) or (_config_of(path, places) if own else None)
     elsewhere = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder")}
     if config is not None:
         elsewhere.setdefault("dtype", config.dtype)
-    model = from_pretrained(base, **elsewhere)
+    record = None if config is None else _checked(vars(config).get(_RECORD), config)
+    model = _load(base, elsewhere, (*above, adapters))
     if config is not None:
         if find_handle(model) is not None:
             unpatch(model)
-        if (record := vars(config).get(_RECORD)) is not None:
+        if record is not None:
             patch(model, scheme_from_dict(record["scheme"]))
     return PeftModel.from_pretrained(model, path, **places)
 
 
-def _load(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:
+def _base_of(adapters: Path) -> str:
+    """The checkpoint that a file of PEFT's settings names."""
+    try:
+        settings = json.loads(adapters.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidField(f"{adapters} is no JSON: {error}") from error
+    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+    if not isinstance(base, str) or not base:
+        raise InvalidField(
+            f"{adapters}: base_model_name_or_path={base!r} is not allowed; it is the path of a checkpoint"
+        )
+    return base
+
+
+def _checked(record: Any, config: Any) -> dict[str, Any] | None:
+    """What a config says of a scheme, if anything: one that there is, and rotary parameters that can be computed.
+
+    Raises:
+        InvalidField, UnknownScheme, UnsupportedModel: it says it wrongly.
+    """
+    if record is None:
+        return None
+    if not isinstance(record, dict):
+        raise InvalidField(
+            f"{type(config).__name__}: rope_patch={record!r} is not allowed; it is a dict with a 'scheme'"
+        )
+    scheme_from_dict(record.get("scheme", {}))
+    if "rope_parameters" in record:
+        told = copy.copy(config)
+        vars(told)["rope_parameters"] = record["rope_parameters"]  # else Transformers refuses some, in words of its own
+        check_computable(told)
+    return record
+
+
+def _load_class(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:
     """A model of the class, without a warning of the learned parameters of schemes, which it has no place for yet."""
     logger = logging.getLogger("transformers.modeling_utils")
     report = _UnlessOurs()
@@ -240,30 +299,49 @@ def repatch(model: nn.Module) -> PatchHandle:
 
     Raises:
         NotPatched: the config names none, or what the scheme learned is not where the model was loaded from.
-        InvalidField, UnknownScheme: the config names it wrongly.
+        InvalidField, UnknownScheme, UnsupportedModel: the config names it wrongly.
         AlreadyPatched: when the model carries a scheme.
     """
-    record = find_record(model)
+    config = cast(Any, find_stacks(model)[0][1].config)
+    record = _checked(find_record(model), config)
     if record is None:
         raise NotPatched(f"the config of {type(model).__name__} has no `rope_patch`: it was not saved under a scheme")
-    handle = _resume(model, record)
+    with _unscaled(config, record):
+        handle = _resume(model, record)
     if handle is None:
         raise NotPatched(f"{type(model).__name__} was saved without the rows that {record['scheme']['name']} replaced")
     _load_parameters(model, str(model.name_or_path))
     return handle
 
 
+@contextmanager
+def _unscaled(config: Any, record: dict[str, Any]) -> Iterator[None]:
+    """A config that says what it said before the patch: a base that a scheme raised is not to be raised again."""
+    told = getattr(config, "rope_parameters", None)
+    if "rope_parameters" in record:
+        config.rope_parameters = record["rope_parameters"]
+    try:
+        yield
+    finally:
+        if "rope_parameters" in record:
+            config.rope_parameters = told
+
+
 def _resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
     """Put a loaded model under the scheme that it was saved under; None where its own positions were not saved."""
-    scheme = scheme_from_dict(record.get("scheme", {}))
+    scheme = scheme_from_dict(record["scheme"])
     if "positions" not in record or find_handle(model) is not None:
         return patch(model, scheme)
-    if not scheme.keeps_rows:
-        return None
-    stack, capacity = read_stacks(model)[0], record["positions"]
-    table = stack.absolute
-    if table is None or not isinstance(capacity, int) or not 0 < capacity <= table.capacity:
+    capacity, has_table = record["positions"], find_stacks(model)[0][0] is absolute
+    if not has_table or type(capacity) is not int or capacity <= 0:
         raise NotPatched(f"`rope_patch` says positions={capacity!r}, which {type(model).__name__} cannot have had")
+    if scheme.slots == {"embedding"} and scheme.is_table and not scheme.keeps_rows:
+        return None
+    stack = read_stacks(model)[0]
+    table = cast(AbsoluteTable, stack.absolute)
+    plan_mounts(scheme, stack)
+    if capacity > table.capacity:
+        raise NotPatched(f"`rope_patch` says positions={capacity!r}, but {type(model).__name__} has {table.capacity}")
     saved = shorten(table, capacity)
     del stack.config.rope_patch
     handle = patch(model, scheme)

@@ -36,6 +36,38 @@ def key_positions(
     return query_positions[:, inside] + (steps - inside)
 
 
+def follow_on(past: torch.Tensor, query_positions: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+    """Whether every cached key that can be seen stands as far before the first query as there are slots between them.
+
+    Args:
+        past: positions of the keys before the first query, `(batch or 1, start)` or `(batch, kv_heads, start)`.
+        query_positions: `(batch or 1, q_len)`.
+        seen: true on keys that are no pads, `(batch or 1, start or more)`; None where there are no pads.
+
+    Returns:
+        boolean, a scalar.
+    """
+    length = past.shape[-1]
+    expected = query_positions[:, :1] + torch.arange(-length, 0, device=query_positions.device)
+    differs = past.to(expected.device) != (expected if past.ndim == 2 else expected[:, None])
+    if seen is not None:
+        differs = differs & (seen[:, :length] if past.ndim == 2 else seen[:, None, :length])
+    return ~differs.any()
+
+
+def joined(past: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Positions of cached keys and of the keys after them, in the shape of `past`.
+
+    Args:
+        past: `(batch or 1, start)` or `(batch, kv_heads, start)`.
+        positions: `(batch or 1, length)`.
+    """
+    positions = positions if past.ndim == 2 else positions[:, None].expand(-1, past.shape[1], -1)
+    rows = max(len(past), len(positions))
+    parts = [part.expand(rows, *part.shape[1:]) for part in (past.to(positions.device), positions)]
+    return torch.cat(parts, dim=-1)
+
+
 def query_start(cache: Any, layer_index: int, q_length: int) -> int | torch.Tensor:
     """Slot of the first query among the keys that a cache of Transformers will return, a scalar; asked before it is
     updated.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,19 +31,22 @@ def rotation_tables(
     """cos and sin of position times frequency, broadcastable over heads.
 
     Args:
-        positions: `(batch, length)`, integer or fractional.
+        positions: `(batch, length)`, or `(batch, heads, length)` where they differ, integer or fractional.
         inv_freq: `(d/2,)` or `(batch, d/2)`.
         attention_scaling: number, or `(batch, 1)`.
         dtype: of the returned tables; angles are computed in float32, as Transformers does.
 
     Returns:
-        cos and sin, each `(batch, 1, length, d/2)`.
+        cos and sin, each `(batch, heads or 1, length, d/2)`.
     """
+    positions = positions if positions.ndim == 3 else positions[:, None]
+    if inv_freq.ndim == 2:
+        inv_freq = inv_freq[:, None]
     angles = positions[..., None].float() * inv_freq.float()[..., None, :]
     if isinstance(attention_scaling, torch.Tensor):
-        attention_scaling = attention_scaling[..., None]
+        attention_scaling = attention_scaling[..., None, None]
     cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling
-    return cos[:, None].to(dtype), sin[:, None].to(dtype)
+    return cos.to(dtype), sin.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -53,26 +55,25 @@ class RotaryLayout:
 
     Attributes:
         first, second: indices of the two dimensions of each pair, ordered by frequency index.
+        half_split_offset: start of the rotated dimensions when they are [first half, second half], as in Llama; None
+            otherwise.
+        interleaved_offset: start of them when pairs are neighbours, as in GPT-J and Cohere; None otherwise.
     """
 
     first: tuple[int, ...]
     second: tuple[int, ...]
+    half_split_offset: int | None = field(init=False, compare=False)
+    interleaved_offset: int | None = field(init=False, compare=False)
 
-    @cached_property
-    def half_split_offset(self) -> int | None:
-        """Start of the rotated dimensions when they are [first half, second half], as in Llama; None otherwise."""
+    def __post_init__(self) -> None:
         pairs, start = len(self.first), self.first[0]
-        is_half_split = self.first == tuple(range(start, start + pairs)) and self.second == tuple(
-            range(start + pairs, start + 2 * pairs)
-        )
-        return start if is_half_split else None
-
-    @cached_property
-    def interleaved_offset(self) -> int | None:
-        """Start of the rotated dimensions when pairs are neighbours, as in GPT-J and Cohere; None otherwise."""
-        pairs, start = len(self.first), self.first[0]
-        even = tuple(range(start, start + 2 * pairs, 2))
-        return start if self.first == even and self.second == tuple(i + 1 for i in even) else None
+        stop, end = start + pairs, start + 2 * pairs
+        halves = (tuple(range(start, stop)), tuple(range(stop, end)))
+        neighbours = (tuple(range(start, end, 2)), tuple(range(start + 1, end, 2)))
+        found = (self.first, self.second)
+        # known from here on: a compiler does not trace the lock of a `cached_property`
+        object.__setattr__(self, "half_split_offset", start if found == halves else None)
+        object.__setattr__(self, "interleaved_offset", start if found == neighbours else None)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """R x: every pair (a, b) becomes (a cos - b sin, b cos + a sin); other dimensions pass.

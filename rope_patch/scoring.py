@@ -13,7 +13,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import engine
 from rope_patch.attention.inputs import AttentionInputs, Content, DistanceBias
-from rope_patch.attention.masks import read_mask, tokens_of
+from rope_patch.attention.masks import keys_seen, read_mask
+from rope_patch.cached_keys import CachedKeys
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.late import LateCall
 from rope_patch.positions import Identity
@@ -52,6 +53,7 @@ def late_attention(
 
     Raises:
         UnsupportedModel: when the model calls it with something that the scheme's attention cannot honour.
+        UnsupportedPositions: when other keys arrive than the cache announced, or masks of an unknown form.
     """
     if rope_patch is None:
         raise UnsupportedModel(f"{type(module).__name__} does not pass its keyword arguments on to its attention")
@@ -59,14 +61,23 @@ def late_attention(
         if kwargs.get(name) is not None:
             raise UnsupportedModel(f"{type(module).__name__} passes {name!r}, which patched attention cannot honour")
     call, state = rope_patch, rope_patch.state
+    expected = query.shape[2] if call.kv_length is None else call.kv_length
+    if key.shape[2] != expected:
+        raise UnsupportedPositions(
+            f"{state.layer.name}: {key.shape[2]} keys arrive where its cache announced {expected}; "
+            f"{type(module).__name__} keeps them in a way that is not understood here"
+        )
+    call.remember()
+    if isinstance(key, CachedKeys):  # of a static cache
+        key = key.plain()
     scheme, implementation = state.scheme, state.config._attn_implementation
     projected = query
     if "query_scale" in scheme.slots:
-        query = query * scheme.query_scale(call.position_ids)[:, None, :, None].to(query.dtype)
-    start = 0 if call.query_start is None else call.query_start
+        query = query * scheme.query_scale(call.position_ids.clamp(min=0))[:, None, :, None].to(query.dtype)
+    start = call.start
     if scheme.length_dependent and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
         mask, groups = read_mask(attention_mask, call.position_ids, query.shape[2], key.shape[2], start, state.config)
-        call = dataclasses.replace(call, tokens=tokens_of(mask, groups))
+        call = dataclasses.replace(call, tokens=keys_seen(mask, groups))
     scores = state.regions or scheme.slots & {"bias", "values"} or scheme.decays or state.attention != "auto"
     if (scores or scheme.length_dependent) and not torch.compiler.is_compiling():
         _refuse_part_of_a_row(scheme, implementation)
@@ -92,6 +103,7 @@ def late_attention(
         # one query beside no mask is a decoding step: it sees every key there is
         causal=(getattr(module, "is_causal", True) if causal is None else causal) and query.shape[2] > 1,
         query_start=start,
+        scattered=call.scattered,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         bias=_bias(call, query, learned),
         content=_content(call, projected, key, learned),

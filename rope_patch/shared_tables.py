@@ -48,6 +48,17 @@ class SharedTables(threading.local):
             self.memory[key] = compute()
         return self.memory[key]
 
+    def same(self, position_ids: torch.Tensor, key: Any, value: torch.Tensor) -> torch.Tensor:
+        """The tensor that an earlier layer had under this key if it is equal, so that what follows from it is shared.
+
+        Args:
+            position_ids: of this forward, `(batch or 1, length)`.
+            key: tells what it is.
+            value: of this layer, of any shape.
+        """
+        first = self.once(position_ids, key, lambda: value)
+        return first if first is value or torch.equal(first, value) else value
+
     def scratch(self, like: torch.Tensor) -> torch.Tensor:
         """Memory of the shape of `like` to be overwritten by the next layer.
 

@@ -12,6 +12,7 @@ from torch import nn
 from rope_patch.changes import Changes
 from rope_patch.models.absolute import AbsoluteTable, lengthened
 from rope_patch.schemes.base import Scheme
+from rope_patch.tables import require_room
 
 
 def install_table(scheme: Scheme, table: AbsoluteTable, changes: Changes) -> None:
@@ -25,6 +26,7 @@ def install_table(scheme: Scheme, table: AbsoluteTable, changes: Changes) -> Non
     Raises:
         InvalidField: when a field does not fit the table; nothing has changed then.
     """
+    require_room(str(scheme), lambda: [scheme.rows(table.rows.to("meta"))])
     _replace_rows(table, scheme.rows(table.rows).to(table.rows), changes)
 
 

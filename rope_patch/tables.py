@@ -1,11 +1,40 @@
-"""Learned tables with a row per position, and the refusal of positions that they have no row for."""
+"""Learned tables: the refusal of those that no memory holds, and of positions that they have no row for."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.nn import functional
 
-from rope_patch.errors import UnsupportedPositions
+from rope_patch.errors import InvalidField, RopePatchError, UnsupportedPositions
+
+MOST_NUMBERS = 2**32
+"""What the tables of a scheme may hold together: 16 GiB in float32."""
+
+
+def require_room(scheme: str, make: Callable[[], Iterable[torch.Tensor]]) -> None:
+    """Check how large tables would be, before they are made.
+
+    Args:
+        scheme: with its fields, for the message.
+        make: makes them all, of any shape.
+
+    Raises:
+        InvalidField: they would hold more than `MOST_NUMBERS`.
+    """
+    try:
+        with torch.device("meta"):  # which has shapes and no memory
+            numbers = float(sum(table.numel() for table in make()))
+    except RopePatchError:
+        raise
+    except Exception as error:  # too large to be counted; or made by values, which are not there
+        numbers = float("inf") if "overflow" in str(error).lower() else 0.0
+    if numbers > MOST_NUMBERS:
+        raise InvalidField(
+            f"{scheme} is too large for this model: its tables would hold {numbers:.3g} numbers, and at most "
+            f"{MOST_NUMBERS} are allowed"
+        )
 
 
 def rows_at(table: torch.Tensor, positions: torch.Tensor, scheme: str) -> torch.Tensor:

@@ -54,6 +54,7 @@ COMPOSITIONS = [
     "alibi+window:window=7",
     "rope+sandwich:embedding_dim=16,base=100",
     "xpos:scale_base=8+rerope:window=6",
+    "rerope:window=6+alibi",
 ]
 
 VARIANTS = [
@@ -65,6 +66,8 @@ VARIANTS = [
     "rope+xl:initial_std=0.02+logn:training_length=8",
     "rerope:window=6+shaw:max_distance=6",
     "sinusoidal+alibi+urpe:max_distance=12",
+    "dca:chunk_size=9,local_window=2+alibi",
+    "self_extend:group_size=4,window=7+t5",
 ]
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rope_patch import register_baichuan
+from tests.cases import ALL, REPRESENTATIVE
 
 TRAINING_LENGTH = 32
 VOCABULARY = 97
@@ -56,6 +57,23 @@ _WIDE_WINDOW = {"sliding_window": TRAINING_LENGTH + 4}
 _NARROW_WINDOW = {"sliding_window": 16}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _GEMMA = {**_HEAD, "query_pre_attn_scalar": 16}
+_GEMMA3 = {"model_type": "gemma3_text", **_GEMMA, **_NARROW_WINDOW}
+
+
+def _extended(rope_type: str, **values: Any) -> dict[str, Any]:
+    """An entry of `rope_parameters` for a checkpoint of the training length that is to read four times as much."""
+    trained = {"original_max_position_embeddings": TRAINING_LENGTH}
+    return {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0, **trained, **values}
+
+
+_LONGER = {**_HEAD, "model_type": "llama", "max_position_embeddings": 4 * TRAINING_LENGTH}
+_LONG_FACTOR = {"short_factor": [1.0] * 5 + [1.5, 1.5, 2.0], "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0]}
+_LLAMA3 = _extended("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+_BY_LAYER_TYPE = {
+    "full_attention": _extended("yarn"),
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
 
 register_baichuan()
 
@@ -71,7 +89,7 @@ _SAMPLED: dict[str, dict[str, Any]] = {
     "helium": _HEAD,  # halves its tables before it repeats them
     # scores capped by a tanh, which `sdpa` ignored before Transformers refused it
     "gemma2": {**_GEMMA, **_NARROW_WINDOW, "attn_logit_softcapping": 2.0, "attn_implementation": "eager"},
-    "gemma3": {"model_type": "gemma3_text", **_GEMMA, **_DEEP, **_NARROW_WINDOW, **_ALTERNATING},
+    "gemma3": {**_GEMMA3, **_DEEP, **_ALTERNATING},
     "smollm3": {**_GQA, **_DEEP, "no_rope_layers": [1, 0, 1, 0]},
     "olmo2": _GQA,
     "baichuan": _SHARED,
@@ -79,6 +97,15 @@ _SAMPLED: dict[str, dict[str, Any]] = {
     "baichuan_alibi": {
         **{"model_type": "baichuan", **_SHARED, "position_embedding_type": "alibi"},
         **{"max_position_embeddings": None, "model_max_length": TRAINING_LENGTH},
+    },
+    # checkpoints that were extended before they came here
+    "llama_yarn": {**_LONGER, "rope_parameters": _extended("yarn")},
+    "llama_longrope": {**_LONGER, "rope_parameters": _extended("longrope", **_LONG_FACTOR)},
+    "llama_llama3": {**_LONGER, "rope_parameters": _LLAMA3},
+    "llama_dynamic": {**_HEAD, "model_type": "llama", "rope_parameters": _DYNAMIC},
+    "gemma3_yarn": {
+        **{**_GEMMA3, "layer_types": ["sliding_attention", "full_attention"]},
+        **{"max_position_embeddings": 4 * TRAINING_LENGTH, "rope_parameters": _BY_LAYER_TYPE},
     },
 }
 
@@ -137,6 +164,13 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "youtu": _LATENT,
 }
 
+
+def rope_types(parameters: dict[str, Any] | None) -> set[str]:
+    """The types that `rope_parameters` say: of all layers, or by layer type."""
+    entries = [parameters] if "rope_type" in (parameters or {}) else (parameters or {}).values()
+    return {entry["rope_type"] for entry in entries}
+
+
 FAMILIES = {
     family: {"model_type": family, **values}
     for family, values in {**_SAMPLED, **_OTHERS}.items()
@@ -149,6 +183,18 @@ GENERIC = {**_LATENT, **_DEEP}
 
 SAMPLE = frozenset(_SAMPLED)
 """The families of the usual run: one of each kind of layout, window, mask and rotary module."""
+
+SCALED = [family for family, values in FAMILIES.items() if rope_types(values.get("rope_parameters")) - {"default"}]
+"""Families whose checkpoints are scaled already, by a type of Transformers."""
+
+FOLLOW_THE_LENGTH = {"dynamic", "longrope"}
+"""Types whose tables the rotary module makes anew, by the longest text that it is shown."""
+
+FOLLOWING = [family for family in SCALED if rope_types(FAMILIES[family]["rope_parameters"]) & FOLLOW_THE_LENGTH]
+"""Families whose checkpoints are of such a type."""
+
+LLAMA_AND_SCALED = [("llama", spec) for spec in ALL] + [(family, spec) for family in SCALED for spec in REPRESENTATIVE]
+"""Family and scheme for what is tried on one layout only."""
 
 BIASED = {"baichuan_alibi"}
 """Families whose own positions are a bias, so that there are no rotary tables to mount a scheme on."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from rope_patch import RopePatchError, patch
 from tests.families import FAMILIES, GENERIC, from_config
-from tests.runs import logits, tokens
+from tests.runs import generated, logits, tokens
 
 PASSES = "passes"
 _LARGEST = 40_000_000
@@ -80,11 +80,22 @@ def _attempt(model_type: str, values: dict[str, Any]) -> tuple[str, str]:
     try:
         with patch(model, _SCHEME):
             logits(model, tokens())
+            _decode(model)
     except RopePatchError as error:
         return "refused", _first_sentence(str(error))
     except Exception as error:  # of the model, which may want more than token ids
         return "patched", f"but not run: {_named(error)}"
     return "patched", ""
+
+
+def _decode(model: PreTrainedModel) -> None:
+    """A few tokens with a cache, which shows where keys are kept; what a family itself cannot do is no reason."""
+    try:
+        generated(model, tokens(8), 2)
+    except RopePatchError:
+        raise
+    except Exception:
+        return
 
 
 def _attempts() -> Iterator[dict[str, Any]]:

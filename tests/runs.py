@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
-from rope_patch import Scheme
-from tests.families import TRAINING_LENGTH, VOCABULARY
+from rope_patch import Scheme, get_scheme, plan_mounts
+from rope_patch.models.reading import read_stack
+from tests.families import FOLLOW_THE_LENGTH, TRAINING_LENGTH, VOCABULARY, rope_types
 
 LENGTH = TRAINING_LENGTH + 8
 """Tokens of a usual text here: beyond the training length, and beyond every window."""
@@ -21,11 +22,22 @@ def tokens(length: int = LENGTH, rows: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def usable_length(scheme: Scheme) -> int:
-    """The longest text for which a cache may be compared with a full forward: a length-dependent scheme makes other
-    hidden states at every length beyond the one it was trained at.
+def usable_length(model: nn.Module, scheme: str | Scheme) -> int:
+    """The longest text for which a cache may be compared with a full forward: frequencies that follow the length make
+    other hidden states at every length beyond the one that was trained at.
     """
-    return TRAINING_LENGTH if scheme.length_dependent else LENGTH
+    return TRAINING_LENGTH if follows_the_length(model, scheme) else LENGTH
+
+
+def follows_the_length(model: nn.Module, scheme: str | Scheme) -> bool:
+    """Whether frequencies follow the length of a text under a scheme: its own, or those of the checkpoint where it
+    leaves them.
+    """
+    scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
+    if not rope_types(model.config.rope_parameters) & FOLLOW_THE_LENGTH:
+        return scheme.length_dependent
+    scheme = plan_mounts(scheme, read_stack(model)).scheme  # with `nope` where a bias stands in place of the rotation
+    return scheme.length_dependent or "frequencies" not in scheme.slots
 
 
 @torch.no_grad()

@@ -19,9 +19,12 @@ from tests.runs import logits, tokens
 
 
 def snapshot(
-    model: nn.Module, run: Callable[[nn.Module], torch.Tensor] = lambda model: logits(model, tokens())
+    model: nn.Module,
+    run: Callable[[nn.Module], torch.Tensor] = lambda model: logits(copy.deepcopy(model), tokens()),
 ) -> dict[str, Any]:
-    """Tensors bit for bit, attributes, hooks and configs by identity and value, registries, and what a run gives."""
+    """Tensors bit for bit, attributes, hooks and configs by identity and value, registries, and what a run gives: of a
+    copy, because some models keep something of every text that they are shown.
+    """
     return {
         "state_dict": {name: _value(tensor) for name, tensor in model.state_dict().items()},
         "modules": {name: _attributes(module) for name, module in model.named_modules()},

@@ -26,8 +26,9 @@ FLOORS = [
     {"positions", "rotary", "buckets", "sinusoids", "tables"},
     {"schemes"},
     {"attention"},
+    {"arguments", "cached_keys"},
     {"models"},
-    {"arguments", "changes", "entry", "late", "mounts", "parameters", "scoring", "shared_tables", "table"},
+    {"changes", "entry", "late", "mounts", "parameters", "scoring", "shared_tables", "table"},
     {"export", "patch", "persistence", "describe", "serving"},
     {"evaluation", "plots"},
     {"training"},
@@ -36,7 +37,7 @@ FLOORS = [
 ]
 """Parts of the package from the ground up; none imports from a floor above it."""
 
-TRANSFORMERS = {"models", *FLOORS[5], *FLOORS[6], "evaluation", "training", "finetuning", "cli"}
+TRANSFORMERS = {*FLOORS[4], *FLOORS[5], *FLOORS[6], *FLOORS[7], "evaluation", "training", "finetuning", "cli"}
 """Parts that may import Transformers."""
 
 SCHEME_TOOLS = {f"rope_patch.schemes.{name}" for name in ("base", "compose", "registry", "slots")}
@@ -72,7 +73,7 @@ def test_no_floor_imports_from_above(module):
     for imported in imports_of(MODULES[module]):
         if imported.startswith("rope_patch."):
             assert floor_of(imported) <= floor_of(module), f"{module} imports {imported}"
-        assert imported != "rope_patch" or floor_of(module) >= 7, f"{module} imports the public face"
+        assert imported != "rope_patch" or floor_of(module) >= 8, f"{module} imports the public face"
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -21,6 +21,8 @@ from rope_patch import (
     patch,
     unpatch,
 )
+from rope_patch.schemes.shaw import ShawRelative
+from rope_patch.tables import MOST_NUMBERS
 from tests.cases import ALL, CASES, ROUTES
 from tests.families import build
 from tests.runs import logits, tokens
@@ -64,6 +66,8 @@ def test_what_is_no_scheme_at_all(llama, thing):
         (("yarn",), {"facter": 8}, ["'facter'", "did you mean 'factor'?"]),
         (("yarn:facter=8",), {}, ["'facter'", "did you mean 'factor'?"]),
         (("yarn:8",), {}, ["'8'", "field=value"]),
+        (("rerope:window=8,window=9",), {}, ["'rerope:window=8,window=9'", "'window' twice"]),
+        (("yarn:factor=2, factor =2",), {}, ["'factor' twice"]),
         (("rope",), {"factor": 8}, ["rope has no field 'factor'", "none"]),
         (("yarn", "logn"), {"factor": 8}, ["factor", "exactly one scheme name"]),
         (("yarn:factor=8",), {"factor": 8}, ["factor", "one plain name only"]),
@@ -212,6 +216,50 @@ def test_what_is_no_model(thing):
 
 def test_a_number_of_slopes_that_does_not_fit(llama):
     assert_refused(llama, InvalidField, ["slopes has 2 values", "4 heads"], get_scheme("alibi:slopes=[1.0,0.5]"))
+
+
+TABLES = [
+    ("shaw", "max_distance"),
+    ("deberta", "max_distance"),
+    ("urpe", "max_distance"),
+    ("learned", "num_positions"),
+    ("multiplicative", "num_positions"),
+    ("cope", "max_positions"),
+    ("floater", "width"),
+    ("fire", "width"),
+    ("rnn", "width"),
+]
+"""Fields by which tables are sized that no memory may hold."""
+
+
+@pytest.mark.parametrize("size", [2**32, 10**12, 10**18], ids=repr)
+@pytest.mark.parametrize(("name", "field"), TABLES)
+def test_a_table_that_no_memory_holds(llama, name, field, size):
+    said = [name, f"{field}={size}", "too large for this model", f"at most {MOST_NUMBERS} are allowed"]
+    assert_refused(llama, InvalidField, said, name, **{field: size})
+
+
+@pytest.mark.parametrize("field", ["num_positions", "extend"])
+def test_a_table_of_positions_that_no_memory_holds(field):
+    config = BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model = BertModel(config).eval()
+    rows = model.embeddings.position_embeddings.weight
+    with pytest.raises(InvalidField, match=f"learned:{field}={10**12}.*at most {MOST_NUMBERS} are allowed"):
+        patch(model, "learned", **{field: 10**12})
+    assert model.embeddings.position_embeddings.weight is rows
+    assert not hasattr(model.config, "rope_patch")
+
+
+def test_a_scheme_that_starts_by_values_is_not_measured(llama, monkeypatch):
+    """Its tables cannot be made without memory, so their size is not known before."""
+    start = ShawRelative.parameters
+
+    def by_values(scheme, shape, random):
+        return {name: table + float(table.sum()) for name, table in start(scheme, shape, random).items()}
+
+    monkeypatch.setattr(ShawRelative, "parameters", by_values)
+    with patch(llama, "shaw"):
+        assert logits(llama, tokens()).isfinite().all()
 
 
 @pytest.mark.parametrize("spec", ROUTES)

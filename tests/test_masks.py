@@ -74,7 +74,7 @@ def by_mask(groups, query_start=0, window=None):
 
 
 @pytest.mark.parametrize("query_start", [0, 3])
-@pytest.mark.parametrize("rows", [[[0] * 8], [[-1, -1, 0, 0, 0, 0, 0, 0], [0] * 8], [[0, 0, 0, 0, 0, 0, -1, -1]]])
+@pytest.mark.parametrize("rows", [[[0] * 8], [[-1, -1, 0, 0, 0, 0, 0, 0], [0] * 8]])
 def test_groups_make_the_spans_that_their_mask_makes(rows, query_start):
     groups = torch.tensor(rows)
     positions = torch.arange(8 - query_start)[None]
@@ -84,7 +84,7 @@ def test_groups_make_the_spans_that_their_mask_makes(rows, query_start):
 
 
 def test_documents_are_spans_of_their_own_and_a_group_in_pieces_is_none():
-    groups, positions = torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1]]), torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])
+    groups, positions = torch.tensor([[0, 0, 0, 1, 1, 2]]), torch.tensor([[0, 1, 2, 0, 1, 0]])
     found = find_spans(positions, None, groups, 0, 1)
     assert [(span.queries.start, span.queries.stop, span.first_position) for span in found] == [
         (0, 3, 0),
@@ -92,6 +92,17 @@ def test_documents_are_spans_of_their_own_and_a_group_in_pieces_is_none():
         (5, 6, 0),
     ]
     assert find_spans(torch.arange(4)[None], None, torch.tensor([[0, -1, 0, 0]]), 0, 1) is None
+
+
+@pytest.mark.parametrize("query_start", [0, 3, 6, 7])
+def test_pads_behind_a_text_are_a_span_that_sees_all_of_it(query_start):
+    groups, positions = torch.tensor([[-1, 0, 0, 0, 0, 0, -1, -1]]), torch.arange(-1, 7)[None, query_start:]
+    of_pads = find_spans(positions, None, groups, query_start, 1)[-1]
+    first = max(6 - query_start, 0)
+    expected = (slice(first, 8 - query_start), slice(1, 6), 0, 2)
+    assert (of_pads.queries, of_pads.keys, of_pads.first_position, of_pads.hidden) == expected
+    if positions.shape[1] > 1:
+        assert find_spans(torch.zeros_like(positions), None, groups, query_start, 1) is None
 
 
 @pytest.mark.parametrize("query_start", [0, 3, 6])

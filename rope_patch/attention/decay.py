@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from rope_patch.attention.inputs import AttentionInputs, Branch
+from rope_patch.errors import UnsupportedPositions
 from rope_patch.rotary import RotaryLayout
 
 ROWS = 1024
@@ -54,7 +55,15 @@ def attend(inputs: AttentionInputs, decay: Decay, score: Callable[[AttentionInpu
         inputs: the call, its branches rotated but not faded.
         decay: of the layer.
         score: attention of one block: output `(batch, heads, rows, value_dim)`, and the weights where it has them.
+
+    Raises:
+        UnsupportedPositions: heads keep different keys.
     """
+    if inputs.by_head:
+        raise UnsupportedPositions(
+            "heads keep different keys in past_key_values, and a scheme that decays fades those of all heads alike; "
+            "keep the same keys for all heads of a layer"
+        )
     outputs, weights = [], []
     for start in range(0, inputs.q_length, ROWS):
         block = inputs.rows(start, min(start + ROWS, inputs.q_length))

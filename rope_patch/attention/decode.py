@@ -34,6 +34,7 @@ def applies(inputs: AttentionInputs, query: torch.Tensor, regions: Sequence[Regi
     return (
         mode in ("auto", "segmented")
         and inputs.q_length == 1
+        and not inputs.scattered
         and inputs.fits_kernels
         and (inputs.mask is None or inputs.mask.dtype == torch.bool)
         and not (torch.is_grad_enabled() and query.requires_grad)

@@ -74,7 +74,8 @@ def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.
     small = inputs.q_length * inputs.kv_length <= SMALL
     if mode == "auto" and small and dense.applies(inputs):
         return dense.attend(inputs)
-    geometric = (inputs.causal or inputs.q_length == inputs.kv_length) and inputs.fits_kernels
+    in_order = not inputs.scattered and (inputs.causal or inputs.q_length == inputs.kv_length)
+    geometric = in_order and inputs.fits_kernels
     if mode != "chunked" and geometric and not torch.compiler.is_compiling():
         found = spans(inputs) if not small or mode == "segmented" else None
         if found is not None and segmented.applies(inputs, found):

@@ -123,13 +123,15 @@ class AttentionInputs:
     Attributes:
         branches: the rotated queries and keys of each region.
         value: `(batch, kv_heads, kv_len, value_dim)`.
-        query_positions, key_positions: integer, `(batch or 1, q_len)` and `(batch or 1, kv_len)`.
+        query_positions, key_positions: integer, `(batch or 1, q_len)` and `(batch or 1, kv_len)`; the latter
+            `(batch, kv_heads, kv_len)` where the heads keep different keys, see `by_head`.
         mask: `(batch or 1, heads or 1, q_len, kv_len)`, boolean (True is attended) or added to the scores. None means
             causal by slot where `causal`, else everything.
         groups: beside no mask: integer, `(batch or 1, kv_len)`; a query sees the keys of its own group, below zero are
-            pads. None for one group.
+            pads, which nobody sees and which see all tokens. None for one group.
         causal: whether keys after the query are hidden when there is no mask.
         query_start: slot of the first query among the keys.
+        scattered: whether distance is something else than a difference of slots for some cached key that can be seen.
         scaling: multiplies the scores.
         bias: by distance, added after scaling.
         content: whatever else the scheme brings; None for nothing.
@@ -152,6 +154,7 @@ class AttentionInputs:
     dropout: float = 0.0
     groups: torch.Tensor | None = None
     content: Content | None = None
+    scattered: bool = False
 
     @property
     def q_length(self) -> int:
@@ -162,6 +165,24 @@ class AttentionInputs:
     def kv_length(self) -> int:
         """Number of key slots."""
         return self.value.shape[2]
+
+    @property
+    def by_head(self) -> bool:
+        """Whether heads keep different keys in the cache, as some libraries leave them that evict keys."""
+        return self.key_positions.ndim == 3
+
+    @property
+    def m(self) -> torch.Tensor:
+        """Positions of the queries, `(batch or 1, 1, q_len, 1)`."""
+        return self.query_positions[:, None, :, None]
+
+    @property
+    def n(self) -> torch.Tensor:
+        """Positions of the keys, `(batch or 1, heads or 1, 1, kv_len)`."""
+        if not self.by_head:
+            return self.key_positions[:, None, None, :]
+        repeats = self.branches[0].query.shape[1] // self.key_positions.shape[1]
+        return self.key_positions.repeat_interleave(repeats, dim=1)[:, :, None, :]
 
     @property
     def fits_kernels(self) -> bool:
@@ -183,9 +204,9 @@ class AttentionInputs:
             return None if self.mask is not None else causal
         of_keys = self.groups[:, None, None, :]
         of_queries = self.groups[:, None, queries, None]
-        same = (of_queries == of_keys) & (of_keys >= 0)
-        # where nothing else hides keys, a pad sees every token, as it does in Transformers; nobody reads it
-        return same | ((of_queries < 0) & (of_keys >= 0)) if causal is None else causal & same
+        # a pad sees every token before it, as it does in Transformers
+        same = ((of_queries == of_keys) | (of_queries < 0)) & (of_keys >= 0)
+        return same if causal is None else causal & same
 
     def rows(self, start: int, stop: int) -> AttentionInputs:
         """The same call for the queries `start` to `stop` alone, without the keys that none of them can see."""
@@ -200,7 +221,7 @@ class AttentionInputs:
             branches=branches,
             value=self.value[:, :, keys],
             query_positions=self.query_positions[:, start:stop],
-            key_positions=self.key_positions[:, keys],
+            key_positions=self.key_positions[..., keys],
             mask=None if self.mask is None else self.mask[:, :, start:stop],
             groups=None if self.groups is None else self.groups[:, keys],
             query_start=self.query_start + start,

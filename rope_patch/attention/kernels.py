@@ -12,7 +12,7 @@ import torch
 from rope_patch.attention.bias import DiagonalTerm, TileBias
 from rope_patch.attention.inputs import wide
 from rope_patch.attention.spans import Span
-from rope_patch.attention.tiles import Tile, in_rows, tiles_of
+from rope_patch.attention.tiles import Tile, clipped, in_rows, tiles_of
 from rope_patch.schemes.slots import Region
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -93,6 +93,9 @@ class Biased:
         region = region.within(span.window)
         rows = self.kernel.band_rows(region.stop - (max(0, region.start) if span.causal else region.start))
         tiles = tiles_of(region, span.q_length, span.offset, span.first_position, rows, span.causal)
+        if span.hidden or span.before:
+            stop = span.before + span.keys.stop - span.keys.start
+            tiles = (part for tile in tiles for part in clipped(tile, span.before, stop))
         for tile in tiles:
             for part in (tile,) if self.bias is None else self.bias.pieces(tile):
                 yield from (part,) if self.kernel.rows is None else in_rows(part, self.kernel.rows, as_bands=True)

@@ -32,7 +32,7 @@ def as_mask_argument(groups: torch.Tensor) -> torch.Tensor:
     return groups[:, None, None]
 
 
-def tokens_of(mask: torch.Tensor | None, groups: torch.Tensor | None) -> torch.Tensor | None:
+def keys_seen(mask: torch.Tensor | None, groups: torch.Tensor | None) -> torch.Tensor | None:
     """Which keys are no pads, `(batch or 1, kv_len)`: those that some query of the row can see.
 
     Args:

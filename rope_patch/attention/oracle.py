@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import torch
 
-from rope_patch.attention.inputs import AttentionInputs, wide
+from rope_patch.attention.inputs import AttentionInputs, DistanceBias, wide
+from rope_patch.errors import UnsupportedPositions
 
 
 def attend(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """o_m = sum_n c(m, n) softmax_n(s(m, n)) (v_n + u(m, n)), in float32 at least, with all scores in memory.
 
-    A query that sees no key at all (a pad) gets the mean of all values: finite, and read by nobody.
+    A query that sees no key at all (a pad before the text) gets zeros, as from PyTorch's attention; beside a mask that
+    is added, the mean of all values, as from Transformers' eager attention.
 
     Returns:
         output `(batch, heads, q_len, value_dim)` in the dtype of the values, and the attention weights
         `(batch, heads, q_len, kv_len)`.
+
+    Raises:
+        UnsupportedPositions: heads keep different keys under a scheme that looks at content.
     """
-    distance = inputs.query_positions[:, :, None] - inputs.key_positions[:, None, :]
-    scores = _scores(inputs, distance)
+    distance = (inputs.m - inputs.n)[:, 0]
+    if inputs.by_head and inputs.content is not None:
+        raise UnsupportedPositions(
+            f"heads keep different keys in past_key_values, and {inputs.content.scheme} scores all heads alike; keep "
+            "the same keys for all heads of a layer"
+        )
+    scores, seen = _scores(inputs)
     if inputs.sinks is None:
         weights = scores.softmax(dim=-1)
     else:
         sinks = inputs.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    if seen is not None:
+        weights = weights * seen.any(dim=-1, keepdim=True)
     weights = torch.nn.functional.dropout(weights, p=inputs.dropout)
     content = inputs.content
     if content is not None and (factor := content.factor(distance)) is not None:
@@ -34,16 +46,17 @@ def attend(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
     return output.to(inputs.value.dtype), weights
 
 
-def _scores(inputs: AttentionInputs, distance: torch.Tensor) -> torch.Tensor:
-    """s(m, n) with hidden pairs at the lowest number, `(batch, heads, q_len, kv_len)`."""
-    m, n = inputs.query_positions[:, None, :, None], inputs.key_positions[:, None, None, :]
+def _scores(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """s(m, n) with hidden pairs at the lowest number, `(batch, heads, q_len, kv_len)`, and which pairs are seen,
+    boolean, broadcasting to it; None for all, and beside a mask that is added.
+    """
     scores, covered = None, None
     for branch in inputs.branches:
         products = _products(branch.query, branch.key) * inputs.scaling
         if branch.region is None:
             scores = products
             continue
-        inside = branch.region.contains(m, n)
+        inside = branch.region.contains(inputs.m, inputs.n)
         scores = products if scores is None else torch.where(inside, products, scores)
         covered = inside if covered is None else covered | inside
     assert scores is not None  # for the type checker: there is at least one branch
@@ -60,10 +73,20 @@ def _scores(inputs: AttentionInputs, distance: torch.Tensor) -> torch.Tensor:
     if inputs.content is not None and (bias := inputs.content.bias(inputs, scores, seen)) is not None:
         total = total + bias.to(total.dtype)
     if inputs.bias is not None:
-        total = total + inputs.bias.function(distance).transpose(0, 1).to(total.dtype)
+        total = total + _bias(inputs.bias, inputs).to(total.dtype)
     if added is not None:
         total = total + added.to(total.dtype)
-    return total if seen is None else total.masked_fill(~seen, torch.finfo(total.dtype).min)
+    if seen is None:
+        return total, None
+    return total.masked_fill(~seen, torch.finfo(total.dtype).min), seen if added is None else None
+
+
+def _bias(bias: DistanceBias, inputs: AttentionInputs) -> torch.Tensor:
+    """b(m - n), `(batch or 1, heads, q_len, kv_len)`."""
+    distance = inputs.m - inputs.n
+    if not inputs.by_head:
+        return bias.function(distance[:, 0]).transpose(0, 1)
+    return torch.stack([bias.function(distance[:, head])[head] for head in range(distance.shape[1])], dim=1)
 
 
 def _products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Runs of tokens in which distance is a difference of slots: a row without its pads, or one packed document.
+"""Runs of tokens in which distance is a difference of slots: a row without its pads, or one packed document; and the
+pads behind the tokens of a row.
 
 Within a span the geometry of a region is known beforehand, so kernels can be pointed at whole rectangles instead of
 asking for every pair.
@@ -24,10 +25,12 @@ class Span:
     Attributes:
         rows: of the batch.
         queries: index range of the queries.
-        keys: slots of the keys; the last is that of the last query.
+        keys: slots of the keys; the last is `hidden` slots before that of the last query.
         first_position: position of the first key.
         window: of sliding-window attention in tokens; infinite where there is none.
         causal: whether each query sees the keys up to itself alone; otherwise all keys of the span.
+        hidden: slots of pads between the last key and the last query; 0 where queries are tokens.
+        before: slots of pads between the first query and the first key where queries see both ways; else 0.
     """
 
     rows: slice
@@ -36,6 +39,8 @@ class Span:
     first_position: int
     window: float = math.inf
     causal: bool = True
+    hidden: int = 0
+    before: int = 0
 
     @property
     def q_length(self) -> int:
@@ -45,7 +50,7 @@ class Span:
     @property
     def offset(self) -> int:
         """Distance from the first query to the first key."""
-        return (self.keys.stop - self.keys.start) - self.q_length
+        return (self.keys.stop + self.hidden - self.keys.start + self.before) - self.q_length
 
 
 def find_spans(
@@ -71,7 +76,8 @@ def find_spans(
     q_length = position_ids.shape[-1]
     first_key: torch.Tensor | None
     if groups is not None:
-        first_key = _starts_of_groups(groups.cpu(), query_start, q_length)
+        groups = groups.cpu()
+        first_key = _starts_of_groups(groups, query_start, q_length)
     elif mask is None:
         first_key = torch.zeros(1, q_length, dtype=torch.long)
     elif mask.dtype != torch.bool or mask.shape[1] != 1:
@@ -86,11 +92,17 @@ def find_spans(
     for row in range(1 if same_for_all else batch_size):
         rows = slice(0, batch_size) if same_for_all else slice(row, row + 1)
         firsts, places = first_key[row % len(first_key)], positions[row % len(positions)]
-        in_row = _spans_of_row(rows, firsts, places, query_start, may_slide=mask is not None)
+        members = None if groups is None else groups[row % len(groups)]
+        if members is not None and not causal and bool((members < 0).any()):
+            in_row = _span_both_ways(rows, members, places)
+        else:
+            in_row = _spans_of_row(rows, firsts, places, query_start, may_slide=mask is not None)
+            of_pads = [] if members is None else _spans_of_pads(rows, members, places, query_start)
+            in_row = None if in_row is None or of_pads is None else in_row + of_pads
         if in_row is None:
             return None
-        spans += in_row
-    return _merge_equal_rows([dataclasses.replace(span, causal=causal) for span in spans], batch_size)
+        spans += [dataclasses.replace(span, causal=causal) for span in in_row]
+    return _merge_equal_rows(spans, batch_size)
 
 
 def _starts_of_groups(groups: torch.Tensor, query_start: int, q_length: int) -> torch.Tensor | None:
@@ -104,6 +116,66 @@ def _starts_of_groups(groups: torch.Tensor, query_start: int, q_length: int) -> 
         starts = torch.where(members >= 0, lengths.cumsum(0) - lengths, -1)
         found.append(starts.repeat_interleave(lengths)[query_start : query_start + q_length])
     return torch.stack(found)
+
+
+def _spans_of_pads(rows: slice, groups: torch.Tensor, positions: torch.Tensor, query_start: int) -> list[Span] | None:
+    """Pads as queries of causal attention: those behind the tokens of a row see all of them, as in Transformers, and
+    those before see nothing.
+
+    Args:
+        rows: of the batch.
+        groups: of one row, `(kv_len,)`.
+        positions: of its queries, `(q_len,)`.
+        query_start: slot of the first query.
+
+    Returns:
+        None where the pads do not go on from the tokens, or see more than one run of them.
+    """
+    found, end = _only_run(groups), query_start + len(positions)
+    if not bool((groups >= 0).any()) or bool((groups[query_start:end] >= 0).all()) or groups[end - 1] >= 0:
+        return []
+    if found is None:
+        return None
+    first, last = found
+    anchor = max(
+        last, query_start
+    )  # the last token, or the first pad where the tokens are cached: they stand before it
+    if not bool((positions[anchor - query_start :].diff() == 1).all()):
+        return None
+    first_position = int(positions[anchor - query_start]) - (anchor - first)
+    queries = slice(max(last + 1, query_start) - query_start, len(positions))
+    return [Span(rows, queries, slice(first, last + 1), first_position, hidden=end - 1 - last)]
+
+
+def _span_both_ways(rows: slice, groups: torch.Tensor, positions: torch.Tensor) -> list[Span] | None:
+    """A padded row of attention that sees both ways: its pads see all of its tokens too.
+
+    Args:
+        rows: of the batch.
+        groups: of one row, `(length,)`.
+        positions: of its queries, `(length,)`.
+
+    Returns:
+        None where positions skip, or tokens lie in several runs.
+    """
+    found = _only_run(groups)
+    if not bool((groups >= 0).any()):
+        return []
+    if found is None or not bool((positions.diff() == 1).all()):
+        return None
+    first, last = found
+    hidden = len(groups) - 1 - last
+    return [
+        Span(rows, slice(0, len(groups)), slice(first, last + 1), int(positions[first]), hidden=hidden, before=first)
+    ]
+
+
+def _only_run(groups: torch.Tensor) -> tuple[int, int] | None:
+    """First and last slot of the tokens of a row where they are one group in one piece."""
+    tokens = (groups >= 0).nonzero().flatten()
+    if not len(tokens) or int(tokens[-1] - tokens[0]) != len(tokens) - 1 or len(groups[tokens].unique()) > 1:
+        return None
+    return int(tokens[0]), int(tokens[-1])
 
 
 def _first_keys(mask: torch.Tensor, query_start: int) -> torch.Tensor | None:

@@ -63,6 +63,32 @@ def in_rows(tile: Tile, rows: int, as_bands: bool = False) -> Iterator[Tile]:
             yield dataclasses.replace(part, k0=edge, k1=edge + q1 - q0, distance=tile.distance)
 
 
+def clipped(tile: Tile, start: int, stop: int) -> Iterator[Tile]:
+    """What is left of a tile where only some keys can be seen, counted from the first of them; the rest are pads.
+
+    Args:
+        tile: any; a causal one begins at `start` or after it.
+        start, stop: of the keys that can be seen.
+    """
+    k0, k1 = max(tile.k0, start), min(tile.k1, stop)
+    if k1 <= k0:
+        return
+    part = dataclasses.replace(tile, k0=k0 - start, k1=k1 - start, distance=tile.distance - (k0 - tile.k0))
+    if tile.kind == "causal" and k1 < tile.k1:
+        edge = min(tile.q0 + k1 - k0, tile.q1)  # from here on a query would see more keys than there are
+        yield dataclasses.replace(part, q1=edge, k1=part.k0 + edge - tile.q0)
+        if edge < tile.q1:
+            yield dataclasses.replace(part, q0=edge, kind="full", distance=part.distance + edge - tile.q0)
+    elif tile.kind == "band":
+        # the first query whose band reaches a key, and the one after the last
+        first = max(0, tile.low - part.distance)
+        last = min(tile.q1 - tile.q0, tile.high - part.distance + (k1 - k0) - 1)
+        if first < last:
+            yield dataclasses.replace(part, q0=tile.q0 + first, q1=tile.q0 + last, distance=part.distance + first)
+    else:
+        yield part
+
+
 def tiles_of(
     region: Region, q_length: int, offset: int, first_position: int = 0, band_rows: int = 256, causal: bool = True
 ) -> Iterator[Tile]:

@@ -26,11 +26,13 @@ class RotaryTables:
         module: holds `inv_freq` and `attention_scaling`, with the layer type in front where there are several sets.
         layer_type: such as `full_attention`; None where all layers share one set.
         base: `rope_theta` of the checkpoint, as it was read before any scheme was named in the config.
+        as_declared: whether the module's frequencies are those that its config describes.
     """
 
     module: nn.Module
     layer_type: str | None
     base: float
+    as_declared: bool = True
 
     def spec(self, training_length: int) -> RotarySpec:
         """What a frequency scheme may know of this set."""

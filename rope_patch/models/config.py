@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rope_patch.errors import UnsupportedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rope_patch.errors import UnsupportedModel, did_you_mean
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import list_schemes, scheme_class, scheme_from_dict
 from rope_patch.schemes.slots import Checkpoint
@@ -16,6 +18,9 @@ BASE = 10_000.0
 
 _NUMBERS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 """What an entry says of the checkpoint, whatever its type; only the first has to be said."""
+
+_UNREAD = {"dynamic": {"original_max_position_embeddings", "length"}, "longrope": {"length"}}
+"""Fields of schemes that Transformers does not read in an entry of the type that means the same."""
 
 _LARGEST = 1e300
 """Beyond which nothing can be computed with a number."""
@@ -30,6 +35,8 @@ def rope_entries(config: Any) -> dict[str | None, dict[str, Any]]:
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
         raise UnsupportedModel(f"{type(config).__name__} has no `rope_parameters`: it is not of a rotary checkpoint")
+    if not isinstance(parameters, dict):
+        raise UnsupportedModel(f"{type(config).__name__}: rope_parameters={parameters!r} is not allowed; it is a dict")
     if "rope_theta" in parameters:
         entries: dict[str | None, dict[str, Any]] = {None: parameters}
     else:
@@ -60,7 +67,10 @@ def training_length(config: Any) -> int:
     Raises:
         UnsupportedModel: when the config says neither.
     """
-    for entry in rope_entries(config).values():
+    entries = rope_entries(config)
+    for entry in (_of_full_attention(entries), *entries.values()):
+        if entry.get("rope_type") == "dynamic":
+            break  # Transformers scales from the maximum then, whatever else the entry says
         if entry.get("original_max_position_embeddings"):
             return int(entry["original_max_position_embeddings"])
     length = getattr(config, "max_position_embeddings", None)
@@ -83,13 +93,50 @@ def scheme_of_config(config: Any) -> Scheme:
         UnsupportedModel: no scheme stands for its `rope_type`.
     """
     entries = rope_entries(config)
-    entry = entries.get("full_attention") or next(iter(entries.values()))
+    entry = _of_full_attention(entries)
+    scheme = _scheme_of_entry(entry, nested=None not in entries)
+    if scheme is None:
+        raise UnsupportedModel(f"rope_type {entry['rope_type']!r} of this checkpoint has no scheme of its own here")
+    return scheme
+
+
+def scheme_of_layer_type(config: Any, layer_type: str | None) -> Scheme | None:
+    """The scheme that `config.rope_parameters` describes for the layers of one type; None where none stands for it.
+
+    Args:
+        config: of the checkpoint.
+        layer_type: None where one entry serves all layers.
+    """
+    return _scheme_of_entry(rope_entries(config)[layer_type], nested=layer_type is not None)
+
+
+def check_computable(config: Any) -> None:
+    """Check that Transformers can compute what `config.rope_parameters` says, before a model is made of it.
+
+    Raises:
+        UnsupportedModel: they are no rotary parameters, or of a type that Transformers does not have.
+        InvalidField: a number is missing or wrong.
+    """
+    entries = rope_entries(config)
+    for entry in entries.values():
+        scheme = _scheme_of_entry(entry, nested=None not in entries)
+        if scheme is None and entry["rope_type"] not in ROPE_INIT_FUNCTIONS:
+            allowed = did_you_mean(entry["rope_type"], ["default", *ROPE_INIT_FUNCTIONS])
+            raise UnsupportedModel(f"{type(config).__name__}: rope_type={entry['rope_type']!r}; {allowed}")
+
+
+def _of_full_attention(entries: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
+    return entries.get("full_attention") or next(iter(entries.values()))
+
+
+def _scheme_of_entry(entry: dict[str, Any], nested: bool) -> Scheme | None:
     rope_type = entry.get("rope_type", "default")
     for cls in map(scheme_class, list_schemes()):
         if cls.rope_type == rope_type:
             fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-            if None not in entries:
+            fields -= _UNREAD.get(rope_type, set())
+            if nested:
                 fields.discard("truncate")  # which Transformers does not read where entries are nested
             said = {key: value for key, value in entry.items() if key in fields and value is not None}
             return scheme_from_dict({"name": cls.name, **said})
-    raise UnsupportedModel(f"rope_type {rope_type!r} of this checkpoint has no scheme of its own here")
+    return None

@@ -5,17 +5,26 @@ Nothing here knows a family by name: how a layer turns its dimensions is measure
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterator
 from typing import Any, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rope_patch.errors import UnsupportedModel
+from rope_patch.errors import InvalidField, UnsupportedModel
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
-from rope_patch.models.config import checkpoint_of_config, rope_entries, scheme_of_config
+from rope_patch.models.config import (
+    checkpoint_of_config,
+    rope_entries,
+    scheme_of_config,
+    scheme_of_layer_type,
+    training_length,
+)
 from rope_patch.models.probe import measure_layout
+from rope_patch.models.state import unchanged
 from rope_patch.schemes.base import Scheme
 
 
@@ -36,10 +45,11 @@ def read(stack: PreTrainedModel) -> Stack:
         raise UnsupportedModel(f"{family} has {len(modules)} rotary modules; which layer uses which is not declared")
     rotary = _tables_of(modules[0], stack.config)
     checkpoint = checkpoint_of_config(stack.config)
-    layers = tuple(
-        _read_layer(name, module, rotary, stack, checkpoint.training_length)
-        for name, module in _attention_modules(stack)
-    )
+    with unchanged(modules[0]):
+        layers = tuple(
+            _read_layer(name, module, rotary, stack, checkpoint.training_length)
+            for name, module in _attention_modules(stack)
+        )
     if not layers:
         raise UnsupportedModel(
             f"{family} has no self-attention that takes `position_embeddings` through the attention interface"
@@ -67,7 +77,24 @@ def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
     for layer_type in types:
         if not entries.get(layer_type, {}).get("rope_theta"):
             raise UnsupportedModel(f"{type(config).__name__} says no `rope_theta` for layer type {layer_type!r}")
-    return tuple(RotaryTables(module, layer_type, entries[layer_type]["rope_theta"]) for layer_type in types)
+    found = (RotaryTables(module, layer_type, entries[layer_type]["rope_theta"]) for layer_type in types)
+    return tuple(dataclasses.replace(tables, as_declared=_as_declared(tables, config)) for tables in found)
+
+
+def _as_declared(tables: RotaryTables, config: Any) -> bool:
+    """Compared and not trusted: some families round the width of what they rotate in a way of their own."""
+    if getattr(config, "rope_patch", None) is not None:
+        return True  # loaded with the tables of a scheme that the config names, and that it may have had before
+    try:
+        scheme = scheme_of_layer_type(config, tables.layer_type)
+    except InvalidField:
+        return False
+    if scheme is None:
+        return True  # nothing here says what they should be
+    at_first = getattr(tables.module, tables.attribute("original_inv_freq"), tables.inv_freq)
+    declared = scheme.resolve(checkpoint_of_config(config)).frequencies(tables.spec(training_length(config))).inv_freq
+    declared = declared.to(at_first).reshape(-1)  # of one row, where frequencies follow the length of each
+    return declared.shape == at_first.shape and torch.allclose(declared, at_first, rtol=1e-3, atol=0)
 
 
 def _attention_modules(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any, Protocol, cast
@@ -109,12 +110,12 @@ def device_of(module: nn.Module) -> torch.device:
     """Where a module computes: where its weights are, or where accelerate fetches them to that were offloaded.
 
     Args:
-        module: with parameters.
+        module: whose weights may be packed out of sight, as torch packs what it quantizes for the CPU.
 
     Raises:
         UnsupportedModel: its weights are nowhere.
     """
-    device = next(module.parameters()).device
+    device = next((tensor.device for tensor in _tensors(module)), torch.device("cpu"))
     if device.type != "meta":
         return device
     for child in module.modules():
@@ -122,6 +123,16 @@ def device_of(module: nn.Module) -> torch.device:
         if place is not None:
             return torch.device(place)
     raise UnsupportedModel(f"{type(module).__name__} has no weights yet (device meta); load them before it is patched")
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """In which dtype a module computes: that of its weights, where they are no integers."""
+    return next((tensor.dtype for tensor in _tensors(module) if tensor.is_floating_point()), torch.get_default_dtype())
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """What a module holds; modules of quantized weights keep them in buffers."""
+    return itertools.chain(module.parameters(), module.buffers())
 
 
 def _frequency_of_column(name: str, rotary: Tables) -> tuple[int, ...]:
@@ -174,12 +185,10 @@ def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch
         captured.extend(states.detach().clone() for states in (query, key, value))
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    parameter = next(module.parameters())
-    dtype = parameter.dtype if parameter.dtype.is_floating_point else torch.get_default_dtype()
     random = torch.Generator().manual_seed(0)
     hidden_size = cast(Any, module.config).hidden_size
     hidden = torch.randn(1, _TOKENS, hidden_size, generator=random)
-    hidden = hidden.expand(len(cos), -1, -1).to(device_of(module), dtype)
+    hidden = hidden.expand(len(cos), -1, -1).to(device_of(module), dtype_of(module))
     tables = [table[:, None].expand(-1, _TOKENS, -1).to(hidden) for table in (cos, sin)]
     arguments = {
         "hidden_states": hidden,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+from collections.abc import Iterator
 from types import ModuleType
 
 from torch import nn
@@ -46,6 +49,37 @@ def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
     if len(found) > 1 and any(style is not t5 for style, _ in found):
         raise UnsupportedModel(f"{type(model).__name__} has several stacks ({names}); patch one of them itself")
     return found
+
+
+def find_enclosing(model: nn.Module) -> list[PreTrainedModel]:
+    """The models of Transformers around a backbone, whose only stacks are its own.
+
+    A module does not know what it stands in. Python's collector of garbage knows all objects, so it is asked; looking
+    through them takes a tenth of a second, which only a backbone is worth. Of what was frozen (`gc.freeze`) it does not
+    tell.
+
+    Args:
+        model: none is around it where it is no backbone, but has a head of its own.
+    """
+    if getattr(model, "base_model", None) is not model:
+        return []
+    objects, classes = gc.get_objects(), set(_subclasses(PreTrainedModel))
+    models: Iterator[PreTrainedModel] = itertools.compress(objects, map(classes.__contains__, map(type, objects)))
+    around = [found for found in models if found is not model and model in set(found.modules())]
+    return [found for found in around if _stack_modules(found) == _stack_modules(model)]
+
+
+def _subclasses(cls: type[PreTrainedModel]) -> Iterator[type[PreTrainedModel]]:
+    for found in cls.__subclasses__():
+        yield found
+        yield from _subclasses(found)
+
+
+def _stack_modules(model: nn.Module) -> list[PreTrainedModel]:
+    try:
+        return [module for _, module in find_stacks(model)]
+    except UnsupportedModel:
+        return []
 
 
 def _recognised(model: nn.Module, styles: tuple[ModuleType, ...]) -> list[tuple[ModuleType, PreTrainedModel]]:

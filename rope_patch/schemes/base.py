@@ -8,8 +8,9 @@ o_m    = sum_n c(m,n) softmax_n(s(m,n)) (v_n + u(m,n))
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import torch
 
@@ -35,8 +36,38 @@ class Source:
     code: str = ""
 
 
+@dataclass(frozen=True)
+class Composed:
+    """What a class attribute of `Scheme` is for a composition; it stands beside the attribute, in its annotation.
+
+    Attributes:
+        combine: makes one value of those of the parts.
+        filling: the slot method of the parts that are asked; empty for all parts.
+    """
+
+    combine: Callable[[list[Any]], Any]
+    filling: str = ""
+
+    def of(self, name: str, parts: Iterable[Scheme]) -> Any:
+        """The value of the attribute `name` for a composition of `parts`."""
+        return self.combine([getattr(part, name) for part in parts if not self.filling or self.filling in part.methods])
+
+
+def _most_demanding(regimes: list[Regime]) -> Regime:
+    return max(regimes, key=get_args(Regime).index)
+
+
+def _joined(names: list[tuple[str, ...]]) -> tuple[str, ...]:
+    return sum(names, ())
+
+
+IfAny = Annotated[bool, Composed(any)]
+Names = Annotated[tuple[str, ...], Composed(_joined)]
+
+
 class Scheme:
     """Base of all schemes. A subclass is a frozen dataclass; it fills a slot by overriding the slot's method.
+    The annotation of a class attribute says beside its type what it is for a composition, see `Composed`.
 
     Class attributes:
         name: registry name, in snake_case.
@@ -61,20 +92,20 @@ class Scheme:
     name: ClassVar[str]
     equation: ClassVar[str]
     source: ClassVar[Source]
-    regime: ClassVar[Regime] = "training-free"
-    length_dependent: ClassVar[bool] = False
-    decays: ClassVar[bool] = False
-    linear: ClassVar[bool] = False
-    absolute: ClassVar[bool] = False
-    causal_only: ClassVar[bool] = False
-    keeps_rows: ClassVar[bool] = False
+    regime: ClassVar[Annotated[Regime, Composed(_most_demanding)]] = "training-free"
+    length_dependent: ClassVar[IfAny] = False
+    decays: ClassVar[IfAny] = False
+    linear: ClassVar[Annotated[bool, Composed(all, filling="bias")]] = False
+    absolute: ClassVar[IfAny] = False
+    causal_only: ClassVar[IfAny] = False
+    keeps_rows: ClassVar[Annotated[bool, Composed(all, filling="embedding")]] = False
     rope_type: ClassVar[str | None] = None
-    shared: ClassVar[tuple[str, ...]] = ()
-    precise: ClassVar[tuple[str, ...]] = ()
-    every_block: ClassVar[bool] = False
-    stateful: ClassVar[bool] = False
-    breaks_graph: ClassVar[bool] = False
-    reads_ids: ClassVar[bool] = False
+    shared: ClassVar[Names] = ()
+    precise: ClassVar[Names] = ()
+    every_block: ClassVar[IfAny] = False
+    stateful: ClassVar[IfAny] = False
+    breaks_graph: ClassVar[IfAny] = False
+    reads_ids: ClassVar[IfAny] = False
 
     # --- slots ---------------------------------------------------------------------------------------------------
 
@@ -321,6 +352,13 @@ SLOTS: dict[str, Slot] = {
     "embedding": "embedding",
 }
 """Which slot of the equation each method fills."""
+
+COMPOSED: dict[str, Composed] = {
+    name: rule
+    for name, hint in get_type_hints(Scheme, include_extras=True).items()
+    for rule in getattr(get_args(hint)[0], "__metadata__", ())
+}
+"""The class attributes that a composition has of its parts, and how."""
 
 
 _LARGEST = 1e18

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from rope_patch.errors import InvalidField, SlotConflict
-from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.base import COMPOSED, Composed, Scheme, Source
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs, Region, Tokens
-from rope_patch.typing import NO_WEIGHTS, Frequencies, Regime, RotarySpec, Slot, Weights
+from rope_patch.typing import NO_WEIGHTS, Frequencies, RotarySpec, Slot, Weights
 
 _SHARED: frozenset[Slot] = frozenset({"query_scale", "bias"})
 
@@ -30,6 +30,7 @@ class Compose(Scheme):
     name = "compose"
     equation = "each slot from its owner; query scales multiply, biases add"
     source = Source("the one equation of this project", 2026, "")
+    rope_type = None  # its parts are asked, see `rope_parameters`
 
     def __init__(self, *schemes: Scheme) -> None:
         for scheme in schemes:
@@ -56,66 +57,12 @@ class Compose(Scheme):
         return frozenset().union(*(part.methods for part in self._parts))
 
     @property
-    def regime(self) -> Regime:  # type: ignore[override]
-        """The most demanding of the parts' regimes."""
-        order = ("training-free", "fine-tune", "from-scratch")
-        return max((part.regime for part in self._parts), key=order.index)
-
-    @property
-    def length_dependent(self) -> bool:  # type: ignore[override]
-        return any(part.length_dependent for part in self._parts)
-
-    @property
-    def decays(self) -> bool:  # type: ignore[override]
-        return any(part.decays for part in self._parts)
-
-    @property
     def is_table(self) -> bool:
         return all(part.is_table for part in self._having("embedding"))
 
     @property
     def learns(self) -> bool:
         return any(part.learns for part in self._parts)
-
-    @property
-    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(name for part in self._parts for name in part.shared)
-
-    @property
-    def precise(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(name for part in self._parts for name in part.precise)
-
-    @property
-    def every_block(self) -> bool:  # type: ignore[override]
-        return any(part.every_block for part in self._parts)
-
-    @property
-    def breaks_graph(self) -> bool:  # type: ignore[override]
-        return any(part.breaks_graph for part in self._parts)
-
-    @property
-    def reads_ids(self) -> bool:  # type: ignore[override]
-        return any(part.reads_ids for part in self._parts)
-
-    @property
-    def stateful(self) -> bool:  # type: ignore[override]
-        return any(part.stateful for part in self._parts)
-
-    @property
-    def linear(self) -> bool:  # type: ignore[override]
-        return all(part.linear for part in self._having("bias"))
-
-    @property
-    def absolute(self) -> bool:  # type: ignore[override]
-        return any(part.absolute for part in self._parts)
-
-    @property
-    def causal_only(self) -> bool:  # type: ignore[override]
-        return any(part.causal_only for part in self._parts)
-
-    @property
-    def keeps_rows(self) -> bool:  # type: ignore[override]
-        return all(part.keeps_rows for part in self._having("embedding"))
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         return Compose(*(part.resolve(checkpoint) for part in self._parts))
@@ -186,3 +133,11 @@ class Compose(Scheme):
 
     def __hash__(self) -> int:
         return hash(self._parts)
+
+
+def _of_the_parts(name: str, rule: Composed) -> property:
+    return property(lambda self: rule.of(name, self.parts()))
+
+
+for _name, _rule in COMPOSED.items():
+    setattr(Compose, _name, _of_the_parts(_name, _rule))

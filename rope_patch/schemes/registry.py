@@ -121,7 +121,9 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = item.partition("=")
         if not equals:
             raise InvalidField(f"{item!r} in {text!r} is not of the form field=value")
-        fields[key.strip()] = _value(value.strip())
+        if (field := key.strip()) in fields:
+            raise InvalidField(f"{text!r} gives {field!r} twice; each field is allowed once")
+        fields[field] = _value(value.strip())
     return name.strip(), fields
 
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.errors import InvalidField
 from rope_patch.rotary import inverse_frequencies
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.typing import NO_WEIGHTS, Weights
+
+_WIDEST = 2**16
+"""Frequencies are gone through one by one, so more than these would take for ever."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Sandwich(Scheme):
     embedding_dim is taken off, which no softmax sees and which keeps the numbers small.
 
     Args:
-        embedding_dim: d of the sinusoidal embedding, even, 128 by default; it has nothing to do with the model's.
+        embedding_dim: d of the sinusoidal embedding, even, up to 65536, 128 by default; it has nothing to do with the
+            model's.
         base: b of its frequencies, 10000 by default.
     """
 
@@ -38,9 +41,8 @@ class Sandwich(Scheme):
     base: float = 10000.0
 
     def __post_init__(self) -> None:
-        self._at_least("embedding_dim", 2, int)
-        if self.embedding_dim % 2:
-            raise InvalidField(f"sandwich: embedding_dim={self.embedding_dim} is not allowed; it is even")
+        even = isinstance(self.embedding_dim, int) and self.embedding_dim in range(2, _WIDEST + 1, 2)
+        self._require("embedding_dim", int, even, f"an even integer from 2 to {_WIDEST}")
         self._above_zero("base")
 
     def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:

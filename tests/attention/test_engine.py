@@ -15,7 +15,7 @@ SPECS = ["rerope:window=6", "alibi"]
 def attend(inputs, mode="segmented"):
     def spans(inputs):
         rows = len(inputs.value)
-        return find_spans(inputs.query_positions, None, inputs.groups, inputs.query_start, rows, inputs.causal)
+        return find_spans(inputs.query_positions, inputs.mask, inputs.groups, inputs.query_start, rows, inputs.causal)
 
     return engine.attend(inputs, mode, spans)
 

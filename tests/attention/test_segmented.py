@@ -125,7 +125,7 @@ def inputs_of(
     regions = [region for region in regions if region.stop > 0 or not causal]
     branches = tuple(Branch(region, states(heads, q_length), states(kv_heads, kv_length)) for region in regions)
     groups = torch.tensor(mask_rows)
-    positions = ((groups >= 0).cumsum(-1) - 1).clamp(min=0)
+    positions = torch.arange(groups.shape[-1]) - (groups >= 0).int().argmax(dim=-1, keepdim=True)
     start = kv_length - q_length
     bias = None
     if scheme and "bias" in scheme.slots:

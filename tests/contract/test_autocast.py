@@ -45,8 +45,8 @@ def test_gradients_of_long_texts(llama, spec):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", ["rerope:window=6+logn:training_length=8"])
 def test_families_that_norm_queries_and_keys_or_do_not(model, spec):
+    ids = tokens(usable_length(model, spec))
     patch(model, spec)
-    ids = tokens(usable_length(get_scheme(spec)))
     with autocast():
         full = logits(model, ids)
         assert relative_error(cached_logits(model, ids, (len(ids[0]) - 2, 1, 1)), full) < 0.1

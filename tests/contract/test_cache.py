@@ -1,6 +1,7 @@
 """Caches, pads, packed rows and generation: all of them ways to the same logits."""
 
 import copy
+import itertools
 
 import peft
 import pytest
@@ -11,7 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from rope_patch import UnsupportedPositions, get_scheme, late, patch
 from rope_patch.attention import decode
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
-from tests.families import FAMILIES, PACKED_ROWS_MIX, TRAINING_LENGTH, build
+from tests.families import FAMILIES, FOLLOWING, LLAMA_AND_SCALED, PACKED_ROWS_MIX, SCALED, TRAINING_LENGTH, build
 from tests.runs import (
     assert_close,
     cached_logits,
@@ -26,14 +27,24 @@ from tests.runs import (
 
 families = pytest.mark.parametrize("family", FAMILIES)
 representative = pytest.mark.parametrize("spec", REPRESENTATIVE)
+llama_and_scaled = pytest.mark.parametrize(("family", "spec"), LLAMA_AND_SCALED)
+
+# of the checkpoint, where a scheme places keys anew and leaves the frequencies: they are then those of each row
+LENGTH_DEPENDENT = [
+    (family, spec)
+    for family, spec in LLAMA_AND_SCALED
+    if get_scheme(spec).length_dependent
+    or (family in FOLLOWING and "segments" in get_scheme(spec).slots and "frequencies" not in get_scheme(spec).slots)
+]
+length_dependent = pytest.mark.parametrize(("family", "spec"), LENGTH_DEPENDENT)
 
 
-def prompt_length(spec: str, new_tokens: int = 6) -> int:
-    return usable_length(get_scheme(spec)) - new_tokens
+def prompt_length(model, spec: str, new_tokens: int = 6) -> int:
+    return usable_length(model, spec) - new_tokens
 
 
 def assert_chunks_equal_the_full_forward(model, spec, **options):
-    ids = tokens(usable_length(get_scheme(spec)), rows=2)
+    ids = tokens(usable_length(model, spec), rows=2)
     with patch(model, spec, **options):
         expected = logits(model, ids)
         # gates of CoPE add up rounding along a row: 2.8e-5 on one family
@@ -53,19 +64,19 @@ def test_chunked_prefill_equals_the_full_forward(model, spec):
     assert_chunks_equal_the_full_forward(model, spec)
 
 
-@pytest.mark.parametrize("spec", ALL)
-def test_a_cache_that_the_model_makes_itself_is_read_on(llama, spec):
-    ids = tokens(usable_length(get_scheme(spec)), rows=2)
-    with patch(llama, spec), torch.no_grad():
-        start = llama(ids[:, :20])
-        rest = llama(ids[:, 20:], past_key_values=start.past_key_values)
-        assert_close(torch.cat([start.logits, rest.logits], dim=1), logits(llama, ids))
+@llama_and_scaled
+def test_a_cache_that_the_model_makes_itself_is_read_on(model, spec):
+    ids = tokens(usable_length(model, spec), rows=2)
+    with patch(model, spec), torch.no_grad():
+        start = model(ids[:, :20])
+        rest = model(ids[:, 20:], past_key_values=start.past_key_values)
+        assert_close(torch.cat([start.logits, rest.logits], dim=1), logits(model, ids))
 
 
 @families
 @representative
 def test_a_static_cache_gives_the_same_logits(model, spec):
-    ids = tokens(usable_length(get_scheme(spec)), rows=2)
+    ids = tokens(usable_length(model, spec), rows=2)
     with patch(model, spec):
         expected = logits(model, ids)
         cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + 5)
@@ -75,7 +86,7 @@ def test_a_static_cache_gives_the_same_logits(model, spec):
 @families
 @representative
 def test_generate_equals_decoding_without_a_cache(model, spec):
-    ids = tokens(prompt_length(spec))
+    ids = tokens(prompt_length(model, spec))
     with patch(model, spec):
         expected = greedy(model, ids)
         assert torch.equal(generated(model, ids), expected)
@@ -86,7 +97,7 @@ def test_generate_equals_decoding_without_a_cache(model, spec):
 @families
 @representative
 def test_left_pads_are_invisible(model, spec):
-    rows = [tokens(length, seed=length) for length in (usable_length(get_scheme(spec)), 23, 9)]
+    rows = [tokens(length, seed=length) for length in (usable_length(model, spec), 23, 9)]
     batch, mask = left_padded(rows)
     with patch(model, spec):
         found = logits(model, batch, attention_mask=mask, position_ids=positions_of(mask))
@@ -102,7 +113,7 @@ def test_left_pads_are_invisible(model, spec):
 @representative
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate_on_a_left_padded_batch_equals_its_rows(model, spec, cache):
-    rows = [tokens(length, seed=length) for length in (prompt_length(spec), 20, 8)]
+    rows = [tokens(length, seed=length) for length in (prompt_length(model, spec), 20, 8)]
     batch, mask = left_padded(rows)
     options = {} if cache == "dynamic" else {"cache_implementation": cache}
     with patch(model, spec):
@@ -111,13 +122,13 @@ def test_generate_on_a_left_padded_batch_equals_its_rows(model, spec, cache):
             assert torch.equal(found[index : index + 1], generated(model, row))
 
 
-@pytest.mark.parametrize("spec", ALL)
-def test_beam_search_with_a_cache_equals_beam_search_without(llama, spec):
-    rows = [tokens(length, seed=length) for length in (prompt_length(spec), 13)]
+@llama_and_scaled
+def test_beam_search_with_a_cache_equals_beam_search_without(model, spec):
+    rows = [tokens(length, seed=length) for length in (prompt_length(model, spec), 13)]
     batch, mask = left_padded(rows)
-    with patch(llama, spec):
-        found = generated(llama, batch, attention_mask=mask, num_beams=3)
-        assert torch.equal(found, generated(llama, batch, attention_mask=mask, num_beams=3, use_cache=False))
+    with patch(model, spec):
+        found = generated(model, batch, attention_mask=mask, num_beams=3)
+        assert torch.equal(found, generated(model, batch, attention_mask=mask, num_beams=3, use_cache=False))
 
 
 def packed_and_separate(model):
@@ -140,7 +151,7 @@ def test_where_packed_rows_mix_they_do_so_unpatched(model):
     assert (packed - separate).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3", *SCALED])
 @pytest.mark.parametrize("spec", ROUTES)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_every_attention_implementation_gives_the_same(model, spec, implementation):
@@ -152,23 +163,31 @@ def test_every_attention_implementation_gives_the_same(model, spec, implementati
         assert_close(logits(model, batch, **inputs)[mask.bool()], expected)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in ALL if get_scheme(spec).length_dependent])
-def test_decoding_under_a_length_dependent_scheme_equals_recomputation_in_one_layer(spec):
+@length_dependent
+def test_decoding_under_frequencies_that_follow_the_length_equals_recomputation_in_one_layer(family, spec):
     # in deeper models old hidden states were made under the frequencies of their time
-    model, ids = build(num_hidden_layers=1), tokens()
+    kinds = {"layer_types": ["full_attention"]} if "layer_types" in FAMILIES[family] else {}
+    model, ids = build(family, num_hidden_layers=1, **kinds), tokens()
     with patch(model, spec):
         steps = cached_logits(model, ids, [1] * ids.shape[1])
         for stop in (TRAINING_LENGTH, TRAINING_LENGTH + 1, ids.shape[1]):
             assert_close(steps[:, stop - 1], logits(model, ids[:, :stop])[:, -1])
+        cache, sizes = (
+            StaticCache(config=model.config, max_cache_len=ids.shape[1] + 5),
+            [20, 10, 5, 1, ids.shape[1] - 36],
+        )
+        chunks = cached_logits(model, ids, sizes, cache=cache)
+        for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True):
+            assert_close(chunks[:, stop - size : stop], logits(model, ids[:, :stop])[:, -size:])
 
 
-@pytest.mark.parametrize("spec", ALL)
-def test_a_call_does_not_depend_on_the_calls_before(llama, spec):
-    with patch(llama, spec):
-        expected = logits(llama, tokens(20))
-        logits(llama, tokens(100, rows=3))
-        generated(llama, tokens(40), 3)
-        assert torch.equal(logits(llama, tokens(20)), expected)
+@llama_and_scaled
+def test_a_call_does_not_depend_on_the_calls_before(model, spec):
+    with patch(model, spec):
+        expected = logits(model, tokens(20))
+        logits(model, tokens(100, rows=3))
+        generated(model, tokens(40), 3)
+        assert torch.equal(logits(model, tokens(20)), expected)
 
 
 @pytest.mark.parametrize("spec", ALL)
@@ -217,7 +236,7 @@ def test_prefix_tuning_is_refused_and_prompt_tuning_is_not(llama, first):
 
 @pytest.mark.parametrize("spec", ALL)
 def test_a_decoding_step_in_one_graph_equals_one_by_slices(llama, spec, monkeypatch):
-    rows = [tokens(length, seed=length) for length in (usable_length(get_scheme(spec)), 23)]
+    rows = [tokens(length, seed=length) for length in (usable_length(llama, spec), 23)]
     batch, mask = left_padded(rows)
     sizes = [batch.shape[1] - 3, 1, 1, 1]
     with patch(llama, spec):
@@ -256,18 +275,28 @@ def test_no_mask_of_all_pairs_is_made_for_pads_and_documents(llama, spec, kind, 
         assert_close(logits(llama, ids, **inputs)[kept], expected[kept])
 
 
-@pytest.mark.parametrize("spec", [spec for spec in ALL if get_scheme(spec).length_dependent])
+@length_dependent
 @pytest.mark.parametrize("attention", ["auto", "oracle"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_rows_of_a_batch_do_not_lengthen_each_other(llama, spec, attention, implementation):
-    llama.set_attn_implementation(implementation)
+def test_rows_of_a_batch_do_not_lengthen_each_other(model, spec, attention, implementation):
+    model.set_attn_implementation(implementation)
     rows = [tokens(length, seed=length) for length in (3 * TRAINING_LENGTH, TRAINING_LENGTH + 9, 7)]
-    with patch(llama, spec, attention=attention):
-        expected = [logits(llama, row) for row in rows]
+    with patch(model, spec, attention=attention):
+        expected = [logits(model, row) for row in rows]
         # pads on the right, and no positions given: every row counts to the end of the longest
         batch = torch.zeros(3, 3 * TRAINING_LENGTH, dtype=torch.long)
         for place, row in zip(batch, rows, strict=True):
             place[: row.shape[1]] = row[0]
-        found = logits(llama, batch, attention_mask=(batch != 0).long())
+        found = logits(model, batch, attention_mask=(batch != 0).long())
         for one, other in zip(found, expected, strict=True):
             assert_close(one[None, : other.shape[1]], other)
+
+
+@length_dependent
+def test_rows_are_continued_as_they_are_alone_beyond_the_training_length(model, spec):
+    rows = [tokens(length, seed=length) for length in (TRAINING_LENGTH + 8, TRAINING_LENGTH - 3, 8)]
+    batch, mask = left_padded(rows)
+    with patch(model, spec):
+        found = generated(model, batch, attention_mask=mask)
+        for index, row in enumerate(rows):
+            assert torch.equal(found[index : index + 1], generated(model, row))

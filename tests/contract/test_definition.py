@@ -74,7 +74,7 @@ PATHS = [full, cached_token_by_token, uneven_chunks, left_padded_full, left_padd
 @pytest.mark.parametrize("family", ["llama", "llama_mha"])
 def test_logits_equal_the_definition(model, family, spec, path):
     scheme = get_scheme(spec)
-    ids = tokens(usable_length(scheme)) if path is not full else tokens()
+    ids = tokens(usable_length(model, scheme)) if path is not full else tokens()
     with patched(model, scheme) as learned:
         expected = defined_logits(build(family), ids, DEFINITIONS[spec], learned)
         assert_close(path(model, ids), expected, 1e-4)

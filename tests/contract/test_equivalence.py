@@ -1,12 +1,14 @@
 """Every way to execute a scheme gives the same logits and the same gradients."""
 
+import itertools
+
 import pytest
 import torch
 
 from rope_patch import get_scheme, native_scheme, patch
 from rope_patch.attention import chunked, engine
-from tests.cases import ALL, REPRESENTATIVE
-from tests.families import BIASED, FAMILIES, SHARED_TABLES
+from tests.cases import ALL, REPRESENTATIVE, ROUTES
+from tests.families import BIASED, FAMILIES, SCALED, SHARED_TABLES
 from tests.runs import (
     assert_close,
     assert_same_gradients,
@@ -58,16 +60,16 @@ def test_logits_equal_those_of_the_literal_way(model, spec, mode):
         assert_close(logits(model, batch, **inputs)[mask.bool()], expected)
 
 
-@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize(("family", "spec"), [*itertools.product(["llama"], ALL), *itertools.product(SCALED, ROUTES)])
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.usefixtures("small_blocks")
-def test_gradients_equal_those_of_the_literal_way(llama, spec, mode):
+def test_gradients_equal_those_of_the_literal_way(model, spec, mode):
     if get_scheme(spec).learns:
-        llama.double()  # a parameter that all pairs share has a small sum of large gradients
-    with patch(llama, spec, mount="late", attention="oracle"):
-        expected = gradients(llama, tokens(rows=2))
-    with patch(llama, spec, attention=mode):
-        assert_same_gradients(gradients(llama, tokens(rows=2)), expected)
+        model.double()  # a parameter that all pairs share has a small sum of large gradients
+    with patch(model, spec, mount="late", attention="oracle"):
+        expected = gradients(model, tokens(rows=2))
+    with patch(model, spec, attention=mode):
+        assert_same_gradients(gradients(model, tokens(rows=2)), expected)
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -1,5 +1,6 @@
 """Frequencies equal those of Transformers bit for bit, for every type that it has."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -8,10 +9,13 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
 
-from rope_patch import Scheme, export_rope_parameters, get_scheme, list_schemes, patch
+from rope_patch import Scheme, export_rope_parameters, get_scheme, list_schemes, patch, unpatch
 from rope_patch.schemes import scheme_class
 from rope_patch.typing import RotarySpec
-from tests.runs import assert_close, logits, tokens
+from tests.contract.test_definition import DEFINITIONS
+from tests.definition import defined_logits
+from tests.families import FAMILIES, FOLLOWING, SCALED, build
+from tests.runs import LENGTH, assert_close, cached_logits, logits, tokens, usable_length
 
 HEAD_DIMS = [16, 64, 80, 128, 256]
 BASES = [500.0, 10000.0, 500000.0, 5e6]
@@ -95,3 +99,38 @@ def test_patching_after_loading_equals_loading_with_that_config(length):
             assert_close(found, expected)
         else:
             assert torch.equal(found, expected), str(scheme)
+
+
+@pytest.mark.parametrize("family", [family for family in SCALED if FAMILIES[family]["model_type"] == "llama"])
+@pytest.mark.parametrize("spec", ["window:window=7", "logn:training_length=8", "rerope:window=6"])
+@pytest.mark.parametrize("mount", ["auto", "late"])
+@pytest.mark.parametrize("attention", ["auto", "oracle", "segmented"])
+def test_a_scheme_keeps_the_frequencies_and_the_sharpness_of_the_checkpoint(model, spec, mount, attention):
+    """Transformers' own types turn pairs by their frequencies, and some make every score larger by a factor squared."""
+    config, short = model.config, tokens(usable_length(model, spec))
+    definition = dataclasses.replace(
+        DEFINITIONS[spec],
+        frequencies=lambda _, length: of_transformers(config, length)[0].double().numpy(),
+        temperature=of_transformers(config, LENGTH)[1],
+    )
+    expected = [defined_logits(model, ids, definition) for ids in (tokens(), short)]
+    with patch(model, spec, mount=mount, attention=attention):
+        assert_close(logits(model, tokens()), expected[0], 1e-4)
+        assert_close(cached_logits(model, short, [9, 1, short.shape[1] - 10]), expected[1], 1e-4)
+
+
+def test_some_checkpoints_are_sharper_than_others():
+    factors = {family: of_transformers(build(family).config, LENGTH)[1] for family in ("llama_yarn", "llama_longrope")}
+    assert min(factors.values()) > 1.1
+
+
+@pytest.mark.parametrize("family", FOLLOWING)
+@pytest.mark.parametrize("spec", ["pi:factor=4", "yarn:factor=4+logn", "rerope:window=6"])
+def test_tables_that_followed_the_length_follow_it_again_after_removal(model, family, spec):
+    other = build(family)
+    patch(model, spec)
+    logits(model, tokens(3 * LENGTH))
+    unpatch(model)
+    for length in (8, 2 * LENGTH, 8):  # the second call finds the tables of the first one
+        assert torch.equal(logits(model, tokens(length)), logits(other, tokens(length)))
+    assert (logits(other, tokens(2 * LENGTH)) - logits(build(), tokens(2 * LENGTH))).abs().max() > 1e-2

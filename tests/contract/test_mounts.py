@@ -9,7 +9,8 @@ from rope_patch.models.probe import measure_layout
 from rope_patch.models.reading import read_stack
 from rope_patch.rotary import RotaryLayout
 from tests.cases import ALL
-from tests.families import FAMILIES, SHARED_TABLES, build
+from tests.families import FAMILIES, FOLLOWING, LLAMA_AND_SCALED, SHARED_TABLES, TRAINING_LENGTH, build
+from tests.runs import LENGTH, assert_close, cached_logits, logits, tokens
 from tests.snapshots import snapshot
 
 HALVES = tuple(range(8)), tuple(range(8, 16))
@@ -26,7 +27,7 @@ LAYOUTS = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), BEHIND_THE_PLAIN_PART),
 }
 NO_POSITIONS = {"smollm3": [1, 3], "afmoe": [3], "cohere2": [3], "exaone4": [3], "exaone_moe": [3]}
-NARROW = {"gemma2": [0], "gemma3": [0, 2], "olmo3": [0, 2]}
+NARROW = {"gemma2": [0], "gemma3": [0, 2], "gemma3_yarn": [0], "olmo3": [0, 2]}
 
 
 @pytest.mark.parametrize(
@@ -62,11 +63,20 @@ def test_late_is_obeyed(llama, spec):
     assert plan.rotate_late
 
 
-@pytest.mark.parametrize("spec", ALL)
-def test_planning_changes_nothing(llama, spec):
-    before = snapshot(llama)
-    plan_mounts(get_scheme(spec), read_stack(llama))
-    assert snapshot(llama) == before
+@pytest.mark.parametrize(("family", "spec"), LLAMA_AND_SCALED)
+def test_planning_changes_nothing(model, spec):
+    before = snapshot(model)
+    plan_mounts(get_scheme(spec), read_stack(model))
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("family", FOLLOWING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reading_a_model_changes_nothing_that_a_long_text_has_left(model, dtype):
+    logits(model.to(dtype), tokens(3 * TRAINING_LENGTH))
+    before = snapshot(model)
+    read_stack(model)
+    assert snapshot(model) == before
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -87,6 +97,40 @@ def test_only_the_tables_of_full_attention_change():
         assert torch.equal(rotary.full_attention_inv_freq, full / 4)
 
 
+@pytest.mark.parametrize("spec", ["rope", f"rerope:window={LENGTH}", f"leaky_rerope:window={LENGTH},factor=4"])
+@pytest.mark.parametrize("mount", ["auto", "late"])
+def test_layers_of_two_types_turn_by_tables_of_their_own(spec, mount):
+    model = build("gemma3", sliding_window=TRAINING_LENGTH + 4)
+    assert len({entry["rope_theta"] for entry in model.config.rope_parameters.values()}) == 2
+    expected = logits(model, tokens())
+    with patch(model, spec, mount=mount) as handle:
+        assert not handle.plan.left_alone
+        assert_close(logits(model, tokens()), expected)
+
+
+@pytest.mark.parametrize("mode", ["auto", "oracle", "chunked", "segmented"])
+@pytest.mark.parametrize("mount", ["auto", "late"])
+def test_a_model_that_scales_its_scores_otherwise_is_heeded(llama, mount, mode):
+    for layer in llama.model.layers:
+        layer.self_attn.scaling *= 1.5
+    expected = logits(llama, tokens())
+    assert (logits(build(), tokens()) - expected).abs().max() > 1e-2
+    with patch(llama, "rerope", window=LENGTH, mount=mount, attention=mode):
+        assert_close(logits(llama, tokens()), expected)
+        assert_close(cached_logits(llama, tokens(), [17, 1, LENGTH - 18]), expected)
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_dropout_of_all_attention_weights_leaves_no_attention(spec):
+    model = build(attention_dropout=1.0)
+    with patch(model, spec):
+        found = logits(model.train(), tokens())
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+    with patch(model, spec):
+        assert_close(found, logits(model, tokens()))
+
+
 @pytest.mark.parametrize("family", sorted(SHARED_TABLES))
 def test_tables_that_also_serve_layers_left_alone_are_not_changed(model):
     before = model.model.rotary_emb.inv_freq.clone()
@@ -96,12 +140,18 @@ def test_tables_that_also_serve_layers_left_alone_are_not_changed(model):
         assert torch.equal(model.model.rotary_emb.inv_freq, before)
 
 
-def test_a_window_within_the_training_length_leaves_nothing_to_patch():
-    model = build("mistral", sliding_window=16)
+@pytest.mark.parametrize("window", [16, TRAINING_LENGTH])
+def test_a_window_within_the_training_length_leaves_nothing_to_patch(window):
+    model = build("mistral", sliding_window=window)
     before = snapshot(model)
-    with pytest.raises(NothingToPatch, match="sliding window of 16 within the training length of 32"):
+    with pytest.raises(NothingToPatch, match=f"sliding window of {window} within the training length of 32"):
         patch(model, "rerope", window=6)
     assert snapshot(model) == before
+
+
+def test_a_window_that_is_wider_by_one_token_is_patched():
+    stack = read_stack(build("mistral", sliding_window=TRAINING_LENGTH + 1))
+    assert not plan_mounts(get_scheme("rerope:window=6"), stack).left_alone
 
 
 @pytest.mark.parametrize("mount", ["Late", "rotary", "", None])

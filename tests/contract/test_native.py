@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from rope_patch import RoPE, UnsupportedModel, get_scheme, native_scheme, patch
+from rope_patch.models.config import rope_entries
 from tests.cases import ALL
-from tests.families import FAMILIES, TRAINING_LENGTH, build
+from tests.families import FAMILIES, FOLLOWING, SCALED, TRAINING_LENGTH, build, config_of
 from tests.runs import LENGTH, assert_close, generated, logits, tokens
 
 NATIVE = {
@@ -18,14 +19,6 @@ NATIVE = {
         "factor": 4.0,
         "original_max_position_embeddings": TRAINING_LENGTH,
     },
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": TRAINING_LENGTH,
 }
 
 
@@ -72,14 +65,6 @@ def test_a_native_type_without_a_scheme_is_said(llama):
         native_scheme(llama)
 
 
-def test_segments_keep_the_frequencies_of_the_checkpoint():
-    model = build(rope_parameters=LLAMA3)
-    expected = logits(model, tokens())
-    assert (logits(build(), tokens()) - expected).abs().max() > 1e-2
-    with patch(model, "rerope", window=LENGTH):
-        assert_close(logits(model, tokens()), expected)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_beam_search_under_the_native_scheme_is_unchanged(model):
     ids = tokens(12, rows=2)
@@ -119,33 +104,29 @@ def test_rope_beside_a_bias_keeps_the_rotation(llama):
         assert (logits(llama, tokens()) - replaced).abs().max() > 1e-2
 
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 8,
-    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
-    "original_max_position_embeddings": TRAINING_LENGTH,
-}
-FOLLOWING = [NATIVE["dynamic"], LONGROPE]
-
-
-@pytest.mark.parametrize("parameters", FOLLOWING, ids=lambda parameters: parameters["rope_type"])
+@pytest.mark.parametrize("family", FOLLOWING)
 @pytest.mark.parametrize("spec", ["rerope:window=6", "self_extend:group_size=4,window=7", "dca:chunk_size=9"])
-def test_segments_on_a_checkpoint_whose_tables_follow_the_length_have_no_memory(parameters, spec):
-    model = build(rope_parameters=parameters, max_position_embeddings=2 * TRAINING_LENGTH)
+def test_segments_on_a_checkpoint_whose_tables_follow_the_length_have_no_memory(model, family, spec):
     with patch(model, spec):
         before = logits(model, tokens(TRAINING_LENGTH))
         longer = logits(model, tokens(2 * LENGTH))
         assert torch.equal(logits(model, tokens(TRAINING_LENGTH)), before)
-    other = build(rope_parameters=parameters, max_position_embeddings=2 * TRAINING_LENGTH)
-    with patch(other, spec, mount="late", attention="oracle"):
-        assert_close(logits(other, tokens(2 * LENGTH)), longer)
+    with patch(build(family), spec, mount="late", attention="oracle") as handle:
+        assert_close(logits(handle.model, tokens(2 * LENGTH)), longer)
 
 
-@pytest.mark.parametrize("parameters", FOLLOWING, ids=lambda parameters: parameters["rope_type"])
-def test_a_wide_window_on_a_checkpoint_whose_tables_follow_the_length_is_that_checkpoint(parameters):
-    values = {"rope_parameters": parameters, "max_position_embeddings": TRAINING_LENGTH}
-    for length in (TRAINING_LENGTH - 1, LENGTH):
-        expected = logits(build(**values), tokens(length))
-        with patch(build(**values), "rerope", window=LENGTH) as handle:
-            assert_close(logits(handle.model, tokens(length)), expected)
+@pytest.mark.parametrize("family", SCALED)
+@pytest.mark.parametrize("length", [TRAINING_LENGTH - 1, LENGTH])
+def test_a_wide_window_on_a_scaled_checkpoint_is_that_checkpoint(family, length):
+    expected = logits(build(family), tokens(length))
+    with patch(build(family), "rerope", window=LENGTH) as handle:
+        assert_close(logits(handle.model, tokens(length)), expected)
+
+
+@pytest.mark.parametrize("family", SCALED)
+def test_scaled_checkpoints_are_others_than_plain_ones(family):
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    nested = None not in rope_entries(config_of(family))
+    by_type = {"full_attention": plain, "sliding_attention": {**plain, "rope_theta": 500.0}}
+    other = build(family, rope_parameters=by_type if nested else plain)
+    assert (logits(build(family), tokens()) - logits(other, tokens())).abs().max() > 1e-2

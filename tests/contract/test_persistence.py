@@ -4,7 +4,16 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 import rope_patch
 from rope_patch import (
@@ -12,6 +21,8 @@ from rope_patch import (
     InvalidField,
     NotExpressible,
     NotPatched,
+    UnknownScheme,
+    UnsupportedModel,
     describe,
     export_rope_parameters,
     get_scheme,
@@ -25,6 +36,7 @@ from rope_patch.models.reading import read_stack
 from tests.cases import ALL, ROUTES
 from tests.families import FAMILIES, SHARED_TABLES, build, config_of, from_config
 from tests.runs import LENGTH, assert_close, logits, tokens
+from tests.snapshots import snapshot
 
 EXPRESSIBLE = [spec for spec in ALL if is_expressible(get_scheme(spec), config_of("llama"))]
 
@@ -78,6 +90,24 @@ def test_plain_transformers_loads_a_saved_model_and_repatch_restores_it(model, s
         repatch(loaded)
 
 
+@pytest.mark.parametrize("spec", EXPRESSIBLE)
+def test_a_scheme_that_transformers_loaded_natively_is_not_applied_twice(llama, spec, tmp_path):
+    with patch(llama, spec):
+        expected = logits(llama, tokens())
+        llama.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    before = snapshot(loaded)
+    repatch(loaded)
+    assert_close(logits(loaded, tokens()), expected)
+    unpatch(loaded)
+    assert snapshot(loaded) == before
+    with repatch(loaded):
+        loaded.save_pretrained(tmp_path / "again")
+    again = rope_patch.from_pretrained(tmp_path / "again")
+    assert_close(logits(again, tokens()), expected)
+    assert_close(logits(unpatch(again), tokens()), logits(llama, tokens()))
+
+
 def test_repatch_of_a_model_without_a_record_is_refused(llama):
     with pytest.raises(NotPatched, match="no `rope_patch`"):
         repatch(llama)
@@ -105,8 +135,12 @@ def test_a_model_saved_after_unpatch_says_nothing_of_the_scheme(llama, tmp_path)
 def test_exported_parameters_make_plain_transformers_compute_the_scheme(family, spec):
     scheme, config = get_scheme(spec), config_of(family)
     if not is_expressible(scheme, config):
-        # Phi-3's config accepts no other type than default and longrope; one type speaks of whole heads alone
-        reasons = r"Phi3Config does not accept|Phi3Config reads|takes its share of the whole head|its positions are no"
+        # Phi-3's config accepts no other type than default and longrope; one type speaks of whole heads alone, and one
+        # of the longest text where it means that of training
+        reasons = (
+            r"Phi3Config does not accept|Phi3Config reads|takes its share of the whole head|its positions are no|"
+            r"grows from the training length"
+        )
         with pytest.raises(NotExpressible, match=reasons):
             export_rope_parameters(scheme, config)
         return
@@ -158,3 +192,123 @@ def test_describe_shows_the_position_map_and_the_layers_left_alone():
 def test_parameters_that_would_also_scale_sliding_layers_are_not_expressible(family):
     with pytest.raises(NotExpressible, match="one entry of rope_parameters for full and sliding-window layers"):
         export_rope_parameters(get_scheme("yarn:factor=4"), config_of(family))
+
+
+# --- what stands in the files ---------------------------------------------------------------------------------------
+
+YARN = get_scheme("yarn:factor=4").to_dict()
+MALFORMED = [
+    (5, InvalidField, "rope_patch=5 is not allowed"),
+    ("x", InvalidField, "rope_patch='x' is not allowed"),
+    ([], InvalidField, r"rope_patch=\[\] is not allowed"),
+    ({}, InvalidField, "'name'"),
+    ({"scheme": "yarn"}, InvalidField, "'yarn' does not describe a scheme"),
+    ({"scheme": {"name": "yarm"}}, UnknownScheme, "did you mean 'yarn'"),
+    ({"scheme": YARN, "rope_parameters": {}}, UnsupportedModel, "no `rope_parameters`"),
+    ({"scheme": YARN, "rope_parameters": None}, UnsupportedModel, "no `rope_parameters`"),
+    ({"scheme": YARN, "rope_parameters": [1]}, UnsupportedModel, r"rope_parameters=\[1\] is not allowed"),
+    ({"scheme": YARN, "rope_parameters": {"rope_theta": 1e4, "rope_type": "yarm"}}, UnsupportedModel, "mean 'yarn'"),
+    ({"scheme": YARN, "rope_parameters": {"rope_theta": 1e4, "rope_type": "linear"}}, InvalidField, "needs factor"),
+    ({"scheme": YARN, "positions": 16}, NotPatched, "positions=16.*cannot have had"),
+    ({"scheme": get_scheme("rerope:window=6").to_dict(), "positions": 16}, NotPatched, "positions=16"),
+    ({"scheme": get_scheme("learned").to_dict(), "positions": 16}, NotPatched, "positions=16"),
+]
+
+
+@pytest.mark.parametrize(("record", "error", "said"), MALFORMED, ids=lambda value: str(value)[:60])
+def test_a_malformed_record_is_refused_by_name(llama, tmp_path, record, error, said):
+    llama.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_patch": record}))
+    llama.config.rope_patch = record
+    before = snapshot(llama)
+    for act in (lambda: rope_patch.from_pretrained(tmp_path), lambda: repatch(llama)):
+        with pytest.raises(error, match=said) as caught:
+            act()
+        assert "\n" not in str(caught.value)
+    assert snapshot(llama) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("{}", "base_model_name_or_path=None is not allowed"),
+        ('{"base_model_name_or_path": 3}', "base_model_name_or_path=3 is not allowed"),
+        ("[]", "base_model_name_or_path=None is not allowed"),
+        ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ('{"base_model_name_or_path": "FOLDER"}', "leads back to these adapters"),
+        ('{"base_model_name_or_path": "OTHER"}', "leads back to these adapters"),
+    ],
+    ids=["missing", "a number", "a list", "no json", "a deep list", "itself", "in a circle"],
+)
+def test_malformed_adapters_are_refused_by_name(tmp_path, settings, said):
+    folder, other = tmp_path / "adapters", tmp_path / "others"
+    folder.mkdir()
+    other.mkdir()
+    written = settings.replace("FOLDER", str(folder)).replace("OTHER", str(other))
+    (folder / "adapter_config.json").write_text(written)
+    (other / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder)}))
+    with pytest.raises(InvalidField, match=said) as caught:
+        rope_patch.from_pretrained(folder)
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+# --- models inside models -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [LlamaForCausalLM, LlamaForSequenceClassification])
+@pytest.mark.parametrize("spec", ["ntk:factor=4", "rerope:window=6", "shaw:max_distance=6"])
+def test_a_scheme_on_a_backbone_is_saved_with_the_model_around_it(cls, spec, tmp_path):
+    config = config_of("llama", num_labels=3)
+    model, other = cls(config).eval(), cls(config).eval()
+    before = snapshot(model), snapshot(other)
+    with patch(model.model, spec):
+        assert snapshot(other)["modules"] == before[1]["modules"]
+    assert (snapshot(model), snapshot(other)) == before
+    patch(model.model, spec)
+    expected = logits(model, tokens())
+    model.save_pretrained(tmp_path)
+    loaded = rope_patch.from_pretrained(tmp_path)
+    assert type(loaded) is cls
+    assert torch.equal(logits(loaded, tokens()), expected)
+    assert not hasattr(unpatch(model).config, "rope_patch")
+    assert torch.equal(logits(unpatch(loaded), tokens()), logits(model, tokens()))
+
+
+def test_a_longer_table_in_a_backbone_is_saved_with_the_model_around_it(tmp_path):
+    sizes = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertForMaskedLM(BertConfig(**sizes, intermediate_size=16, max_position_embeddings=32)).eval()
+    with patch(model.bert, "learned", extend=48):
+        expected = model(tokens(40)).logits
+        model.save_pretrained(tmp_path)
+    assert torch.equal(rope_patch.from_pretrained(tmp_path)(tokens(40)).logits, expected)
+    assert torch.equal(BertForMaskedLM.from_pretrained(tmp_path)(tokens(40)).logits, expected)
+
+
+def gemma3_with_images():
+    text = config_of("gemma3").to_dict()
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(
+        text_config=text, vision_config={**vision, **sizes}, mm_tokens_per_image=4, image_token_index=96
+    )
+    return Gemma3ForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("spec", ["ntk:factor=4", "yarn:factor=4", "rerope:window=6"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_config_of_the_text_is_read_back_inside_that_of_a_model_with_images(spec, inside, tmp_path):
+    model, ids = gemma3_with_images(), tokens().clamp(max=90)
+    plain = model(ids).logits
+    with patch(model.model.language_model if inside else model, spec):
+        expected = model(ids).logits
+        model.save_pretrained(tmp_path)
+    assert not torch.equal(expected, plain)
+    loaded = rope_patch.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids).logits, expected)
+    unpatch(loaded)
+    assert torch.equal(loaded(ids).logits, plain)
+    assert "rope_patch" not in loaded.config.to_json_string()
+    assert "rope_patch" in AutoConfig.from_pretrained(tmp_path).to_json_string()

@@ -1,5 +1,6 @@
 """What holds for every scheme by what it declares of itself."""
 
+import itertools
 import pickle
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 from rope_patch import Compose, get_scheme, list_schemes, patch
 from rope_patch.schemes import scheme_class, scheme_from_dict
 from tests.cases import ALL, CASES, REPRESENTATIVE
-from tests.families import FAMILIES, TRAINING_LENGTH, build
-from tests.runs import assert_close, logits, tokens, usable_length
+from tests.families import FAMILIES, LLAMA_AND_SCALED, TRAINING_LENGTH, build
+from tests.runs import assert_close, follows_the_length, logits, tokens, usable_length
 
 
 def test_every_registered_scheme_has_a_case():
@@ -60,17 +61,17 @@ def test_a_later_token_changes_no_earlier_logit(model, spec, attention):
     assert (after[:, 25:] - before[:, 25:]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize(("family", "spec"), LLAMA_AND_SCALED)
 @pytest.mark.parametrize("mode", ["auto", "oracle", "segmented"])
-def test_only_absolute_and_length_dependent_schemes_notice_a_shift(llama, spec, mode):
-    # no longer than the training length, so that every scheme changes when the text moves beyond it
-    scheme, ids = get_scheme(spec), tokens(TRAINING_LENGTH)
+def test_only_absolute_and_length_dependent_schemes_notice_a_shift(model, spec, mode):
+    # shorter than the training length, so that every scheme changes when the text moves beyond it
+    ids, follows = tokens(TRAINING_LENGTH - 1), follows_the_length(model, spec)
     positions = torch.arange(ids.shape[1])[None]
-    with patch(llama, spec, attention=mode):
+    with patch(model, spec, attention=mode):
         # a multiple of every group size: groups are counted from position zero
-        shifted = logits(llama, ids, position_ids=positions + 48)
-        difference = (shifted - logits(llama, ids, position_ids=positions)).abs().max()
-    if scheme.absolute or scheme.length_dependent:
+        shifted = logits(model, ids, position_ids=positions + 48)
+        difference = (shifted - logits(model, ids, position_ids=positions)).abs().max()
+    if get_scheme(spec).absolute or follows:
         assert difference > 1e-3
     else:
         assert difference < 5e-5
@@ -82,10 +83,9 @@ def test_finite_at_four_times_the_training_length(llama, spec):
         assert logits(llama, tokens(4 * TRAINING_LENGTH)).isfinite().all()
 
 
-@pytest.mark.parametrize("spec", ALL)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "cohere"])
+@pytest.mark.parametrize(("family", "spec"), [*LLAMA_AND_SCALED, *itertools.product(["qwen3", "cohere"], ALL)])
 def test_bfloat16_is_close_to_float32(model, spec, family):
-    ids = tokens(usable_length(get_scheme(spec)))
+    ids = tokens(usable_length(model, spec))
     with patch(model, spec):
         expected = logits(model, ids)
     model.bfloat16()

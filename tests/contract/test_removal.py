@@ -11,13 +11,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rope_patch import NotPatched, patch, unpatch
 from rope_patch.late import IMPLEMENTATION
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
-from tests.families import FAMILIES, build, config_of, from_config
+from tests.families import FAMILIES, FOLLOWING, SCALED, TRAINING_LENGTH, build, config_of, from_config
 from tests.runs import generated, logits, tokens
 from tests.snapshots import snapshot
+
+llama_and_scaled = pytest.mark.parametrize("family", ["llama", *SCALED])
 
 
 def use(model: nn.Module) -> None:
     """Run a patched model in the ways that leave traces, if any does."""
+    logits(model, tokens(2 * TRAINING_LENGTH))
     logits(model, tokens(rows=2))
     generated(model, tokens(8), 2)
     model(tokens(), labels=tokens()).loss.backward()
@@ -47,16 +50,26 @@ def test_removal_restores_every_family_bit_for_bit(model, spec):
     assert_restored(model, spec)
 
 
+@pytest.mark.parametrize("family", FOLLOWING)
+@pytest.mark.parametrize("spec", REPRESENTATIVE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_removal_restores_what_a_long_text_before_has_left(model, spec, dtype):
+    assert_restored(model.to(dtype), spec)
+    logits(model, tokens(3 * TRAINING_LENGTH))
+    assert_restored(model, spec)
+
+
+@llama_and_scaled
 @pytest.mark.parametrize("spec", ROUTES)
-def test_the_context_manager_restores(llama, spec):
-    before = snapshot(llama)
-    with patch(llama, spec) as handle:
-        assert handle.model is llama
-        assert snapshot(llama) != before
-    assert snapshot(llama) == before
-    with pytest.raises(ZeroDivisionError), patch(llama, spec):
+def test_the_context_manager_restores(model, spec):
+    before = snapshot(model)
+    with patch(model, spec) as handle:
+        assert handle.model is model
+        assert snapshot(model) != before
+    assert snapshot(model) == before
+    with pytest.raises(ZeroDivisionError), patch(model, spec):
         raise ZeroDivisionError
-    assert snapshot(llama) == before
+    assert snapshot(model) == before
 
 
 def test_leaving_the_context_after_unpatch_is_harmless(llama):
@@ -64,9 +77,10 @@ def test_leaving_the_context_after_unpatch_is_harmless(llama):
         unpatch(llama)
 
 
+@llama_and_scaled
 @pytest.mark.parametrize("spec", ROUTES)
-def test_a_model_of_the_same_config_object_is_untouched(spec):
-    config = config_of("llama")
+def test_a_model_of_the_same_config_object_is_untouched(family, spec):
+    config = config_of(family)
     one, other = from_config(config), from_config(config)
     before, said = snapshot(other), config.to_dict()
     with patch(one, spec):
@@ -106,28 +120,30 @@ def test_a_patched_model_that_is_thrown_away_leaves_no_name_behind():
     assert IMPLEMENTATION not in ALL_ATTENTION_FUNCTIONS
 
 
+@llama_and_scaled
 @pytest.mark.parametrize("spec", ROUTES)
-def test_a_copy_of_a_patched_model_is_a_model_of_its_own(llama, spec):
-    plain = logits(llama, tokens())
-    patch(llama, spec)
-    patched = logits(llama, tokens())
-    twin = copy.deepcopy(llama)
+def test_a_copy_of_a_patched_model_is_a_model_of_its_own(model, spec):
+    plain = logits(model, tokens())
+    patch(model, spec)
+    patched = logits(model, tokens())
+    twin = copy.deepcopy(model)
     assert torch.equal(logits(twin, tokens()), patched)
-    unpatch(llama)
-    assert torch.equal(logits(llama, tokens()), plain)
+    unpatch(model)
+    assert torch.equal(logits(model, tokens()), plain)
     assert torch.equal(logits(twin, tokens()), patched)
     unpatch(twin)
     assert torch.equal(logits(twin, tokens()), plain)
 
 
+@llama_and_scaled
 @pytest.mark.parametrize("spec", ROUTES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_removal_after_a_change_of_dtype_gives_the_model_of_that_dtype(llama, spec, dtype):
-    patch(llama, spec)
-    llama.to(dtype)
-    logits(llama, tokens())
-    unpatch(llama)
-    assert torch.equal(logits(llama, tokens()), logits(build().to(dtype), tokens()))
+def test_removal_after_a_change_of_dtype_gives_the_model_of_that_dtype(model, family, spec, dtype):
+    patch(model, spec)
+    model.to(dtype)
+    logits(model, tokens())
+    unpatch(model)
+    assert torch.equal(logits(model, tokens()), logits(build(family).to(dtype), tokens()))
 
 
 @pytest.mark.parametrize("spec", ROUTES)

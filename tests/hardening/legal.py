@@ -1,89 +1,36 @@
-"""Strategies of what is allowed: every registered scheme with any legal fields, and compositions of them."""
+"""Strategies of what is allowed: every registered scheme with any legal fields, and compositions of them.
+
+Nothing here knows a scheme. What a field may be follows from its type and from the value that it usually has, and what
+else its scheme asks for is found by trying.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import typing
 from typing import Any
 
-from hypothesis import reject
+import pytest
+import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from rope_patch import Compose, InvalidField, Scheme, get_scheme, list_schemes
-from rope_patch.schemes import scheme_class
-from tests.families import TRAINING_LENGTH
+from rope_patch import Compose, InvalidField, RopePatchError, Scheme, get_scheme, list_schemes
+from rope_patch.schemes import Checkpoint
+from rope_patch.schemes.slots import ModelShape, Tokens
+from rope_patch.typing import RotarySpec
+from tests.cases import CASES, VARIANTS
+from tests.families import TRAINING_LENGTH, VOCABULARY
 
 LONGEST = 52
 """Tokens of the longest text of these tests."""
 
-_switch = st.booleans()
-_factor = st.floats(1, 10)
-_window = st.integers(1, LONGEST + 4)
-_trained = st.integers(8, 64)
-_rows = st.integers(LONGEST, 80)
-_base = st.floats(10, 1e6)
-_few = st.integers(2, 12)
-_small = st.floats(0.05, 1)
-_ENDS = st.tuples(st.floats(0.2, 4), st.floats(4, 40))
+WIDTH = 24
+"""Of the states of the narrowest model."""
 
-_SHARED: dict[str, SearchStrategy[Any]] = {
-    "factor": _factor,
-    "base": _base,
-    "window": _window,
-    "width": st.integers(1, 12),
-    "attention_factor": st.floats(0.5, 2),
-    "mscale": st.floats(0.3, 2),
-    "mscale_all_dim": st.floats(0.3, 2),
-    "original_max_position_embeddings": _trained,
-    "num_positions": _rows,
-    "initial_std": _small,
-    "initial_scale": _small,
-    "length": st.integers(1, 90),
-    "max_distance": st.integers(1, 40),
-    "interpolation": _factor,
-    "group_size": st.integers(1, 9),
-    "chunk_size": st.integers(2, 40),
-    "local_window": st.integers(1, 20),
-    "n_global": st.integers(0, 6),
-    "cutoff_length": st.integers(4, 200),
-    "training_length": st.integers(2, 64),
-    "embedding_dim": st.integers(1, 12).map(lambda half: 2 * half),
-    "scale_base": st.floats(4, 600),
-    "gamma": _small,
-    "threshold": st.floats(1, 600),
-    "stride": st.floats(0.001, 0.1),
-    "alpha": st.floats(0.05, 0.95).filter(lambda alpha: abs(alpha - 0.5) > 0.05),
-    "amplitude": st.floats(0.05, 2),
-    "grid_width": st.integers(1, 9),
-    "exponent": st.floats(0.2, 2),
-    "partial_rotary_factor": st.floats(0.05, 1),
-    "max_positions": st.integers(2, 40),
-    "num_buckets": st.integers(2, 20).map(lambda half: 2 * half),
-    "buckets": st.integers(2, 10).map(lambda half: 2 * half),
-    "absolute_layers": st.integers(0, 2),
-    "low_freq_factor": st.floats(0.3, 2),
-    "high_freq_factor": st.floats(2.5, 8),
-    "seed": st.integers(0, 9),
-    "variant": st.sampled_from(["fixed", "old", "log", "power"]),
-    "ramp": st.sampled_from(["index", "rotations"]),
-    "constants": st.sampled_from(["released", "paper"]),
-    "solver": st.sampled_from(["euler", "midpoint", "rk4", "dopri5"]),
-    "start": st.sampled_from(["sinusoidal", "zeros"]),
-    "shift": st.sampled_from(["floor", "fractional"]),
-    "layout": st.sampled_from(["interleaved", "split"]),
-    "terms": st.sampled_from([("c2p",), ("p2c",), ("p2c", "c2p")]),
-}
-"""By the name of a field, what it may be wherever it is; anything else is true or false."""
-
-_LEFT_OUT = {
-    "extend",  # keeps the rows of a table, which these models have none of
-    "short_factor",
-    "long_factor",
-    "slopes",
-    "beta_fast",
-    "beta_slow",
-}
-"""Fields that are drawn together with others, or never."""
+TRIES = 30
+"""How often a value is drawn anew when a scheme refuses it."""
 
 _OWNED = {"frequencies", "segments", "values", "embedding"}
 """Slots that one scheme of a composition has for itself."""
@@ -108,25 +55,103 @@ def schemes(draw: DrawFn, pairs: int, heads: int) -> Scheme:
 
 @st.composite
 def single(draw: DrawFn, pairs: int, heads: int) -> Scheme:
-    """A registered scheme with some of its fields drawn, those without a default always."""
-    name = draw(st.sampled_from(list_schemes()))
-    fields: dict[str, Any] = {}
-    for field in dataclasses.fields(scheme_class(name)):  # type: ignore[arg-type]
-        if field.name not in _LEFT_OUT and (field.default is dataclasses.MISSING or draw(st.booleans())):
-            fields[field.name] = draw(_SHARED.get(field.name, _switch))
-    if name == "longrope":
-        factors = st.lists(st.floats(1, 8), min_size=pairs, max_size=pairs).map(tuple)
-        fields |= {"short_factor": draw(factors), "long_factor": draw(factors)}
-    if name == "alibi" and draw(st.booleans()):
-        fields["slopes"] = draw(st.lists(_small, min_size=heads, max_size=heads).map(tuple))
-    if name in ("yarn", "dynamic_yarn", "ntk_by_parts") and draw(st.booleans()):
-        fields["beta_slow"], fields["beta_fast"] = draw(_ENDS)
-    if name in ("ntk", "kerple") and "variant" in fields:
-        fields["variant"] = {"ntk": ("fixed", "old"), "kerple": ("log", "power")}[name][len(fields["variant"]) % 2]
-    try:
-        return get_scheme(name, **fields)
-    except InvalidField:  # two fields that do not go together
-        reject()
+    """A registered scheme with some of its fields drawn.
+
+    Args:
+        draw, pairs, heads: as of `schemes`.
+    """
+    return draw(named(draw(st.sampled_from(list_schemes())), pairs, heads))
+
+
+@st.composite
+def named(draw: DrawFn, name: str, pairs: int, heads: int) -> Scheme:
+    """The scheme of this name: the fields that it needs, and then any others, one by one where they go with the rest.
+
+    Args:
+        draw, pairs, heads: as of `schemes`.
+        name: as registered.
+    """
+    usual = draw(st.sampled_from(settings(name)))
+    fields = dataclasses.fields(usual)  # type: ignore[arg-type]
+    needed = [field for field in fields if field.default is dataclasses.MISSING]
+    others = [field for field in fields if field not in needed and draw(st.booleans())]
+    scheme = None
+    for wanted in [needed, *([field] for field in others)]:
+        for _ in range(TRIES):
+            # a list has a number for each pair or for each head: its scheme knows for which
+            size = draw(st.sampled_from([pairs, heads]))
+            values = {field.name: draw(values_of(usual, field, size)) for field in wanted}
+            try:
+                scheme = fitting(name, (scheme or usual).fields() | values, pairs, heads)
+                break
+            except RopePatchError:
+                continue
+    assert scheme is not None, f"{name}: no legal values of {', '.join(field.name for field in needed)} were found"
+    return scheme
+
+
+def settings(name: str) -> list[Scheme]:
+    """The scheme as `tests.cases` has it."""
+    parts = [part for spec in (*CASES.values(), *VARIANTS) for part in spec.split("+")]
+    return [get_scheme(part) for part in parts if part.partition(":")[0] == name]
+
+
+def fitting(name: str, fields: dict[str, Any], pairs: int, heads: int) -> Scheme:
+    """The scheme, unless it refuses a field, a model of these sizes, or the longest text.
+
+    Raises:
+        RopePatchError: it refuses.
+    """
+    scheme = get_scheme(name, **fields)
+    resolved = scheme.resolve(Checkpoint(TRAINING_LENGTH, heads, TRAINING_LENGTH))
+    sizes = ModelShape(heads, 2 * pairs, WIDTH, 1, VOCABULARY, TRAINING_LENGTH, 2 * pairs)
+    weights = resolved.parameters(sizes, torch.Generator())
+    if "frequencies" in resolved.slots:
+        resolved.frequencies(RotarySpec(2 * pairs, 10000.0, TRAINING_LENGTH), torch.tensor([LONGEST]))
+    if "embedding" in resolved.slots:
+        last = torch.tensor([[LONGEST - 1]])
+        resolved.embedding(Tokens(torch.zeros(1, 1, WIDTH), last, last), weights)
+    return scheme
+
+
+def values_of(usual: Scheme, field: dataclasses.Field[Any], size: int) -> SearchStrategy[Any]:
+    """What a field may be by its type, around the value that it usually has; and its default.
+
+    Args:
+        usual: a scheme that has it.
+        field: of the scheme.
+        size: of a list of numbers.
+    """
+    value = getattr(usual, field.name)
+    typed = _typed(usual, field.name, value, size)
+    return typed if field.default in (dataclasses.MISSING, value) else typed | st.just(field.default)
+
+
+def _typed(usual: Scheme, field: str, value: Any, size: int) -> SearchStrategy[Any]:
+    kind = typing.get_type_hints(type(usual))[field]
+    if type(None) in typing.get_args(kind):
+        (kind,) = set(typing.get_args(kind)) - {type(None)}
+    if kind is bool:
+        return st.booleans()
+    if kind is int:
+        return st.integers(value // 4, 4 * value) if value else st.integers(0, 4) | st.integers(0, 2 * LONGEST)
+    if kind is float:
+        return st.floats((value or 1) / 4, 4 * (value or 1))
+    if kind is str:
+        return st.sampled_from(_words(usual, field))
+    if kind == tuple[float, ...]:
+        return st.lists(st.floats(0.1, 2), min_size=size, max_size=size)
+    if kind == tuple[str, ...]:
+        return st.lists(st.sampled_from(value), min_size=1, unique=True)
+    raise AssertionError(f"{usual.name}: nothing is known of the values of {field}, which are of type {kind}")
+
+
+@functools.cache
+def _words(usual: Scheme, field: str) -> list[str]:
+    """The words that a field may be, as the error says that refuses another."""
+    with pytest.raises(InvalidField, match="allowed: ") as refused:
+        dataclasses.replace(usual, **{field: ""})  # type: ignore[type-var]
+    return str(refused.value).partition("allowed: ")[2].split(", ")
 
 
 def is_cached_exactly(scheme: Scheme, length: int) -> bool:

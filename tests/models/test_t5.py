@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, T5EncoderModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    EncoderDecoderCache,
+    StaticCache,
+    T5EncoderModel,
+)
 
 import rope_patch
 from rope_patch import AlreadyPatched, InvalidField, NotPatched, UnsupportedModel, describe, native_scheme, unpatch
@@ -392,6 +400,32 @@ def test_it_compiles_to_one_graph(model):
         expected = logits(model)
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         assert_close(logits(compiled), expected, 1e-4)
+
+
+@pytest.mark.parametrize(("spec", "static"), [("t5", True), ("self_extend:group_size=4,window=7", False)])
+def test_a_compiled_model_counts_no_pads_and_decodes_in_any_cache(spec, static):
+    torch.compiler.reset()
+    model = build()  # whose very first call is a compiled one
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    ids, mask = left_padded([tokens(20), tokens(14, seed=1)])
+    target = tokens(16, rows=2, seed=3)
+    with apply(model, spec), torch.no_grad():
+        found = logits(compiled, ids, mask, target)
+        expected = logits(model, ids, mask, target)
+        assert_close(found, expected)
+        for row, length in enumerate((20, 14)):
+            assert_close(
+                expected[row : row + 1], logits(model, ids[row : row + 1, -length:], target=target[row : row + 1])
+            )
+        read = {"encoder_outputs": model.encoder(ids, attention_mask=mask), "attention_mask": mask}
+        kind, options = (StaticCache, {"max_cache_len": 20}) if static else (DynamicCache, {})
+        cache = EncoderDecoderCache(
+            *(kind(config=model.config.get_text_config(decoder=True), **options) for _ in range(2))
+        )
+        steps = [model(**read, decoder_input_ids=target[:, :13], past_key_values=cache).logits]
+        for place in range(13, 16):
+            steps.append(compiled(**read, decoder_input_ids=target[:, place : place + 1], past_key_values=cache).logits)
+        assert_close(torch.cat(steps, dim=1), expected)
 
 
 def test_lora_on_a_patched_model():

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
@@ -16,6 +17,7 @@ def penalty(head, m, n):
 DEFINITIONS = {
     "alibi": Definition(distance=no_rotation, bias=penalty),
     "rope+alibi": Definition(bias=penalty),
+    "rerope:window=6+alibi": Definition(distance=lambda m, n: np.minimum(m - n, 6), bias=penalty),
     "rope+alibi+alibi": Definition(bias=lambda head, m, n: 2 * penalty(head, m, n)),
     "alibi:slopes=[1.0,0.5,0.25,0.125]": Definition(
         distance=no_rotation, bias=lambda head, m, n: -[1.0, 0.5, 0.25, 0.125][head] * (m - n)

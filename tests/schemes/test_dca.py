@@ -38,6 +38,9 @@ DEFINITIONS = {
     "dca:chunk_size=9,local_window=2,constants=paper": Definition(distance=as_in_the_paper(9, 2)),
     "dca:constants=paper": Definition(distance=as_in_the_paper(24, 8)),
     "dca:chunk_size=9,local_window=2": Definition(distance=chunked(9, 2)),
+    "dca:chunk_size=9,local_window=2+alibi": Definition(
+        distance=chunked(9, 2), bias=lambda head, m, n: -(4.0 ** -(head + 1)) * (m - n)
+    ),
     "dca:chunk_size=12,local_window=8": Definition(distance=chunked(12, 8)),
     "dca": Definition(distance=chunked(24, 4)),
 }

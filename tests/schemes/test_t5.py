@@ -30,6 +30,9 @@ def looked_up(interpolation):
 
 DEFINITIONS = {
     "t5:interpolation=2": Definition(distance=no_rotation, content_bias=looked_up(2)),
+    "self_extend:group_size=4,window=7+t5": Definition(
+        distance=lambda m, n: np.where(m - n < 7, m - n, m // 4 + 6 - n // 4), content_bias=looked_up(1)
+    ),
     "t5:per_layer=true": Definition(distance=no_rotation, content_bias=looked_up(1)),
 }
 

@@ -10,10 +10,11 @@ from torch import nn
 
 from rope_patch.attention import engine
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
-from rope_patch.attention.masks import read_mask
+from rope_patch.attention.masks import keys_seen, read_mask
 from rope_patch.attention.spans import Span, find_spans
+from rope_patch.cached_keys import CachedKeys
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.positions import key_positions
+from rope_patch.positions import follow_on, joined, key_positions
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.slots import ALL_PAIRS
 
@@ -42,6 +43,7 @@ def alibi_attention_forward(
     scaling: float,
     position_ids: torch.Tensor | None = None,
     start: int | torch.Tensor = 0,
+    positions: torch.Tensor | None = None,
     shared: SharedByLayers | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -53,6 +55,7 @@ def alibi_attention_forward(
         scaling: multiplies the products.
         position_ids: of the queries; default by slot.
         start: slot of the first query among the keys.
+        positions: of cached keys and queries, as `known_positions` found them; default counted from the queries.
         shared: what the layers of this forward have in common.
         **kwargs: of other attention functions; nothing here depends on them.
         query, key, value: see Shape.
@@ -82,11 +85,21 @@ def alibi_attention_forward(
         batch_size = query.shape[0]
         return shared.once("spans", lambda: find_spans(position_ids, mask, groups, int(start), batch_size))
 
+    of_keys, scattered = key_positions(position_ids, kv_length, start), False
+    if positions is not None and (length := positions.shape[-1] - q_length):
+        seen, past = keys_seen(mask, groups), positions[..., :length]
+        scattered = not shared.once(
+            ("in order", id(positions)), lambda: (positions, bool(follow_on(past, position_ids, seen)))
+        )[1]
+        of_keys = joined(past, of_keys[:, length:]) if scattered else of_keys
+    if isinstance(key, CachedKeys):  # of a static cache
+        key = key.plain()
     inputs = AttentionInputs(
         branches=(),
         value=value,
         query_positions=position_ids,
-        key_positions=key_positions(position_ids, kv_length, start),
+        key_positions=of_keys,
+        scattered=scattered,
         mask=mask,
         groups=groups,
         causal=q_length > 1,  # one query beside no mask is a decoding step: it sees every key there is

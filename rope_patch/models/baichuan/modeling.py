@@ -24,6 +24,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from rope_patch.attention.inputs import wide
+from rope_patch.cached_keys import known_positions, remember
 from rope_patch.models.baichuan.alibi import SharedByLayers, alibi_attention_forward
 from rope_patch.models.baichuan.configuration import BaichuanConfig
 from rope_patch.positions import query_start
@@ -124,9 +125,12 @@ class BaichuanAlibiAttention(BaichuanAttention):
         else:
             score = alibi_attention_forward
             if past_key_values is not None:
-                kwargs["start"] = query_start(past_key_values, self.layer_idx, query.shape[2])
+                start = kwargs["start"] = query_start(past_key_values, self.layer_idx, query.shape[2])
+                kwargs["positions"] = known_positions(past_key_values, self.layer_idx, start, kwargs["position_ids"])
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
+            if kwargs.get("positions") is not None:
+                remember(past_key_values, self.layer_idx, kwargs["positions"], in_order=True)
         output, weights = score(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         return self.o_proj(output.flatten(2)), weights
 

@@ -1,0 +1,305 @@
+"""What a cache knows of the keys in it: which scheme wrote them, and where each of them stands.
+
+A late mount rotates keys when they are scored, so it has to know their positions. They travel with the keys: whatever
+takes some of the keys (cropping, beams, a library that evicts) takes their positions too. Where positions get lost, the
+cache is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import Cache, EncoderDecoderCache
+
+from rope_patch.arguments import by_name
+from rope_patch.errors import UnsupportedPositions
+from rope_patch.positions import joined, key_positions
+from rope_patch.schemes.base import Scheme
+
+_SIGNATURE = "_rope_patch_written_by"
+_WHEN_READ = "_rope_patch_when_read"
+"""On a static layer: how many tokens it had when positions were left there, and whether they were in order."""
+
+OWN_ROTATION = "in the model's own rotation"
+"""How keys are kept that the attention module rotates itself."""
+
+
+def signature_of(scheme: Scheme, kept: str) -> str:
+    """What a cache is signed with: two caches of one signature may be continued by each other's models.
+
+    Args:
+        scheme: with its defaults filled in.
+        kept: how its keys are.
+    """
+    return f"{scheme} (keys {kept})"
+
+
+class CachedKeys(torch.Tensor):
+    """Keys of one layer, `(batch, kv_heads, slots, head_dim)`, with the position of each.
+
+    Operations that take, order or join keys give keys that know their positions; all others give plain tensors.
+
+    Attributes:
+        positions: integer, `(batch or 1, slots)`, or `(batch, kv_heads, slots)` where the heads keep different keys.
+    """
+
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, positions: torch.Tensor) -> CachedKeys:
+        """Keys, in the same memory, that know their positions.
+
+        Args:
+            keys: `(batch, kv_heads, slots, head_dim)`.
+            positions: integer, of a shape as above.
+        """
+        found = keys.as_subclass(cls)
+        if not torch.compiler.is_compiling():
+            vars(found).update(vars(keys))  # among them that a static cache keeps its place in memory
+        found.positions = positions
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        followed = func in _FOLLOWED and isinstance(result, torch.Tensor) and not isinstance(result, cls)
+        if not followed or torch.compiler.is_compiling():  # in a graph keys are only added to, see `remember`
+            return result
+        with torch._C.DisableTorchFunctionSubclass():
+            positions = _followed(func, args, kwargs, result)
+        return result if positions is None else cls.of(result, positions)
+
+    def plain(self) -> torch.Tensor:
+        """The keys as any tensor, in the same memory."""
+        return self.as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CachedKeys:
+        return type(self).of(copy.deepcopy(self.plain(), memo), copy.deepcopy(self.positions, memo))
+
+
+def _names(*names: str) -> set[Any]:
+    return {function for name in names for owner in (torch, torch.Tensor) if (function := getattr(owner, name, None))}
+
+
+_GATHERING = _names("gather", "take_along_dim")
+_MOVING = _names("to", "cpu", "cuda", "contiguous", "clone", "detach")
+_FOLLOWED = _GATHERING | _MOVING | _names("__getitem__", "index_select", "narrow", "repeat_interleave", "cat", "flip")
+
+
+def _followed(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.Tensor | None:
+    """What the same operation makes of the positions; None where that does not say which keys were taken."""
+    if func in _MOVING:
+        keys = next(x for x in args if isinstance(x, CachedKeys))
+        return keys.positions.to(result.device)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, CachedKeys):
+            return _one_for_each_key(value, func in _GATHERING)
+        if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
+            return type(value)(map(replaced, value))
+        if func in _GATHERING and isinstance(value, torch.Tensor):
+            same = value.ndim == 4 and bool((value == value[..., :1]).all())
+            return value[..., :1] if same else value
+        return value
+
+    try:
+        taken = func(*map(replaced, args), **{name: replaced(value) for name, value in kwargs.items()})
+    except (RuntimeError, IndexError, TypeError):  # what was joined to them has no positions, or too few dimensions
+        return None
+    fits = taken.ndim == result.ndim == 4 and taken.shape[::2] == result.shape[::2] and not taken.is_floating_point()
+    if not fits or taken.shape[1] not in (1, result.shape[1]) or taken.shape[3] != 1:
+        return None
+    return taken[:, 0, :, 0] if taken.shape[1] == 1 else taken[..., 0]
+
+
+def _one_for_each_key(keys: CachedKeys, by_head: bool) -> torch.Tensor:
+    """Positions in the shape of keys, with one channel and, where heads agree and need not differ, one head."""
+    positions = keys.positions if keys.positions.ndim == 3 else keys.positions[:, None]
+    heads = keys.shape[1] if by_head or positions.shape[1] > 1 else 1
+    return positions.expand(keys.shape[0], heads, -1)[..., None]
+
+
+def cache_in(kwargs: dict[str, Any]) -> Cache | None:
+    """The cache among the arguments of an attention module, of a decoder the part for its own tokens; None without."""
+    cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def sign(cache: Cache, index: int, written_by: str, accepts_plain: bool) -> None:
+    """Leave on a cache who writes its keys, and refuse one that another has filled.
+
+    Args:
+        cache: of the forward.
+        index: of the layer that asks; nothing was added to it in this forward.
+        written_by: the scheme and the rotation in which it keeps keys.
+        accepts_plain: whether keys of the checkpoint itself are the same.
+
+    Raises:
+        UnsupportedPositions: for keys from before the patch, of prefix tuning, of another scheme, or kept otherwise.
+    """
+    signature = getattr(cache, _SIGNATURE, None)
+    if signature == written_by:
+        return
+    length = cache.get_seq_length(index)
+    # a compiler knows no numbers; a cache that it fills was signed when it was empty
+    unsigned_while_compiling = signature is None and isinstance(length, torch.Tensor) and torch.compiler.is_compiling()
+    if not unsigned_while_compiling and length > 0 and not (signature is None and accepts_plain):
+        by = "without a patch or by prefix tuning" if signature is None else f"under {signature}"
+        raise UnsupportedPositions(
+            f"past_key_values hold {int(length)} tokens whose keys were written {by}; {written_by} would read them "
+            "wrongly: fill a new cache, and use LoRA or prompt tuning"
+        )
+    setattr(cache, _SIGNATURE, written_by)
+
+
+@dataclass(frozen=True)
+class Signing:
+    """Pre-hook of the first attention module where a scheme changes the tables alone: keys carry their own rotation.
+
+    Attributes:
+        index: of the layer.
+        written_by: the scheme and the rotation in which it keeps keys.
+        accepts_plain: whether keys of the checkpoint itself are the same.
+    """
+
+    index: int
+    written_by: str
+    accepts_plain: bool
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Sign the cache, or refuse it."""
+        cache = cache_in(by_name(module, args, kwargs))
+        if cache is not None:
+            sign(cache, self.index, self.written_by, self.accepts_plain)
+
+
+def positions_in(cache: Cache, index: int, start: int, name: str) -> torch.Tensor:
+    """Where the keys stand that a layer's cache will return before the new ones.
+
+    Args:
+        cache: of the forward, before it is updated.
+        index: of the layer.
+        start: how many they are, at least 1.
+        name: of the attention module, for the message.
+
+    Returns:
+        `(batch or 1, start)`, or `(batch, kv_heads, start)` where the heads keep different keys.
+
+    Raises:
+        UnsupportedPositions: keys were put there, or taken away, by something that positions do not follow.
+    """
+    keys = cast(Any, cache).layers[index].keys
+    if not isinstance(keys, CachedKeys):
+        raise UnsupportedPositions(
+            f"{name}: the {start} keys in past_key_values have lost their positions; slices, indices, index_select, "
+            "gather and cat keep them, and rope_patch.CachedKeys.of(keys, positions) sets them anew"
+        )
+    known = keys.positions
+    if len(known) not in (1, len(keys)):
+        raise UnsupportedPositions(
+            f"{name}: {len(keys)} rows of keys in past_key_values, and positions of {len(known)}"
+        )
+    missing = start - known.shape[-1]
+    if missing > 0:  # steps of a compiled model, which made sure that they follow on
+        if not getattr(cast(Any, cache).layers[index], _WHEN_READ, (0, True))[1]:
+            raise UnsupportedPositions(
+                f"{name}: {missing} keys in past_key_values were written by a compiled model behind pads; go on "
+                "compiled, or fill a new cache"
+            )
+        steps = torch.arange(1, missing + 1, device=known.device)
+        known = torch.cat([known, known[..., -1:] + steps], dim=-1)
+    return known if known.shape[-1] == start else known[..., -start:]
+
+
+def known_positions(
+    cache: Cache, index: int, start: int | torch.Tensor, position_ids: torch.Tensor
+) -> torch.Tensor | None:
+    """Positions of the keys in a cache and of the tokens to come, for a model that can do without: keys of unknown
+    positions are counted back from the first query.
+
+    Args:
+        cache: of the forward, before it is updated.
+        index: of the layer.
+        start: slot of the first query among the keys.
+        position_ids: of the queries, `(batch or 1, q_len)`.
+
+    Returns:
+        `(batch or 1, start + q_len)`, with the heads between where they keep different keys; None while compiling.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    start, layers = int(start), cast(Any, cache).layers
+    if start and isinstance(layers[index].keys, CachedKeys):
+        return joined(positions_in(cache, index, start, f"layer {index}"), position_ids)
+    return key_positions(position_ids, start + position_ids.shape[-1], start)
+
+
+def remember(cache: Cache, index: int, positions: torch.Tensor, in_order: bool) -> None:
+    """Leave on the keys of a layer where they stand.
+
+    Args:
+        cache: of the forward, after it was updated.
+        index: of the layer.
+        positions: of the keys that it returned before, as `positions_in` found them, and of the new ones,
+            `(batch or 1, slots)` or `(batch, kv_heads, slots)`.
+        in_order: whether the next token is expected to stand one after the last slot in every row.
+    """
+    layer = cast(Any, cache).layers[index]
+    held = layer.keys.shape[-2]
+    positions = positions if positions.shape[-1] <= held else positions[..., -held:]
+    if isinstance(layer.keys, CachedKeys):  # a static cache is written in place
+        layer.keys.positions = positions
+    else:
+        layer.keys = CachedKeys.of(layer.keys, positions)
+    if layer.is_compileable:
+        setattr(layer, _WHEN_READ, (int(cache.get_query_offset(index)), in_order))
+
+
+def is_static(cache: Cache, index: int) -> bool:
+    """Whether a layer keeps its keys in memory of a fixed size, which a compiled graph may write to."""
+    layers = cast(Any, cache).layers
+    return index < len(layers) and layers[index].is_compileable
+
+
+def positions_in_graph(cache: Cache, index: int, position_ids: torch.Tensor, name: str) -> torch.Tensor | None:
+    """What a compiled graph does about the positions of the keys in a static cache, which were put there eagerly.
+
+    Where they follow on to the queries, positions are counted back from those; the graph stops if they do not. Where
+    they were seen not to (pads behind a prompt), they are read, and later ones are counted back.
+
+    Args:
+        cache: of the forward, before it is updated.
+        index: of the layer.
+        position_ids: of the queries, `(batch or 1, q_len)`.
+        name: of the attention module, for the message.
+
+    Returns:
+        positions of the first keys, `(batch or 1, slots)`; None where all are counted back.
+
+    Raises:
+        UnsupportedPositions: they do not follow on, and a sliding window has moved them since.
+    """
+    layer = cast(Any, cache).layers[index]
+    if not isinstance(layer.keys, CachedKeys):
+        return None  # the graph itself has written them
+    known, (tokens, in_order) = layer.keys.positions, getattr(layer, _WHEN_READ)
+    offset = cache.get_query_offset(index)
+    if in_order and known.ndim == 2:
+        expected = known[:, -1] + 1 + (offset - tokens)
+        is_empty = 0 * expected + offset == 0  # it may have been reset; the offset is a number or a tensor
+        torch._assert_async(
+            (is_empty | (expected == position_ids[:, 0])).all(),
+            "rope_patch: the positions of the cached keys do not go on to position_ids; run this step eagerly",
+        )
+        return None
+    if layer.is_sliding:
+        raise UnsupportedPositions(
+            f"{name}: keys that do not follow on, in a static cache that slides, while compiling"
+        )
+    return known

@@ -1,0 +1,70 @@
+"""What a module computes for itself, remembered so that it can be put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ModuleState:
+    """The buffers, tensors and numbers of one module as they are now; those of its submodules are not looked at.
+
+    A rotary embedding of the type `dynamic` or `longrope` changes its own with every text that it is shown.
+
+    Args:
+        module: whose state it is.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._kept = {name: (value, _copied(value)) for name, value in _own(module).items()}
+
+    def restore(self) -> None:
+        """Put it back; tensors follow a model that was moved or cast meanwhile."""
+        current = _own(self.module)
+        for name in current.keys() - self._kept.keys():
+            delattr(self.module, name)
+        for name, (value, copied) in self._kept.items():
+            now = current.get(name)
+            if isinstance(copied, torch.Tensor) and isinstance(now, torch.Tensor):
+                moved = copied.to(now.device, self._dtype_by_now(copied, current))
+                if now is value and (now.is_meta or torch.equal(now, moved)):
+                    continue  # nothing happened: the tensor stays the same object
+                setattr(self.module, name, moved)
+            else:
+                setattr(self.module, name, copied)
+
+    def _dtype_by_now(self, copied: torch.Tensor, current: dict[str, Any]) -> torch.dtype:
+        """Its own, or that which the model was cast to: told by tensors that no forward computes anew, in float32."""
+        for name, (_, kept) in self._kept.items():
+            now = current.get(name)
+            if name.endswith("original_inv_freq") and isinstance(now, torch.Tensor) and now.dtype != kept.dtype:
+                return now.dtype
+        return copied.dtype
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Put the state of a module back on leaving the block, so that it can be tried out."""
+    state = ModuleState(module)
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    named = {**vars(module), **module._buffers}
+    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor) or _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,111 @@
+"""The random cases leave nothing out: every scheme is among them, and every field with a value that a model takes."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from rope_patch import InvalidField, Scheme, list_schemes, patch
+from rope_patch.schemes import registry, scheme_class
+from tests.cases import CASES
+from tests.hardening.exploring import explore
+from tests.hardening.legal import LONGEST, named
+from tests.hardening.scale import cases
+from tests.runs import logits, tokens
+
+NEVER = {"learned": {"extend"}}
+"""Fields by scheme that no model of these tests can take: only where there is a table it has rows to keep."""
+
+
+def drawn_fields(name: str) -> dict[str, Scheme]:
+    """By field, a drawn scheme in which it is not the default."""
+    found: dict[str, Scheme] = {}
+
+    def look(scheme: Scheme) -> None:
+        for field in dataclasses.fields(scheme):  # type: ignore[arg-type]
+            if getattr(scheme, field.name) != field.default:
+                found.setdefault(field.name, scheme)
+
+    explore(named(name, pairs=8, heads=4), look, cases(usual=60, hard=120))
+    return found
+
+
+def left_out(name: str, found: dict[str, Scheme]) -> set[str]:
+    """The fields of a scheme that were not drawn."""
+    return {field.name for field in dataclasses.fields(scheme_class(name))} - found.keys()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", list_schemes())
+def test_every_field_is_drawn_and_a_model_takes_it(llama, name):
+    found = drawn_fields(name)
+    assert left_out(name, found) == NEVER.get(name, set())
+    for scheme in found.values():
+        with patch(llama, scheme):
+            assert logits(llama, tokens(LONGEST)).isfinite().all()
+
+
+# --- a scheme that is new --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class New(Scheme):
+    """Fields of every type, under names that other schemes have for other things."""
+
+    name = "new"
+
+    seed: float
+    window: tuple[float, ...]
+    terms: tuple[str, ...] = ("one", "other")
+    factor: str = "first"
+    base: bool | None = None
+    clip: int | None = None
+
+    def __post_init__(self) -> None:
+        self._above_zero("seed")
+        self._numbers("window", "head")
+        self._one_of("factor", ("first", "second"))
+        self._at_least("clip", 7, int, optional=True)
+
+    def query_scale(self, positions: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(positions, dtype=torch.float32)
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """What the author of a scheme does: give it its name, and settings in `tests.cases`."""
+
+    def registered(cls: type[Scheme], case: str) -> str:
+        monkeypatch.setitem(registry._REGISTRY, cls.name, cls)
+        monkeypatch.setitem(CASES, cls.name, case)
+        return cls.name
+
+    return registered
+
+
+def test_a_new_scheme_is_drawn_without_further_ado(register):
+    name = register(New, "new:seed=3.5,window=[1.5,2,3]")
+    assert left_out(name, drawn_fields(name)) == set()
+
+
+def test_a_field_of_which_no_value_is_legal_is_named(register):
+    class Refusing(New):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.clip is not None:
+                raise InvalidField("new: clip is not allowed")
+
+    name = register(Refusing, "new:seed=3.5,window=[1.5,2,3]")
+    assert left_out(name, drawn_fields(name)) == {"clip"}
+
+
+def test_a_field_of_an_unknown_type_is_named(register):
+    @dataclass(frozen=True)
+    class Strange(New):
+        table: bytes = b""
+
+    name = register(Strange, "new:seed=3.5,window=[1.5,2,3]")
+    with pytest.raises(
+        AssertionError, match="new: nothing is known of the values of table, which are of type <class 'bytes'>"
+    ):
+        drawn_fields(name)

@@ -1,0 +1,81 @@
+"""What a composition is, by what its parts are."""
+
+from typing import ClassVar
+
+import pytest
+
+from rope_patch import ALiBi, Compose, Learned, LogN, ReRoPE, RoPE, Scheme, get_scheme
+from rope_patch.schemes.base import COMPOSED
+
+FOLLOWING = {"slots", "to_dict"}
+"""What follows from `methods` and `fields`."""
+
+
+def not_composed(cls: type[Scheme]) -> set[str]:
+    """What a scheme of this class says of itself and no composition of it would."""
+    public = {name for name in {*vars(cls), *cls.__annotations__} if not name.startswith("_")}
+    return public - vars(Compose).keys() - FOLLOWING
+
+
+def test_a_composition_answers_whatever_a_scheme_is_asked():
+    assert not_composed(Scheme) == set()
+
+
+def test_a_class_attribute_without_a_rule_would_be_missed():
+    class Forgetful(Scheme):
+        looks_ahead: ClassVar[bool] = False
+
+        def looks(self) -> bool:
+            return self.looks_ahead
+
+    assert not_composed(Forgetful) == {"looks_ahead", "looks"}
+
+
+def with_attribute(name, value):
+    """RoPE that says something else of itself."""
+    return type("Saying", (RoPE,), {name: value})()
+
+
+IF_ANY = [name for name, rule in COMPOSED.items() if rule.combine is any]
+
+
+@pytest.mark.parametrize("name", IF_ANY)
+def test_what_one_part_does_a_composition_does(name):
+    assert not getattr(Compose(RoPE(), ReRoPE(6)), name)
+    assert getattr(Compose(ReRoPE(6), with_attribute(name, True)), name)
+
+
+def test_what_a_composition_does_if_any_part_does():
+    assert set(IF_ANY) == {
+        *("length_dependent", "decays", "absolute", "causal_only"),
+        *("every_block", "stateful", "breaks_graph", "reads_ids"),
+    }
+
+
+def test_a_bias_is_linear_if_all_biases_are():
+    assert Compose(RoPE(), ALiBi()).linear
+    assert Compose(ALiBi(), ALiBi(slopes=(1.0,) * 4)).linear
+    assert not get_scheme("alibi+sandwich").linear
+
+
+def test_rows_are_kept_by_the_scheme_that_brings_them():
+    assert Compose(Learned(extend=40), LogN()).keeps_rows
+    assert not get_scheme("sinusoidal+logn").keeps_rows
+
+
+def test_names_of_parameters_are_those_of_all_parts():
+    assert get_scheme("alibi+t5").shared == ("slopes", "relative_attention_bias")
+    assert get_scheme("alibi+complex_order").precise == get_scheme("complex_order").precise != ()
+
+
+@pytest.mark.parametrize(
+    ("spec", "regime"),
+    [
+        ("rerope:window=6+logn", "training-free"),
+        ("logn+pi:factor=4", "fine-tune"),
+        ("pi:factor=4+alibi", "from-scratch"),
+        ("alibi+logn", "from-scratch"),
+    ],
+)
+def test_a_composition_needs_what_its_most_demanding_part_needs(spec, regime):
+    assert get_scheme(spec).regime == regime

@@ -1,0 +1,1 @@
+"""Transformers' own tests, run on patched models: `make transformers-tests TRANSFORMERS=<checkout>`."""
