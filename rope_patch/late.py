@@ -210,6 +210,8 @@ class LateAttention:
             return call
 
         def look() -> torch.Tensor | None:
+            if not isinstance(mask, torch.Tensor):
+                return None  # a module that chooses its mask itself: all keys are taken to be seen
             return keys_seen(*read_mask(mask, call.position_ids, q_length, kv_length, call.start, self.config))
 
         seen = self.shared.once(call.position_ids, ("seen", id(mask), kv_length), lambda: (mask, look()))[1]
