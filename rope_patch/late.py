@@ -214,7 +214,7 @@ class LateAttention:
                 return None  # a module that chooses its mask itself: all keys are taken to be seen
             return keys_seen(*read_mask(mask, call.position_ids, q_length, kv_length, call.start, self.config))
 
-        seen = self.shared.once(call.position_ids, ("seen", id(mask), kv_length), lambda: (mask, look()))[1]
+        seen = self.shared.derived(call.position_ids, ("seen", kv_length), mask, look)
         call = dataclasses.replace(call, seen=seen)
         if is_first:
             return call
@@ -225,11 +225,12 @@ class LateAttention:
             return call
         past = positions_in(cache, self.layer.index, start, self.layer.name)
         past = self.shared.same(call.position_ids, ("past", start), past)
-        scattered = self.shared.once(
+        scattered = self.shared.derived(
             call.position_ids,
-            ("scattered", id(past), start),
-            lambda: (past, not bool(follow_on(past, call.position_ids, seen))),
-        )[1]
+            ("scattered", start),
+            past,
+            lambda: not bool(follow_on(past, call.position_ids, seen)),
+        )
         return dataclasses.replace(call, past=past, scattered=scattered)
 
     def _with_past_in_graph(self, call: LateCall, cache: Cache, seen: torch.Tensor | None) -> LateCall:
@@ -334,14 +335,10 @@ class LateCall:
         if static and torch.compiler.is_compiling():
             return
         if past is not None:
-            positions = shared.once(
-                self.position_ids, ("all", id(past)), lambda: (past, joined(past, self.position_ids))
-            )[1]
+            positions = shared.derived(self.position_ids, "all", past, lambda: joined(past, self.position_ids))
         in_order = True
         if static and not torch.compiler.is_compiling():
-            in_order = shared.once(
-                self.position_ids, ("in order", id(positions)), lambda: (positions, self._in_order(positions))
-            )[1]
+            in_order = shared.derived(self.position_ids, "in order", positions, lambda: self._in_order(positions))
         remember(self.cache, index, positions, in_order)
 
     def _in_order(self, positions: torch.Tensor) -> bool:
@@ -361,11 +358,9 @@ class LateCall:
             return key_positions(self.position_ids, kv_length, start)
 
         if self.scattered:
-            past = cast(torch.Tensor, self.past)  # kept beside what follows from it, so that its identity stays its own
-            place = ("keys", kv_length, id(past))
-            return shared.once(self.position_ids, place, lambda: (past, joined(past, counted()[:, past.shape[-1] :])))[
-                1
-            ]
+            past = cast(torch.Tensor, self.past)
+            place = ("keys", kv_length)
+            return shared.derived(self.position_ids, place, past, lambda: joined(past, counted()[:, past.shape[-1] :]))
         return shared.once(self.position_ids, ("keys", kv_length, start), counted) if self._shareable else counted()
 
     def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:

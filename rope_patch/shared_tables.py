@@ -48,6 +48,19 @@ class SharedTables(threading.local):
             self.memory[key] = compute()
         return self.memory[key]
 
+    def derived(self, position_ids: torch.Tensor, what: Any, source: Any, compute: Callable[[], Any]) -> Any:
+        """`compute()` of what follows from one object, or what it returned for this very object before.
+
+        Args:
+            position_ids: of this forward, `(batch or 1, length)`.
+            what: tells what is computed.
+            source: the object; kept beside what follows from it, so that its identity stays its own.
+            compute: called where nothing is known.
+        """
+        if torch.compiler.is_compiling():
+            return compute()  # and the graph is not tied to the object
+        return self.once(position_ids, (what, id(source)), lambda: (source, compute()))[1]
+
     def same(self, position_ids: torch.Tensor, key: Any, value: torch.Tensor) -> torch.Tensor:
         """The tensor that an earlier layer had under this key if it is equal, so that what follows from it is shared.
 

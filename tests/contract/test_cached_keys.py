@@ -5,12 +5,13 @@ import io
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from rope_patch import CachedKeys, UnsupportedModel, UnsupportedPositions, native_scheme, patch, unpatch
+from rope_patch.attention import decode
 from tests.cases import ALL, CASES
 from tests.families import GENERIC, TRAINING_LENGTH, build, from_config
-from tests.runs import assert_close, generated, left_padded, logits, positions_of, tokens
+from tests.runs import assert_close, cached_logits, generated, left_padded, logits, positions_of, tokens
 
 START, STOP = 10, 20
 IDS = tokens(STOP)
@@ -63,6 +64,26 @@ def test_a_gap_between_cache_and_call_is_one_of_positions(llama, spec, mount, st
 def without(cache, kept):
     for layer in cache.layers:
         layer.keys, layer.values = (kept(states) for states in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("spec", ["rope", "rerope:window=6", "alibi"])
+@pytest.mark.parametrize("attention", ["segmented", "chunked", "oracle"])
+def test_a_gap_is_one_for_every_way_to_score(llama, spec, attention):
+    positions = torch.cat([torch.arange(START), torch.arange(STOP, STOP + 10)])[None]
+    with patch(llama, spec, mount="late", attention=attention):
+        expected = logits(llama, IDS, position_ids=positions, attention_mask=torch.ones_like(IDS))[:, START:]
+        assert_close(go_on(llama, begun(llama), positions[:, START:]), expected, 4e-5)
+
+
+@pytest.mark.parametrize("spec", ["rerope:window=6", "alibi"])
+def test_keys_that_follow_on_are_read_by_the_fast_way_behind_pads_too(llama, spec, monkeypatch):
+    ids, mask = left_padded([tokens(15, seed=3), tokens(11, seed=4)])
+    steps = []
+    attend = decode.attend
+    monkeypatch.setattr(decode, "attend", lambda *args: steps.append(1) or attend(*args))
+    with patch(llama, spec):
+        cached_logits(llama, ids, [12, 1, 1, 1], mask)
+    assert len(steps) == 3 * llama.config.num_hidden_layers
 
 
 EVICTIONS = {
@@ -292,6 +313,20 @@ def test_a_compiled_model_goes_on_behind_pads_in_a_static_cache(llama, spec):
         assert_close(compiled_steps(llama, ids, mask, places, cache), expected, 4e-5)
         with pytest.raises(UnsupportedPositions, match="3 keys in past_key_values were written by a compiled model"):
             step(llama, ids[:, :1], cache, position_ids=places[:, -1:] + 1)
+
+
+@pytest.mark.parametrize("pads", [0, 3])
+def test_generate_compiles_one_step_for_all(llama, pads):
+    torch.compiler.reset()
+    ids, mask = tokens(12, rows=2), torch.ones(2, 12, dtype=torch.long)
+    mask[0, 12 - pads :] = 0
+    with patch(llama, "rerope", window=6):
+        expected = generated(llama, ids, attention_mask=mask)
+        settings = CompileConfig(backend="eager")
+        settings._compile_all_devices = True
+        options = {"cache_implementation": "static", "compile_config": settings}
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert torch.equal(generated(llama, ids, attention_mask=mask, **options), expected)
 
 
 def test_a_compiled_model_goes_on_in_a_static_cache_that_slides():
