@@ -283,7 +283,7 @@ def positions_in_graph(cache: Cache, index: int, position_ids: torch.Tensor, nam
         positions of the first keys, `(batch or 1, slots)`; None where all are counted back.
 
     Raises:
-        UnsupportedPositions: they do not follow on, and a sliding window has moved them since.
+        UnsupportedPositions: they do not follow on, and a sliding window moves them.
     """
     layer = cast(Any, cache).layers[index]
     if not isinstance(layer.keys, CachedKeys):
@@ -298,7 +298,7 @@ def positions_in_graph(cache: Cache, index: int, position_ids: torch.Tensor, nam
             "rope_patch: the positions of the cached keys do not go on to position_ids; run this step eagerly",
         )
         return None
-    if layer.is_sliding:
+    if layer.is_sliding and offset + position_ids.shape[-1] > layer.max_cache_len:
         raise UnsupportedPositions(
             f"{name}: keys that do not follow on, in a static cache that slides, while compiling"
         )

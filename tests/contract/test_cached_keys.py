@@ -336,6 +336,17 @@ def test_a_compiled_model_goes_on_in_a_static_cache_that_slides():
         assert_close(compiled_steps(model, ids, mask, places, cache), logits(model, ids)[:, 12:])
 
 
+def test_a_compiled_model_goes_on_behind_pads_in_a_window_that_is_not_full():
+    model = build("mistral", sliding_window=40)
+    ids, mask = tokens(15, rows=2), torch.ones(2, 15, dtype=torch.long)
+    mask[1, 7:12] = 0
+    places = positions_of(mask)
+    with patch(model, "rerope", window=6):
+        expected = logits(model, ids, attention_mask=mask, position_ids=places)[:, 12:]
+        cache = StaticCache(config=model.config, max_cache_len=20)
+        assert_close(compiled_steps(model, ids, mask, places, cache), expected, 4e-5)
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_a_compiled_step_after_a_gap_stops(llama, static):
     ids, mask, places = tokens(14), torch.ones(1, 14, dtype=torch.long), torch.arange(14)[None]
