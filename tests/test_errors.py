@@ -66,6 +66,7 @@ def test_what_is_no_scheme_at_all(llama, thing):
         (("yarn",), {"facter": 8}, ["'facter'", "did you mean 'factor'?"]),
         (("yarn:facter=8",), {}, ["'facter'", "did you mean 'factor'?"]),
         (("yarn:8",), {}, ["'8'", "field=value"]),
+        (("yarn:factor={[]:0}",), {}, ["factor='{[]:0}'", "a number of at least 1"]),
         (("rerope:window=8,window=9",), {}, ["'rerope:window=8,window=9'", "'window' twice"]),
         (("yarn:factor=2, factor =2",), {}, ["'factor' twice"]),
         (("rope",), {"factor": 8}, ["rope has no field 'factor'", "none"]),

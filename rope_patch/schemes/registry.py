@@ -145,7 +145,7 @@ def _value(text: str) -> Any:
         return spelled[text.lower()]
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         listed = len(text) > 1 and text[0] == "[" and text[-1] == "]"
         return tuple(_value(item.strip()) for item in text[1:-1].split(",")) if listed and text[1:-1] else text
     return tuple(value) if isinstance(value, list) else value
