@@ -398,7 +398,9 @@ class LateCall:
         """
         positions = self.key_positions(key.shape[2])
         if slots is None:
-            return self._rotated(key, positions, position_map, ("k", key.shape[2], self.query_start))
+            # layers may keep different keys; what follows from `past` keeps it, see `key_positions`
+            kept = id(self.past) if self.scattered and not torch.compiler.is_compiling() else None
+            return self._rotated(key, positions, position_map, ("k", key.shape[2], self.query_start, kept))
         if isinstance(slots, torch.Tensor):  # while compiling: nothing is remembered
             return self._rotated(key[:, :, slots], positions[..., slots], position_map, ("k",))
         place = ("k", key.shape[2], self.query_start, slots.start, slots.stop)

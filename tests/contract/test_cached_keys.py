@@ -121,6 +121,25 @@ def test_every_head_of_every_layer_may_keep_keys_of_its_own(llama, spec):
         assert_close(go_on(llama, cache, torch.arange(START, STOP)[None]), expected[:, START:], 4e-5)
 
 
+@pytest.mark.parametrize("spec", ["rope", "rerope:window=6", "self_extend:group_size=4,window=7", "alibi"])
+def test_layers_may_keep_keys_of_their_own(spec):
+    deep = build()
+    kept = ([0, 1, 2, 6, 7, 8, 9], [1, 3, 4, 5, 6, 8, 9])
+    patch(deep, spec, mount="late")
+    cache = begun(deep)
+    for layer, places in zip(cache.layers, kept, strict=True):
+        layer.keys, layer.values = layer.keys[:, :, places], layer.values[:, :, places]
+    positions = torch.arange(START, STOP)[None]
+    found = go_on(deep, cache, positions)
+    for layer in deep.model.layers:  # the same where no layer shares anything with another
+        state = next(hook for hook in layer.self_attn._forward_pre_hooks.values() if hasattr(hook, "shared"))
+        state.shared = type(state.shared)()
+    cache = begun(deep)
+    for layer, places in zip(cache.layers, kept, strict=True):
+        layer.keys, layer.values = layer.keys[:, :, places], layer.values[:, :, places]
+    assert_close(go_on(deep, cache, positions), found)
+
+
 @pytest.mark.parametrize("spec", ["shaw:max_distance=6", "urpe:max_distance=12", "xpos:scale_base=8"])
 def test_heads_with_keys_of_their_own_are_refused_where_all_heads_are_scored_alike(llama, spec):
     with patch(llama, spec):
