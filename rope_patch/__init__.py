@@ -1,137 +1,25 @@
-"""One line that lets a loaded Transformers model use another position scheme, and one that takes it back."""
+"""One line that lets a loaded Transformers model use another position scheme, and one that takes it back.
 
-from rope_patch.cached_keys import CachedKeys
-from rope_patch.describe import describe
-from rope_patch.errors import (
-    AlreadyPatched,
-    InvalidField,
-    NotExpressible,
-    NothingToPatch,
-    NotPatched,
-    RopePatchError,
-    SlotConflict,
-    UnknownScheme,
-    UnsupportedModel,
-    UnsupportedPositions,
-)
-from rope_patch.export import export_rope_parameters, native_scheme
-from rope_patch.models.baichuan import register_baichuan
-from rope_patch.mounts import plan_mounts
-from rope_patch.patch import PatchHandle, patch, unpatch
-from rope_patch.persistence import from_pretrained, repatch
-from rope_patch.schemes import (
-    FIRE,
-    FLOATER,
-    KERPLE,
-    URPE,
-    AdjustedBase,
-    ALiBi,
-    ComplexOrder,
-    Compose,
-    CoPE,
-    Disentangled,
-    DualChunkAttention,
-    DynamicNTK,
-    DynamicYaRN,
-    Hierarchical,
-    LeakyReRoPE,
-    Learned,
-    Llama3Scaling,
-    LMInfinite,
-    LogN,
-    LongRoPE,
-    Multiplicative,
-    NoPE,
-    NTKByParts,
-    NTKMixed,
-    NTKScaling,
-    PositionInterpolation,
-    Proportional,
-    Recurrent,
-    ReRoPE,
-    RoPE,
-    Sandwich,
-    Scheme,
-    SelfExtend,
-    ShawRelative,
-    Sinusoidal,
-    SlidingWindow,
-    T5Bias,
-    TransformerXL,
-    TruncatedBasis,
-    XPos,
-    YaRN,
-    get_scheme,
-    list_schemes,
-    register_scheme,
-)
-from rope_patch.version import __version__
+The public names are those of `rope_patch.face`, which is loaded when the first of them is used: the command line
+explains itself without torch.
+"""
 
-__all__ = [
-    "FIRE",
-    "FLOATER",
-    "KERPLE",
-    "URPE",
-    "ALiBi",
-    "AdjustedBase",
-    "AlreadyPatched",
-    "CachedKeys",
-    "CoPE",
-    "ComplexOrder",
-    "Compose",
-    "Disentangled",
-    "DualChunkAttention",
-    "DynamicNTK",
-    "DynamicYaRN",
-    "Hierarchical",
-    "InvalidField",
-    "LMInfinite",
-    "LeakyReRoPE",
-    "Learned",
-    "Llama3Scaling",
-    "LogN",
-    "LongRoPE",
-    "Multiplicative",
-    "NTKByParts",
-    "NTKMixed",
-    "NTKScaling",
-    "NoPE",
-    "NotExpressible",
-    "NotPatched",
-    "NothingToPatch",
-    "PatchHandle",
-    "PositionInterpolation",
-    "Proportional",
-    "ReRoPE",
-    "Recurrent",
-    "RoPE",
-    "RopePatchError",
-    "Sandwich",
-    "Scheme",
-    "SelfExtend",
-    "ShawRelative",
-    "Sinusoidal",
-    "SlidingWindow",
-    "SlotConflict",
-    "T5Bias",
-    "TransformerXL",
-    "TruncatedBasis",
-    "UnknownScheme",
-    "UnsupportedModel",
-    "UnsupportedPositions",
-    "XPos",
-    "YaRN",
-    "__version__",
-    "describe",
-    "export_rope_parameters",
-    "from_pretrained",
-    "get_scheme",
-    "list_schemes",
-    "native_scheme",
-    "patch",
-    "plan_mounts",
-    "register_baichuan",
-    "register_scheme",
-    "repatch",
-    "unpatch",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rope_patch.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from rope_patch.face import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__all__" or not name.startswith("_"):
+        face = import_module("rope_patch.face")
+        if name in ("__all__", *face.__all__):
+            return getattr(face, name)
+    raise AttributeError(f"module 'rope_patch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__getattr__("__all__"))

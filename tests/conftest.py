@@ -17,7 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from rope_patch import get_scheme, parameters
+from rope_patch import get_scheme
+from rope_patch.mounting import parameters
 from tests.cases import REPRESENTATIVE, ROUTES
 from tests.families import FAMILIES, SAMPLE, SCALED, build
 

@@ -22,7 +22,7 @@ from rope_patch import (
     unpatch,
 )
 from rope_patch.schemes.shaw import ShawRelative
-from rope_patch.tables import MOST_NUMBERS
+from rope_patch.schemes.tools.tables import MOST_NUMBERS
 from tests.cases import ALL, CASES, ROUTES
 from tests.families import build
 from tests.runs import logits, tokens
@@ -281,7 +281,7 @@ def test_an_installation_that_fails_half_way_leaves_nothing_behind(llama, monkey
 
         return call
 
-    changes = rope_patch.changes.Changes
+    changes = rope_patch.mounting.undo.Changes
     with monkeypatch.context() as patched:
         for name in ("set", "hook", "settle_configs"):
             patched.setattr(changes, name, failing(getattr(changes, name)))

@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import rope_patch
 from rope_patch import NotPatched, SlotConflict, describe, get_scheme, patch, repatch, unpatch
-from rope_patch.parameters import NAME
+from rope_patch.mounting.parameters import NAME
 from tests.cases import ALL, QUIET
 from tests.families import build
 from tests.runs import assert_close, gradients, logits, tokens

@@ -9,7 +9,7 @@ from rope_patch import UnsupportedPositions
 from rope_patch.attention.inputs import AttentionInputs
 from rope_patch.attention.masks import read_mask
 from rope_patch.attention.spans import find_spans
-from rope_patch.positions import key_positions
+from rope_patch.schemes.tools.positions import key_positions
 
 FLASH = SimpleNamespace(_attn_implementation="flash_attention_2")
 SDPA = SimpleNamespace(_attn_implementation="sdpa")

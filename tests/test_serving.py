@@ -21,7 +21,7 @@ from transformers import (
 import rope_patch
 from rope_patch.cli import export as command
 from rope_patch.errors import AlreadyPatched, NotExpressible
-from rope_patch.serving import describe_serving, export_checkpoint
+from rope_patch.saving.export import describe_serving, export_checkpoint
 
 TRAINING_LENGTH = 16
 SIZES = {

@@ -15,7 +15,7 @@ import torch
 
 from rope_patch.attention.inputs import AttentionInputs, Branch
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.rotary import RotaryLayout
+from rope_patch.schemes.tools.rotary import RotaryLayout
 
 ROWS = 1024
 """Queries per block: small enough for float16, large enough that keys are faded a few times only."""

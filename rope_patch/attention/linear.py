@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rope_patch.attention.inputs import wide
-from rope_patch.rotary import RotaryLayout
+from rope_patch.schemes.tools.rotary import RotaryLayout
 
 ROWS = 128
 """Tokens that are scored pair by pair; whatever lies before them is a sum by then."""

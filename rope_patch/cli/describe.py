@@ -30,10 +30,10 @@ are left alone, which distances a few pairs of positions get.
 
 
 def _describe(arguments: argparse.Namespace) -> None:
-    from rope_patch.describe import describe
+    from rope_patch.description import describe
     from rope_patch.evaluation.loading import default_checkpoint, load_model, quiet_transformers
-    from rope_patch.export import native_scheme
-    from rope_patch.patch import find_handle, patch
+    from rope_patch.patching import find_handle, patch
+    from rope_patch.saving.rope_parameters import native_scheme
 
     path = arguments.model or default_checkpoint()
     with busy(f"loading {path}"), quiet_transformers():

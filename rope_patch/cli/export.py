@@ -44,7 +44,7 @@ under a scheme needs no --scheme.
 
 def _export(arguments: argparse.Namespace) -> None:
     from rope_patch.evaluation.loading import quiet_transformers
-    from rope_patch.serving import describe_serving, export_checkpoint
+    from rope_patch.saving.export import describe_serving, export_checkpoint
 
     checkpoint, scheme, length = arguments.checkpoint, arguments.scheme, arguments.length
     with busy(f"exporting {checkpoint}"), quiet_transformers():

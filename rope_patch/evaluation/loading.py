@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from rope_patch.errors import EvaluationError, did_you_mean
 from rope_patch.evaluation.sharing import own_device
-from rope_patch.persistence import from_pretrained, make_loadable
+from rope_patch.saving.loading import from_pretrained, make_loadable
 from rope_patch.shipped import recipes_folder
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -12,8 +12,8 @@ from rope_patch.evaluation.specs import PLAIN, scheme_at
 from rope_patch.evaluation.subject import Subject
 from rope_patch.models.base import Stack
 from rope_patch.models.config import rope_entries
-from rope_patch.mounts import plan_mounts
-from rope_patch.patch import PatchHandle
+from rope_patch.mounting.plan import plan_mounts
+from rope_patch.patching import PatchHandle
 from rope_patch.schemes import Scheme
 
 

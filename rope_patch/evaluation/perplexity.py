@@ -34,7 +34,7 @@ from rope_patch.evaluation.protocols import Cell, Context, Protocol, ProtocolNam
 from rope_patch.evaluation.results import ResultFile, Row
 from rope_patch.evaluation.subject import Subject, evaluating, progress
 from rope_patch.evaluation.trained import Trained
-from rope_patch.patch import patch
+from rope_patch.patching import patch
 from rope_patch.schemes import Scheme
 
 

@@ -18,7 +18,7 @@ from rope_patch.evaluation.sharing import is_main
 from rope_patch.evaluation.trained import Trained
 from rope_patch.models.base import Stack
 from rope_patch.models.reading import read_stacks
-from rope_patch.patch import PatchHandle, find_handles
+from rope_patch.patching import PatchHandle, find_handles
 from rope_patch.schemes import Scheme
 
 

@@ -27,7 +27,7 @@ from rope_patch.evaluation.texts import select_windows
 from rope_patch.evaluation.trained import Trained
 from rope_patch.models.config import training_length
 from rope_patch.models.reading import read_stacks
-from rope_patch.persistence import make_loadable
+from rope_patch.saving.loading import make_loadable
 
 SHOWN = 6
 """How many schemes the chart shows beside the references, each by its best line; with more it cannot be read."""

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rope_patch.evaluation.results import weights_fingerprint
-from rope_patch.parameters import learned_parameters
-from rope_patch.patch import PatchHandle, find_handle, unpatch
+from rope_patch.mounting.parameters import learned_parameters
+from rope_patch.patching import PatchHandle, find_handle, unpatch
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Checkpoint
 

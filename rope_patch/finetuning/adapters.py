@@ -14,8 +14,8 @@ from torch import nn
 from rope_patch.errors import EvaluationError, require
 from rope_patch.models.head import find_language_model
 from rope_patch.models.reading import read_stacks
-from rope_patch.parameters import NAME, learned_parameters
-from rope_patch.patch import find_handles
+from rope_patch.mounting.parameters import NAME, learned_parameters
+from rope_patch.patching import find_handles
 
 Method = Literal["full", "lora", "lora_norms_embeddings"]
 

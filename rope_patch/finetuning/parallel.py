@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rope_patch.errors import EvaluationError, UnsupportedPositions
 from rope_patch.evaluation.sharing import world
 from rope_patch.models.head import find_language_model
-from rope_patch.patch import PatchHandle
+from rope_patch.patching import PatchHandle
 
 Parallel = Literal["auto", "ddp", "fsdp2"]
 

@@ -31,8 +31,8 @@ from rope_patch.finetuning.stream import StreamedRows
 from rope_patch.finetuning.trackers import Trackers
 from rope_patch.models.head import find_language_model
 from rope_patch.models.reading import read_stacks
-from rope_patch.parameters import learned_parameters
-from rope_patch.patch import find_handle, patch, unpatch
+from rope_patch.mounting.parameters import learned_parameters
+from rope_patch.patching import find_handle, patch, unpatch
 from rope_patch.schemes import PositionInterpolation, Scheme
 from rope_patch.training.cross_entropy import LanguageModelLoss
 from rope_patch.training.loop import Diverged, make_optimizer, train

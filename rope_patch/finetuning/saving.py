@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from rope_patch.models.head import find_language_model
-from rope_patch.persistence import from_pretrained
+from rope_patch.saving.loading import from_pretrained
 
 CHECKPOINT = "checkpoint"
 """Name of the folder in the folder of a run."""

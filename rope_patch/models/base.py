@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rope_patch.rotary import RotaryLayout
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Checkpoint
+from rope_patch.schemes.tools.rotary import RotaryLayout
 from rope_patch.typing import RotarySpec
 
 if TYPE_CHECKING:  # which is read by a module that needs `Stack`

@@ -21,7 +21,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.errors import UnsupportedModel
-from rope_patch.rotary import RotaryLayout
+from rope_patch.schemes.tools.rotary import RotaryLayout
 
 _PROBE = "rope_patch_probe"
 _PROBING = threading.RLock()

@@ -14,9 +14,9 @@ from rope_patch.errors import UnsupportedModel
 from rope_patch.models.base import AttentionLayer, Replacement, Stack
 from rope_patch.models.config import BASE
 from rope_patch.models.probe import reaches_interface
-from rope_patch.rotary import half_split
 from rope_patch.schemes.slots import Checkpoint
 from rope_patch.schemes.t5 import T5Bias
+from rope_patch.schemes.tools.rotary import half_split
 from rope_patch.typing import RotarySpec
 
 TRAINING_LENGTH = 512

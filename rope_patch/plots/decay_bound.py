@@ -12,7 +12,7 @@ from rope_patch.evaluation.chart import COLOURS
 from rope_patch.plots.checks import require_count, require_positive, require_some
 from rope_patch.plots.over_distance import check_distances, draw_over_distance
 from rope_patch.plots.style import number, sheet
-from rope_patch.rotary import inverse_frequencies
+from rope_patch.schemes.tools.rotary import inverse_frequencies
 
 
 def decay_bounds(distance: torch.Tensor, dim: int, base: float = 10000.0) -> torch.Tensor:

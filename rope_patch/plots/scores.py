@@ -29,8 +29,8 @@ from rope_patch.plots.style import (
     short_name,
     tokens_axis,
 )
-from rope_patch.rotary import RotaryLayout
 from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.tools.rotary import RotaryLayout
 from rope_patch.typing import Frequencies, RotarySpec
 
 

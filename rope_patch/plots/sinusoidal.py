@@ -9,7 +9,7 @@ from rope_patch.errors import InvalidField, did_you_mean
 from rope_patch.evaluation.chart import INK
 from rope_patch.plots.checks import require_count, require_positive
 from rope_patch.plots.style import name_axes, number, panel, sheet, tokens_axis
-from rope_patch.sinusoids import sinusoidal_rows
+from rope_patch.schemes.tools.sinusoids import sinusoidal_rows
 
 _LAYOUTS = {"split": "all sines, then all cosines", "interleaved": "sines and cosines by turns"}
 

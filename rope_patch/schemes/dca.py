@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 
 from rope_patch.errors import InvalidField
-from rope_patch.positions import Constant, Periodic
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.slots import Checkpoint, Region
+from rope_patch.schemes.tools.positions import Constant, Periodic
 
 
 @dataclass(frozen=True)

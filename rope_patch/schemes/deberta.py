@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.buckets import signed_log_buckets
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs, Tokens
-from rope_patch.tables import rows_at
+from rope_patch.schemes.tools.buckets import signed_log_buckets
+from rope_patch.schemes.tools.tables import rows_at
 from rope_patch.typing import NO_WEIGHTS, Weights
 
 _TERMS = ("c2p", "p2c")

@@ -11,7 +11,7 @@ from torch.nn import functional
 from rope_patch.errors import require
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Tokens
-from rope_patch.tables import rows_at
+from rope_patch.schemes.tools.tables import rows_at
 from rope_patch.typing import NO_WEIGHTS, Weights
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from rope_patch.errors import InvalidField, NotExpressible
-from rope_patch.rotary import periods
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.slots import Checkpoint
+from rope_patch.schemes.tools.rotary import periods
 from rope_patch.typing import Frequencies, RotarySpec
 
 

@@ -8,7 +8,7 @@ import torch
 
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.slots import ModelShape, Tokens
-from rope_patch.tables import rows_at
+from rope_patch.schemes.tools.tables import rows_at
 from rope_patch.typing import NO_WEIGHTS, Weights
 
 

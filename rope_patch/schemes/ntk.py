@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from rope_patch.errors import InvalidField, NotExpressible
-from rope_patch.rotary import inverse_frequencies
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import Frequencies, RotarySpec
 
 

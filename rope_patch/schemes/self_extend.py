@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rope_patch.positions import Grouped, Identity
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.slots import Region
+from rope_patch.schemes.tools.positions import Grouped, Identity
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.slots import Tokens
-from rope_patch.sinusoids import sinusoidal_rows
+from rope_patch.schemes.tools.sinusoids import sinusoidal_rows
 from rope_patch.typing import NO_WEIGHTS, Weights
 
 

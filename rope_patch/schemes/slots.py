@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.positions import Identity
+from rope_patch.schemes.tools.positions import Identity
 from rope_patch.typing import PositionMap
 
 

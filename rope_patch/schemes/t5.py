@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.buckets import relative_buckets
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.slots import Checkpoint, ModelShape
+from rope_patch.schemes.tools.buckets import relative_buckets
 from rope_patch.typing import NO_WEIGHTS, Weights
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from rope_patch.positions import Identity
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.slots import Checkpoint, Region
+from rope_patch.schemes.tools.positions import Identity
 
 
 @dataclass(frozen=True)

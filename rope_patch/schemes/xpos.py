@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.rotary import inverse_frequencies
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import Frequencies, RotarySpec
 
 

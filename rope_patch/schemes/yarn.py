@@ -9,8 +9,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from rope_patch.errors import NotExpressible
-from rope_patch.rotary import periods
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.tools.rotary import periods
 from rope_patch.typing import Frequencies, RotarySpec
 
 _PAPER = Source(

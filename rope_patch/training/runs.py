@@ -18,7 +18,7 @@ from rope_patch.errors import RopePatchError
 from rope_patch.evaluation.nll import chunked_nll
 from rope_patch.evaluation.results import LineFile, provenance
 from rope_patch.evaluation.texts import Selection
-from rope_patch.patch import patch
+from rope_patch.patching import patch
 from rope_patch.schemes import Scheme, get_scheme
 from rope_patch.training.comparison import Comparison, Data
 from rope_patch.training.loop import (

@@ -5,7 +5,7 @@ import torch
 
 from rope_patch.attention import linear
 from rope_patch.attention.linear import rotary_linear_attention
-from rope_patch.rotary import RotaryLayout, half_split, inverse_frequencies, rotation_tables
+from rope_patch.schemes.tools.rotary import RotaryLayout, half_split, inverse_frequencies, rotation_tables
 from tests.schemes.pairs import random
 
 INTERLEAVED = RotaryLayout((0, 2, 4), (1, 3, 5))

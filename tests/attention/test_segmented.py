@@ -14,8 +14,8 @@ from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
 from rope_patch.attention.kernels import Dense, FlashCPU, agrees
 from rope_patch.attention.spans import Span, find_spans
 from rope_patch.attention.tiles import Tile, in_rows, tiles_of
-from rope_patch.positions import Identity
 from rope_patch.schemes.slots import ALL_PAIRS, Region
+from rope_patch.schemes.tools.positions import Identity
 
 BOUND = st.one_of(st.integers(-3, 40), st.just(math.inf))
 

@@ -13,8 +13,8 @@ import rope_patch
 from rope_patch.cli import main
 from rope_patch.evaluation import perplexity
 from rope_patch.evaluation.trained import Trained
-from rope_patch.parameters import learned_parameters
-from rope_patch.patch import find_handle
+from rope_patch.mounting.parameters import learned_parameters
+from rope_patch.patching import find_handle
 from tests.evaluation.conftest import byte_tokenizer, checkpoint, documents  # noqa: F401  # a fixture
 from tests.runs import logits, tokens
 

@@ -9,8 +9,9 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from rope_patch import UnsupportedPositions, get_scheme, late, patch
+from rope_patch import UnsupportedPositions, get_scheme, patch
 from rope_patch.attention import decode
+from rope_patch.mounting import late
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
 from tests.families import FAMILIES, FOLLOWING, LLAMA_AND_SCALED, PACKED_ROWS_MIX, SCALED, TRAINING_LENGTH, build
 from tests.runs import (

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from rope_patch import InvalidField, UnsupportedPositions, describe, get_scheme, patch
-from rope_patch.entry import StateHistory
+from rope_patch.mounting.entry import StateHistory
 from tests.cases import ALL
 from tests.families import build
 from tests.runs import (

@@ -7,7 +7,7 @@ from torch import nn
 from rope_patch import InvalidField, NothingToPatch, UnsupportedModel, get_scheme, patch, plan_mounts
 from rope_patch.models.probe import measure_layout
 from rope_patch.models.reading import read_stack
-from rope_patch.rotary import RotaryLayout
+from rope_patch.schemes.tools.rotary import RotaryLayout
 from tests.cases import ALL
 from tests.families import FAMILIES, FOLLOWING, LLAMA_AND_SCALED, SHARED_TABLES, TRAINING_LENGTH, build
 from tests.runs import LENGTH, assert_close, cached_logits, logits, tokens

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from rope_patch.patch import find_handle
+from rope_patch.patching import find_handle
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "lm_eval_patched.py"
 

@@ -16,7 +16,7 @@ from rope_patch.cli import passkey
 from rope_patch.cli.common import run_politely
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.retrieval.experiment import Retrieval
-from rope_patch.parameters import learned_parameters
+from rope_patch.mounting.parameters import learned_parameters
 
 from .conftest import byte_tokenizer, documents
 

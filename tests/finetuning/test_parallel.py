@@ -28,7 +28,7 @@ from rope_patch.finetuning import chart, parallel
 from rope_patch.finetuning.description import FineTuning
 from rope_patch.finetuning.experiment import folder_name, run
 from rope_patch.finetuning.in_memory import MemoryRows
-from rope_patch.patch import find_handle
+from rope_patch.patching import find_handle
 from rope_patch.training.cross_entropy import LanguageModelLoss
 from rope_patch.training.loop import Diverged
 

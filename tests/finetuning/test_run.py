@@ -18,7 +18,7 @@ from rope_patch.finetuning import run as running
 from rope_patch.finetuning import trackers
 from rope_patch.finetuning.experiment import run
 from rope_patch.finetuning.run import _Trainer
-from rope_patch.patch import find_handle
+from rope_patch.patching import find_handle
 from rope_patch.training.loop import Diverged, read_log
 from tests.evaluation.conftest import byte_tokenizer, documents, tiny_llama
 

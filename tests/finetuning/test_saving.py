@@ -16,7 +16,7 @@ from rope_patch import patch, unpatch
 from rope_patch.errors import MissingPackage
 from rope_patch.finetuning import saving
 from rope_patch.finetuning.experiment import run
-from rope_patch.patch import find_handle
+from rope_patch.patching import find_handle
 from tests.evaluation.conftest import byte_tokenizer, tiny_llama
 
 ROTARY, LATE, LEARNED = "yarn:factor=2", "rerope:window=8", "kerple"

@@ -12,7 +12,7 @@ from accelerate.hooks import remove_hook_from_submodules
 
 from rope_patch import PatchHandle, RopePatchError, UnsupportedModel, errors, get_scheme, patch, unpatch
 from rope_patch.attention import chunked, engine
-from rope_patch.patch import find_handle
+from rope_patch.patching import find_handle
 from tests.cases import ALL, CASES, COMPOSITIONS
 from tests.families import build
 from tests.hardening.scale import cases

@@ -19,7 +19,7 @@ from rope_patch.plots import (
     wavelengths_of,
 )
 from rope_patch.plots.style import band_of, number, short_name
-from rope_patch.sinusoids import sinusoidal_rows
+from rope_patch.schemes.tools.sinusoids import sinusoidal_rows
 from rope_patch.typing import RotarySpec
 
 from .look import check_look, words_of

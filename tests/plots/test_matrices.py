@@ -17,7 +17,7 @@ from rope_patch import (
     T5Bias,
     get_scheme,
 )
-from rope_patch.describe import rotated_distance
+from rope_patch.description import rotated_distance
 from rope_patch.plots import bias_matrices, plot_biases, plot_position_maps, rotated_distances
 from rope_patch.plots.position_maps import segment_schemes
 from rope_patch.schemes.base import Scheme, Source

@@ -8,8 +8,8 @@ from transformers.models.deberta import modeling_deberta as v1
 from transformers.models.deberta_v2 import modeling_deberta_v2 as v2
 
 from rope_patch import Disentangled, InvalidField, UnsupportedPositions, get_scheme
-from rope_patch.buckets import signed_log_buckets
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Tokens
+from rope_patch.schemes.tools.buckets import signed_log_buckets
 from tests.definition import Definition, no_rotation
 from tests.schemes.pairs import SHAPE, at_start, make_pairs, random, trained
 

@@ -6,8 +6,8 @@ from transformers import RoFormerConfig
 from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 
 from rope_patch import RoPE
-from rope_patch.rotary import RotaryLayout, rotation_tables
-from rope_patch.sinusoids import sinusoidal_rows
+from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
+from rope_patch.schemes.tools.sinusoids import sinusoidal_rows
 from rope_patch.typing import RotarySpec
 from tests.schemes.pairs import random
 

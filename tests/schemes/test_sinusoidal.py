@@ -6,7 +6,7 @@ import torch
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 
 from rope_patch import InvalidField, Sinusoidal
-from rope_patch.sinusoids import sinusoidal_rows
+from rope_patch.schemes.tools.sinusoids import sinusoidal_rows
 from tests.definition import Definition, no_rotation
 from tests.schemes.entering import some_tokens
 

@@ -6,8 +6,8 @@ import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from rope_patch import InvalidField, T5Bias, patch
-from rope_patch.buckets import relative_buckets
 from rope_patch.schemes.slots import Checkpoint
+from rope_patch.schemes.tools.buckets import relative_buckets
 from tests.definition import Definition, no_rotation
 from tests.models.t5_definition import bucket
 from tests.runs import assert_close, logits, tokens

@@ -8,7 +8,7 @@ from transformers.models.xlnet.modeling_xlnet import XLNetModel, XLNetRelativeAt
 
 from rope_patch import InvalidField, TransformerXL
 from rope_patch.schemes.slots import ModelShape
-from rope_patch.sinusoids import sinusoidal_rows
+from rope_patch.schemes.tools.sinusoids import sinusoidal_rows
 from tests.definition import Definition, no_rotation
 from tests.schemes.pairs import SHAPE, make_pairs, random, trained
 

@@ -5,7 +5,7 @@ import torch
 from rope_patch import XPos, patch
 from rope_patch.attention import decay
 from rope_patch.attention.decay import Decay
-from rope_patch.rotary import RotaryLayout
+from rope_patch.schemes.tools.rotary import RotaryLayout
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition
 from tests.runs import assert_close, assert_same_gradients, gradients, logits, tokens

@@ -24,7 +24,7 @@ import torch._dynamo
 from transformers import PreTrainedModel, set_seed
 
 import rope_patch
-from rope_patch.patch import find_record
+from rope_patch.patching import find_record
 
 NATIVE, NATIVE_LATE, UNPATCHED = "native", "native-late", "unpatched"
 """In place of a scheme: the one that each model has already, by whatever mount or late, and none."""

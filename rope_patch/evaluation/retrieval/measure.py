@@ -21,7 +21,7 @@ from rope_patch.evaluation.retrieval.rows import RetrievalRow
 from rope_patch.evaluation.retrieval.task import Prompt, Score, Task, fingerprint
 from rope_patch.evaluation.subject import Subject, evaluating, progress
 from rope_patch.evaluation.trained import Trained
-from rope_patch.patch import patch
+from rope_patch.patching import patch
 from rope_patch.schemes import Scheme
 
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.config import BASE
-from rope_patch.rotary import half_split
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.slots import Checkpoint
+from rope_patch.schemes.tools.rotary import half_split
 from rope_patch.typing import RotarySpec
 
 

@@ -12,11 +12,11 @@ from rope_patch.attention import engine
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
 from rope_patch.attention.masks import keys_seen, read_mask
 from rope_patch.attention.spans import Span, find_spans
-from rope_patch.cached_keys import CachedKeys
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.positions import follow_on, joined, key_positions
+from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.slots import ALL_PAIRS
+from rope_patch.schemes.tools.positions import follow_on, joined, key_positions
 
 
 class SharedByLayers:

@@ -24,10 +24,10 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from rope_patch.attention.inputs import wide
-from rope_patch.cached_keys import known_positions, remember
 from rope_patch.models.baichuan.alibi import SharedByLayers, alibi_attention_forward
 from rope_patch.models.baichuan.configuration import BaichuanConfig
-from rope_patch.positions import query_start
+from rope_patch.models.cached_keys import known_positions, remember
+from rope_patch.schemes.tools.positions import query_start
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 

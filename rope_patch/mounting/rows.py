@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rope_patch.changes import Changes
 from rope_patch.models.absolute import AbsoluteTable, lengthened
+from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
-from rope_patch.tables import require_room
+from rope_patch.schemes.tools.tables import require_room
 
 
 def install_table(scheme: Scheme, table: AbsoluteTable, changes: Changes) -> None:

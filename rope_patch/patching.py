@@ -8,13 +8,13 @@ from typing import Any, TypeVar, get_args
 from torch import nn
 
 from rope_patch.attention.inputs import AttentionMode
-from rope_patch.changes import Changes
 from rope_patch.errors import AlreadyPatched, InvalidField, NotPatched, did_you_mean
-from rope_patch.export import export_rope_parameters, is_expressible
-from rope_patch.late import LateAttention
 from rope_patch.models.base import Stack
 from rope_patch.models.reading import find_enclosing, read_stacks
-from rope_patch.mounts import Mount, Plan, install, plan_mounts
+from rope_patch.mounting.late import LateAttention
+from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
+from rope_patch.mounting.undo import Changes
+from rope_patch.saving.rope_parameters import export_rope_parameters, is_expressible
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import as_scheme
 

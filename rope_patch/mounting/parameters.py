@@ -10,12 +10,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from rope_patch.changes import Changes
 from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.probe import device_of, dtype_of, measure_heads
+from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import ModelShape
-from rope_patch.tables import require_room
+from rope_patch.schemes.tools.tables import require_room
 
 NAME = "rope_patch"
 """Under this name the holder stands on each attention module, and on the stack for what all layers share."""

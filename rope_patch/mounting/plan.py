@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from rope_patch.attention.inputs import AttentionMode
-from rope_patch.cached_keys import OWN_ROTATION, Signing, signature_of
-from rope_patch.changes import Changes
-from rope_patch.entry import BlockEntry, StackEntry
 from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
-from rope_patch.late import IMPLEMENTATION, LateAttention, LateForward
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
-from rope_patch.parameters import LearnedWeights, install_parameters
-from rope_patch.positions import Identity
+from rope_patch.models.cached_keys import OWN_ROTATION, Signing, signature_of
+from rope_patch.mounting.entry import BlockEntry, StackEntry
+from rope_patch.mounting.late import IMPLEMENTATION, LateAttention, LateForward
+from rope_patch.mounting.memo import SharedTables
+from rope_patch.mounting.parameters import LearnedWeights, install_parameters
+from rope_patch.mounting.rows import install_table
+from rope_patch.mounting.scoring import late_attention
+from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
 from rope_patch.schemes.rope import NoPE, RoPE
-from rope_patch.scoring import late_attention
-from rope_patch.shared_tables import SharedTables
-from rope_patch.table import install_table
+from rope_patch.schemes.tools.positions import Identity
 
 Mount = Literal["auto", "late"]
 

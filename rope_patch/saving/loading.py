@@ -37,11 +37,11 @@ from rope_patch.models.absolute import AbsoluteTable
 from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
 from rope_patch.models.config import check_computable
 from rope_patch.models.reading import find_stacks, read_stacks
-from rope_patch.mounts import plan_mounts
-from rope_patch.parameters import NAME, learned_parameters
-from rope_patch.patch import PatchHandle, find_handle, find_record, patch, unpatch
+from rope_patch.mounting.parameters import NAME, learned_parameters
+from rope_patch.mounting.plan import plan_mounts
+from rope_patch.mounting.rows import shorten
+from rope_patch.patching import PatchHandle, find_handle, find_record, patch, unpatch
 from rope_patch.schemes.registry import scheme_from_dict
-from rope_patch.table import shorten
 
 _RECORD = "rope_patch"
 _ADAPTERS = "adapter_config.json"

@@ -18,9 +18,9 @@ from typing import Any
 from transformers import AutoConfig
 
 from rope_patch.errors import AlreadyPatched, NotExpressible
-from rope_patch.export import export_rope_parameters
 from rope_patch.models.config import training_length
-from rope_patch.persistence import make_loadable
+from rope_patch.saving.loading import make_loadable
+from rope_patch.saving.rope_parameters import export_rope_parameters
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import get_scheme, scheme_from_dict
 

@@ -14,12 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rope_patch.attention import engine
 from rope_patch.attention.inputs import AttentionInputs, Content, DistanceBias
 from rope_patch.attention.masks import keys_seen, read_mask
-from rope_patch.cached_keys import CachedKeys
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
-from rope_patch.late import LateCall
-from rope_patch.positions import Identity
+from rope_patch.models.cached_keys import CachedKeys
+from rope_patch.mounting.late import LateCall
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import ALL_PAIRS, Region
+from rope_patch.schemes.tools.positions import Identity
 from rope_patch.typing import Weights
 
 

@@ -23,12 +23,14 @@ from torch import nn
 from transformers import Cache, QuantizedCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_patch.arguments import Arguments, by_name, counted_positions, tokens_of
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode
 from rope_patch.attention.masks import as_mask_argument, groups_of_documents, groups_of_pads, keys_seen, read_mask
 from rope_patch.attention.spans import Span, find_spans
-from rope_patch.cached_keys import (
+from rope_patch.errors import UnsupportedPositions
+from rope_patch.models.arguments import Arguments, by_name, counted_positions, tokens_of
+from rope_patch.models.base import AttentionLayer, RotaryTables
+from rope_patch.models.cached_keys import (
     OWN_ROTATION,
     cache_in,
     is_static,
@@ -38,14 +40,12 @@ from rope_patch.cached_keys import (
     sign,
     signature_of,
 )
-from rope_patch.errors import UnsupportedPositions
-from rope_patch.models.base import AttentionLayer, RotaryTables
-from rope_patch.parameters import LearnedWeights
-from rope_patch.positions import follow_on, joined, key_positions, query_start
-from rope_patch.rotary import RotaryLayout, rotation_tables
+from rope_patch.mounting.memo import SharedTables
+from rope_patch.mounting.parameters import LearnedWeights
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Region
-from rope_patch.shared_tables import SharedTables
+from rope_patch.schemes.tools.positions import follow_on, joined, key_positions, query_start
+from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
 from rope_patch.typing import Frequencies, PositionMap
 
 IMPLEMENTATION = "rope_patch"

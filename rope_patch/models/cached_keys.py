@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import Cache, EncoderDecoderCache
 
-from rope_patch.arguments import by_name
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.positions import joined, key_positions
+from rope_patch.models.arguments import by_name
 from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.tools.positions import joined, key_positions
 
 _SIGNATURE = "_rope_patch_written_by"
 _WHEN_READ = "_rope_patch_when_read"

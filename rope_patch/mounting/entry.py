@@ -14,9 +14,9 @@ from torch import nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
-from rope_patch.arguments import Arguments, by_name, counted_positions
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.parameters import LearnedWeights
+from rope_patch.models.arguments import Arguments, by_name, counted_positions
+from rope_patch.mounting.parameters import LearnedWeights
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Tokens
 

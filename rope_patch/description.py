@@ -8,13 +8,13 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from rope_patch.export import native_scheme_of
 from rope_patch.models.base import Stack
 from rope_patch.models.config import BASE
 from rope_patch.models.reading import find_stacks
-from rope_patch.mounts import Plan
-from rope_patch.parameters import take_inventory
-from rope_patch.patch import find_handles
+from rope_patch.mounting.parameters import take_inventory
+from rope_patch.mounting.plan import Plan
+from rope_patch.patching import find_handles
+from rope_patch.saving.rope_parameters import native_scheme_of
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.rope import NoPE, RoPE
 

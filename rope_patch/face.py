@@ -1,0 +1,25 @@
+"""The public names, where `import rope_patch` finds them."""
+
+from rope_patch.description import describe
+from rope_patch.errors import (
+    AlreadyPatched,
+    InvalidField,
+    NotExpressible,
+    NothingToPatch,
+    NotPatched,
+    RopePatchError,
+    SlotConflict,
+    UnknownScheme,
+    UnsupportedModel,
+    UnsupportedPositions,
+)
+from rope_patch.models.baichuan import register_baichuan
+from rope_patch.models.cached_keys import CachedKeys
+from rope_patch.mounting.plan import plan_mounts
+from rope_patch.patching import PatchHandle, patch, unpatch
+from rope_patch.saving.loading import from_pretrained, repatch
+from rope_patch.saving.rope_parameters import export_rope_parameters, native_scheme
+from rope_patch.schemes import *
+from rope_patch.version import __version__
+
+__all__ = ["__version__", *sorted(name for name in globals() if not name.startswith("_"))]

@@ -1,0 +1,1 @@
+"""How a scheme gets into a model, and out of it."""

@@ -1,0 +1,1 @@
+"""What schemes are written with: positions, rotations, buckets, tables."""
