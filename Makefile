@@ -1,9 +1,11 @@
-# make demo       set up, then draw perplexity against length for the embedded checkpoint
+# make demo       set up what it needs, then draw perplexity against length for the embedded checkpoint
 # make demo-compare  set up, then train six position encodings from scratch and compare them (under five minutes)
-# make test       set up, then run the tests
+# make test       set up what they need, then run the tests
+# make scheme NAME=rerope  the tests of one scheme (two minutes), and its line in the README
 # make nightly    set up, then run the tests on every family and scheme, not on a sample
 # make hard       set up, then thousands of random cases and fuzzed inputs (about two minutes)
 # make transformers-tests TRANSFORMERS=<checkout>  set up, then run Transformers' own tests on patched models (an hour)
+# make lists      write the table of schemes in the README anew, after a scheme was added
 # make notebooks  set up, then run the notebooks with fast settings; make notebooks-full runs them in place, as committed
 # make docs       set up, then build the site into site/
 # make wheel      set up, then build wheel and sdist into dist/, and try the wheel in an environment of its own
@@ -21,35 +23,42 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 
-.PHONY: setup demo demo-compare test nightly hard transformers-tests notebooks notebooks-full docs wheel lint check bench \
+.SECONDARY:
+.PHONY: setup demo demo-compare test scheme nightly hard transformers-tests lists notebooks notebooks-full docs wheel lint check bench \
 	gpu-check gpu-bench gpu-finetune clean
 
-setup: $(VENV)/.ready
-
-$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
-	@echo "== set-up: creating $(VENV) and installing rope_patch with its dependencies (a few minutes, once)"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[dev]"
+# Each stamp is an extra of pyproject.toml: what a target needs, and no more.
+$(VENV)/.%: pyproject.toml $(CONSTRAINTS)
+	@echo "== set-up: $(VENV) with rope-patch[$*] (a few minutes, once)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -c $(CONSTRAINTS) torch
+	$(BIN)/pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[$*]"
 	@touch $@
 
-demo: setup
+setup: $(VENV)/.dev
+
+demo: $(VENV)/.demo
 	@echo "== demo: perplexity against length on the embedded checkpoint (about two and a half minutes)"
 	$(BIN)/python recipes/perplexity.py recipes/configs/demo.yaml
 
-demo-compare: setup
+demo-compare: $(VENV)/.demo
 	@echo "== demo: six position encodings, each trained from scratch at 128 bytes and measured up to 1024 (under five minutes)"
 	$(BIN)/python recipes/compare_encodings.py recipes/configs/compare_demo.yaml
 
-test: setup
+test: $(VENV)/.test
 	@echo "== tests, one process per core with one thread each (more would only wait for each other)"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(OPTIONS)
 
-nightly: setup
+scheme: $(VENV)/.test
+	@test -n "$(NAME)" || { echo "NAME=<as registered, such as rerope>"; exit 2; }
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --scheme $(NAME) $(OPTIONS)
+	@$(BIN)/python -m tests.lists
+
+nightly: $(VENV)/.test
 	@echo "== tests on every family (much longer than the usual run)"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --all-families
 
-hard: setup
+hard: $(VENV)/.test
 	@echo "== thousands of random cases against the oracle, and fuzzed inputs (about two minutes)"
 	ROPE_PATCH_HARD=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/hardening
 
@@ -67,7 +76,10 @@ notebooks-full: setup
 	@echo "== notebooks, in place"
 	$(BIN)/python notebooks/execute.py
 
-docs: setup
+lists: $(VENV)/.test
+	$(BIN)/python -m tests.lists
+
+docs: $(VENV)/.dev
 	@echo "== site, into site/"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from benchmarks.results import Point, ResultFile
-from rope_patch.evaluation import figures
+from rope_patch.evaluation import charts
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart
 _STYLES: tuple[dict[str, Any], ...] = (
@@ -24,13 +24,14 @@ _INK, _FAINT = "#222222", "#777777"
 def save(results: ResultFile, path: Path) -> Path:
     """Draw `figure(results)` into a PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return figures.save(figure(results), path)
+    figure(results).savefig(path, dpi=160)
+    return path
 
 
 def figure(results: ResultFile) -> Figure:
     """Two panels, both logarithmic in both directions: time, and memory beyond the inputs."""
     points = results.points
-    drawn = figures.blank(11.0, 4.9)
+    drawn = charts.blank(11.0, 4.9)
     left, right = drawn.subplots(1, 2)
     drawn.subplots_adjust(left=0.075, right=0.985, top=0.82, bottom=0.12, wspace=0.24)
     _panel(left, points, "time of one call", lambda point: point.seconds, _seconds)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
 from rope_patch import patch
-from rope_patch.evaluation.corpora import standard_library
+from rope_patch.evaluation.corpora import load_corpus
 
 CHECKPOINT = Path("recipes/assets/tiny-llama")
 RESULTS = Path("benchmarks/results/dynamic_decoding.json")
@@ -34,7 +34,7 @@ def main() -> None:
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT).eval()
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    source = standard_library("held_out")[0]["text"]
+    source = load_corpus()[0]["text"]
     text = tokenizer(source, return_tensors="pt").input_ids[:, : LENGTH + 1]
     print(f"{LENGTH - PROMPT} tokens decoded after {PROMPT}; L = {model.config.max_position_embeddings}\n")
     print("| scheme | NLL cached | NLL recomputed | mean difference of the token's log-probability | largest |")

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.comparison import Shape, Side
 from benchmarks.models import llama
-from rope_patch.training.cross_entropy import IGNORED, LanguageModelLoss
+from rope_patch.training.chunked_loss import chunked_loss as in_chunks
 
 _LAYERS = 2
 _VOCABULARY = 32_000
@@ -18,9 +18,12 @@ _VOCABULARY = 32_000
 def chunked_loss(shape: Shape) -> Side:
     """This library's loss, as the mean that models return."""
     model, text = _model_and_text(shape)
-    labels = torch.cat([text[:, 1:], torch.full_like(text[:, :1], IGNORED)], dim=1)
-    loss = LanguageModelLoss(model)
-    return _step(model, lambda: loss(text, labels) / (shape.length - 1))
+
+    def loss() -> torch.Tensor:
+        with in_chunks(model):
+            return model(text, labels=text, use_cache=False).loss
+
+    return _step(model, loss)
 
 
 def default_loss(shape: Shape) -> Side:

@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from benchmarks.machine import facts
 from rope_patch import patch
-from rope_patch.evaluation.corpora import load_corpus
+from rope_patch.evaluation.corpora import load_text
 
 RESULTS = Path("benchmarks/results/long_documents.json")
 CAPACITY = 512
@@ -134,7 +134,7 @@ def main(source: str) -> None:
 def cut(source: str, tokenizer: Any) -> Iterator[Document]:
     """Every document that a corpus gives: stretches of random length, one after the other."""
     lengths = random.Random(0)
-    for row in load_corpus(source):
+    for row in load_text(str(source)):
         text = max(LICENCE.split(row["text"]), key=len)
         places = tokenizer(
             text, add_special_tokens=False, truncation=False, padding=False, verbose=False, return_offsets_mapping=True

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison import Comparison, Shape
-from rope_patch.evaluation.results import provenance
-from rope_patch.files import written_aside
+from rope_patch.evaluation.rows import provenance
 
 SCHEMA = 1
 """Raised when the meaning of a field changes; a file of another schema is never added to."""
@@ -36,7 +35,7 @@ class Row:
         memory, yardstick_memory: peak extra bytes.
         memory_ratio: ours over the yardstick.
         error: the exception, where measuring failed.
-        commit, code: of the library when the row was measured; `+changes` where its files were not as committed.
+        commit: of the library when the row was measured; `+changes` where its files were not as committed.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Row:
     memory_ratio: float | None = None
     error: str | None = None
     commit: str | None = None
-    code: str | None = None
 
     @classmethod
     def of(cls, comparison: Comparison, times: Sequence[Sequence[float]], memory: Sequence[int] = ()) -> Row:
@@ -109,7 +107,7 @@ class Point:
         line: what was measured, for people.
         seconds: median.
         memory: peak extra bytes.
-        code: of the library when the point was measured.
+        commit: as of a `Row`.
     """
 
     line: str
@@ -117,7 +115,7 @@ class Point:
     shape: str
     seconds: float
     memory: int
-    code: str
+    commit: str | None
 
 
 def describe_error(error: Exception) -> str:
@@ -126,7 +124,6 @@ def describe_error(error: Exception) -> str:
 
 
 def _named(comparison: Comparison) -> dict[str, Any]:
-    made_by = provenance()
     return {
         "name": comparison.name,
         "work": comparison.work,
@@ -134,8 +131,7 @@ def _named(comparison: Comparison) -> dict[str, Any]:
         "shape": str(comparison.shape),
         "target": comparison.target,
         "memory_target": comparison.memory_target,
-        "commit": made_by["commit"],
-        "code": made_by["code"],
+        "commit": provenance()["commit"],
     }
 
 
@@ -203,9 +199,9 @@ class ResultFile:
         shape, and did not fail.
         """
         if isinstance(job, Comparison):
-            found = {(row.shape, row.code) for row in self.rows if row.name == job.name and row.error is None}
-            return (str(job.shape), provenance()["code"]) in found
-        return (str(job), provenance()["code"]) in {(point.shape, point.code) for point in self.points}
+            found = {(row.shape, row.commit) for row in self.rows if row.name == job.name and row.error is None}
+            return (str(job.shape), provenance()["commit"]) in found
+        return (str(job), provenance()["commit"]) in {(point.shape, point.commit) for point in self.points}
 
     def put(self, *entries: Row | Point) -> None:
         """Add or replace, and write the whole file."""
@@ -228,8 +224,9 @@ class ResultFile:
             "growth": [dataclasses.asdict(point) for point in self.points],
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(self.path, sole_writer=True, durable=True) as aside:
-            aside.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        aside = self.path.with_name(f"{self.path.name}.tmp")
+        aside.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        aside.replace(self.path)
 
 
 def _now() -> str:

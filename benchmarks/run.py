@@ -21,7 +21,7 @@ from benchmarks.catalogue import comparisons, growth_makers, growth_shapes
 from benchmarks.comparison import Comparison, Shape
 from benchmarks.measure import Patience, in_turn, matmul_tflops, peak_bytes
 from benchmarks.results import Point, ResultFile, Row, describe_error
-from rope_patch.evaluation.results import provenance
+from rope_patch.evaluation.rows import provenance
 
 PICTURES = {"cpu": Path("docs/images/growth.png"), "cuda": Path("docs/images/growth-cuda.png")}
 QUICK = Path("runs/benchmarks")
@@ -51,11 +51,11 @@ def extra_bytes(comparison: Comparison) -> list[int]:
 
 def measured_points(shape: Shape, patience: Patience) -> list[Point]:
     """The points of the curve at one length."""
-    makers, code = growth_makers(shape), provenance()["code"]
+    makers, commit = growth_makers(shape), provenance()["commit"]
     try:
         times = in_turn([maker(shape) for maker in makers.values()], shape.device, patience)
         return [
-            Point(line, shape.length, str(shape), statistics.median(seconds), peak_bytes(maker, shape), code)
+            Point(line, shape.length, str(shape), statistics.median(seconds), peak_bytes(maker, shape), commit)
             for (line, maker), seconds in zip(makers.items(), times, strict=True)
         ]
     except Exception as error:

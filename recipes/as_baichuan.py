@@ -10,33 +10,44 @@ distance that these weights have never seen.
 
 from __future__ import annotations
 
-import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from rope_patch.cli.options import Positional, run
+
+if TYPE_CHECKING:
+    import torch
 
 LLAMA = Path(__file__).parent / "assets" / "tiny-llama"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--alibi", action="store_true")
-    arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
+@dataclass(kw_only=True)
+class Options:
+    folder: Positional[str]  # to write to
+    alibi: bool = False  # the layout of Baichuan-13B
+
+
+def main(options: Options) -> None:
+    """Write weights, config and tokenizer."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoTokenizer
+
+    folder = Path(options.folder)
+    folder.mkdir(parents=True, exist_ok=True)
     weights = packed(load_file(LLAMA / "model.safetensors"))
-    save_file(weights, arguments.folder / "model.safetensors", metadata={"format": "pt"})
-    config = published_config(json.loads((LLAMA / "config.json").read_text()), alibi=arguments.alibi)
-    (arguments.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    AutoTokenizer.from_pretrained(LLAMA).save_pretrained(arguments.folder)
-    print(f"wrote {arguments.folder}")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = published_config(json.loads((LLAMA / "config.json").read_text()), alibi=options.alibi)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    AutoTokenizer.from_pretrained(LLAMA).save_pretrained(folder)
+    print(f"wrote {folder}")
 
 
 def packed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors under Baichuan's names, `W_pack` = [q; k; v], and the head that Llama ties to the embedding."""
+    import torch
+
     found = {name: tensor for name, tensor in weights.items() if not name.endswith(("k_proj.weight", "v_proj.weight"))}
     for name in [name for name in found if name.endswith("q_proj.weight")]:
         parts = [weights[name.replace("q_proj", f"{letter}_proj")] for letter in "qkv"]
@@ -68,4 +79,4 @@ def published_config(llama: dict[str, object], alibi: bool) -> dict[str, object]
 
 
 if __name__ == "__main__":
-    main()
+    run(Options, main)

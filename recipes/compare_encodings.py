@@ -1,22 +1,337 @@
 """Train the same small model once per position encoding and seed, and draw perplexity against context length.
 
-    python recipes/compare_encodings.py recipes/configs/compare.yaml
-    python recipes/compare_encodings.py recipes/configs/compare.yaml --costs
+    python recipes/compare_encodings.py recipes/configs/compare_demo.yaml
+    rope-patch compare --encodings rope nope alibi --steps 100 --output runs/three
+    rope-patch compare recipes/configs/compare.yaml --costs
 
-On two cores, two processes that share the work (and, last, the first command again for the whole table):
-
-    OMP_NUM_THREADS=1 python recipes/compare_encodings.py recipes/configs/compare.yaml --only rope nope ... &
-    OMP_NUM_THREADS=1 python recipes/compare_encodings.py recipes/configs/compare.yaml --only alibi t5 ...
-
-Every row is written as soon as it is measured; started again, the run goes on where it stopped. The script is
-`rope-patch compare`, whose options it has: `rope-patch compare --help`.
+For one seed the weights and the batches are the same under every encoding: what differs is the encoding alone. Each
+model is trained on bytes at a short length, then scored on the same held-out bytes from 1, 2, 4 and 8 times as many.
+Every row is written as soon as it is measured; started again, the comparison goes on where it stopped. Two processes
+may share one output where each is given other encodings by `--only`. `--costs` is
+`encodings_costs.py`; table and chart are `encodings_table.py`.
 """
 
 from __future__ import annotations
 
-import sys
+import hashlib
+import itertools
+import json
+import math
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from rope_patch.cli import main_of_recipe
+from rope_patch.cli.options import Names, Numbers, load_recipe, run, say
+from rope_patch.errors import EvaluationError, RopePatchError, did_you_mean
+
+
+@dataclass(kw_only=True)
+class Options:
+    encodings: Names  # schemes, such as rope nope alibi
+    only: Names = ()  # train or time these of them alone
+    seeds: Numbers = (0,)  # each gives other weights and other batches
+    output: str = "runs/compare"  # folder of the rows, the table and the chart
+    train_text: str | None = None  # file or folder; default the standard library without its held-out modules
+    held_out_text: str | None = None  # likewise; default the held-out modules
+    context: int = 128  # L, the training length in bytes
+    multiples: Numbers = (1, 2, 4, 8)  # lengths that are scored, in multiples of L
+    targets: int = 64  # scored bytes per window, the same at every length
+    documents: int | None = None  # how many held-out documents are scored; default all that are long enough
+    windows_per_document: int = 4  # how many places in each
+    hidden_size: int = 64
+    intermediate_size: int = 160
+    layers: int = 4
+    heads: int = 4
+    batch_size: int = 16
+    steps: int = 1000
+    warmup_steps: int = 50  # the learning rate rises over these
+    decay_steps: int = 250  # and falls to zero over the last of these
+    learning_rate: float = 0.004
+    weight_decay: float = 0.1  # of the matrices, without those that an encoding learns
+    evaluate_every: int = 100  # steps between two points of the loss curve
+    save_every: int = 100  # steps between two checkpoints
+    device: str = "cpu"
+    threads: int = 1  # on the CPU; models as small as these gain little from a second one
+    costs: bool = False  # do not train: time a step of each encoding in turn with one of rope
+    cost_repetitions: int = 15
+    json: bool = False  # print the summary as one JSON document
+
+
+def main(options: Options) -> None:
+    """Train and measure what is missing, then write the table and the chart of all rows."""
+    import torch
+    from transformers.utils import logging
+
+    check(options)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(options.threads)
+    texts = read_texts(options)
+    results, chosen = Path(options.output) / "results.jsonl", options.only or options.encodings
+    if options.costs:
+        load_recipe("encodings_costs").measure(chosen, texts["train"], options)
+    # seed by seed, so that a part of the seeds is a whole comparison
+    for seed, spec in itertools.product(() if options.costs else options.seeds, chosen):
+        done = {row["length"] for row in read(results) if (row["encoding"], row["seed"]) == (spec, seed)}
+        lengths = [n for m in options.multiples if (n := m * options.context) not in done]
+        rows = train_and_score(spec, seed, lengths, texts, options) if lengths else []
+        for row in rows:
+            append(results, row)
+            say(f"{spec}, seed {seed}, {row['length']} bytes: {row['failure'] or 'NLL {nll:.3f}'.format(**row)}")
+    if any(row["encoding"] in options.encodings for row in read(results)):
+        table = load_recipe("encodings_table")
+        table.main(table.Options(folder=options.output, encodings=options.encodings, json=options.json))
+
+
+# --- before the training ---------------------------------------------------------------------------------------------
+
+
+def check(options: Options) -> None:
+    """Refuse what can be known to be wrong before the training."""
+    from rope_patch.schemes import get_scheme
+
+    for spec in options.encodings:
+        get_scheme(spec)
+    for spec in options.only:
+        if spec not in options.encodings:
+            raise EvaluationError(f"only {spec!r}: not among the encodings; {did_you_mean(spec, options.encodings)}")
+    for name in ("encodings", "seeds", "multiples"):
+        if not (values := getattr(options, name)) or len(set(values)) < len(values):
+            raise EvaluationError(f"{name}={list(values)} is not allowed; it must name one or more, each once")
+    if options.multiples[0] != 1 or sorted(options.multiples) != list(options.multiples):
+        raise EvaluationError(f"multiples={list(options.multiples)} is not allowed; they begin with 1 and ascend")
+    if not 1 <= options.targets <= options.context:
+        raise EvaluationError(f"targets={options.targets} is not allowed; 1 to context={options.context} are")
+    if options.hidden_size % (2 * options.heads):
+        raise EvaluationError(f"hidden_size={options.hidden_size} is no multiple of 2 * heads = {2 * options.heads}")
+    if (options.train_text is None) != (options.held_out_text is None):
+        raise EvaluationError("train_text and held_out_text: give both or neither")
+
+
+def read_texts(options: Options) -> dict[str, Any]:
+    """The bytes to train on and those held out, each document closed by a zero, and the windows that are scored.
+
+    The settings that all rows of a table share are kept beside the rows.
+    """
+    import torch
+
+    from rope_patch.evaluation.corpora import load_text
+    from rope_patch.evaluation.windows import select_windows
+
+    streams = {}
+    for split, text in (("train", options.train_text), ("held_out", options.held_out_text)):
+        corpus = load_text(text, split=split)  # without a text the standard library
+        streams[split] = bytearray(b"".join(document.encode() + b"\0" for document in corpus["text"]))
+        if len(streams[split]) < options.context + 2:
+            raise EvaluationError(f"the {split} text is too short; a context of {options.context} bytes needs 2 more")
+    windows = select_windows(
+        corpus,
+        Bytes(),
+        longest=options.multiples[-1] * options.context,
+        targets=options.targets,
+        documents=options.documents,
+        windows_per_document=options.windows_per_document,
+    )
+    of_rows = {"encodings", "only", "seeds", "output", "evaluate_every", "save_every", "device", "threads", "json"}
+    of_rows |= {"costs", "cost_repetitions"}
+    settings = {name: value for name, value in vars(options).items() if name not in of_rows}
+    digest = hashlib.sha256(streams["train"]).hexdigest()[:16]
+    settings |= {"multiples": list(options.multiples), "train_text": digest, "held_out_text": windows.fingerprint}
+    path = Path(options.output) / "settings.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.write_text(json.dumps(settings, indent=2) + "\n")
+    found = json.loads(path.read_text())
+    if other := [
+        f"{name}={found.get(name)} there, {mine} here" for name, mine in settings.items() if found.get(name) != mine
+    ]:
+        raise EvaluationError(f"{path.parent} holds rows of other settings ({'; '.join(other)}); choose another output")
+    return {"windows": windows, **{split: torch.frombuffer(text, dtype=torch.uint8) for split, text in streams.items()}}
+
+
+class Bytes:
+    """A tokenizer to which every byte of UTF-8 is a token."""
+
+    bos_token_id = None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:  # noqa: D102
+        return {"input_ids": list(text.encode())}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; a last line that was cut off by a kill is dropped."""
+    *lines, cut = path.read_text().split("\n") if path.exists() else [""]
+    if cut:
+        path.write_text("".join(f"{line}\n" for line in lines))
+    return [json.loads(line) for line in lines]
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    with path.open("a") as file:  # a whole line at once, so that two processes may share the file
+        file.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+# --- one training ----------------------------------------------------------------------------------------------------
+
+
+def train_and_score(
+    spec: str, seed: int, lengths: list[int], texts: dict[str, Any], options: Options
+) -> list[dict[str, Any]]:
+    """A row per length. An encoding that fails gets rows that tell why, and the others go on."""
+    import torch
+
+    from rope_patch.evaluation.nll import chunked_nll
+    from rope_patch.evaluation.rows import provenance
+    from rope_patch.schemes import get_scheme
+
+    scheme, windows, began, failure = get_scheme(spec), texts["windows"], time.monotonic(), None
+    model, learned = build(spec, seed, options)
+    try:
+        train(model, learned, spec, seed, texts, options)
+    except (RopePatchError, RuntimeError) as error:
+        failure = f"{type(error).__name__}: {error}"
+    shared = {
+        "encoding": spec,
+        "scheme": scheme.to_dict(),
+        "slots": sorted(scheme.slots),
+        "seed": seed,
+        "training_length": options.context,
+        "steps": options.steps,
+        "tokens_seen": options.steps * options.batch_size * options.context,
+        "training_seconds": round(time.monotonic() - began, 2),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "encoding_parameters": sum(parameter.numel() for parameter in learned),
+        "protocol": "last",
+        "documents": windows.documents,
+        "windows": len(windows.windows),
+        "targets": options.targets,
+        "precision": "float32",
+        "device": options.device,
+        **provenance(),
+    }
+    rows = []
+    for length in lengths:
+        row = {**shared, "length": length, "failure": failure, "nll": None}
+        tokens = torch.stack([window.context(length) for window in windows.windows]).to(options.device)
+        try:  # four windows at once: a bias by content takes memory for every pair of bytes
+            parts = () if failure else tokens.split(4)
+            nll = [chunked_nll(model.eval(), part[:, :-1], part[:, -options.targets :]) for part in parts]
+            mean = torch.cat(nll).double().mean().item() if nll else math.nan
+            row |= {"nll": mean} if math.isfinite(mean) else {"failure": failure or f"the NLL is {mean}"}
+        except (RopePatchError, RuntimeError) as error:  # such as a position beyond the last learned one
+            row["failure"] = f"{type(error).__name__}: {error}"
+        rows.append(row)
+    return rows
+
+
+def build(spec: str, seed: int, options: Options) -> tuple[Any, list[Any]]:
+    """The patched model before it is trained, and the parameters that the encoding brought."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rope_patch import patch
+
+    torch.manual_seed(seed)  # the same weights whatever is patched onto them
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=options.hidden_size,
+        intermediate_size=options.intermediate_size,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        max_position_embeddings=options.context,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).to(options.device)
+    own = {id(parameter) for parameter in model.parameters()}
+    patch(model, spec)
+    return model, [parameter for parameter in model.parameters() if id(parameter) not in own]
+
+
+def train(model: Any, learned: list[Any], spec: str, seed: int, texts: dict[str, Any], options: Options) -> None:
+    """Train in place, from the newest checkpoint where a stopped training left one, and keep the loss curve."""
+    import torch
+    from transformers import PrinterCallback, TrainingArguments
+
+    from rope_patch.training.checkpoints import SafeTrainer
+
+    readable = "".join(letter if letter.isalnum() else "_" for letter in spec)
+    folder = Path(options.output) / "runs" / f"{readable}-seed_{seed}"
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
+        train_sampling_strategy="sequential",  # the crops were drawn at random
+        max_grad_norm=1.0,
+        eval_strategy="steps",
+        eval_steps=options.evaluate_every,
+        logging_steps=options.evaluate_every,
+        save_steps=options.save_every,
+        save_total_limit=1,
+        use_cpu=options.device == "cpu",
+        disable_tqdm=True,
+        report_to="none",
+    )
+    warmup, decay = options.warmup_steps, options.decay_steps
+    optimizer = make_optimizer(model, learned, options)
+    schedule = torch.optim.lr_scheduler.LambdaLR(  # it rises, stays, and falls to zero
+        optimizer, lambda step: min(1.0, (step + 1) / warmup, (options.steps - step) / decay)
+    )
+    spread = torch.linspace(0, len(texts["held_out"]) - options.context - 1, 64).long()
+    trainer = SafeTrainer(
+        model,
+        arguments,
+        train_dataset=[crop for step in range(options.steps) for crop in draw(texts["train"], seed, step, options)],
+        eval_dataset=crops(texts["held_out"], spread, options),
+        compute_loss_func=loss_of,
+        optimizers=(optimizer, schedule),
+    )
+    trainer.remove_callback(PrinterCallback)  # it prints on stdout
+    trainer.resume()
+    curve: dict[int, dict[str, float]] = {}
+    for point in trainer.state.log_history:
+        names = {"loss": "train_nll", "eval_loss": "held_out_nll", "learning_rate": "learning_rate"}
+        numbers = {name: point[logged] for logged, name in names.items() if logged in point}
+        curve.setdefault(point["step"], {"step": point["step"]}).update(numbers)
+    append(Path(options.output) / "curves.jsonl", {"encoding": spec, "seed": seed, "curve": list(curve.values())})
+    shutil.rmtree(folder)
+
+
+def draw(stream: Any, seed: int, step: int, options: Options) -> list[dict[str, Any]]:
+    """The batch of a step: a function of the seed and the step alone."""
+    import torch
+
+    random = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(len(stream) - options.context - 1, (options.batch_size,), generator=random)
+    return crops(stream, starts, options)
+
+
+def crops(stream: Any, starts: Any, options: Options) -> list[dict[str, Any]]:
+    """L bytes from each start, and the L bytes that they predict."""
+    rows = [stream[start : start + options.context + 1].long() for start in starts.tolist()]
+    return [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+
+
+def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """Mean NLL in nats per byte; the labels are shifted already."""
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(outputs.logits.flatten(0, 1).float(), labels.flatten())
+
+
+def make_optimizer(model: Any, learned: list[Any], options: Options) -> Any:
+    """AdamW with weight decay on the matrices, without those that the encoding learns."""
+    import torch
+
+    spared = {id(parameter) for parameter in learned}
+    matrices = [p for p in model.parameters() if p.ndim >= 2 and id(p) not in spared]
+    others = [p for p in model.parameters() if p.ndim < 2 or id(p) in spared]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
+
 
 if __name__ == "__main__":
-    sys.exit(main_of_recipe("compare"))
+    run(Options, main)

@@ -1,17 +1,396 @@
-"""Fine-tune a checkpoint at a longer context under the schemes that a YAML file names, and draw before and after.
+"""Fine-tune a checkpoint at a longer context under several schemes, and draw perplexity before and after.
 
     python recipes/finetune.py recipes/configs/finetune_tiny.yaml
-    accelerate launch --num_processes 2 recipes/finetune.py recipes/configs/finetune_tiny.yaml
+    rope-patch finetune --model DIR --scheme yarn:factor=auto --length 16384 --text books.jsonl --output runs/mine
+    accelerate launch --config_file recipes/configs/accelerate/ddp.yaml recipes/finetune.py CONFIG
 
-The state is saved every few minutes; started again, the run goes on where it stopped. The script is
-`rope-patch finetune`, whose options it has: `rope-patch finetune --help`.
+Each scheme is trained on its own from the same checkpoint, by `transformers.Trainer`. The same held-out tokens are
+scored before, during and after, from contexts of several lengths, beside the plain checkpoint and attention cut at its
+training length L. Started again, the same command goes on where it stopped.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
+import math
+import os
 import sys
+from contextlib import ExitStack, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from rope_patch.cli import main_of_recipe
+from rope_patch.cli.options import Measured, Names, Numbers, Specs, is_main, print_json, run, say
+
+
+@dataclass(kw_only=True)
+class Options(Measured):
+    """What to train, on what, and where the results go."""
+
+    schemes: Specs  # each trained on its own; factor=auto is length / L; plain trains the checkpoint as it is
+    length: int  # tokens of a training row
+    dtype: str = "float32"  # of what is not trained; bfloat16 halves a checkpoint under adapters
+    streaming: bool = False  # read the text while training on it
+    shuffle_buffer: int = 1000  # documents among which a stream is shuffled
+    layout: Literal["packed", "padded", "pose"] = "packed"  # pose: rows of L tokens whose positions skip up to length
+    pose_chunks: int = 2  # into which a row is cut
+    allow_short: bool = False  # train although no document fills a row
+    eval_text: str | None = None  # what perplexity is measured on; default held-out modules of the standard library
+    eval_dataset: str | None = None  # a dataset instead
+    eval_split: str | None = None  # of that dataset
+    lengths: Numbers = ()  # that are measured; default L, 2 L, ... up to length
+    targets: int | None = None  # scored tokens per document; default L
+    documents: int | None = None  # how many are scored; default all
+    evaluate_every: int | None = None  # steps between two measurements; default only before and after
+    method: Literal["full", "lora", "lora_norms_embeddings"] = "full"  # which parameters are trained
+    rank: int = 8  # of LoRA
+    alpha: float = 16.0  # of LoRA
+    dropout: float = 0.0  # of LoRA
+    merge: bool = False  # save whole weights instead of adapters
+    steps: int = 400  # of the optimiser
+    batch_size: int = 64  # rows per step, over all processes
+    micro_batch_size: int | None = None  # rows that pass through the model at once; default all of a process
+    learning_rate: float = 2e-5  # with AdamW (0.9, 0.95), as YaRN and LongLoRA
+    warmup_steps: int = 20  # over which the learning rate rises
+    decay_steps: int = 0  # over which it falls to zero at the end
+    weight_decay: float = 0.0  # of AdamW
+    warm_start_steps: int = 0  # first steps, trained under position interpolation
+    precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 computes in it, by autocast
+    gradient_checkpointing: bool = False  # compute activations again in the backward
+    loss: Literal["chunked", "plain", "liger"] = "chunked"  # chunked and liger hold no logits of a whole row
+    save_every: int = 50  # steps between two checkpoints of Trainer; the newest is kept, and gone on from
+    log_every: int = 10  # steps between two losses in the log
+    report_to: Names = ()  # trackers that Transformers knows, such as tensorboard or wandb
+    output: str = "runs/finetune"  # folder of the results
+
+
+KEPT = "model length text dataset layout pose_chunks method rank alpha dropout batch_size learning_rate warmup_steps"
+KEPT += " weight_decay warm_start_steps precision dtype seed targets"
+"""What may not differ between two starts on one output."""
+
+COUNTED = "length steps batch_size micro_batch_size save_every log_every evaluate_every rank pose_chunks"
+"""What must be at least 1."""
+
+
+def main(options: Options) -> None:
+    """Measure the checkpoint, train it under every scheme, measure again, tell the story."""
+    check(options)
+    from accelerate import PartialState
+
+    from rope_patch.errors import MissingPackage
+    from rope_patch.evaluation.checkpoints import quiet_transformers
+    from rope_patch.evaluation.corpora import load_text
+    from rope_patch.evaluation.lines import REFERENCES, with_references
+    from rope_patch.evaluation.rows import Rows
+    from rope_patch.training.callbacks import Point
+
+    with_references(options.schemes)  # a misspelled scheme is known before anything is loaded
+    PartialState(cpu=options.device == "cpu")
+    output = Path(options.output)
+    rows: Any = None
+    points: Any = None
+    with ExitStack() as stack:
+        stack.enter_context(quiet_transformers())
+        if is_main():  # others measure and train as well, but write nothing
+            stack.enter_context(alone_in(output))
+            claim(output, options)
+            rows, points = Rows(output / "perplexity.jsonl"), Rows(output / "finetune.jsonl", Point)
+        corpus = load_text(options.eval_text, options.eval_dataset, split=options.eval_split, column=options.column)
+        for spec in options.schemes:
+            finetune(options, spec, corpus, rows, points)
+        if points is not None:
+            found = [point for point in points.rows if point.line in (*REFERENCES, *options.schemes)]
+            print_json([dataclasses.asdict(point) for point in found]) if options.json else print(table(found))
+            try:
+                draw(found, options)
+            except MissingPackage as error:
+                say(str(error))
+
+
+def check(options: Options) -> None:
+    """Refuse what cannot be meant, before anything is loaded."""
+    from rope_patch.errors import EvaluationError, require
+
+    for name in COUNTED.split():
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise EvaluationError(f"{name}={value} is not allowed; it must be at least 1")
+    at_once = int(os.environ.get("WORLD_SIZE", "1")) * (options.micro_batch_size or 1)
+    if options.batch_size % at_once:
+        raise EvaluationError(f"batch_size={options.batch_size} is not allowed; it must be a multiple of {at_once}")
+    if options.device not in ("auto", "cpu"):
+        raise EvaluationError(f"device={options.device} is not allowed; Trainer takes auto or cpu")
+    if options.dtype != "float32" and (options.method == "full" or options.precision != "bfloat16"):
+        raise EvaluationError(f"dtype={options.dtype} is only for what adapters leave alone, with precision=bfloat16")
+    if options.method != "full":
+        require("peft", f"method={options.method}", "finetune")
+    elif options.merge:
+        raise EvaluationError("merge with method=full: there are no adapters to merge")
+    if options.loss == "liger":
+        require("liger_kernel", "loss=liger", "finetune")
+
+
+def alone_in(output: Path) -> Any:
+    """Hold the folder: a second run on it ends at once, and a killed one lets it go."""
+    from filelock import FileLock, Timeout
+
+    from rope_patch.errors import EvaluationError
+
+    output.mkdir(parents=True, exist_ok=True)
+    try:
+        return FileLock(output / ".lock").acquire(timeout=0)
+    except Timeout:
+        raise EvaluationError(f"{output} is in use by another run; wait for it, or choose another output") from None
+
+
+def claim(output: Path, options: Options) -> None:
+    """Note what the runs of this folder are started with, and refuse to go on with something else."""
+    from rope_patch.errors import EvaluationError
+
+    path, ours = output / "options.json", {name: getattr(options, name) for name in KEPT.split()}
+    theirs = json.loads(path.read_text()) if path.exists() else ours
+    changed = [f"{name} was {theirs[name]!r} and is {ours[name]!r}" for name in ours if theirs[name] != ours[name]]
+    if changed:
+        raise EvaluationError(f"{output} holds other runs ({'; '.join(changed)}); choose another output")
+    path.write_text(json.dumps(ours, indent=2) + "\n")
+
+
+def finetune(options: Options, spec: str, corpus: Any, rows: Any, points: Any) -> None:
+    """One scheme, from the checkpoint to `<output>/<scheme>/checkpoint`."""
+    import torch
+    from accelerate import PartialState
+    from transformers import TrainingArguments, default_data_collator, set_seed
+
+    from rope_patch.errors import EvaluationError
+    from rope_patch.evaluation.checkpoints import default_checkpoint, load_model, load_tokenizer
+    from rope_patch.evaluation.lines import REFERENCES, scheme_at
+    from rope_patch.models.head import find_language_model
+    from rope_patch.models.reading import read_stacks
+    from rope_patch.patching import find_handle, patch, unpatch
+    from rope_patch.training import adapters, callbacks, checkpoints, chunked_loss, pose
+
+    folder, facts = folder_of(options, spec), {"scheme": spec, "steps": options.steps, "merge": options.merge}
+    done = folder / "checkpoint" / "training.json"
+    if done.exists() and json.loads(done.read_text()) == facts:
+        say(f"{spec}: trained before, {done.parent} is there")
+        return
+    path = options.model or default_checkpoint()
+    path = str(Path(path).resolve()) if Path(path).exists() else path  # adapters name it
+    tokenizer, loaded = load_tokenizer(path), {"dtype": options.dtype, "device": options.device}
+    model: Any = load_model(path, **loaded, attention=options.attention)
+    if hasattr(model, "peft_config"):
+        raise EvaluationError(f"{path} holds adapters; merge them before training on")
+    if (handle := find_handle(model)) is not None:
+        if handle.scheme.learns:
+            raise EvaluationError(f"{path} was saved under {handle.scheme}; training would lose what that learned")
+        say(f"the checkpoint was saved under {handle.scheme}; it is trained under {spec} instead")
+        unpatch(model)
+    language_model, trained = find_language_model(model), read_stacks(model)[0].training_length
+    if "flash" in language_model.config._attn_implementation and options.layout != "padded":
+        raise EvaluationError("flash attention would misread where the documents of a row begin; use attention=sdpa")
+    row_length = trained if options.layout == "pose" else options.length
+    data = training_rows(options, tokenizer, language_model.config.vocab_size, row_length)
+
+    scheme = scheme_at(spec, options.length, trained)
+    doublings = range(max(0, math.ceil(math.log2(options.length / trained))))
+    perplexity = callbacks.PerplexityCallback(
+        points,
+        spec,
+        options.evaluate_every,
+        tokenizer=tokenizer,
+        corpus=corpus,
+        lengths=options.lengths or (*(trained * 2**n for n in doublings), options.length),
+        protocol="last",
+        targets=options.targets,
+        documents=options.documents,
+        seed=options.seed,
+        name=options.model or "tiny-llama",
+        results=rows,
+    )
+    for line in REFERENCES:
+        perplexity.measure(model, line, 0, line)
+    if scheme is not None:
+        perplexity.measure(model, scheme, 0)
+        patch(model, scheme)
+
+    set_seed(options.seed)  # of new adapters
+    adapted: dict[str, Any] = {"rank": options.rank, "alpha": options.alpha, "dropout": options.dropout}
+    model = adapters.make_trainable(model, options.method, **adapted)
+    if options.gradient_checkpointing:
+        language_model.gradient_checkpointing_enable({"use_reentrant": False})
+    called: list[Any] = [perplexity]
+    if options.warm_start_steps:
+        called.append(callbacks.WarmStart(scheme, options.warm_start_steps, options.length / trained))
+    collators = {
+        "packed": default_data_collator,
+        "padded": pose.PoSECollator(row_length, chunks=1),
+        "pose": pose.PoSECollator(options.length, options.pose_chunks, options.seed),
+    }
+    schedule: dict[str, Any] = {"lr_scheduler_type": "constant_with_warmup"}
+    if options.decay_steps:
+        decay = {"num_decay_steps": options.decay_steps, "decay_type": "linear"}
+        schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": decay}
+    share = options.batch_size // PartialState().num_processes
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.micro_batch_size or share,
+        gradient_accumulation_steps=share // (options.micro_batch_size or share),
+        learning_rate=options.learning_rate,
+        warmup_steps=options.warmup_steps,
+        **schedule,
+        weight_decay=options.weight_decay,
+        adam_beta2=0.95,
+        bf16=options.precision == "bfloat16",
+        use_liger_kernel=options.loss == "liger",
+        liger_kernel_config={"rope": False},  # schemes turn queries and keys themselves
+        seed=options.seed,
+        use_cpu=options.device == "cpu" or not torch.accelerator.is_available(),
+        logging_steps=options.log_every,
+        save_steps=options.save_every,
+        save_total_limit=1,
+        report_to=list(options.report_to) or "none",
+        remove_unused_columns=False,
+    )
+    arguments._n_gpu = min(
+        1, arguments.n_gpu
+    )  # one process takes one GPU: nn.DataParallel copies patched layers wrongly
+    fed = {"train_dataset": data, "data_collator": collators[options.layout]}
+    trainer = checkpoints.SafeTrainer(model, arguments, **fed, callbacks=called)
+    chunked = chunked_loss.chunked_loss(model) if options.loss == "chunked" else nullcontext()
+    with chunked, redirect_stdout(sys.stderr):  # Trainer prints its log
+        trainer.resume()
+    if options.merge:
+        trainer.model = model = model.merge_and_unload()
+    with checkpoints.whole_folder(folder / "checkpoint") if is_main() else nullcontext(folder) as aside:
+        trainer.save_model(str(aside))  # where weights are spread, every process has to come here
+        if is_main():
+            find_language_model(model).config.save_pretrained(aside)  # beside adapters too: it names the scheme
+            tokenizer.save_pretrained(aside)
+            (aside / "training.json").write_text(json.dumps(facts))
+
+
+def training_rows(options: Options, tokenizer: Any, vocabulary: int, length: int) -> Any:
+    """The text as rows of tokens: a dataset, or an endless stream of one."""
+    from rope_patch.errors import EvaluationError
+    from rope_patch.evaluation.corpora import load_text
+
+    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+
+    def tokenise(batch: dict[str, list[str]]) -> dict[str, Any]:
+        found = [ids + end for ids in tokenizer(batch["text"], verbose=False)["input_ids"] if ids]
+        if (highest := max((max(ids) for ids in found), default=0)) >= vocabulary:
+            raise EvaluationError(
+                f"token {highest} is beyond the model's {vocabulary}: the tokenizer is another model's"
+            )
+        return {"input_ids": found}
+
+    def lay_out(batch: dict[str, list[list[int]]]) -> dict[str, Any]:
+        return (packed if options.layout == "packed" else cut)(batch["input_ids"], length)
+
+    source: dict[str, Any] = {
+        "split": options.split or "train",
+        "column": options.column,
+        "streaming": options.streaming,
+    }
+    documents = load_text(options.text, options.dataset, **source)
+    if options.streaming:
+        stream = documents if hasattr(documents, "n_shards") else documents.to_iterable_dataset()
+        documents = stream.shuffle(seed=options.seed, buffer_size=options.shuffle_buffer)
+    else:
+        documents = documents.shuffle(seed=options.seed)
+    tokens = documents.map(tokenise, batched=True, remove_columns=["name", "text"])
+    rows = tokens.map(lay_out, batched=True, remove_columns=["input_ids"])
+    if options.streaming:
+        return rows.repeat(None)
+    longest = max(map(len, tokens["input_ids"]), default=0)
+    if not len(rows) or (longest < length and not options.allow_short):
+        raise EvaluationError(
+            f"no document fills a row of {length} tokens, the longest of {len(tokens)} has {longest}: short documents "
+            "teach nothing of longer distances; give longer ones, a smaller length, or allow_short=true"
+        )
+    rows = rows.repeat(-(-options.batch_size // len(rows)))
+    return rows.take(len(rows) // options.batch_size * options.batch_size)  # so that every step of an epoch is full
+
+
+def packed(documents: list[list[int]], length: int) -> dict[str, Any]:
+    """Documents behind one another in full rows. A document that is cut goes on in the next row; `position_ids` start
+    again with each piece, by which attention keeps the pieces apart.
+    """
+    import numpy as np
+
+    tokens = np.array([token for document in documents for token in document], dtype=int)
+    places, begins = np.arange(len(tokens)), np.zeros(len(tokens), dtype=bool)
+    begins[np.cumsum([0, *map(len, documents)])[:-1]] = True
+    begins[::length] = True
+    columns = {
+        "input_ids": tokens,
+        "labels": np.where(begins, -100, tokens),
+        "position_ids": places - np.maximum.accumulate(np.where(begins, places, 0)),
+    }
+    full = len(tokens) // length * length
+    return {name: list(values[:full].reshape(-1, length)) for name, values in columns.items()}
+
+
+def cut(documents: list[list[int]], length: int) -> dict[str, Any]:
+    """Every piece of a document is a row of its own."""
+    return {"input_ids": [ids[at : at + length] for ids in documents for at in range(0, len(ids), length)]}
+
+
+def folder_of(options: Options, spec: str) -> Path:
+    """Where the results of a scheme are."""
+    return Path(options.output, "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in spec))
+
+
+def stories(points: list[Any]) -> dict[tuple[str, int], dict[int, Any]]:
+    """Points by length, for each scheme and step, references first."""
+    found: dict[tuple[str, int], dict[int, Any]] = {}
+    for point in points:
+        found.setdefault((point.line, point.step), {})[point.length] = point
+    lines = list(dict.fromkeys(line for line, _ in found))
+    return dict(sorted(found.items(), key=lambda item: (lines.index(item[0][0]), item[0][1])))
+
+
+def table(points: list[Any]) -> str:
+    """NLL before, during and after, by context length; the best of each column has a star."""
+    lengths, width = sorted({point.length for point in points}), max(len(point.line) for point in points)
+    best = {length: min(f"{point.nll:.3f}" for point in points if point.length == length) for length in lengths}
+    shown = [f"{'scheme':{width}}{'steps':>7}" + "".join(f"{length:>8} " for length in lengths)]
+    for (line, step), cells in stories(points).items():
+        found = [f"{cells[length].nll:.3f}" if length in cells else "-" for length in lengths]
+        starred = [f"{nll:>8}{' *'[nll == best[length]]}" for nll, length in zip(found, lengths, strict=True)]
+        shown.append(f"{line:{width}}{step:>7}{''.join(starred)}")
+    scored = f"{points[0].scored_tokens} targets of {points[0].documents} held-out documents, the same at every length"
+    return "\n".join(
+        [*shown, f"NLL in nats per token; L = {points[0].training_length}; {scored}; * best of its column"]
+    )
+
+
+def draw(points: list[Any], options: Options) -> None:
+    """Perplexity against length: dotted before, solid after the training."""
+    from rope_patch.evaluation import charts
+
+    figure = charts.blank(9.6, 5.2, layout="constrained")
+    chart, trained = figure.subplots(), points[0].training_length
+    lengths = sorted({point.length for point in points})
+    charts.scale_axes(chart, [length / trained for length in lengths], [str(length) for length in lengths])
+    colours = dict(zip(options.schemes, itertools.cycle(charts.COLOURS)))
+    last = dict(stories(points).keys())  # step of every line
+    for (line, step), cells in stories(points).items():
+        if step in (0, last[line]):
+            style = ("-" if step else ":") if line in colours else "--"
+            colour = colours.get(line, charts.INK if line == "window" else charts.FAINT)
+            label = f"{line}, {f'after {step} steps' if step else 'before'}"
+            values = [cell.perplexity for cell in cells.values()]
+            chart.plot([length / trained for length in cells], values, style, marker="o", color=colour, label=label)
+    chart.axvline(options.length / trained, color=charts.FAINT, linewidth=1, linestyle=":")
+    chart.set(xlabel="context length in tokens", ylabel="perplexity of the same held-out tokens")
+    chart.set_title(f"Trained at {trained} tokens, then at {options.length}", loc="left")
+    charts.tidy(chart)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    figure.savefig(Path(options.output) / "finetune.png", dpi=160)
+
 
 if __name__ == "__main__":
-    sys.exit(main_of_recipe("finetune"))
+    run(Options, main)

@@ -16,62 +16,56 @@ of it for `disjoint`, both give the same number.
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_patch import patch
-from rope_patch.cli.common import in_own_process, run_politely
-from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
-
-MISSING = "this recipe needs lm-evaluation-harness, which is not installed: pip install lm-eval"
+from rope_patch.cli.options import Names, run
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", metavar="DIR", help="checkpoint folder (default: the one in the repository)")
-    parser.add_argument("--scheme", metavar="SCHEME", help="such as yarn:factor=4 (default: the checkpoint as it is)")
-    parser.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help="tasks that the harness knows")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="a text file as a task of its own")
-    parser.add_argument("--max-length", type=int, metavar="N", help="window in tokens (default: the model's own)")
-    parser.add_argument("--limit", type=int, metavar="N", help="examples per task (default: all)")
-    parser.add_argument(
-        "--device", default="auto", help="such as cpu or cuda:0 (default: an accelerator, else the CPU)"
-    )
-    arguments = parser.parse_args()
-    return run_politely(lambda: evaluate(arguments))
+@dataclass(kw_only=True)
+class Options:
+    model: str | None = None  # checkpoint folder; default the small one that comes with the recipes
+    scheme: str | None = None  # such as yarn:factor=4; default the checkpoint as it is
+    tasks: Names = ()  # that the harness knows
+    text: Path | None = None  # a text file as a task of its own
+    max_length: int | None = None  # window in tokens; default the model's own
+    limit: int | None = None  # examples per task; default all
+    device: str = "auto"  # such as cpu or cuda:0; default an accelerator, else the CPU
 
 
-def evaluate(arguments: argparse.Namespace) -> None:
-    try:
-        import lm_eval
-        from lm_eval.models.huggingface import HFLM
-    except ImportError:
-        raise EvaluationError(MISSING) from None
-    if not arguments.tasks and arguments.text is None:
+def main(options: Options) -> None:
+    """Let the harness evaluate the model under the scheme."""
+    from rope_patch import patch
+    from rope_patch.errors import EvaluationError, require
+    from rope_patch.evaluation.checkpoints import default_checkpoint, load_model, load_tokenizer, quiet_transformers
+
+    require("lm_eval", "this recipe")
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    if not options.tasks and options.text is None:
         raise EvaluationError("nothing to evaluate: give --tasks such as wikitext, or --text FILE")
-    if arguments.text is not None and not arguments.text.is_file():
-        raise EvaluationError(f"there is no text file {str(arguments.text)!r}")
+    if options.text is not None and not options.text.is_file():
+        raise EvaluationError(f"there is no text file {str(options.text)!r}")
 
-    checkpoint = arguments.model or default_checkpoint()
+    checkpoint = options.model or default_checkpoint()
     with quiet_transformers():
-        model, tokenizer = load_model(checkpoint, device=arguments.device), load_tokenizer(checkpoint)
-    tasks = [*arguments.tasks, *([rolling(arguments.text)] if arguments.text else [])]
-    with patch(model, arguments.scheme) if arguments.scheme else nullcontext():
-        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, max_length=arguments.max_length, batch_size=1)
-        found = lm_eval.simple_evaluate(model=wrapped, tasks=tasks, limit=arguments.limit, bootstrap_iters=0)
+        model, tokenizer = load_model(checkpoint, device=options.device), load_tokenizer(checkpoint)
+    tasks = [*options.tasks, *([rolling(options.text)] if options.text else [])]
+    with patch(model, options.scheme) if options.scheme else nullcontext():
+        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, max_length=options.max_length, batch_size=1)
+        found = lm_eval.simple_evaluate(model=wrapped, tasks=tasks, limit=options.limit, bootstrap_iters=0)
 
-    print(f"{checkpoint} under {arguments.scheme or 'no scheme'}, windows of {wrapped.max_length} tokens")
+    print(f"{checkpoint} under {options.scheme or 'no scheme'}, windows of {wrapped.max_length} tokens")
     for task, metrics in found["results"].items():
         for name, value in metrics.items():
             if isinstance(value, float):
                 print(f"{task:<16} {name.removesuffix(',none'):<18} {value:.4f}")
-    if arguments.text is not None:
-        show_nll(found["results"][arguments.text.stem], arguments.text, tokenizer)
+    if options.text is not None:
+        show_nll(found["results"][options.text.stem], options.text, tokenizer)
 
 
 def rolling(path: Path) -> dict[str, Any]:
@@ -97,4 +91,4 @@ def show_nll(metrics: dict[str, Any], path: Path, tokenizer: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(in_own_process(main))
+    run(Options, main)

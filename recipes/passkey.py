@@ -1,26 +1,150 @@
-"""Hide keys or spans at every depth and length that a YAML file names, and draw what each scheme finds again.
+"""Hide something at several depths of contexts of several lengths, ask for it, and draw what each scheme finds again.
 
+    rope-patch passkey --task spans --scheme yarn:factor=auto --lengths 256,1024 --trials 2
     python recipes/passkey.py recipes/configs/passkey_tiny.yaml
     torchrun --nproc-per-node 4 recipes/passkey.py recipes/configs/passkey_tiny.yaml
 
-Every row is written as soon as it is measured; started again, the run goes on where it stopped. The same can be said
-in the words of the command line: `rope-patch passkey --help`.
+Task passkey hides five digits in English filler and wants them back; task spans, for small checkpoints, wants a span of
+text to be repeated from its beginning. Every row is written as soon as it is measured: the same command goes on where
+an interrupted one stopped.
 """
 
 from __future__ import annotations
 
-import sys
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from rope_patch.cli.common import quietly, run_recipe
-from rope_patch.cli.showing import show_outcome
-from rope_patch.evaluation.retrieval.experiment import Retrieval, run
-from rope_patch.evaluation.retrieval.report import print_tables
+from rope_patch.cli.options import Measured, Numbers, Specs, is_main, print_json, run, say
 
 
-def main(config: str) -> None:
-    outcome = quietly(run, Retrieval.from_yaml(config))
-    show_outcome(outcome, lambda console: print_tables(outcome.rows, console))
+@dataclass(kw_only=True)
+class Options(Measured):
+    lengths: Numbers  # context lengths in tokens, ascending, of which no more is read
+    schemes: Specs = ()  # a heat map; factor=auto and group_size=auto follow each length
+    references: bool = True  # add the heat maps of plain and window
+    task: Literal["passkey", "spans"] = "passkey"  # in English, or synthetic, for small checkpoints
+    depths: tuple[str, ...] = ("5",)  # how many from 0, the beginning of the context, to 1, or shares such as 0,0.5,1
+    trials: int = 10  # prompts in each cell
+    span: int = 32  # tokens of a span, of task spans
+    batch_size: int = 1  # prompts of equal length that are answered together
+    output: str = "runs/retrieval"  # folder of TASK.jsonl and TASK.png
+
+
+def main(options: Options) -> None:
+    """Ask every scheme the same questions at every length and depth."""
+    from rope_patch.errors import EvaluationError, MissingPackage
+    from rope_patch.evaluation import checkpoints
+    from rope_patch.evaluation.corpora import load_text
+    from rope_patch.evaluation.lines import check_lengths, with_references
+    from rope_patch.evaluation.measured_model import take_off
+    from rope_patch.evaluation.passkey import Passkey
+    from rope_patch.evaluation.retrieval import RetrievalRow, check_depths, grids, measure_retrieval
+    from rope_patch.evaluation.rows import Rows
+    from rope_patch.evaluation.spans import Spans
+    from rope_patch.evaluation.tables import display_name
+
+    # what can be wrong is found before anything slow
+    lines, depths = with_references(options.schemes, options.references), shares(options.depths)
+    check_lengths(options.lengths)
+    check_depths(depths)
+    if min(options.trials, options.batch_size) < 1:
+        raise EvaluationError(f"trials={options.trials}, batch_size={options.batch_size}: both must be at least 1")
+    if options.task == "passkey" and (text := options.text or options.dataset):
+        raise EvaluationError(f"text {text!r}: the filler of task 'passkey' is part of it; texts are for 'spans'")
+    path = Path(options.output) / f"{options.task}.jsonl"
+    results = Rows(path, RetrievalRow)
+
+    checkpoint = options.model or checkpoints.default_checkpoint()
+    settings = {"dtype": options.dtype, "device": options.device, "attention": options.attention}
+    with checkpoints.quiet_transformers():
+        tokenizer = checkpoints.load_tokenizer(checkpoint)
+        if options.task == "passkey":
+            task: Any = Passkey(tokenizer, options.trials, options.seed)
+        else:
+            corpus = load_text(options.text, options.dataset, split=options.split, column=options.column)
+            task = Spans(tokenizer, corpus, options.lengths[-1], options.span, options.trials, options.seed)
+        task.prompts(options.lengths[0], depths[0])  # is there room in the shortest length?
+        model = checkpoints.load_model(checkpoint, **settings)
+        learned = take_off(model, say)
+        say(f"task {options.task}: {len(lines)} schemes at {len(options.lengths)} lengths and {len(depths)} depths")
+        asked: dict[str, Any] = {"batch_size": options.batch_size, "name": options.model or "tiny-llama"}
+        rows = measure_retrieval(model, task, lines, options.lengths, depths, **asked, results=results, trained=learned)
+    if not is_main():
+        return
+    trained, found = rows[0].training_length, {display_name(line): grid for line, grid in grids(rows).items()}
+    what = {"passkey": "five-digit keys", "spans": f"tokens of repeated spans of {options.span}, a synthetic task"}
+    headline = f"{rows[0].model}, L = {trained}: percent of {what[options.task]}"
+    if options.json:
+        print_json([json.loads(row.to_json()) for row in rows])
+    else:
+        print_table(found, options.lengths, headline)
+    if options.task == "passkey" and not any(row.accuracy for row in rows if row.length <= trained):
+        say("no scheme finds a key within the training length: this checkpoint cannot do the task; try task spans")
+    try:
+        draw(found, options.lengths, depths, trained, headline, path.with_suffix(".png"))
+    except MissingPackage as error:
+        say(str(error))
+    say(f"wrote {options.output}")
+
+
+def shares(words: Sequence[str]) -> list[float]:
+    """Depths as they are typed: how many, evenly spaced from 0 to 1, or which."""
+    from rope_patch.errors import EvaluationError
+
+    try:
+        found = [float(word) for word in ",".join(words).split(",")]
+    except ValueError:
+        raise EvaluationError(f"depths {','.join(words)!r}: how many, such as 5, or shares, such as 0,0.5,1") from None
+    if len(found) > 1 or found[0] < 1:
+        return found
+    return [place / (found[0] - 1) for place in range(int(found[0]))] if found[0] > 1 else [0.5]
+
+
+def print_table(found: Mapping[str, Any], lengths: Sequence[int], headline: str) -> None:
+    """Means over all depths, over those that attention cut at L does not see, and the control."""
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("depths", "scheme", *map(str, lengths), title=headline)
+    for title, which in (("all", 0), ("farther than L", 1), ("nothing hidden", 2)):
+        for name, (accuracy, far, control) in found.items():
+            means = [accuracy.mean(0), np.ma.masked_array(accuracy, ~far).mean(0).filled(np.nan), control][which]
+            table.add_row(title, name, *(f"{100 * mean:.0f}".replace("nan", "-") for mean in means))
+        table.add_section()
+    Console().print(table)
+
+
+def draw(
+    found: Mapping[str, Any], lengths: Sequence[int], depths: Sequence[float], trained: int, headline: str, path: Path
+) -> None:
+    """A heat map for each scheme: depth down, length across, and below them the control."""
+    import numpy as np
+
+    from rope_patch.evaluation.charts import blank
+
+    down = -(-len(found) // 3)
+    picture = blank(13, 1.5 + (1.2 + 0.35 * len(depths)) * down, layout="constrained")
+    for number, (name, (accuracy, far, control)) in enumerate(found.items(), start=1):
+        axes = picture.add_subplot(down, 3, number, title=name)
+        percents = 100 * np.vstack([accuracy, control])
+        axes.imshow(percents, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+        for (row, column), percent in np.ndenumerate(percents):
+            ink = "white" if percent > 55 else "black"
+            axes.text(column, row, f"{percent:.0f}".replace("nan", "-"), ha="center", va="center", color=ink)
+        axes.set_xticks(range(len(lengths)), [f"{length / trained:g}L\n{length}" for length in lengths])
+        axes.set_yticks(range(len(depths) + 1), [*(f"{depth:.0%}" for depth in depths), "nothing hidden"])
+        axes.axvline(sum(length <= trained for length in lengths) - 0.5, color="grey", linestyle="--")
+        axes.stairs(far.sum(0) - 0.5, np.arange(len(lengths) + 1) - 0.5, baseline=None, color="#D55E00", linewidth=2)
+    picture.suptitle(headline)
+    picture.supxlabel(
+        "Dashed: the training length L. Above the steps, what is hidden is farther than L from the question."
+    )
+    picture.savefig(path, dpi=160)
 
 
 if __name__ == "__main__":
-    sys.exit(run_recipe(__doc__, main))
+    run(Options, main)

@@ -1,26 +1,92 @@
-"""Draw perplexity against context length for the schemes, the checkpoint and the text that a YAML file names.
+"""Perplexity against context length, as a table, JSON lines and a chart.
 
+    rope-patch perplexity --scheme yarn:factor=auto --lengths 256,512,1024 --documents 4
+    rope-patch perplexity --protocol sliding --lengths 256,512 --documents 1 --tokens-per-document 1024
     python recipes/perplexity.py recipes/configs/demo.yaml
-    torchrun --nproc-per-node 4 recipes/perplexity.py recipes/configs/demo.yaml
+    torchrun --nproc-per-node 2 recipes/perplexity.py recipes/configs/demo.yaml
 
-Every row is written as soon as it is measured; started again, the run goes on where it stopped. The same can be said
-in the words of the command line: `rope-patch perplexity --help`.
+The plain checkpoint (plain) and attention cut at the training length (window) are always among the lines, unless
+--no-references leaves them out. Every row is written as soon as it is measured: the same command goes on where an
+interrupted one stopped. Several processes divide the windows; the rows are those of one.
 """
 
 from __future__ import annotations
 
-import sys
+import json
+from dataclasses import dataclass
+from pathlib import Path
 
-from rope_patch.cli.common import quietly, run_recipe
-from rope_patch.cli.showing import show_outcome
-from rope_patch.evaluation.experiment import Experiment, run
-from rope_patch.evaluation.report import print_table
+from rope_patch.cli.options import Measured, Numbers, Specs, is_main, print_json, run, say
 
 
-def main(config: str) -> None:
-    outcome = quietly(run, Experiment.from_yaml(config))
-    show_outcome(outcome, lambda console: print_table(outcome.rows, console))
+@dataclass(kw_only=True)
+class Options(Measured):
+    lengths: Numbers  # context lengths in tokens, ascending
+    schemes: Specs = ()  # a line of the table; factor=auto and group_size=auto follow each length
+    references: bool = True  # add the lines plain and window
+    protocol: str = "auto"  # last, by_position, span_corruption, sliding, disjoint, yarn_compat or yarn_truncate
+    targets: int | None = None  # scored tokens per window; default min(L, 4096)
+    stride: int | None = None  # of sliding and yarn_compat, in tokens; default 256, or the shortest length
+    tokens_per_document: int | None = None  # where whole documents are scored; default all
+    documents: int | None = None  # how many, drawn at random where there are more; default all
+    windows_per_document: int = 1  # places scored in each document
+    output: str = "runs/perplexity"  # folder of perplexity.jsonl and perplexity.png
+
+
+def main(options: Options) -> None:
+    """Measure every scheme at every length."""
+    from rope_patch.errors import MissingPackage
+    from rope_patch.evaluation import charts
+    from rope_patch.evaluation.checkpoints import default_checkpoint, load_model, load_tokenizer, quiet_transformers
+    from rope_patch.evaluation.corpora import load_text
+    from rope_patch.evaluation.lines import with_references
+    from rope_patch.evaluation.measured_model import take_off
+    from rope_patch.evaluation.perplexity import measure
+    from rope_patch.evaluation.protocols import check_request
+    from rope_patch.evaluation.rows import Row, Rows
+    from rope_patch.evaluation.tables import print_table
+
+    # what can be wrong is found before anything slow
+    asked = {
+        "protocol": options.protocol,
+        "targets": options.targets,
+        "stride": options.stride,
+        "tokens_per_document": options.tokens_per_document,
+        "documents": options.documents,
+        "windows_per_document": options.windows_per_document,
+        "seed": options.seed,
+    }
+    check_request(lengths=options.lengths, **asked)
+    lines = with_references(options.schemes, options.references)
+    results = Rows(Path(options.output) / "perplexity.jsonl", Row)
+
+    checkpoint = options.model or default_checkpoint()
+    with quiet_transformers():
+        model = load_model(checkpoint, dtype=options.dtype, device=options.device, attention=options.attention)
+        tokenizer = load_tokenizer(checkpoint)
+    learned = take_off(model, say)
+    corpus = load_text(options.text, options.dataset, split=options.split, column=options.column)
+    lengths = ", ".join(map(str, options.lengths))
+    say(f"measuring {len(lines)} schemes at {lengths} tokens on {len(corpus)} documents")
+    name = options.model or "tiny-llama"
+    rows = measure(
+        model, tokenizer, corpus, lines, options.lengths, **asked, name=name, results=results, trained=learned
+    )
+
+    if not is_main():
+        return
+    if options.json:
+        print_json([json.loads(row.to_json()) for row in rows])
+    else:
+        print_table(rows)
+    picture = results.path.with_suffix(".png")
+    try:
+        charts.save(rows, picture)
+    except MissingPackage as error:
+        say(str(error))
+        picture = None
+    say(f"wrote {results.path}" + (f" and {picture}" if picture else ""))
 
 
 if __name__ == "__main__":
-    sys.exit(run_recipe(__doc__, main))
+    run(Options, main)

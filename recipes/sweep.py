@@ -1,26 +1,299 @@
-"""Try many schemes on the checkpoint and the text that a YAML file names, and recommend one for the target length.
+"""Try many schemes at a target length within a budget, and recommend one.
 
-    python recipes/sweep.py recipes/configs/sweep_tiny.yaml
+    rope-patch sweep --target 4x --dry-run
+    rope-patch sweep --target 2x --documents 4 --schemes rerope yarn --budget-minutes 1
     torchrun --nproc-per-node 4 recipes/sweep.py recipes/configs/sweep_tiny.yaml
 
-Every row is written as soon as it is measured; started again, the run goes on where it stopped. The same can be said
-in the words of the command line: `rope-patch sweep --help`.
+The same tokens are scored under many schemes, from the training length L up to the target. The best guess of every
+scheme comes first, then log-n, other values, and values in between for the best of them; what a scheme tries is its
+class attribute `sweep`. The plain checkpoint (plain) and attention cut at L (window) are always measured. Every row is
+written as soon as it is measured: the same command goes on where an interrupted one stopped, as it would have.
 """
 
 from __future__ import annotations
 
-import sys
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, get_type_hints
 
-from rope_patch.cli.common import quietly, run_recipe
-from rope_patch.cli.showing import show_outcome
-from rope_patch.evaluation.sweep import Sweep, run
-from rope_patch.evaluation.sweep_report import print_outcome
+from rope_patch.cli.options import Measured, Names, is_main, print_json, run, say
+
+CONTENDERS = 3  # how many of the best schemes go on to the next round
+SHOWN = 6  # how many schemes the chart shows beside the references; with more it cannot be read
+TIE = 0.001  # nats at the target by which a line may be worse and still be preferred, if it is better over all lengths
+NOISE = 0.005  # nats within which two lines count as equal where there are too few documents for a standard error
+ERRORS = 2.0  # standard errors within which a difference counts as noise
+ROUNDS = (
+    "the best guess of every scheme",
+    f"log-n on top of the {CONTENDERS} best schemes",
+    f"the other values of the {CONTENDERS} best schemes, with log-n where it helped",
+    "values halfway between those tried, around the best of all",
+)
 
 
-def main(config: str) -> None:
-    outcome = quietly(run, Sweep.from_yaml(config))
-    show_outcome(outcome, lambda console: print_outcome(outcome, console))
+@dataclass(kw_only=True)
+class Options(Measured):
+    target: str  # the length that matters, in tokens, or as 4x in multiples of L
+    schemes: Names = ()  # these alone, such as rerope yarn; default all that have something to try
+    regime: Literal["training-free", "fine-tune"] = "training-free"  # fine-tune: those made to be fine-tuned, too
+    budget_minutes: float | None = None  # begin no other line after as many minutes
+    budget_measurements: int | None = None  # at most as many new measurements of a line at a length
+    targets: int | None = None  # scored tokens per window; default min(L, 4096)
+    documents: int | None = None  # how many, drawn at random where there are more; default all
+    windows_per_document: int = 1  # places scored in each document
+    output: str = "runs/sweep"  # folder of sweep.jsonl and sweep.png
+    dry_run: bool = False  # say what would be tried, and measure nothing
+
+
+def main(options: Options) -> None:
+    """Plan, measure round after round, and recommend."""
+    from transformers import AutoConfig
+
+    from rope_patch.errors import MissingPackage, RopePatchError
+    from rope_patch.evaluation import charts, checkpoints
+    from rope_patch.evaluation.corpora import load_text
+    from rope_patch.evaluation.lines import CUT, REFERENCES
+    from rope_patch.evaluation.measured_model import take_off
+    from rope_patch.evaluation.perplexity import measure
+    from rope_patch.evaluation.processes import on_main
+    from rope_patch.evaluation.rows import Row, Rows
+    from rope_patch.evaluation.standard_errors import paired_difference
+    from rope_patch.models.config import training_length
+
+    # the plan, before anything slow
+    swept = schemes_to_sweep(options.regime, options.schemes)
+    checkpoint = options.model or checkpoints.default_checkpoint()
+    tokenizer = Remembering(checkpoints.load_tokenizer(checkpoint))
+    trained = training_length(AutoConfig.from_pretrained(checkpoint))
+    lengths = lengths_up_to(options.target, trained)
+    if options.dry_run:
+        first = [candidate.line(trained, lengths[-1]) for candidate in candidates(1, swept, {})]
+        if options.json:
+            print_json({"lengths": lengths, "first_round": first})
+        elif is_main():
+            print(f"lengths {', '.join(map(str, lengths))} (L = {trained}); references {', '.join(REFERENCES)}")
+            print("round 1, and what follows from it:", *first, sep="\n  ")
+        return
+
+    # the model and the text
+    results = Rows(Path(options.output) / "sweep.jsonl", Row)
+    corpus = list(load_text(options.text, options.dataset, split=options.split, column=options.column))
+    settings = {"dtype": options.dtype, "device": options.device, "attention": options.attention}
+    with checkpoints.quiet_transformers():
+        model = checkpoints.load_model(checkpoint, **settings)
+    learned = take_off(model, say)
+    say(f"trying {len(swept)} schemes at {', '.join(map(str, lengths))} tokens, best guesses first")
+    asked: dict[str, Any] = {"targets": options.targets, "documents": options.documents, "seed": options.seed}
+    asked |= {"windows_per_document": options.windows_per_document, "name": options.model or "tiny-llama"}
+    measured = partial(measure, model, tokenizer, corpus, lengths=lengths, **asked, results=results, trained=learned)
+
+    # round after round; what follows depends on nothing but what was measured
+    rows = {line: measured(schemes=[line]) for line in REFERENCES}
+    tried: dict[str, Candidate] = {}
+    refused: dict[str, str] = {}
+    began, before, stopped = time.monotonic(), len(results.rows), ""
+    for number, aim in enumerate(ROUNDS, start=1):
+        wanted = candidates(number, swept, {candidate: rows[line][-1].nll for line, candidate in tried.items()})
+        say(f"round {number} of {len(ROUNDS)}: {aim} ({len(wanted)} lines)")
+        for candidate in wanted:
+            line = candidate.line(trained, lengths[-1])
+            if line in rows or line in refused:
+                continue  # two values may be spelled alike once they are rounded
+            wanted_rows = len(results.rows) - before + len(lengths)  # those of an earlier run cost nothing
+            if budget := on_main(partial(used_up, options, time.monotonic() - began, wanted_rows)):
+                stopped = f"the budget of {budget} was used up in round {number} of {len(ROUNDS)}"
+                break
+            try:
+                rows[line] = measured(schemes=[line])
+                if not math.isnan(rows[line][-1].nll):
+                    tried[line] = candidate
+            except RopePatchError as reason:
+                refused[line] = " ".join(str(reason).split())
+        if stopped:
+            break
+
+    # the best line, compared with attention cut at L
+    stopped = stopped or "the plan was carried out to its end"
+    if not is_main():
+        return
+    ranked = rank({line: rows[line] for line in tried})
+    best = ranked[0] if ranked else None
+    difference, error = paired_difference(rows[best][-1], rows[CUT][-1]) if best else (0.0, None)
+    kind, words = recommend(rows, best, difference, error)
+    by_target = sorted(rows, key=lambda line: math.inf if math.isnan(rows[line][-1].nll) else rows[line][-1].nll)
+    if options.json:
+        found = {"best": best, "recommended": best if kind == "better" else None, "verdict": kind, "sentence": words}
+        found |= {"difference": difference, "standard_error": error, "refused": refused, "stopped": stopped}
+        print_json({**found, "rows": [json.loads(row.to_json()) for line in by_target for row in rows[line]]})
+    else:
+        print_table({line: rows[line] for line in by_target}, best)
+        print(stopped, *(f"not tried, {line}: {reason}" for line, reason in refused.items()), words, sep="\n")
+    best_of_each = {tried[line].scheme: line for line in reversed(ranked)}
+    shown = (*REFERENCES, *sorted(best_of_each.values(), key=ranked.index)[:SHOWN])
+    try:
+        charts.save([row for line in shown for row in rows[line]], results.path.with_suffix(".png"))
+    except MissingPackage as missing:
+        say(str(missing))
+    say(f"wrote {options.output}")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A scheme at one of the values that it declares, with or without log-n."""
+
+    scheme: str
+    sweep: Any  # of rope_patch.schemes.base.Sweep
+    value: float
+    logn: bool = False
+
+    def line(self, trained: int, target: int) -> str:
+        """As `get_scheme` spells it, such as `rerope:window=128+logn`."""
+        from rope_patch.schemes import scheme_class
+
+        field, unit = self.sweep.field, self.sweep.unit
+        window = round(self.sweep.window * trained)
+        needed = (target - window) / (trained - window)
+        number = self.value * {"L": trained, "k": target / trained, "needed": needed, "one": 1.0}[unit]
+        fields = [f"window={window}"] if window else []
+        if unit == "L":
+            fields.insert(0, f"{field}={max(1, round(number))}")
+        elif field:
+            whole = get_type_hints(scheme_class(self.scheme))[field] is int
+            fields.insert(0, f"{field}={math.ceil(number)}" if whole else f"{field}={number:.4g}")
+        return ":".join(filter(None, [self.scheme, ",".join(fields)])) + ("+logn" if self.logn else "")
+
+
+def lengths_up_to(target: str, trained: int) -> list[int]:
+    """L, its doubles below the target, and the target, in tokens."""
+    from rope_patch.errors import EvaluationError
+
+    multiple = re.fullmatch(r"(\d+(?:\.\d+)?)x", target)
+    length = round(float(multiple[1]) * trained) if multiple else int(target) if target.isdecimal() else 0
+    if length < 1:
+        raise EvaluationError(f"target {target!r} is not allowed; a number of tokens is, or multiples of L such as 4x")
+    if length <= trained:
+        raise EvaluationError(f"target {target} is {length} tokens; it has to be beyond L = {trained}")
+    lengths = [trained]
+    while 2 * lengths[-1] < length:
+        lengths.append(2 * lengths[-1])
+    return [*lengths, length]
+
+
+def schemes_to_sweep(regime: str, only: Sequence[str]) -> list[tuple[str, Any]]:
+    """Names of schemes, and what each declares; those that keep distances as they were trained come first."""
+    from rope_patch.errors import EvaluationError, did_you_mean
+    from rope_patch.schemes import Scheme, list_schemes, scheme_class
+
+    known = {name: scheme_class(name) for name in list_schemes() if scheme_class(name).sweep}
+    for name in only:
+        if name not in known:
+            raise EvaluationError(f"a sweep does not try {name!r}; {did_you_mean(name, known)}")
+    regimes = ("training-free",) if regime == "training-free" else ("training-free", "fine-tune")
+    found = [name for name in known if known[name].regime in regimes and (not only or name in only)]
+    if not found:
+        raise EvaluationError(f"{', '.join(only)}: made to be fine-tuned; ask for it with --regime fine-tune")
+    found.sort(key=lambda name: (regimes.index(known[name].regime), known[name].segments is Scheme.segments))
+    return [(name, sweep) for name in found for sweep in known[name].sweep or ()]
+
+
+def candidates(number: int, swept: Sequence[tuple[str, Any]], measured: Mapping[Candidate, float]) -> list[Candidate]:
+    """What a round tries, from the NLL at the target of what the rounds before it tried."""
+    if number == 1:
+        return [Candidate(name, sweep, sweep.values[0]) for name, sweep in swept]
+    order = sorted(measured, key=lambda candidate: measured[candidate])
+    best_of = {candidate.scheme: candidate for candidate in reversed(order)}
+    contenders = sorted(best_of.values(), key=order.index)[:CONTENDERS]
+    if number == 2:
+        wanted = [replace(best, logn=True) for best in contenders]
+    elif number == 3:
+        wanted = [replace(best, value=value) for best in contenders for value in best.sweep.values]
+    else:
+        wanted = []
+        for best in contenders[:1]:
+            values = sorted({each.value for each in order if (each.scheme, each.sweep) == (best.scheme, best.sweep)})
+            between = [(low + high) / 2 for low, high in pairwise(values) if best.value in (low, high)]
+            wanted += [replace(best, value=value) for value in between]
+    return [candidate for candidate in wanted if candidate not in measured]
+
+
+def used_up(options: Options, seconds: float, measurements: int) -> str | None:
+    """The budget that does not allow as many new measurements, or that is over."""
+    if options.budget_minutes is not None and seconds >= 60 * options.budget_minutes:
+        return f"{options.budget_minutes:g} minutes"
+    if options.budget_measurements is not None and measurements > options.budget_measurements:
+        return f"{options.budget_measurements} measurements"
+    return None
+
+
+def rank(rows: Mapping[str, Sequence[Any]]) -> list[str]:
+    """The lines from best to worst at the target; among equals, the one that is better over all lengths."""
+    lines = sorted(rows, key=lambda line: rows[line][-1].nll)
+    equals = [line for line in lines if rows[line][-1].nll <= rows[lines[0]][-1].nll + TIE]
+    best = min(equals, key=lambda line: fmean(row.nll for row in rows[line]), default=None)
+    return sorted(lines, key=lambda line: line != best)
+
+
+def recommend(rows: Mapping[str, Sequence[Any]], best: str | None, difference: float, error: float | None) -> tuple:
+    """Whether the best line is `better`, `worse` or within the `noise` of attention cut at L, and the evidence."""
+    if best is None:
+        return "nothing", "Nothing could be tried: this model refuses every scheme of the sweep."
+    at_target, cut, cost = rows[best][-1], rows["window"][-1], rows[best][0].nll - rows["plain"][0].nll
+    pairs = f"{len(at_target.nll_by_document)} {'documents' if at_target.documents > 1 else 'blocks of windows'}"
+    evidence = f"standard error {error or 0:.3f} over {pairs}"
+    if error is None:
+        evidence = f"too few documents for a standard error; within {NOISE} counts as equal"
+    price = f"It {'costs' if cost > 0 else 'gains'} {abs(cost):.3f} at {rows[best][0].length}."
+    if at_target.regime == "fine-tune":
+        price += " It is made to be fine-tuned, which it was not here."
+    reference = f"attention cut at L (`window`, {cut.nll:.3f} at {cut.length} tokens)"
+    apart = f"{abs(difference):.3f} {'below' if difference < 0 else 'above'}"
+    noise = NOISE if error is None else ERRORS * error
+    if difference < -noise:
+        at_best = f"{best}: {at_target.nll:.3f} at {cut.length} tokens"
+        return "better", f"{at_best}, {apart} attention cut at L ({evidence}). {price}"
+    if difference > noise:
+        return "worse", f"Nothing beats {reference}: the best of the others, {best}, is {apart} it ({evidence})."
+    sentence = f"Nothing beats {reference} beyond noise: the best, {best}, is {apart} it ({evidence}). {price}"
+    return "noise", f"{sentence} More documents, or more windows of each, would tell them apart."
+
+
+def print_table(rows: Mapping[str, Sequence[Any]], best: str | None) -> None:
+    """The lines from best to worst at the target, references among them."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from rope_patch.evaluation.tables import Grid
+
+    grid, (first, *middle, target) = Grid.of([row for line in rows.values() for row in line]), rows["window"]
+    headers = [f"{target.length}", "- cut", f"loss at {first.length}", *(str(row.length) for row in middle)]
+    table = Table("scheme", *headers, title=f"{target.model}: NLL in nats per token, L = {first.length}, best first")
+    for line, found in rows.items():
+        numbers = [f"{found[-1].nll - target.nll:+.3f}", f"{found[0].nll - rows['plain'][0].nll:+.3f}"]
+        cells = [f"{found[-1].nll:.3f}", *numbers, *(f"{row.nll:.3f}" for row in found[1:-1])]
+        table.add_row(grid.name(line), *cells, style="bold green" if line == best else None)
+    Console().print(table, *grid.notes(), sep="\n")
+
+
+class Remembering:
+    """A tokenizer that spells every text once: a sweep measures the same documents many times."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._spelled = tokenizer, cache(lambda text, **settings: tokenizer(text, **settings))
+
+    def __call__(self, text: str, **settings: Any) -> Any:  # noqa: D102  it is called as the tokenizer is
+        return self._spelled(text, **settings)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
 
 
 if __name__ == "__main__":
-    sys.exit(run_recipe(__doc__, main))
+    run(Options, main)

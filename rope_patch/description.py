@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from rope_patch.models.base import Stack
 from rope_patch.models.config import BASE
 from rope_patch.models.reading import find_stacks
-from rope_patch.mounting.parameters import take_inventory
+from rope_patch.mounting.parameters import inventory
 from rope_patch.mounting.plan import Plan
 from rope_patch.patching import find_handles
 from rope_patch.saving.rope_parameters import native_scheme_of
@@ -59,7 +58,8 @@ def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> 
         rows.append(("  source", f"{part.source.title} ({part.source.year}) {part.source.link}"))
     if plan:
         rows += _own_positions(stack, resolved, plan)
-        rows += [("learned", line) for line in _learned(stack, plan)]
+        if plan.embedding != "rows":
+            rows += [("learned", line) for line in inventory(plan.scheme, stack, plan.touched(stack))]
         rows += [("left alone", line) for line in _left_alone(plan)]
     if stack.layers:
         rows.append(("positions", _position_map(resolved, stack.training_length)))
@@ -82,18 +82,6 @@ def _own_positions(stack: Stack, asked: Scheme, plan: Plan) -> Iterable[tuple[st
         return [("bias", f"replaced by positions that join at the input; list {native} beside it to keep both")]
     rotation = f"a rotation of base {BASE:g}" if RoPE() in added else "the rotation"
     return [("bias", f"replaced by {rotation}; list {native} beside it to keep both")]
-
-
-def _learned(stack: Stack, plan: Plan) -> Iterable[str]:
-    """The parameters that the scheme brought, and whether they were trained."""
-    if plan.table:
-        return
-    touched = [layer for layer in stack.layers if layer.index not in plan.left_alone]
-    for item in take_inventory(plan.scheme, stack, touched):
-        where = "shared by all layers" if item.shared else f"in each of {item.copies} layers"
-        numbers = item.copies * math.prod(item.shape)
-        state = "trained" if item.trained else "new and untrained"
-        yield f"{item.name} {item.shape} {where}: {numbers:,} numbers, {state}"
 
 
 def _left_alone(plan: Plan) -> Iterable[str]:

@@ -190,7 +190,7 @@ def _name_in_config(
     record: dict[str, Any] = {"scheme": scheme.to_dict()}
     if native is not None:
         record["rope_parameters"] = native
-    if plan.table:
+    if plan.embedding == "rows":
         record["positions"] = stack.training_length  # the weights hold the longer table
     # what is around a backbone is saved with a config of its own
     for config in changes.fork_configs([*find_enclosing(model), *model.modules()]):

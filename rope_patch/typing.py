@@ -15,10 +15,10 @@ Regime = Literal["training-free", "fine-tune", "from-scratch"]
 Slot = Literal["frequencies", "segments", "query_scale", "bias", "values", "embedding"]
 """A place in the one equation that a scheme can fill."""
 
-PositionMap = Callable[[torch.Tensor], torch.Tensor]
+PositionMap = Callable[["torch.Tensor"], "torch.Tensor"]
 """phi: integer positions of any shape to the positions that rotate, same shape."""
 
-Weights = Mapping[str, torch.Tensor]
+Weights = Mapping[str, "torch.Tensor"]
 """Learned parameters of a scheme by name."""
 
 NO_WEIGHTS: Weights = MappingProxyType({})

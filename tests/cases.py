@@ -1,49 +1,47 @@
-"""Small settings of every scheme, for models that were trained at 32 tokens, and the compositions worth testing."""
+"""Small settings of every scheme, for models that were trained at 32 tokens, and the compositions worth testing.
+
+Those of a scheme stand in its own tests: `CASES` of `tests/schemes/test_<name>.py`, named after its file. They are read
+there and not imported, since those tests import what is built on this module.
+"""
 
 from __future__ import annotations
 
-CASES = {
-    "rope": "rope",
-    "nope": "nope",
-    "pi": "pi:factor=4",
-    "ntk": "ntk:factor=4",
-    "abf": "abf:base=500",
-    "dynamic_ntk": "dynamic_ntk:factor=2",
-    "yarn": "yarn:factor=4",
-    "rerope": "rerope:window=6",
-    "leaky_rerope": "leaky_rerope:window=6,factor=4",
-    "self_extend": "self_extend:group_size=4,window=7",
-    "window": "window:window=7",
-    "logn": "logn:training_length=8",
-    "alibi": "alibi",
-    "ntk_by_parts": "ntk_by_parts:factor=4",
-    "ntk_mixed": "ntk_mixed:factor=4",
-    "dynamic_yarn": "dynamic_yarn",
-    "llama3": "llama3:factor=4",
-    "longrope": "longrope:short_factor=[1,1,1,1,1.5,1.5,2,2],long_factor=[1,1.5,2,3,4,5,6,8],factor=4",
-    "proportional": "proportional:partial_rotary_factor=0.5,factor=2",
-    "xpos": "xpos:scale_base=8",
-    "sandwich": "sandwich:embedding_dim=16,base=100",
-    "giraffe": "giraffe:cutoff_length=32",
-    "lm_infinite": "lm_infinite:local_window=7,n_global=3",
-    "dca": "dca:chunk_size=9,local_window=2",
-    "t5": "t5:interpolation=2",
-    "sinusoidal": "sinusoidal",
-    "learned": "learned:num_positions=700",
-    "hierarchical": "hierarchical",
-    "floater": "floater:width=16",
-    "complex_order": "complex_order",
-    "multiplicative": "multiplicative:num_positions=700",
-    "rnn": "rnn:width=16",
-    "shaw": "shaw:max_distance=6",
-    "xl": "xl:initial_std=0.02",
-    "deberta": "deberta:max_distance=12",
-    "cope": "cope:max_positions=12",
-    "urpe": "urpe:max_distance=12",
-    "kerple": "kerple:initial_scale=1",
-    "fire": "fire:width=8,initial_scale=1,threshold=8",
-}
-"""Registry name to the settings that the contract suite runs; a new scheme needs no more than a line here."""
+import ast
+from pathlib import Path
+from typing import Any
+
+from rope_patch.schemes import list_schemes, scheme_class
+
+
+def home_of(name: str) -> Path:
+    """The file with the tests of a registered scheme, whether or not it is there."""
+    module = scheme_class(name).__module__.rpartition(".")[2]
+    return Path(__file__).parent / "schemes" / f"test_{module}.py"
+
+
+def declared(name: str, what: str, default: Any) -> Any:
+    """The literal that the tests of a scheme assign to `what` at the level of their module."""
+    path = home_of(name)
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else ():
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == what:
+            return ast.literal_eval(statement.value)
+    return default
+
+
+def settings_of(name: str) -> list[str]:
+    """The `CASES` of one scheme; other schemes of its file have lines there too."""
+    return [spec for spec in declared(name, "CASES", []) if spec.partition(":")[0] == name]
+
+
+def what_is_missing(name: str) -> str:
+    """What the author of a scheme without settings is told."""
+    return f'no settings of {name} to test: add CASES = ["{name}:FIELD=VALUE"] to tests/schemes/{home_of(name).name}'
+
+
+_SETTINGS = {name: settings for name in list_schemes() if (settings := settings_of(name))}
+
+CASES = {name: settings[0] for name, settings in _SETTINGS.items()}
+"""Registry name to the first of its settings, which the whole contract suite runs."""
 
 COMPOSITIONS = [
     "rerope:window=6+logn:training_length=8",
@@ -58,18 +56,14 @@ COMPOSITIONS = [
 ]
 
 VARIANTS = [
-    "alibi:learned=true",
-    "t5:per_layer=true",
-    "shaw:max_distance=6,shared_heads=false,per_layer=false",
-    "deberta:max_distance=12,terms=[c2p],absolute_layers=1,num_positions=700",
-    "floater:width=16,blocks=true",
+    *(spec for settings in _SETTINGS.values() for spec in settings[1:]),
     "rope+xl:initial_std=0.02+logn:training_length=8",
     "rerope:window=6+shaw:max_distance=6",
     "sinusoidal+alibi+urpe:max_distance=12",
     "dca:chunk_size=9,local_window=2+alibi",
     "self_extend:group_size=4,window=7+t5",
 ]
-
+"""Further settings of single schemes, and compositions in which something learned or a bias is involved."""
 
 QUIET = {
     "rope+t5": 2e-5,

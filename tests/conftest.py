@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from rope_patch import get_scheme
 from rope_patch.mounting import parameters
-from tests.cases import REPRESENTATIVE, ROUTES
+from tests.cases import REPRESENTATIVE, ROUTES, home_of
 from tests.families import FAMILIES, SAMPLE, SCALED, build
 
 logging.set_verbosity_error()
@@ -29,13 +29,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The option of the long run."""
     every = "every family under every scheme instead of a sample, and nightly tests"
     parser.addoption("--all-families", action="store_true", help=every)
+    parser.addoption(
+        "--scheme", metavar="NAME", help="the tests of one scheme alone: its own file, and those it is a case of"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to the long run, and to machines with a GPU, what belongs there."""
     every, cuda = config.getoption("all_families"), torch.cuda.is_available()
+    scheme = config.getoption("scheme")
 
     def runs(item: pytest.Item) -> bool:
+        if scheme is not None and not _is_of(item, scheme):
+            return False
         return (every or not _is_nightly(item)) and (cuda or item.get_closest_marker("cuda") is None)
 
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
@@ -46,6 +52,13 @@ def pytest_collection_finish() -> None:
     """Thousands of collected tests stay to the end: whoever collects garbage need not walk through them every time."""
     gc.collect()
     gc.freeze()
+
+
+def _is_of(item: pytest.Item, scheme: str) -> bool:
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    words = [part.partition(":")[0] for value in params.values() if isinstance(value, str) for part in value.split("+")]
+    module = home_of(scheme).stem.removeprefix("test_")
+    return item.path == home_of(scheme) or scheme in words or f"rope_patch.schemes.{module}" in words
 
 
 def _is_nightly(item: pytest.Item) -> bool:

@@ -1,4 +1,4 @@
-"""Two processes on gloo, for tests of what several do together.
+"""Processes for tests of what several do together, and of what one leaves that is killed.
 
 They are forked from a server that has imported everything heavy, once for all tests.
 """
@@ -8,40 +8,47 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import peft  # noqa: F401  what takes seconds to import
 import torch
 
-import rope_patch.finetuning.experiment  # noqa: F401  what takes seconds to import
+import rope_patch.training.callbacks
+import rope_patch.training.checkpoints  # noqa: F401
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def run_two(function: Callable[..., None], *arguments: Any, seconds: float = 180.0) -> list[int | None]:
-    """Run `function(rank, *arguments)` in two processes that can join each other.
+def run_one(function: Callable[..., None], *arguments: Any, seconds: float = 180.0) -> int | None:
+    """The exit code of `function(*arguments)` in a process of its own; None where it hung."""
+    return _run([(function, arguments, {})], seconds)[0]
 
-    Returns:
-        the exit code of each; None for one that hung.
-    """
-    CONTEXT.set_forkserver_preload([__name__])
+
+def run_two(function: Callable[..., None], *arguments: Any, seconds: float = 180.0) -> list[int | None]:
+    """The exit codes of `function(rank, *arguments)` in two processes that can join each other on gloo."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    both = [CONTEXT.Process(target=_one, args=(function, rank, port, arguments)) for rank in range(2)]
-    for process in both:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    ranks = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    return _run([(function, (rank, *arguments), environment) for rank, environment in enumerate(ranks)], seconds)
+
+
+def _run(calls: list[tuple[Callable[..., None], tuple[Any, ...], dict[str, str]]], seconds: float) -> list[int | None]:
+    CONTEXT.set_forkserver_preload([__name__])
+    processes = [CONTEXT.Process(target=_one, args=call) for call in calls]
+    for process in processes:
         process.start()
     try:
-        for process in both:
+        for process in processes:
             process.join(seconds)
-        return [process.exitcode for process in both]
+        return [process.exitcode for process in processes]
     finally:
-        for process in both:
+        for process in processes:
             process.kill()
 
 
-def _one(function: Callable[..., None], rank: int, port: int, arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    function(rank, *arguments)
+def _one(function: Callable[..., None], arguments: tuple[Any, ...], environment: Mapping[str, str]) -> None:
+    torch.set_num_threads(1)  # threads divide a sum in their own way
+    os.environ |= environment
+    function(*arguments)

@@ -156,10 +156,10 @@ def test_rows_of_another_machine_are_not_added_to(tmp_path):
     assert not ResultFile.continued(tmp_path / "missing.json", FACTS).rows
 
 
-def test_a_row_that_failed_or_is_of_other_code_is_measured_again(tmp_path):
+def test_a_row_that_failed_or_is_of_another_commit_is_measured_again(tmp_path):
     file = ResultFile(tmp_path / "cpu.json", FACTS)
     file.put(Row.failed(comparison("failed"), ValueError()))
-    file.put(dataclasses.replace(Row.of(comparison("older"), [[1.0], [1.0]]), code="of last week"))
+    file.put(dataclasses.replace(Row.of(comparison("older"), [[1.0], [1.0]]), commit="of last week"))
     assert not file.has(comparison("failed"))
     assert not file.has(comparison("older"))
 

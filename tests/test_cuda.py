@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rope_patch import patch
-from rope_patch.training.cross_entropy import LanguageModelLoss
+from rope_patch.training.chunked_loss import chunked_loss
 from tests.cases import ALL
 from tests.families import build
 from tests.models import t5_families
@@ -125,13 +125,13 @@ def test_packed(scheme, dtype):
 def test_the_loss_in_chunks_is_that_of_all_logits(scheme, dtype):
     model = build("llama").to(DEVICE, getattr(torch, dtype))
     patch(model, scheme)
-    ids, labels = text(rows=2), text(rows=2).roll(-1, dims=1)
-    all_logits = model(ids, use_cache=False).logits.float()
-    expected = nn.functional.cross_entropy(all_logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    ids = text(rows=2)
+    expected = model(ids, labels=ids, use_cache=False).loss
     expected.backward()
     slopes = in_one({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     model.zero_grad()
-    found = LanguageModelLoss(model)(ids, labels)
+    with chunked_loss(model):
+        found = model(ids, labels=ids).loss
     found.backward()
     assert_near(found.detach(), expected.detach(), TOLERANCES[dtype])
     ours = in_one({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
@@ -141,32 +141,20 @@ def test_the_loss_in_chunks_is_that_of_all_logits(scheme, dtype):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scheme", ["yarn:factor=auto", "rerope:window=8"])
 def test_fine_tuning(scheme, precision, tmp_path):
-    pytest.importorskip("datasets")
-    from rope_patch.finetuning.description import FineTuning
-    from rope_patch.finetuning.experiment import run
+    import json
+
     from tests.evaluation.conftest import byte_tokenizer, documents, tiny_llama
+    from tests.recipes import run_recipe
 
     tiny_llama().save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(documents(2000)[0]["text"])
-    outcome = run(
-        FineTuning(
-            model=str(tmp_path / "model"),
-            schemes=(scheme,),
-            length=64,
-            text=str(tmp_path / "text.txt"),
-            eval_text=str(tmp_path / "text.txt"),
-            targets=8,
-            steps=30,
-            batch_size=4,
-            learning_rate=1e-2,
-            precision=precision,
-            device=DEVICE,
-            output=str(tmp_path / "out"),
-        )
-    )
-    assert outcome is not None
-    before, after = (point.nll[64] for point in outcome.points if point.scheme == scheme)
+    words = ["--model", tmp_path / "model", "--scheme", scheme, "--length", 64, "--targets", 8, "--steps", 30]
+    words += ["--text", tmp_path / "text.txt", "--eval-text", tmp_path / "text.txt", "--batch-size", 4]
+    words += ["--learning-rate", 1e-2, "--precision", precision, "--output", tmp_path / "out"]
+    assert run_recipe("finetune", words) == 0
+    points = [json.loads(line) for line in (tmp_path / "out" / "finetune.jsonl").read_text().splitlines()]
+    before, after = (point["nll"] for point in points if (point["line"], point["length"]) == (scheme, 64))
     assert after < before
 
 

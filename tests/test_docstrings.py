@@ -5,15 +5,14 @@ methods and properties of those classes. What each of them owes, checked in the 
 
 - a docstring, its own or that of the method or attribute of a base class that it overrides: what a slot of a scheme
   is, `Scheme` says once;
-- every parameter and every field of a dataclass in `Args:` or `Attributes:`, or by its name in backquotes. A method may
-  leave that to its class, a class to its base, and a method to the class that it says to see. A function outside the
-  public face may say in its one sentence what its one or two arguments are, as long as it has no `Args:`; the public
-  face, which is all that an `__all__` names, may not;
+- on the public face, which is all that an `__all__` names: every parameter and every field of a dataclass in `Args:` or
+  `Attributes:`, or by its name in backquotes. A method may leave that to its class, a class to its base, and a method
+  to the class that it says to see. Elsewhere an argument that its name explains needs no entry that repeats the name;
 - a shape in backquotes, such as `(batch, heads, q_len, head_dim)`, or the words scalar or shape, where a tensor is
   taken, returned or held;
 - in `Raises:`, every error of the library that its own body raises, or a base of that error.
 
-Not looked at: constants, magic methods, and the `add(commands)` by which a command registers itself.
+Not looked at: constants, magic methods, and the `Options` of commands.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from tests.test_architecture import MODULES
 SECTION = re.compile(r"(Args|Attributes|Class attributes|Returns|Yields|Raises):", re.MULTILINE)
 ENTRY = re.compile(r"^ {4}((?:\*{0,2}\w+(?:, )?)+)(?: \(.*?\))?:", re.MULTILINE)
 SHAPE = re.compile(r"`\([^`]*,[^`]*\)`|\bscalars?\b|\bshapes?\b")
-FEW = 2
-"""How many arguments the one sentence of a function outside the public face can say."""
+"""Annotations that leave open what an argument means, its unit or its shape."""
 
 
 @dataclass
@@ -207,9 +205,7 @@ def owed(name: Name) -> Iterator[str]:
         yield "a docstring"
         return
     text, parameters = name.text(), name.parameters()
-    of_itself = isinstance(name.node, ast.FunctionDef) and not name.on_the_face
-    short = of_itself and len(parameters) <= FEW and "Args:" not in doc(name.node)
-    if not short and (missing := sorted(parameters.keys() - text.names())):
+    if name.on_the_face and (missing := sorted(parameters.keys() - text.names())):
         yield f"the arguments {', '.join(missing)}"
     if name.holds_tensors() and not SHAPE.search(text.whole):
         yield "a shape"
@@ -219,15 +215,15 @@ def owed(name: Name) -> Iterator[str]:
             yield f"that it raises {error}"
 
 
-def is_command(name: Name) -> bool:
-    """Whether it registers a command of the command line."""
-    return name.module.startswith("rope_patch.cli.") and name.node.name == "add"
+def is_options(name: Name) -> bool:
+    """Whether it holds the options of a command, each of which has a comment that `--help` shows."""
+    return name.module.startswith("rope_patch.cli.") and name.node.name in ("Options", "Measured")
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_public_names_say_what_they_owe(module):
     for name in public(module):
-        missing = [] if is_command(name) else list(owed(name))
+        missing = [] if is_options(name) else list(owed(name))
         assert not missing, f"{module}.{name.qualified} (line {name.node.lineno}) does not say {'; '.join(missing)}"
 
 
@@ -235,14 +231,15 @@ def test_public_names_say_what_they_owe(module):
     ("source", "missing"),
     [
         ("def f(): pass", ["a docstring"]),
-        ('def f(a, b):\n    """Of `a`."""', []),
+        ('def f(a, b):\n    """Of `a` and `b`."""', []),
         ('def f(a, b, c):\n    """Of `a` and\n\n    Args:\n        b: x.\n    """', ["the arguments c"]),
-        ('def f(a: Tensor):\n    """Of a."""', ["a shape"]),
-        ('def f(a: Tensor):\n    """Of a, `(batch, length)`."""', []),
+        ('def f(a: Tensor):\n    """Of `a`."""', ["a shape"]),
+        ('def f(a: Tensor):\n    """Of `a`, `(batch, length)`."""', []),
         ('def f():\n    """It."""\n    raise InvalidField("no")', ["that it raises InvalidField"]),
         ('def f():\n    """It.\n\n    Raises:\n        RopePatchError: so.\n    """\n    raise InvalidField("no")', []),
     ],
 )
-def test_what_is_missing_is_seen(source, missing):
+def test_what_is_missing_is_seen(source, missing, monkeypatch):
+    monkeypatch.setattr(Name, "on_the_face", True)
     (node,) = ast.parse(source).body
     assert list(owed(Name("rope_patch.errors", node))) == missing

@@ -1,6 +1,6 @@
 """Install a built wheel in an environment of its own and use it outside the repository: `python tests/wheel.py dist`.
 
-The environment has what the wheel requires and no extras, so no matplotlib and no PEFT either.
+The environment has what the wheel requires and the command line, so no matplotlib and no PEFT.
 """
 
 from __future__ import annotations
@@ -54,19 +54,20 @@ def try_wheel(wheel: Path, folder: Path) -> None:
 
     run("pip", "install", "--quiet", "--disable-pip-version-check", "torch")
     run("pip", "install", "--quiet", "--disable-pip-version-check", str(wheel))
+    refused = subprocess.run([programs / "rope-patch", "list"], capture_output=True, text=True, cwd=away)
+    if refused.returncode != 2 or "pip install 'rope-patch[cli]'" not in refused.stderr:
+        raise SystemExit(f"without tyro: {refused}")
+    run("pip", "install", "--quiet", "--disable-pip-version-check", f"{wheel}[cli]")
     where = run("python", "-c", ONE_LINER).strip()
     if not Path(where).is_relative_to(environment):
         raise SystemExit(f"rope_patch was imported from {where}, not from the wheel")
     run("python", "-c", "import importlib.util as u; assert u.find_spec('matplotlib') is None")
     schemes = json.loads(run("rope-patch", "list", "--json"))
     run("rope-patch", "describe", "--scheme", "yarn:factor=4")
-    run("rope-patch", "recipes", "copy", "demo")
     settings = ("--lengths", "64,128", "--targets", "8", "--documents", "1", "--scheme", "rerope:window=32")
     rows = json.loads(run("rope-patch", "perplexity", *settings, "--output", "results", "--json"))
     if not schemes or {row["length"] for row in rows} != {64, 128}:
         raise SystemExit(f"the wheel lists {len(schemes)} schemes and measured {rows}")
-    if not (away / "recipes" / "configs" / "demo.yaml").is_file():
-        raise SystemExit("rope-patch recipes copy demo wrote no recipes/configs/demo.yaml")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The reference of the command line: what `--help` says, taken from the parsers when the site is built."""
+"""The reference of the command line: what `--help` says, taken from the commands when the site is built."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
-from rope_patch.cli import main, make_parser
-from rope_patch.cli.completion import all_parsers
+from rope_patch.cli import COMMANDS, main
 
 MARK = "<!-- rope-patch --help -->"
 """Where a page wants the help of every command."""
@@ -28,8 +27,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def helps() -> dict[str, str]:
     """What `--help` prints, of `rope-patch` and of each of its commands, without colour."""
     with patch.dict(os.environ, _PLAIN):
-        first = make_parser()
-        return {parser.prog: parser.format_help() for parser in (first, *all_parsers(first))}
+        return {
+            "rope-patch": printed("--help"),
+            **{f"rope-patch {name}": printed(name, "--help") for name in COMMANDS},
+        }
 
 
 def printed(*words: str) -> str:

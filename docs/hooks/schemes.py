@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from functools import cache
 from typing import Any
 
@@ -17,15 +16,13 @@ from rope_patch.schemes import scheme_class
 MARK = "<!-- rope-patch list -->"
 """Where a page wants the table of all schemes."""
 
-_DIRECTIVE = re.compile(r"^::: (rope_patch\.schemes\.\w+\.\w+)$", re.MULTILINE)
-
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the facts of a scheme before its docstring, and the table of all where a page asks for it."""
-    if not page.file.src_uri.startswith("reference/schemes"):
-        return markdown
-    markdown = markdown.replace(MARK, _table())
-    return _DIRECTIVE.sub(lambda directive: _with_facts(*directive.group(0, 1)), markdown)
+    """The table of all schemes where a page asks for it, and on the page of a slot every scheme that it belongs to."""
+    folder, _, name = page.file.src_uri.removesuffix(".md").rpartition("/")
+    if folder == "reference/schemes":
+        markdown += "\n\n" + "\n\n".join(_with_facts(path) for path in of_slot(name))
+    return markdown.replace(MARK, _table()) if folder.startswith("reference") else markdown
 
 
 @cache
@@ -35,16 +32,24 @@ def schemes() -> dict[str, dict[str, Any]]:
     return {f"{scheme_class(entry['name']).__module__}.{entry['class']}": entry for entry in listed}
 
 
-def _with_facts(directive: str, path: str) -> str:
-    scheme = schemes().get(path)
-    if scheme is None:
-        return directive
+def of_slot(slot: str) -> list[str]:
+    """The full names of the schemes on the page of a slot, by year; a bias decides, whatever else is filled."""
+    found = {
+        path: entry["year"]
+        for path, entry in schemes().items()
+        if slot == ("bias" if "bias" in entry["slots"] else entry["slots"][0])
+    }
+    return sorted(found, key=found.__getitem__)
+
+
+def _with_facts(path: str) -> str:
+    scheme = schemes()[path]
     slots = ", ".join(f"`{slot}`" for slot in scheme["slots"])
     code = f", [code]({scheme['code']})" if scheme["code"] else ""
     return (
         f"## {scheme['name']}\n\n```text\n{scheme['equation']}\n```\n\nFills {slots}; {scheme['needs']}. "
         f"[{scheme['source']}]({scheme['link']}), {scheme['year']}{code}.\n\n"
-        f"{directive}\n    options:\n      heading_level: 3\n      show_root_toc_entry: false\n"
+        f"::: {path}\n    options:\n      heading_level: 3\n      show_root_toc_entry: false\n"
     )
 
 

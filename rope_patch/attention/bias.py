@@ -80,7 +80,6 @@ class DiagonalTerm:
         """Add up the gradients of the scores along the diagonals of a tile.
 
         Args:
-            tile: whose scores they are.
             inner: gradients of the scores of the tile, `(heads, rows, keys)`, zero where pairs are hidden.
             into: gradients of `values`.
         """

@@ -31,7 +31,6 @@ class Decay:
     """How the pairs of one layer fade.
 
     Attributes:
-        layout: which dimensions make a pair.
         rate: per token of distance, `(d/2,)`.
     """
 
@@ -52,8 +51,6 @@ def attend(inputs: AttentionInputs, decay: Decay, score: Callable[[AttentionInpu
     """Attention under a decay, block by block.
 
     Args:
-        inputs: the call, its branches rotated but not faded.
-        decay: of the layer.
         score: attention of one block: output `(batch, heads, rows, value_dim)`, and the weights where it has them.
 
     Raises:

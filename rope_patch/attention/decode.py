@@ -8,39 +8,29 @@ the cache already has are keys turned: the near window, a few out of many. `atte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 
 import torch
 
+from rope_patch.attention.call import Call
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, wide
-from rope_patch.attention.kernels import kernel_for
+from rope_patch.attention.kernels import Work, kernel_for
 from rope_patch.attention.segmented import merge
 from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.slots import Region
 
-QueryOf = Callable[[Region], torch.Tensor]
-KeyOf = Callable[[Region, "slice | torch.Tensor | None"], torch.Tensor]
 
-
-def applies(inputs: AttentionInputs, query: torch.Tensor, regions: Sequence[Region], mode: AttentionMode) -> bool:
-    """Whether a call, its branches not yet rotated, is one decoding step of the kind that `attend` computes.
-
-    Args:
-        inputs: of the call.
-        query: before it is rotated, `(batch, heads, q_len, head_dim)`.
-        regions: of the scheme.
-        mode: what the caller asked for.
-    """
+def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode) -> bool:
+    """Whether a call, its branches not yet rotated, is one decoding step of the kind that `attend` computes."""
     return (
         mode in ("auto", "segmented")
         and inputs.q_length == 1
         and not inputs.scattered
         and inputs.fits_kernels
         and (inputs.mask is None or inputs.mask.dtype == torch.bool)
-        and not (torch.is_grad_enabled() and query.requires_grad)
+        and not (torch.is_grad_enabled() and call.queries.requires_grad)
         and (
             torch.compiler.is_compiling()
-            or all(region.translation_invariant for region in regions)
+            or all(region.translation_invariant for region in call.regions)
             or _one_position(inputs.query_positions)
         )
     )
@@ -51,35 +41,31 @@ def _one_position(query_positions: torch.Tensor) -> bool:
     return len(query_positions) == 1 or bool((query_positions == query_positions[0]).all())
 
 
-def attend(regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: AttentionInputs) -> torch.Tensor:
+def attend(inputs: AttentionInputs, call: Call) -> torch.Tensor:
     """Attention of one query, `(batch, heads, 1, value_dim)`; without gradients.
 
     Distance is a difference of slots: key positions beside a single query are counted from it.
-
-    Args:
-        regions: disjoint.
-        query_of: the query as it is rotated for a region, `(batch, heads, 1, head_dim)`.
-        key_of: the keys of some slots as they are rotated for a region, `(batch, kv_heads, slots, head_dim)`.
-        inputs: the call; its branches are not used.
     """
     value, mask, slot = inputs.value, inputs.mask, int(inputs.query_start)
     bias = None if inputs.bias is None else inputs.bias.values(0, slot + 1).flip(-1)  # by slot
-    position = slot if all(region.translation_invariant for region in regions) else int(inputs.query_positions[0, 0])
+    position = (
+        slot if all(region.translation_invariant for region in call.regions) else int(inputs.query_positions[0, 0])
+    )
     kernel = kernel_for(value, value, masked=mask is not None or bias is not None)
     out = lse = None
-    for region in regions:
+    for region in call.regions:
         slots = slots_of(region, slot, position)
         if slots.stop <= slots.start:
             continue
         # the heads that share keys are the rows of one product: keys are read once
-        rows = query_of(region).unflatten(1, (value.shape[1], -1))[:, :, :, 0]
-        keys = key_of(region, slots)
+        rows = call.query(region).unflatten(1, (value.shape[1], -1))[:, :, :, 0]
+        keys = call.key(region, slots)
         tile = Tile(0, rows.shape[2], 0, keys.shape[2])
         hidden = _additive(mask, slots, rows)
         if bias is not None:
             term = bias[None, :, slots].unflatten(1, (value.shape[1], -1))
             hidden = term if hidden is None else term + hidden
-        part, part_lse = kernel.forward(rows, keys, value[:, :, slots], tile, inputs.scaling, hidden)
+        part, part_lse = kernel.forward(Work(rows, keys, value[:, :, slots], tile, inputs.scaling, hidden))
         if out is None or lse is None:
             out, lse = wide(part), part_lse
         else:
@@ -88,19 +74,14 @@ def attend(regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: 
     return out.to(value.dtype).flatten(1, 2)[:, :, None]
 
 
-def attend_in_graph(
-    regions: Sequence[Region], query_of: QueryOf, key_of: KeyOf, inputs: AttentionInputs
-) -> torch.Tensor:
+def attend_in_graph(inputs: AttentionInputs, call: Call) -> torch.Tensor:
     """What `attend` computes, in the same shapes, traceable: a narrow region is gathered from the cache, any other is
     all of it, masked.
-
-    Args:
-        regions, query_of, key_of, inputs: as of `attend`.
     """
     value, m = inputs.value, inputs.query_positions[..., None]
     every = torch.arange(inputs.kv_length, device=value.device)
     scores, values = [], []
-    for region in regions:
+    for region in call.regions:
         first, width = int(max(0, region.start)), region.stop - max(0, region.start)
         slots, exists = every, every <= inputs.query_start
         if region.translation_invariant and width < inputs.kv_length:
@@ -110,7 +91,7 @@ def attend_in_graph(
         seen = (exists & region.contains(m, n))[:, :, None]
         if inputs.mask is not None:
             seen = seen & inputs.mask[..., slots]
-        products = _grouped(query_of(region), value) @ wide(key_of(region, slots)).mT * inputs.scaling
+        products = _grouped(call.query(region), value) @ wide(call.key(region, slots)).mT * inputs.scaling
         if inputs.bias is not None:
             term = inputs.bias.function((m - n)[:, 0]).transpose(0, 1)
             products = products + term.unflatten(1, (value.shape[1], -1))
@@ -127,13 +108,7 @@ def _grouped(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def slots_of(region: Region, slot: int, position: int) -> slice:
-    """The slots of the region for the query at `slot` and `position`, none of them after the query.
-
-    Args:
-        region: of the scheme.
-        slot: of the query in the cache.
-        position: of the query.
-    """
+    """The slots of a region for the query at this `slot` and `position`, none of them after the query."""
     behind = slot - position  # slot of a key minus its position
     here = position // region.chunk
     newest = (here - int(max(0, region.start)) + 1) * region.chunk - 1

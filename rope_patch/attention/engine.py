@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from rope_patch.attention import chunked, decay, decode, dense, oracle, segmented
+from rope_patch.attention.call import Call
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
 from rope_patch.attention.spans import Span
-from rope_patch.schemes.slots import ALL_PAIRS, Region
+from rope_patch.schemes.slots import ALL_PAIRS
 
 SMALL = 2**18
 """Below this many pairs a row, one dense block is faster than many tiles."""
@@ -18,56 +19,37 @@ Spans = Callable[[AttentionInputs], "tuple[Span, ...] | None"]
 
 
 def score(
-    inputs: AttentionInputs,
-    query: torch.Tensor,
-    regions: Sequence[Region],
-    query_of: decode.QueryOf,
-    key_of: decode.KeyOf,
-    spans: Spans,
-    mode: AttentionMode = "auto",
-    literal: bool = False,
-    fades: decay.Decay | None = None,
+    inputs: AttentionInputs, call: Call, mode: AttentionMode = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of a whole call, decoding steps included.
 
     Args:
-        inputs: the call; its branches are filled in here.
-        query: as it arrived, `(batch, heads, q_len, head_dim)`.
-        regions: disjoint; `ALL_PAIRS` alone where there is no other.
-        query_of: the queries as they are rotated for a region.
-        key_of: the keys of some slots, or of all for None, as they are rotated for a region.
-        spans: finds the spans of a call, or None; asked only where they help.
-        mode: see `AttentionMode`.
-        literal: score by definition and give the attention weights, as eager attention does.
-        fades: how pairs decay with distance, or None.
+        inputs: the call without its branches, which are filled in here.
+        call: turns queries and keys.
+        mode: how to score; `auto` by default.
 
     Returns:
-        output `(batch, heads, q_len, value_dim)`, and the weights `(batch, heads, q_len, kv_len)` where `literal`, or
-        under the mode `oracle`.
+        output `(batch, heads, q_len, value_dim)`, and under the mode `oracle` the weights
+        `(batch, heads, q_len, kv_len)`.
     """
-    if fades is None and not literal and decode.applies(inputs, query, regions, mode):
+    fades = call.decay()
+    if fades is None and decode.applies(inputs, call, mode):
         step = decode.attend_in_graph if torch.compiler.is_compiling() else decode.attend
-        return step(regions, query_of, key_of, inputs), None
-    whole = None if len(regions) == 1 and regions[0] == ALL_PAIRS else regions
+        return step(inputs, call), None
+    only = call.regions == (ALL_PAIRS,)
     inputs = inputs.with_branches(
-        tuple(Branch(region if whole else None, query_of(region), key_of(region, None)) for region in regions)
+        tuple(Branch(None if only else region, call.query(region), call.key(region)) for region in call.regions)
     )
 
     def attend_block(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if literal or mode == "oracle":
-            return oracle.attend(inputs)
-        return attend(inputs, mode, spans), None
+        return oracle.attend(inputs) if mode == "oracle" else (attend(inputs, mode, call.spans), None)
 
     return attend_block(inputs) if fades is None else decay.attend(inputs, fades, attend_block)
 
 
 def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.Tensor:
-    """Output `(batch, heads, q_len, value_dim)` of rotated branches.
-
-    Args:
-        inputs: the call.
-        mode: see `AttentionMode`.
-        spans: finds the spans of a call, or None; asked only where they help.
+    """Output `(batch, heads, q_len, value_dim)` of rotated branches; `spans` finds the spans of a call, or None, and is
+    asked only where they help.
     """
     if mode == "oracle":
         return oracle.attend(inputs)[0]

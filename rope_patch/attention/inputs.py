@@ -66,8 +66,6 @@ class Content:
     """What a scheme adds to scores and makes of weights and values, where that is more than a bias by distance.
 
     Attributes:
-        scheme: fills `content_bias`, `weight_factor` or `relative_values`.
-        weights: its learned parameters by name.
         query: `(batch, heads, q_len, head_dim)`, as projected.
         key: `(batch, kv_heads, kv_len, head_dim)`, as projected.
     """
@@ -81,7 +79,6 @@ class Content:
         """b(q_m, k_n, m, n), broadcasting to the shape of the scores; None where the scheme has none.
 
         Args:
-            inputs: the call that these are of.
             scores: as they are without it, `(batch, heads, q_len, kv_len)`.
             seen: boolean, broadcasts to the shape of the scores; None for every pair.
         """

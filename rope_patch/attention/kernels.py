@@ -18,72 +18,62 @@ from rope_patch.schemes.slots import Region
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Work:
+    """The attention of one tile, as a kernel is given it.
+
+    Attributes:
+        q: queries of the tile, `(batch, heads, q_len, head_dim)`.
+        k, v: keys and values of the tile, `(batch, kv_heads, kv_len, head_dim or value_dim)`.
+        scale: multiplies the products of queries and keys.
+        mask: float32, added to the scores, to whose shape it broadcasts. It takes the place of the tile's own where the
+            tile is a band, and comes on top of it otherwise. None for none.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    tile: Tile
+    scale: float
+    mask: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What all tiles together made of the queries of one, with the gradient that it got.
+
+    Attributes:
+        out, grad: output and its gradient, `(batch, heads, q_len, value_dim)`.
+        lse: log-sum-exp, `(batch, heads, q_len)`.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    grad: torch.Tensor
+
+
 class Kernel(Protocol):
     """Attention of one tile. The log-sum-exp lets tiles be merged; given the merged output and log-sum-exp, each
     tile's backward yields its exact share of the gradients.
-
-    An additive `mask`, float32 and broadcastable to the scores, takes the place of the tile's own where the tile is a
-    band, and comes on top of it otherwise.
-
-    Attributes:
-        rows: the most queries of a tile; None for any number.
     """
 
     @property
     def rows(self) -> int | None:
-        """See the class."""
+        """The most queries of a tile; None for any number."""
 
     def band_rows(self, width: float) -> int:
         """The queries of a tile of a band that is `width` tokens wide."""
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tile: Tile,
-        scale: float,
-        mask: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp `(batch, heads, q_len)`, float32.
+    def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp `(batch, heads, q_len)`, float32."""
 
-        Args:
-            q: queries of the tile, `(batch, heads, q_len, head_dim)`.
-            k, v: keys and values of the tile, `(batch, kv_heads, kv_len, head_dim or value_dim)`.
-            tile: which pairs are seen.
-            scale: multiplies the products of queries and keys.
-            mask: see the class; default none.
-        """
-
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-        scale: float,
-        mask: torch.Tensor | None = None,
-    ) -> Tensors:
-        """Gradients of queries, keys and values from those of the merged output.
-
-        Args:
-            grad: of the merged output, `(batch, heads, q_len, value_dim)`.
-            q, k, v, tile, scale, mask: as they were given to `forward`.
-            out, lse: the merged output, of the shape of `grad`, and its log-sum-exp, `(batch, heads, q_len)`.
-        """
+    def backward(self, work: Work, merged: Merged) -> Tensors:
+        """Gradients of queries, keys and values, each of their shape, from that of the merged output."""
 
 
 @dataclass(frozen=True)
 class Biased:
-    """A kernel under a bias by distance, or under none.
-
-    Attributes:
-        kernel: computes the tiles.
-        bias: gives each tile its mask.
-    """
+    """A kernel under a bias by distance, which gives each tile its mask, or under none."""
 
     kernel: Kernel
     bias: TileBias | None
@@ -100,67 +90,40 @@ class Biased:
             for part in (tile,) if self.bias is None else self.bias.pieces(tile):
                 yield from (part,) if self.kernel.rows is None else in_rows(part, self.kernel.rows, as_bands=True)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`."""
         if self.bias is None:
-            return self.kernel.forward(q, k, v, tile, scale)
-        (q,) = self._ordered(q)
-        out, lse = self.kernel.forward(q, k, v, tile, scale, self.bias.mask(tile))
-        out, lse = self._ordered(out, lse)
-        return out, lse
+            return self.kernel.forward(work)
+        out, lse = self.kernel.forward(self._masked(work, self.bias))
+        return self._ordered(out), self._ordered(lse)
 
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-        scale: float,
-    ) -> Tensors:
+    def backward(self, work: Work, merged: Merged) -> Tensors:
         """See `Kernel.backward`."""
         if self.bias is None:
-            return self.kernel.backward(grad, q, k, v, out, lse, tile, scale)
-        grad, q, out, lse = self._ordered(grad, q, out, lse)
-        grad_q, grad_k, grad_v = self.kernel.backward(grad, q, k, v, out, lse, tile, scale, self.bias.mask(tile))
-        (grad_q,) = self._ordered(grad_q)
-        return grad_q, grad_k, grad_v
+            return self.kernel.backward(work, merged)
+        in_order = Merged(*map(self._ordered, (merged.out, merged.lse, merged.grad)))
+        grad_q, grad_k, grad_v = self.kernel.backward(self._masked(work, self.bias), in_order)
+        return self._ordered(grad_q), grad_k, grad_v
 
-    def bias_gradient(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-        scale: float,
-        into: torch.Tensor,
-    ) -> None:
-        """Add what a tile contributes to the gradient of the bias' values, a block of queries at a time.
-
-        Args:
-            grad, q, k, v, out, lse, tile, scale: see `Kernel.backward`.
-            into: gradients of the bias' values, `(heads, distances)`, in place.
+    def bias_gradient(self, work: Work, merged: Merged, into: torch.Tensor) -> None:
+        """Add what a tile contributes to the gradients of the bias' values, `(heads, distances)`, a block of queries at
+        a time, `into` that tensor.
         """
-        bias = cast(DiagonalTerm, self.bias)
+        tile, bias = work.tile, cast(DiagonalTerm, self.bias)
         for block in in_rows(tile, Dense.rows, as_bands=True):
             rows, keys = slice(block.q0 - tile.q0, block.q1 - tile.q0), slice(block.k0 - tile.k0, block.k1 - tile.k0)
             mask = bias.mask(block).flip(2)
-            states = (grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows])
-            _, inner = Dense().of_scores(*states, block, scale, mask)
+            part = Work(work.q[:, :, rows], work.k[:, :, keys], work.v[:, :, keys], block, work.scale, mask)
+            of_part = Merged(merged.out[:, :, rows], merged.lse[:, :, rows], merged.grad[:, :, rows])
+            _, inner = Dense().of_scores(part, of_part)
             bias.gradient(block, inner.flatten(1, 2).sum(dim=0), into)
 
-    def _ordered(self, *of_queries: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _masked(self, work: Work, bias: TileBias) -> Work:
+        return Work(self._ordered(work.q), work.k, work.v, work.tile, work.scale, bias.mask(work.tile))
+
+    def _ordered(self, x: torch.Tensor) -> torch.Tensor:
         """What belongs to queries, in the order of the mask's rows, or back again."""
-        if self.bias is None or not self.bias.reverses_queries:
-            return of_queries
-        return tuple(x.flip(2) for x in of_queries)
+        return x.flip(2) if self.bias is not None and self.bias.reverses_queries else x
 
 
 class FlashCPU:
@@ -172,41 +135,22 @@ class FlashCPU:
         """Fewer waste less at the edges; from 192 on, the kernel works in larger blocks."""
         return 192 if width < 1024 else 256
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tile: Tile,
-        scale: float,
-        mask: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
-        mask, value_dim = _additive(tile, q.dtype) if mask is None else mask, v.shape[-1]
-        q, k, v = _of_one_width(q, k, v)
+        q, k, v = _of_one_width(work.q, work.k, work.v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, tile.kind == "causal", attn_mask=mask, scale=scale
+            q, k, v, 0.0, work.tile.kind == "causal", attn_mask=_additive(work), scale=work.scale
         )
-        return out[..., :value_dim], lse
+        return out[..., : work.v.shape[-1]], lse
 
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-        scale: float,
-        mask: torch.Tensor | None = None,
-    ) -> Tensors:
+    def backward(self, work: Work, merged: Merged) -> Tensors:
         """See `Kernel`."""
-        mask = _additive(tile, q.dtype) if mask is None else mask
-        head_dim, value_dim = q.shape[-1], v.shape[-1]
-        grad, q, k, v, out = _of_one_width(grad, q, k, v, out)
+        head_dim, value_dim = work.q.shape[-1], work.v.shape[-1]
+        grad, q, k, v, out = _of_one_width(merged.grad, work.q, work.k, work.v, merged.out)
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, tile.kind == "causal", attn_mask=mask, scale=scale
+            *(grad, q, k, v, out, merged.lse, 0.0, work.tile.kind == "causal"),
+            attn_mask=_additive(work),
+            scale=work.scale,
         )
         return grad_q[..., :head_dim], grad_k[..., :head_dim], grad_v[..., :value_dim]
 
@@ -219,10 +163,11 @@ def _of_one_width(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(torch.nn.functional.pad(state, (0, width - state.shape[-1])) for state in states)
 
 
-def _additive(tile: Tile, dtype: torch.dtype) -> torch.Tensor | None:
-    if tile.kind != "band":
-        return None
-    return _band(tile.q1 - tile.q0, tile.k1 - tile.k0, tile.low, tile.high, tile.distance, dtype)
+def _additive(work: Work) -> torch.Tensor | None:
+    tile = work.tile
+    if work.mask is not None or tile.kind != "band":
+        return work.mask
+    return _band(tile.q1 - tile.q0, tile.k1 - tile.k0, tile.low, tile.high, tile.distance, work.q.dtype)
 
 
 @functools.lru_cache(maxsize=8)
@@ -236,7 +181,7 @@ def _band(rows: int, columns: int, low: int, high: int, distance: int, dtype: to
 class FlashCUDA:
     """The flash kernel behind `scaled_dot_product_attention` on CUDA, for half precision; a band is one call.
 
-    Its windows are aligned with the last query and the last key (FlashAttention-2, from version 2.1).
+    Its windows are aligned with the last query and the last key (FlashAttention-2, from version 2.1). It takes no mask.
     """
 
     rows = None
@@ -245,54 +190,25 @@ class FlashCUDA:
         """All of them: the kernel itself knows windows."""
         return 2**62
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tile: Tile,
-        scale: float,
-        mask: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel`; a mask is not possible."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel`."""
+        q, k, v = (x.transpose(1, 2) for x in (work.q, work.k, work.v))
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, tile.kind == "causal", False, scale=scale, **_window(tile)
+            *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, work.tile.kind == "causal", False),
+            scale=work.scale,
+            **_window(work.tile),
         )
         return out.transpose(1, 2), lse
 
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-        scale: float,
-        mask: torch.Tensor | None = None,
-    ) -> Tensors:
-        """See `Kernel`; a mask is not possible."""
-        grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    def backward(self, work: Work, merged: Merged) -> Tensors:
+        """See `Kernel`."""
+        grad, q, k, v, out = (x.transpose(1, 2) for x in (merged.grad, work.q, work.k, work.v, merged.out))
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         gradients = torch.ops.aten._flash_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            out.contiguous(),
-            lse.contiguous(),
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
-            0.0,
-            tile.kind == "causal",
-            no_dropout,
-            no_dropout[0],
-            scale=scale,
-            **_window(tile),
+            *(grad, q, k, v, out.contiguous(), merged.lse.contiguous(), None, None, q.shape[1], k.shape[1]),
+            *(0.0, work.tile.kind == "causal", no_dropout, no_dropout[0]),
+            scale=work.scale,
+            **_window(work.tile),
         )
         grad_q, grad_k, grad_v = (gradient.transpose(1, 2) for gradient in gradients)
         return grad_q, grad_k, grad_v
@@ -315,87 +231,47 @@ class Dense:
         """No more than any other tile has."""
         return self.rows
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tile: Tile,
-        scale: float,
-        mask: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
-        scores = self._scores(q, k, tile, scale, mask)
+        scores = self._scores(work)
         lse = scores.logsumexp(dim=-1)
-        weights = (scores - lse[..., None]).exp().to(v.dtype)
-        return (weights @ v[:, :, None]).flatten(1, 2), lse.flatten(1, 2)
+        weights = (scores - lse[..., None]).exp().to(work.v.dtype)
+        return (weights @ work.v[:, :, None]).flatten(1, 2), lse.flatten(1, 2)
 
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-        scale: float,
-        mask: torch.Tensor | None = None,
-    ) -> Tensors:
+    def backward(self, work: Work, merged: Merged) -> Tensors:
         """See `Kernel`."""
-        group = (k.shape[1], -1)
-        weights, inner = self.of_scores(grad, q, k, v, out, lse, tile, scale, mask)
-        weights, inner = weights.to(q.dtype), (inner * scale).to(q.dtype)
+        q, k, group = work.q, work.k, (work.k.shape[1], -1)
+        weights, inner = self.of_scores(work, merged)
+        weights, inner = weights.to(q.dtype), (inner * work.scale).to(q.dtype)
         grad_q = (inner @ k[:, :, None]).flatten(1, 2)
         grad_k = (inner.mT @ q.unflatten(1, group)).sum(dim=2)
-        grad_v = (weights.mT @ grad.unflatten(1, group)).sum(dim=2)
+        grad_v = (weights.mT @ merged.grad.unflatten(1, group)).sum(dim=2)
         return grad_q, grad_k, grad_v
 
-    def of_scores(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-        scale: float,
-        mask: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention weights, and gradients of the scores: `(batch, kv_heads, group, q_len, kv_len)`, float32.
+    def of_scores(self, work: Work, merged: Merged) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention weights, and gradients of the scores: `(batch, kv_heads, group, q_len, kv_len)`, float32."""
+        group, grad = (work.k.shape[1], -1), merged.grad
+        weights = (self._scores(work) - merged.lse.unflatten(1, group)[..., None]).exp()
+        delta = (wide(grad) * wide(merged.out)).sum(dim=-1, keepdim=True).unflatten(1, group)
+        return weights, weights * ((wide(grad.unflatten(1, group)) @ wide(work.v)[:, :, None].mT) - delta)
 
-        Args:
-            grad, q, k, v, out, lse, tile, scale, mask: see `Kernel.backward`.
-        """
-        group = (k.shape[1], -1)
-        weights = (self._scores(q, k, tile, scale, mask) - lse.unflatten(1, group)[..., None]).exp()
-        delta = (wide(grad) * wide(out)).sum(dim=-1, keepdim=True).unflatten(1, group)
-        return weights, weights * ((wide(grad.unflatten(1, group)) @ wide(v)[:, :, None].mT) - delta)
-
-    def _scores(
-        self, q: torch.Tensor, k: torch.Tensor, tile: Tile, scale: float, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _scores(self, work: Work) -> torch.Tensor:
         """`(batch, kv_heads, group, q_len, kv_len)`, float32."""
-        grouped = wide(q).unflatten(1, (k.shape[1], -1))
-        scores = (grouped @ wide(k)[:, :, None].mT).flatten(1, 2) * scale
+        group, tile = (work.k.shape[1], -1), work.tile
+        scores = (wide(work.q).unflatten(1, group) @ wide(work.k)[:, :, None].mT).flatten(1, 2) * work.scale
         if tile.kind == "causal":
-            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(hidden, -torch.inf)
-        if mask is not None:
-            scores = scores + mask
+        if work.mask is not None:
+            scores = scores + work.mask
         elif tile.kind == "band":
-            scores = scores.masked_fill(~tile.mask(q.device), -torch.inf)
-        return scores.unflatten(1, (k.shape[1], -1))
+            scores = scores.masked_fill(~tile.mask(scores.device), -torch.inf)
+        return scores.unflatten(1, group)
 
 
 def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel:
-    """The kernel that is right and fastest.
-
-    Args:
-        query: `(batch, heads, q_len, head_dim)`.
-        value: `(batch, kv_heads, kv_len, value_dim)`.
-        masked: whether tiles will bring masks.
+    """The kernel that is right and fastest for a `query` and a `value` of these shapes and dtypes; `masked` where tiles
+    will bring masks.
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
     if query.device.type == "cpu" and (half or query.dtype == torch.float32):
@@ -412,28 +288,19 @@ def agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: i
     """Whether a kernel computes small tiles of every kind as `Dense` does, forward and backward.
 
     The kernels behind PyTorch's own attention are called below their public face, which may change: they are tried
-    once before they are trusted.
-
-    Args:
-        kernel: the one in question.
-        device, dtype, head_dim: what it would be used on.
+    once before they are trusted, for each `head_dim`.
     """
     random = torch.Generator().manual_seed(0)
     q, grad = torch.randn(2, 1, 4, 24, head_dim, generator=random).to(device, dtype)
     k, v = torch.randn(2, 1, 2, 24, head_dim, generator=random).to(device, dtype)
     tiles = (Tile(0, 24, 0, 24), Tile(0, 24, 0, 24, "causal"), Tile(8, 24, 1, 24, "band", 0, 8, distance=7))
     for tile in tiles:
-        queries, keys = (
-            (slice(None), slice(None), slice(tile.q0, tile.q1)),
-            (slice(None), slice(None), slice(tile.k0, tile.k1)),
-        )
-        out, lse = Dense().forward(q[queries], k[keys], v[keys], tile, 0.1)
-        expected = (out, lse, *Dense().backward(grad[queries], q[queries], k[keys], v[keys], out, lse, tile, 0.1))
+        queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+        work = Work(q[:, :, queries], k[:, :, keys], v[:, :, keys], tile, scale=0.1)
+        merged = Merged(*Dense().forward(work), grad[:, :, queries])
+        expected = (merged.out, merged.lse, *Dense().backward(work, merged))
         try:
-            found = (
-                *kernel.forward(q[queries], k[keys], v[keys], tile, 0.1),
-                *kernel.backward(grad[queries], q[queries], k[keys], v[keys], out, lse, tile, 0.1),
-            )
+            found = (*kernel.forward(work), *kernel.backward(work, merged))
         except (RuntimeError, TypeError, NotImplementedError):
             return False
         for one, other in zip(found, expected, strict=True):

@@ -17,7 +17,7 @@ import torch
 
 from rope_patch.attention.bias import DiagonalTerm, TileBias, tile_bias
 from rope_patch.attention.inputs import AttentionInputs, Branch
-from rope_patch.attention.kernels import Biased, kernel_for
+from rope_patch.attention.kernels import Biased, Merged, Work, kernel_for
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.slots import ALL_PAIRS, Region
@@ -69,7 +69,7 @@ class _Segmented(torch.autograd.Function):
         touched = torch.zeros(batch, heads, length, dtype=torch.bool)
         for span in spans:
             for branch, tile, queries, keys in _work(span, branches, value, kernel):
-                part, part_lse = kernel.forward(branch.query[queries], branch.key[keys], value[keys], tile, scale)
+                part, part_lse = kernel.forward(Work(branch.query[queries], branch.key[keys], value[keys], tile, scale))
                 seen = touched[queries]
                 if not seen.any():
                     out[queries], lse[queries] = part, part_lse
@@ -96,11 +96,11 @@ class _Segmented(torch.autograd.Function):
         of_key = {id(b): _Sum(b.key, [(tile, keys) for x, tile, _, keys in work if x is b]) for b in branches}
         of_bias = torch.zeros_like(cast(DiagonalTerm, ctx.bias).values) if ctx.needs_input_grad[4] else None
         for branch, tile, queries, keys in work:
-            q, k, v = branch.query[queries], branch.key[keys], value[keys]
-            outcome = (out[queries], lse[queries], tile, ctx.scale)
-            grad_q, grad_k, grad_v = kernel.backward(grad[queries], q, k, v, *outcome)
+            here = Work(branch.query[queries], branch.key[keys], value[keys], tile, ctx.scale)
+            merged = Merged(out[queries], lse[queries], grad[queries])
+            grad_q, grad_k, grad_v = kernel.backward(here, merged)
             if of_bias is not None:
-                kernel.bias_gradient(grad[queries], q, k, v, *outcome, into=of_bias)
+                kernel.bias_gradient(here, merged, into=of_bias)
             of_query[id(branch)].add(queries, grad_q)
             of_key[id(branch)].add(keys, grad_k)
             of_value.add(keys, grad_v)

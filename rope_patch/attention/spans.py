@@ -23,7 +23,6 @@ class Span:
     """Queries that see the keys from `keys.start`, or from their window, up to themselves, at consecutive positions.
 
     Attributes:
-        rows: of the batch.
         queries: index range of the queries.
         keys: slots of the keys; the last is `hidden` slots before that of the last query.
         first_position: position of the first key.
@@ -61,14 +60,13 @@ def find_spans(
     batch_size: int,
     causal: bool = True,
 ) -> tuple[Span, ...] | None:
-    """The spans of a call; None when its mask or its positions are not made of spans.
+    """The spans of a call of `batch_size` rows whose first query is in slot `query_start`; None when its mask or its
+    positions are not made of spans.
 
     Args:
         position_ids: `(batch or 1, q_len)`, of the queries.
         mask: boolean `(batch or 1, 1, q_len, kv_len)`, or None.
         groups: beside no mask, `(batch or 1, kv_len)`, or None for causal rows without pads.
-        query_start: slot of the first query.
-        batch_size: number of rows.
         causal: whether a query sees the keys up to itself alone; otherwise queries are as many as keys.
     """
     if mask is not None and not causal:
@@ -123,10 +121,7 @@ def _spans_of_pads(rows: slice, groups: torch.Tensor, positions: torch.Tensor, q
     those before see nothing.
 
     Args:
-        rows: of the batch.
         groups: of one row, `(kv_len,)`.
-        positions: of its queries, `(q_len,)`.
-        query_start: slot of the first query.
 
     Returns:
         None where the pads do not go on from the tokens, or see more than one run of them.
@@ -151,9 +146,7 @@ def _span_both_ways(rows: slice, groups: torch.Tensor, positions: torch.Tensor) 
     """A padded row of attention that sees both ways: its pads see all of its tokens too.
 
     Args:
-        rows: of the batch.
         groups: of one row, `(length,)`.
-        positions: of its queries, `(length,)`.
 
     Returns:
         None where positions skip, or tokens lie in several runs.

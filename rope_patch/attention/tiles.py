@@ -43,7 +43,6 @@ def in_rows(tile: Tile, rows: int, as_bands: bool = False) -> Iterator[Tile]:
     """A tile in parts that do not cross a multiple of `rows` among the queries of the span.
 
     Args:
-        tile: any.
         rows: height of the blocks.
         as_bands: leave the parts of a causal tile whole, as bands, instead of a full and a causal tile for each.
     """
@@ -95,7 +94,6 @@ def tiles_of(
     """Disjoint tiles that cover the pairs of a region, with keys up to the query alone where `causal`.
 
     Args:
-        region: pairs by distance.
         q_length: number of queries of the span; query i stands `offset + i` after the first key.
         offset: distance from the first query to the first key.
         first_position: position of the first key.

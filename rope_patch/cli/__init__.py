@@ -1,101 +1,92 @@
-"""The command line: `rope-patch COMMAND`, one module for each command.
+"""The command line: `rope-patch COMMAND` runs a recipe, or looks at a checkpoint.
 
-Errors that a user can mend are one line on stderr and exit status 2.
+A command is a module with `Options`, a dataclass, and `main(options)`; its docstring is the help.
 """
 
 from __future__ import annotations
 
-import shlex
+import ast
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 
-from rope_patch.cli import (
-    compare,
-    completion,
-    describe,
-    export,
-    finetune,
-    listing,
-    passkey,
-    perplexity,
-    plot,
-    recipes,
-    sweep,
-)
-from rope_patch.cli.common import as_typed, busy, in_own_process, run_politely
-from rope_patch.cli.parser import STATUSES, Purposes
+from rope_patch.errors import MissingPackage, did_you_mean
+from rope_patch.shipped import recipes_folder
 from rope_patch.version import __version__
 
 COMMANDS = {
-    "look": (listing, describe, plot),
-    "measure": (perplexity, passkey, sweep),
-    "train": (finetune, compare),
-    "hand on": (export, recipes, completion),
+    "list": "rope_patch.cli.listing",
+    "describe": "rope_patch.cli.describe",
+    "plot": "recipes/pictures.py",
+    "perplexity": "recipes/perplexity.py",
+    "passkey": "recipes/passkey.py",
+    "sweep": "recipes/sweep.py",
+    "finetune": "recipes/finetune.py",
+    "compare": "recipes/compare_encodings.py",
+    "export": "rope_patch.cli.export",
+    "completion": "rope_patch.cli.completion",
 }
-"""By purpose, in the order in which `--help` names them; each adds its own parser."""
+"""What each runs; a recipe is a script that you can also copy, change and start by itself."""
 
-FIRST_STEPS = """\
-Other position schemes for checkpoints of Transformers, and what they are worth.
+HELP = """\
+usage: rope-patch COMMAND [CONFIG.yaml] [OPTIONS]
 
-Begin with the small checkpoint that comes with the library, trained at 256 tokens: the first command below says which
-scheme suits it best at four times that length. Then give the same command your own checkpoint and text, with --model
-DIR --text FILE.
-"""
+Other position schemes for checkpoints of Transformers, and what they are worth. Begin with the small checkpoint that
+comes with the recipes; then give the same command your own, with --model DIR --text FILE.
 
-EXAMPLES = """\
+{commands}
+
 examples:
   rope-patch sweep --target 4x --documents 4
   rope-patch perplexity --scheme yarn:factor=auto --lengths 256,1024 --documents 4
   rope-patch COMMAND --help
 
-Every command but completion takes --json, which prints one JSON document on stdout; sentences, progress and errors go
-to stderr.
-
-"""
+Results go to stdout, sentences, progress and errors to stderr. exit status: 0 done; 2 wrong input, in one line;
+130 interrupted by Ctrl-C; 141 where whoever read the output went away."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: its words; default those of this process, which then ends with the command.
+        words: of the command line; default those of this process.
 
     Returns:
-        exit status: 0, 2 for wrong input, 130 when interrupted; as a process also 143 and 141, see `in_own_process`.
-
-    Raises:
-        SystemExit: after `--help` and `--version`, and with status 2 where the words are no command.
+        exit status, see `HELP`.
     """
-    if argv is None:
-        return in_own_process(lambda: _run(sys.argv[1:], as_typed()))
-    return _run(argv, shlex.join(["rope-patch", *argv]))
+    first, *rest = (sys.argv[1:] if words is None else list(words)) or ["--help"]
+    try:
+        if first in ("--help", "-h"):
+            print(HELP.format(commands="\n".join(f"  {name:<12}{_summary(name)}" for name in COMMANDS)))
+        elif first == "--version":
+            print(f"rope-patch {__version__}")
+        elif first in COMMANDS:
+            from rope_patch.cli.options import run
+
+            command = load(first)
+            return run(command.Options, command.main, rest, f"rope-patch {first}")
+        else:
+            print(f"rope-patch: there is no command {first!r}; {did_you_mean(first, COMMANDS)}", file=sys.stderr)
+            return 2
+    except MissingPackage as error:
+        print(f"rope-patch: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
-def main_of_recipe(command: str) -> int:
-    """`python recipes/NAME.py ...` as `rope-patch COMMAND ...`.
+def load(command: str) -> ModuleType:
+    """The module of a command."""
+    from rope_patch.cli.options import load_recipe
 
-    Args:
-        command: of this name.
-    """
-    return in_own_process(lambda: _run([command, *sys.argv[1:]], as_typed()))
-
-
-def make_parser() -> Purposes:
-    """The parser of all commands."""
-    parser = Purposes(prog="rope-patch", description=FIRST_STEPS, epilog=EXAMPLES + STATUSES)
-    parser.add_argument("--version", action="version", version=f"rope-patch {__version__}")
-    for purpose, modules in COMMANDS.items():
-        parser.add_purpose(purpose, modules)
-    return parser
+    place = COMMANDS[command]
+    return load_recipe(place[8:-3]) if place.startswith("recipes/") else import_module(place)
 
 
-def _run(words: Sequence[str], again: str) -> int:
-    arguments = make_parser().parse_args(words)
-
-    def run() -> None:
-        if arguments.heavy:
-            with busy("importing torch and Transformers"):
-                import transformers  # noqa: F401  takes seconds, once
-        arguments.run(arguments)
-
-    return run_politely(run, arguments.kept, again)
+def _summary(command: str) -> str:
+    """The first line of the docstring, which is read without tyro."""
+    place = COMMANDS[command]
+    of_package = Path(__file__).with_name(f"{place.rpartition('.')[2]}.py")
+    file = recipes_folder() / place[8:] if place.startswith("recipes/") else of_package
+    return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0].rstrip(".")

@@ -1,111 +1,86 @@
-"""`rope-patch list`: the schemes."""
+"""The schemes, with slots, equation and source.
+
+    rope-patch list
+    rope-patch list --json
+
+"needs" is what a pretrained checkpoint needs before it makes sense under the scheme.
+"""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
-from rope_patch.cli.options import add_json
-from rope_patch.cli.parser import add_command
-from rope_patch.cli.showing import Output, print_json
+from rope_patch.cli.options import print_json
 
 
-def add(commands: Any) -> None:
-    """Register the command."""
-    command = add_command(
-        commands,
-        "list",
-        summary="the schemes, with equation and source",
-        description="""\
-List every scheme: the slots that it fills, what a pretrained checkpoint needs before it makes sense under it, its
-equation and its source. --json adds the fields and their defaults.
-""",
-        examples=("rope-patch list", "rope-patch list --json"),
-    )
-    form = command.add_mutually_exclusive_group()
-    add_json(form)
-    form.add_argument("--markdown", action="store_true", help="as the table of the README")
-    command.set_defaults(run=_list)
+@dataclass(kw_only=True)
+class Options:
+    json: bool = False  # print one JSON document, with the fields and their defaults
+    markdown: bool = False  # print the table of the README
 
 
-def _list(arguments: argparse.Namespace) -> None:
-    from rope_patch.schemes import list_schemes
-    from rope_patch.schemes.registry import scheme_class
+def main(options: Options) -> None:
+    """Print what the classes of the schemes declare."""
+    sys.modules.setdefault("torch", _Later("torch"))
+    from rope_patch.schemes.registry import list_schemes, scheme_class
 
     schemes = [_entry(scheme_class(name)) for name in list_schemes()]
-    if arguments.json:
+    if options.json:
         print_json(schemes)
-    elif arguments.markdown:
+    elif options.markdown:
         print(_markdown(schemes))
     else:
-        _show(schemes)
+        for scheme in schemes:
+            print(f"{scheme['name']:<16}{scheme['year']}  {', '.join(scheme['slots'])}; {scheme['needs']}")
+            print(f"{'':<16}{scheme['equation']}\n{'':<16}{scheme['link'] or scheme['source']}")
 
 
-def _show(schemes: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
+class _Later(ModuleType):
+    """A module that is imported when something of it is used.
 
-    table = Table(show_lines=True)  # three facts to a cell, so that sources fit 80 columns in one piece
-    table.add_column("scheme", overflow="fold")
-    table.add_column("slot and what it needs, equation, source", overflow="fold")
-    for entry in schemes:
-        table.add_row(
-            Text.assemble((entry["name"], "bold"), f"\n{entry['class']}\n{entry['year']}"),
-            Text(
-                f"{', '.join(entry['slots'])}; {entry['needs']}\n{entry['equation']}\n"
-                f"{entry['link'] or entry['source']}"
-            ),
-        )
-    Output().print(table)
+    What schemes declare needs no tensors, and torch takes longer to import than all the rest.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
 
 
 def _markdown(schemes: list[dict[str, Any]]) -> str:
-    """The table of the README."""
     lines = ["| scheme | year | slot | needs training? | families | paper |", "|---|---|---|---|---|---|"]
     for entry in schemes:
         paper = f"[{entry['source']}]({entry['link']})" if entry["link"] else entry["source"]
         needs = "no" if entry["needs"] == "training-free" else entry["needs"]
-        cells = (
-            f"`{entry['name']}`",
-            str(entry["year"]),
-            ", ".join(entry["slots"]),
-            needs,
-            ", ".join(entry["families"]),
-            paper,
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+        slots, families = ", ".join(entry["slots"]), ", ".join(entry["families"])
+        lines.append(f"| `{entry['name']}` | {entry['year']} | {slots} | {needs} | {families} | {paper} |")
     return "\n".join(lines)
 
 
 def _entry(cls: Any) -> dict[str, Any]:
     from rope_patch.schemes.base import SLOTS, Scheme
 
-    fields = {
-        field.name: "required" if field.default is dataclasses.MISSING else field.default
-        for field in dataclasses.fields(cls)
-    }
+    slots = [slot for name, slot in SLOTS.items() if getattr(cls, name) is not getattr(Scheme, name)]
+    encodes = cls.causal_only is not True and not cls.decays  # T5's encoder looks in both directions
+    fills_table = cls.rows is not Scheme.rows  # models with a table of positions take rows alone
     return {
         "name": cls.name,
         "class": cls.__name__,
-        "slots": list(
-            dict.fromkeys(slot for name, slot in SLOTS.items() if getattr(cls, name) is not getattr(Scheme, name))
-        ),
+        "slots": list(dict.fromkeys(slots)),
         "needs": cls.regime,
-        "families": _families(cls),
-        "fields": fields,
+        "families": ["Llama", "Baichuan", *["T5"] * encodes, *["BERT"] * fills_table],
+        "fields": {
+            field.name: "required" if field.default is dataclasses.MISSING else field.default
+            for field in dataclasses.fields(cls)
+        },
         "equation": cls.equation,
         "year": cls.source.year,
         "source": cls.source.title,
         "link": cls.source.link,
         "code": cls.source.code,
     }
-
-
-def _families(cls: Any) -> list[str]:
-    """The styles of models that take the scheme."""
-    from rope_patch.schemes.base import Scheme
-
-    encodes = cls.causal_only is not True and not cls.decays  # T5's encoder looks in both directions
-    fills_table = cls.rows is not Scheme.rows  # models with a table of positions take rows alone
-    return ["Llama", "Baichuan", *["T5"] * encodes, *["BERT"] * fills_table]

@@ -1,108 +1,237 @@
-"""The options of measurements, which several commands share."""
+"""Typed options from YAML and from the command line: a dataclass says each of them once, and tyro reads it.
+
+Nothing here imports torch, so `--help` and a mistyped option answer at once.
+"""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import dataclasses
-from typing import Any, NamedTuple
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from rope_patch.errors import EvaluationError
+import yaml
 
-MODEL = "checkpoint folder or hub id (default: the small one that comes with the library)"
+from rope_patch.errors import EvaluationError, RopePatchError, did_you_mean, require
+from rope_patch.shipped import recipes_folder
 
+require("tyro", "the command line", extra="cli")
+import tyro  # noqa: E402  what is missing was named
+from tyro.conf import Positional as Positional  # noqa: E402  a word without the name of an option
 
-class Groups(NamedTuple):
-    """Where a command adds the options that it does not share.
+T = TypeVar("T")
 
-    Attributes:
-        text: options that say what is read.
-        how: options that say how it is measured.
-    """
-
-    text: Any
-    how: Any
-
-
-def add_measuring(command: Any, *, text: str, seed: str, output: str) -> Groups:
-    """Add the options of every measurement. One that is not given is None, so that the description's default holds.
-
-    Args:
-        command: their parser.
-        text: what is read where nothing else is said.
-        seed: what it is the seed of.
-        output: the default folder.
-    """
-    command.add_argument("--model", metavar="DIR", help=MODEL)
-    groups = Groups(command.add_argument_group("text", text), command.add_argument_group("how"))
-    groups.text.add_argument("--text", metavar="PATH", help=".txt/.jsonl/.parquet files, a folder, or a pattern")
-    groups.text.add_argument("--dataset", metavar="NAME", help="a dataset that `datasets.load_dataset` knows, instead")
-    groups.text.add_argument("--split", metavar="NAME", help="its split (default: test)")
-    groups.text.add_argument("--column", metavar="NAME", help="the column with the text (default: text)")
-    groups.how.add_argument("--seed", type=int, help=f"of {seed} (default: 0)")
-    groups.how.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (default: the checkpoint's)")
-    groups.how.add_argument("--device", help="such as cpu or cuda:0 (default: an accelerator, else the CPU)")
-    groups.how.add_argument("--attention", metavar="NAME", help="attention implementation of Transformers")
-    out = command.add_argument_group("output")
-    out.add_argument("--output", metavar="DIR", help=f"folder of the results (default: {output})")
-    add_json(out)
-    return groups
+INTERRUPTED, NO_READER = 130, 141
+"""Exit statuses after Ctrl-C, and where whoever read stdout went away."""
 
 
-def add_json(options: Any) -> None:
-    """Add `--json`."""
-    options.add_argument("--json", action="store_true", help="print what was found as one JSON document")
+def _numbers(words: list[str]) -> tuple[int, ...]:
+    listed = [word for part in words for word in part.split(",")]
+    if not all(re.fullmatch(r"-?\d+", word) for word in listed):
+        raise ValueError(f"{' '.join(words)!r} is no list of whole numbers such as 256,512,1024")
+    return tuple(map(int, listed))
 
 
-def add_documents(text: Any) -> None:
-    """Add the options that say which documents are scored, to the group of the text."""
-    text.add_argument("--documents", type=int, metavar="N", help="how many documents (default: all)")
-    text.add_argument(
-        "--windows-per-document", type=int, metavar="N", help="places scored in each (default: 1, the end)"
-    )
+Numbers = Annotated[
+    tuple[int, ...],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="N,N,...",
+        instance_from_str=_numbers,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [",".join(map(str, value))],
+    ),
+]
+"""Whole numbers: `256,512` or `256 512`."""
+
+Specs = Annotated[tuple[str, ...], tyro.conf.arg(name="scheme", metavar="SCHEME"), tyro.conf.UseAppendAction]
+"""Schemes, such as `yarn:factor=auto` or `rerope:window=128+logn`: the option `--scheme` is repeated."""
+
+Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]
+"""Words behind one option."""
 
 
-def add_schemes_at_lengths(command: Any, what: str) -> None:
-    """Add the options that say which schemes are measured at which lengths.
+@dataclass(kw_only=True)
+class Measured:
+    """What every measurement is told. The text is Python's standard library where none is named."""
 
-    Args:
-        command: their parser.
-        what: a scheme is in what is printed.
-    """
-    command.add_argument(
-        "--scheme",
-        dest="schemes",
-        metavar="SCHEME",
-        action="append",
-        help=f"{what}, may be repeated; factor=auto and group_size=auto follow each length",
-    )
-    command.add_argument("--lengths", required=True, metavar="N,N,...", help="context lengths in tokens, ascending")
-    command.add_argument(
-        "--no-references",
-        dest="references",
-        action="store_const",
-        const=False,
-        help="without the lines plain and window",
-    )
+    model: str | None = None  # checkpoint folder or hub id; default the small one that comes with the recipes
+    text: str | None = None  # a .txt, .jsonl or .parquet file, a folder of files, or a pattern
+    dataset: str | None = None  # a dataset's name or folder instead of a text
+    split: str | None = None  # of a dataset
+    column: str = "text"  # that holds the text, wherever there are columns
+    dtype: str = "auto"  # auto, float32, bfloat16 or float16
+    device: str = "auto"  # auto, or a name that torch knows
+    attention: str = "auto"  # auto, or an attention implementation of Transformers
+    seed: int = 0  # of whatever is drawn
+    json: bool = False  # print one JSON document on stdout instead of tables
 
 
-def given(arguments: argparse.Namespace, description: type[Any]) -> dict[str, Any]:
-    """The fields of a description that the command line says."""
-    names = [field.name for field in dataclasses.fields(description)]
-    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
-
-
-def whole_numbers(name: str, words: str, example: str) -> tuple[int, ...]:
-    """Numbers with commas between them.
+def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | None = None, prog: str = "") -> int:
+    """Parse a command line, call `main` with what it gives, and end in one line where something is wrong.
 
     Args:
-        name: of the option, for the message.
-        words: as they were typed.
-        example: of what is allowed, for the message.
+        options: a dataclass, whose module's docstring is the help.
+        main: what to do.
+        words: of the command line; default those of this process, which then ends.
+        prog: how the command is called.
 
-    Raises:
-        EvaluationError: they are something else.
+    Returns:
+        exit status: 0, 2 for wrong input, 130 when interrupted, 141 where whoever read stdout went away.
     """
     try:
-        return tuple(int(word) for word in words.split(","))
-    except ValueError:
-        raise EvaluationError(f"{name} {words!r}: whole numbers with commas between them, such as {example}") from None
+        status = _ending(lambda: main(parse(options, sys.argv[1:] if words is None else words, prog)))
+    except SystemExit as end:  # after --help
+        status = int(end.code or 0)
+    if words is None:
+        sys.exit(status)
+    return status
+
+
+def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
+    """The options that a YAML file and a command line give; the command line overrules the file.
+
+    Args:
+        options: a dataclass.
+        words: `[CONFIG.yaml] [--option value] ...`.
+        prog: how the command is called.
+
+    Raises:
+        EvaluationError: names what is wrong, its value and what is allowed.
+        OSError: the file cannot be read.
+        SystemExit: after `--help`.
+    """
+    words, config = list(words), {}
+    if words and words[0].endswith((".yaml", ".yml")):
+        config = _read(Path(words.pop(0)), options)
+    known = _flags(options)
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag.replace("_", "-") not in known:
+            raise EvaluationError(f"there is no option {flag!r}; {did_you_mean(flag, known)}")
+    given = {word.partition("=")[0].replace("_", "-") for word in words}
+    kept = [said for name, said in config.items() if not given & _spellings(options, name)]
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(shown):
+            return tyro.cli(
+                options,
+                prog=prog or Path(sys.argv[0]).name,
+                description=sys.modules[options.__module__].__doc__,
+                args=[*(word for said in kept for word in said), *words],
+            )
+    except SystemExit as end:
+        if end.code:
+            raise EvaluationError(_one_line(shown.getvalue())) from None
+        raise
+
+
+def say(sentence: str) -> None:
+    """A sentence of the main process for the reader, on stderr, so that stdout holds the results alone."""
+    if is_main():
+        print(f"rope-patch: {sentence}", file=sys.stderr)
+
+
+def is_main() -> bool:
+    """Whether this is the process that speaks, of those that torchrun or accelerate started."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def print_json(found: Any) -> None:
+    """Print what was found as one JSON document, once, however many processes measured."""
+    if is_main():
+        print(json.dumps(found, indent=2))
+
+
+def load_recipe(name: str) -> Any:
+    """The module of `recipes/NAME.py`."""
+    module = f"rope_patch_recipes_{name}"
+    if module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module, recipes_folder() / f"{name}.py")
+        sys.modules[module] = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+        spec.loader.exec_module(sys.modules[module])  # type: ignore[union-attr]
+    return sys.modules[module]
+
+
+def _ending(action: Callable[[], object]) -> int:
+    try:
+        action()
+        sys.stdout.flush()  # now, while a reader that went away can still be met
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would complain at its end
+        return NO_READER
+    except (RopePatchError, OSError) as error:
+        named = isinstance(error, OSError) and error.filename and error.strerror
+        say(f"{error.filename}: {error.strerror}" if named else " ".join(str(error).split()))  # type: ignore[union-attr]
+        return 2
+    except KeyboardInterrupt:
+        say(f"interrupted; what was written is kept; to go on: {_as_typed()}")
+        return INTERRUPTED
+    return 0
+
+
+def _as_typed() -> str:
+    installed = Path(sys.argv[0]).name == "rope-patch"
+    return shlex.join(["rope-patch", *sys.argv[1:]] if installed else sys.orig_argv)
+
+
+def _read(path: Path, options: type) -> dict[str, list[str]]:
+    """The words of a command line that a YAML file stands for, by field."""
+    try:
+        found = yaml.safe_load(path.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"{path} is no YAML: {error}") from error
+    names = [field.name for field in dataclasses.fields(options)]
+    if not isinstance(found, dict):
+        raise EvaluationError(f"{path}: a mapping of options is wanted, not {found!r:.80}")
+    for name, value in found.items():
+        if name not in names:
+            raise EvaluationError(f"{path}: there is no option {name!r}; {did_you_mean(str(name), names)}")
+        if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, list | dict) for v in value)):
+            raise EvaluationError(f"{path}: {name}: {value!r:.80} is nested; a value or a list of values is allowed")
+    return {name: _words(options, name, value) for name, value in found.items() if value is not None}
+
+
+def _words(options: type, name: str, value: Any) -> list[str]:
+    flag = _flag(options, name)
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    values = list(map(str, value)) if isinstance(value, list) else [str(value)]
+    return [word for each in values for word in (flag, each)] if flag == "--scheme" else [flag, *values]
+
+
+def _flag(options: type, name: str) -> str:
+    declared = next(field.type for field in dataclasses.fields(options) if field.name == name)
+    return "--scheme" if declared in ("Specs", Specs) else f"--{name.replace('_', '-')}"
+
+
+def _spellings(options: type, name: str) -> set[str]:
+    flag = _flag(options, name)
+    return {flag, f"--no-{flag[2:]}"}
+
+
+def _flags(options: type) -> set[str]:
+    """All options of a command."""
+    found = {"--help"}
+    for field in dataclasses.fields(options):
+        flag = _flag(options, field.name)
+        found.add(flag)
+        if field.type in ("bool", bool):
+            found.add(f"--no-{flag[2:]}")
+    return found
+
+
+def _one_line(shown: str) -> str:
+    """What tyro shows in a box, as a sentence; its reminders of the help are left out."""
+    lines = [line.strip("│ ").strip() for line in shown.splitlines() if not line.startswith(("╭", "╰"))]
+    text = " ".join(line for line in lines if line)
+    return re.split(r" ?─{3,}| Got errors:", text)[0].strip() or shown.strip()

@@ -1,192 +1,133 @@
-"""Texts to measure and to train on: the running Python's own source, local files and folders, named datasets.
-
-`read_documents` reads them one after another; a corpus to measure on is a `datasets.Dataset` with one row per document
-and the columns `name` and `text`.
-"""
+"""Texts as a `datasets.Dataset` with one row per document and the columns `name` and `text`."""
 
 from __future__ import annotations
 
 import glob
-import re
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets, get_dataset_split_names, load_dataset
 
 from rope_patch.errors import CorpusError
-from rope_patch.evaluation.documents import (
-    DATA_SUFFIXES,
-    TEXT_SUFFIXES,
-    Documents,
-    from_dataset,
-    from_files,
-    from_rows,
-)
 
-HELD_OUT_MODULES = (
-    "argparse",
-    "configparser",
-    "difflib",
-    "doctest",
-    "ipaddress",
-    "mailbox",
-    "pdb",
-    "pickle",
-    "statistics",
-    "subprocess",
-    "tarfile",
-    "typing",
-)
-"""Modules of the standard library that `recipes/pretrain_tiny.py` never trains on."""
+HELD_OUT_MODULES = {
+    *("argparse", "configparser", "difflib", "doctest", "ipaddress", "mailbox"),
+    *("pdb", "pickle", "statistics", "subprocess", "tarfile", "typing"),
+}
+"""Modules of the standard library that the recipes never train on."""
 
-_TEST = re.compile(r"(?<![A-Za-z0-9])test(?![A-Za-z0-9])")
-"""By such a word in the name of a data file `datasets` knows the test split of a folder."""
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
+"""Files of a folder that are one document each."""
+
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+"""Files with a document in every record, and how `datasets` reads them."""
 
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
-def standard_library(split: str = "held_out") -> Dataset:
-    """The source of the running Python's standard library, one row per module.
+def load_corpus(split: str = "held_out") -> Dataset:
+    """The source of the running Python's standard library, one row per module: no download, and everywhere.
 
-    Tests, third-party packages and generated tables are left out. The text needs no download and is
-    there on every machine that can run this project, although its content follows the version of Python.
+    Tests, third-party packages and generated tables are left out.
 
     Args:
         split: `"held_out"` for the modules named in `HELD_OUT_MODULES`, `"train"` for all others.
-
-    Returns:
-        A dataset with the columns `name` (dotted module name) and `text`.
 
     Raises:
         CorpusError: on any other split.
     """
     if split not in ("train", "held_out"):
         raise CorpusError(f"split {split!r} of the standard library: allowed are 'train' and 'held_out'")
-    modules = sorted(
-        (name, path) for name, path in _standard_library_files() if (name in HELD_OUT_MODULES) == (split == "held_out")
-    )
-    return Dataset.from_dict(
-        {
-            "name": [name for name, _ in modules],
-            "text": [path.read_text(encoding="utf-8", errors="replace") for _, path in modules],
-        }
-    )
-
-
-def _standard_library_files() -> Iterator[tuple[str, Path]]:
-    root = Path(sysconfig.get_path("stdlib"))
+    root, found = Path(sysconfig.get_path("stdlib")), {}
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).parts
+        name = ".".join(parts).removesuffix(".py").removesuffix(".__init__")
         generated = any(part.startswith(("config-", "_sysconfigdata")) for part in parts)
-        if not generated and _NOT_SOURCE.isdisjoint(parts):
-            yield ".".join(parts).removesuffix(".py").removesuffix(".__init__"), path
+        if not generated and _NOT_SOURCE.isdisjoint(parts) and (name in HELD_OUT_MODULES) == (split == "held_out"):
+            found[name] = path
+    texts = [found[name].read_text(encoding="utf-8", errors="replace") for name in sorted(found)]
+    return Dataset.from_dict({"name": sorted(found), "text": texts})
 
 
-def read_documents(
-    source: str = "stdlib",
+def load_text(
+    text: str | None = None,
+    dataset: str | None = None,
     *,
     split: str | None = None,
     column: str = "text",
-    config: str | None = None,
     streaming: bool = False,
-    on_bad_line: str = "stop",
-) -> Documents:
-    """Documents one after another, each a dictionary of `name` and `text`.
+) -> Any:
+    """The documents of a text or of a dataset; without either, `load_corpus()`.
 
     Args:
-        source: `"stdlib"` (the modules of the standard library); the path of a file or of a folder, or a pattern with
-            `*`; or else a name or path that `datasets.load_dataset` understands. A `.jsonl` or `.json` file holds one
-            JSON object per line, a `.parquet` file one row per document, any other file is one document. Of a folder
-            every `.txt`, `.md`, `.rst` and `.py` file below it is read, or, where there is none beside a README.md,
-            every `.jsonl` and `.parquet`, or else `.json` file.
-        split: of the standard library, of a dataset, or of a folder that `datasets` divides by the names of its data
-            files. Default `"train"`; a folder is read whole.
+        text: a file, a folder of files, or a pattern. Of a folder every `.txt`, `.md`, `.rst` and `.py` file below it
+            is read or, where there is none beside a README.md, every `.jsonl`, `.json` and `.parquet` file.
+        dataset: a name or a folder that `datasets.load_dataset` knows, instead.
+        split: of a dataset; default `test`, or all of a folder that has none.
         column: that holds the text, wherever there are columns.
-        config: of a dataset.
-        streaming: read a named dataset while it is downloaded; files are always read as they are needed.
-        on_bad_line: `"stop"` raises on a record that is no document, `"skip"` leaves it out and counts it: see
-            `Documents.bad_records`.
+        streaming: read a dataset while it is downloaded: an `IterableDataset`.
 
     Raises:
-        CorpusError: nothing can be read there. What is wrong with a single record shows when it is reached.
+        CorpusError: there is no text; the message names the place and the reason.
     """
-    if source == "stdlib":
-        modules = standard_library(split or "train")
-        return from_rows("stdlib", modules.to_list())
-    path = Path(source)
-    if path.is_file():
-        return from_files(source, [path], path.parent, column, on_bad_line)
+    if text is not None and dataset is not None:
+        raise CorpusError(f"text {text!r} and dataset {dataset!r}: give one of them")
+    if dataset is not None and split is None and Path(dataset).is_dir():
+        text = None if "test" in get_dataset_split_names(dataset) else dataset
+    if text is not None:
+        found = concatenate_datasets([_from_file(file, name, column) for file, name in _files(text)])
+    elif dataset is not None:
+        split = split or "test"
+        return _from_dataset(dataset, f"split {split!r} of dataset {dataset!r}", split, column, split, streaming)
+    else:
+        return load_corpus(split or "held_out")
+    if not any(found["text"]):
+        raise CorpusError(f"there is no text in {text!r}: {len(found)} documents, all empty")
+    return found
+
+
+def _files(text: str) -> list[tuple[Path, str]]:
+    """The files of a text, and the names of their documents."""
+    path = Path(text)
     if path.is_dir():
-        files = _files_below(path)
-        if files and (split is None or files[0].suffix not in DATA_SUFFIXES):
-            return from_files(source, files, path, column, on_bad_line)
-    elif glob.has_magic(source):
-        files = [Path(match) for match in sorted(glob.glob(source, recursive=True)) if Path(match).is_file()]
-        if not files:
-            raise CorpusError(f"no file matches {source!r}")
-        return from_files(source, files, Path(files[0].anchor), column, on_bad_line)
-    elif path.suffix in TEXT_SUFFIXES | DATA_SUFFIXES:
-        raise CorpusError(f"there is no file {source!r}")
-    return from_dataset(source, config, split or "train", column, streaming, on_bad_line)
+        below = sorted(file for file in path.rglob("*") if file.is_file())
+        texts = [file for file in below if file.suffix in TEXT_SUFFIXES]
+        data = [file for file in below if file.suffix in BUILDERS]
+        card = data and all(file.name == "README.md" for file in texts)  # beside data files it describes them
+        found = [(file, str(file.relative_to(path))) for file in (data if card else texts)]
+    else:
+        matches = sorted(glob.glob(text, recursive=True)) if glob.has_magic(text) else [text]
+        found = [(Path(match), Path(match).name) for match in matches if Path(match).is_file()]
+    if not found:
+        raise CorpusError(f"there is no text file at {text!r}")
+    return found
 
 
-def load_corpus(source: str = "stdlib", *, split: str | None = None, column: str = "text") -> Dataset:
-    """All documents of a source at once.
-
-    Args:
-        source: see `read_documents`.
-        split: the split to read; defaults to `"held_out"` for the standard library and to `"test"` for a dataset.
-        column: the column that holds the text, wherever there are columns.
-
-    Returns:
-        A dataset with the columns `name` and `text`.
-
-    Raises:
-        CorpusError: when nothing can be read there, a record is no document, or there is no such column.
-    """
-    if source == "stdlib":
-        return standard_library(split or "held_out")
-    if split is None and not _is_read_whole(source):
-        split = "test"
-    rows = list(read_documents(source, split=split, column=column))
-    return Dataset.from_dict({"name": [row["name"] for row in rows], "text": [row["text"] for row in rows]})
+def _from_file(file: Path, name: str, column: str) -> Dataset:
+    if file.suffix in BUILDERS:
+        return _from_dataset(BUILDERS[file.suffix], str(file), "train", column, name, data_files=str(file))
+    try:
+        return Dataset.from_dict({"name": [name], "text": [file.read_text(encoding="utf-8-sig")]})
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def text_or_dataset(
-    text: str | None, dataset: str | None, *, split: str | None = None, column: str = "text"
-) -> Dataset:
-    """All documents of the one that is given, or of the held-out modules of the standard library.
+def _from_dataset(
+    dataset: str, place: str, split: str, column: str, name: str, streaming: bool = False, **settings: Any
+) -> Any:
+    try:
+        found = load_dataset(dataset, split=split, streaming=streaming, **settings)
+    except Exception as error:  # of many unrelated types; all mean that there is no text to be had
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise CorpusError(f"cannot read {place}: {reason or type(error).__name__}") from error
+    columns = found.column_names or list(next(iter(found), {}))  # a stream may learn them from its first row
+    if column not in columns:
+        raise CorpusError(f"{place} has no column {column!r}; it has {', '.join(columns)}")
 
-    Args:
-        text: a file, a folder of files, or a pattern.
-        dataset: a name or a folder that `datasets` knows.
-        split, column: see `load_corpus`.
+    def document(row: dict[str, Any], index: int) -> dict[str, str]:
+        if not isinstance(row[column], str):
+            raise CorpusError(f"{place}, row {index + 1}: {column!r} holds {type(row[column]).__name__}, not text")
+        return {"name": str(row.get("name") or f"{name}:{index + 1}"), "text": row[column]}
 
-    Raises:
-        CorpusError: there is no such text; and see `load_corpus`.
-    """
-    if text is not None and not (glob.has_magic(text) or Path(text).exists()):
-        raise CorpusError(f"there is no text file or folder {text!r}")
-    return load_corpus(text or dataset or "stdlib", split=split, column=column)
-
-
-def _files_below(folder: Path) -> list[Path]:
-    """The files of a folder that hold its text, of the first kind of which there are any."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    data = [file for file in files if file.suffix in DATA_SUFFIXES - {".json"}]
-    texts = [file for file in files if file.suffix in TEXT_SUFFIXES]
-    # a README.md beside data files is the card of a dataset
-    if data and all(file.name == "README.md" for file in texts):
-        texts = []
-    return texts or data or [file for file in files if file.suffix == ".json"]
-
-
-def _is_read_whole(source: str) -> bool:
-    """Whether a source has no splits: a file, a pattern, or a folder none of whose data files is named for a test."""
-    path = Path(source)
-    if not path.is_dir():
-        return path.is_file() or glob.has_magic(source)
-    files = _files_below(path)
-    data = [str(file.relative_to(path)) for file in files if file.suffix in DATA_SUFFIXES]
-    return bool(files) and not any(_TEST.search(name) for name in data)
+    return found.map(document, with_indices=True, remove_columns=columns)

@@ -8,8 +8,6 @@ from torch import nn
 from rope_patch.errors import EvaluationError
 from rope_patch.models.head import find_language_model, head_alone
 
-__all__ = ["ROWS_PER_CHUNK", "chunked_nll", "find_language_model"]
-
 ROWS_PER_CHUNK = 128
 """How many positions pass through the language-model head at once."""
 
@@ -25,28 +23,23 @@ def chunked_nll(
 
     Args:
         model: a causal language model of Transformers, also inside PEFT or another wrapper.
-        input_ids: the context.
-        targets: what the last `scored` positions of the context have to predict: `targets[:, -1]` is the token that
-            follows the context.
-        rows_per_chunk: positions per call of the head.
+        targets: what the last positions of the context have to predict; the last target follows the context.
 
     Shape:
         input_ids `(batch, length)`, targets `(batch, scored)` with scored <= length; returns `(batch, scored)`.
 
     Raises:
-        EvaluationError: when there are more targets than positions, or the model's head cannot be called by itself.
+        EvaluationError: there are more targets than positions, or the model's head cannot be called by itself.
     """
     scored, length = targets.shape[1], input_ids.shape[1]
     if scored > length:
         raise EvaluationError(f"{scored} targets for a context of {length} tokens: at most {length} are predicted")
     language_model = find_language_model(model)
     outputs = language_model.base_model(input_ids=input_ids, use_cache=False, return_dict=True)
-    hidden = outputs.last_hidden_state[:, length - scored :]
-    chunks = zip(hidden.split(rows_per_chunk, dim=1), targets.split(rows_per_chunk, dim=1), strict=True)
+    hidden = outputs.last_hidden_state[:, length - scored :].split(rows_per_chunk, dim=1)
     with head_alone(language_model, type(outputs)) as head:
-        return torch.cat([_nll(head(states), expected) for states, expected in chunks], dim=1)
-
-
-def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """`(batch, rows, vocabulary)` and `(batch, rows)` to `(batch, rows)`."""
-    return nn.functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
+        losses = [
+            nn.functional.cross_entropy(head(states).float().transpose(1, 2), expected, reduction="none")
+            for states, expected in zip(hidden, targets.split(rows_per_chunk, dim=1), strict=True)
+        ]
+    return torch.cat(losses, dim=1)

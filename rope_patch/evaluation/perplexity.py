@@ -1,15 +1,7 @@
 """Perplexity against context length: does the model predict the same tokens better when it sees more?
 
-protocol `last`         the last T tokens of every window, seen from contexts of each length that end at the same
-                        token; the same targets at every length
-protocol `by_position`  one pass at the longest length, the mean over the positions up to each length
-protocol `span_corruption`  for encoders with decoders: spans among the last T tokens are hidden, the encoder reads
-                        contexts of each length, the decoder says the same spans
-protocol `sliding`      whole documents in windows of each length, S tokens apart, each token scored once
-protocol `disjoint`     whole documents in windows of each length side by side
-protocols `yarn_compat`, `yarn_truncate`  the numbers that YaRN's script gives
-
-nll = sum of -ln p(target) / number of targets, perplexity = exp(nll); `protocols/` has the exact definitions.
+nll = sum of -ln p(target) / number of targets, perplexity = exp(nll); the protocols define which tokens are targets,
+and which contexts they are seen from.
 """
 
 from __future__ import annotations
@@ -18,8 +10,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,15 +17,19 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from rope_patch.evaluation import sharing
-from rope_patch.evaluation.nll import ROWS_PER_CHUNK, chunked_nll
-from rope_patch.evaluation.passes import Pass, plan_passes
-from rope_patch.evaluation.protocols import Cell, Context, Protocol, ProtocolName, check_request, protocol_for
-from rope_patch.evaluation.results import ResultFile, Row
-from rope_patch.evaluation.subject import Subject, evaluating, progress
-from rope_patch.evaluation.trained import Trained
-from rope_patch.patching import patch
+from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.lines import SchemeAtLength, schemes_at_lengths
+from rope_patch.evaluation.measured_model import Learned, MeasuredModel
+from rope_patch.evaluation.nll import chunked_nll
+from rope_patch.evaluation.processes import on_main, over_processes, progress
+from rope_patch.evaluation.protocols import Context, Protocol, check_request, protocol_for
+from rope_patch.evaluation.rows import Row, Rows
+from rope_patch.models.config import rope_entries
+from rope_patch.models.head import find_language_model
 from rope_patch.schemes import Scheme
+
+BLOCKS = 32
+"""Into how many blocks of windows a single document is divided for standard errors, at most."""
 
 
 def measure(
@@ -45,7 +39,7 @@ def measure(
     schemes: Sequence[str | Scheme],
     lengths: Sequence[int],
     *,
-    protocol: ProtocolName = "auto",
+    protocol: str = "auto",
     targets: int | None = None,
     stride: int | None = None,
     tokens_per_document: int | None = None,
@@ -53,40 +47,36 @@ def measure(
     windows_per_document: int = 1,
     seed: int = 0,
     name: str | None = None,
-    results: ResultFile | None = None,
-    trained: Trained | None = None,
+    results: Rows[Row] | None = None,
+    trained: Learned | None = None,
 ) -> list[Row]:
     """Measure every scheme at every length. The model is without a scheme before, between and after.
 
     A model that carries a scheme is measured as it is, never taken apart, where that scheme is all that is asked for.
 
-    Where `torch.distributed` is initialised, every process has to call this alike; the windows are divided over them,
-    and all get the rows that one process alone would have got.
+    Of several processes (`torchrun`, `accelerate launch`) every one has to call this alike; the windows are divided
+    over them, and all get the rows that one process alone would have got.
 
     Args:
         model: a language model of Transformers, causal or of T5's style, also inside PEFT or another wrapper.
-        tokenizer: its tokenizer.
         corpus: rows with `name` and `text`, such as `load_corpus()` gives.
-        schemes: scheme objects or strings; a string may be `plain`, and may say `factor=auto` (see `scheme_at`).
+        schemes: scheme objects or strings; a string may be `plain`, and may contain `factor=auto` (see `scheme_at`).
         lengths: context lengths in tokens, ascending.
         protocol: one of `PROTOCOLS`; `"auto"` chooses `"last"` or `"span_corruption"` by the model.
-        targets: T, scored tokens per window under `last`, or the tokens among which spans are hidden; default
-            min(L, 4096).
+        targets: T, scored tokens per window, or the tokens among which spans are hidden; default min(L, 4096).
         stride: S of `sliding` and `yarn_compat`; default 256, or the shortest length.
         tokens_per_document: of protocols that score whole documents: read the first so many; default all.
         documents: how many documents, drawn at random where there are more; default all.
-        windows_per_document: of protocols that score windows: how many places in each document are scored.
-        seed: of the draw.
+        windows_per_document: of protocols that score windows: how many places in each document.
         name: of the model in the rows; default `model.config.name_or_path`.
-        results: where rows are appended as they come, and where rows of an earlier run are taken from. Of several
-            processes only the main one needs it.
-        trained: what the model learned under a scheme that it carried; a line of that scheme is measured with it.
+        results: where rows are appended as they come, and where rows of an earlier run are taken from.
+        trained: what `take_off` kept: a line of the scheme under which it was learned is measured with it.
 
     Returns:
         one row per scheme and length, scheme by scheme.
 
     Raises:
-        EvaluationError: lengths, settings or texts do not fit each other; the message says how.
+        EvaluationError: lengths, settings or texts do not fit each other.
         AlreadyPatched: the model carries another scheme than the one that is asked for.
         UnknownScheme, InvalidField, SlotConflict, UnsupportedModel, NothingToPatch: a scheme is not right for it.
             All of them are raised before anything is computed.
@@ -101,97 +91,94 @@ def measure(
         windows_per_document=windows_per_document,
         seed=seed,
     )
-    subject = Subject.of(model, trained)
-    scoring = protocol_for(subject.language_model, request, tokenizer, subject.training_length)
-    passes = plan_passes(schemes, scoring, subject)
+    measured = MeasuredModel(model, trained)
+    scoring = protocol_for(measured.language_model, request, tokenizer, measured.training_length)
+    cells = scoring.cells()
+    passes = schemes_at_lengths(schemes, list(cells), measured)
+    if scoring.one_pass:
+        _check_prefixes(passes, measured)
     chosen = scoring.select(corpus, tokenizer)
-    shared = {
-        **subject.fields(name),
+    contexts = {length: [c for window in chosen.windows for c in scoring.contexts(window, length)] for length in cells}
+    facts = {
+        **measured.facts(name),
         "protocol": scoring.name,
         "documents": chosen.documents,
         "short_documents": chosen.short_documents,
         "texts": chosen.fingerprint,
         "seed": seed,
     }
-    contexts = {length: scoring.contexts(chosen, length) for length in {job.length for job in passes}}
-    known = sharing.on_main(lambda: [_known(job, shared, results) for job in passes])
     rows: list[Row] = []
-    with evaluating(model), _bar(passes, known, contexts) as bar:
-        for job, found in zip(passes, known, strict=True):
-            if found is not None:
-                rows += found
-                continue
-            bar.set_description(f"{job.line} at {job.length}")
-            with patch(model, job.scheme) if job.scheme and not subject.carried else nullcontext():
-                subject.recall(job.scheme)
-                scored = _score(model, contexts[job.length], shared["device"], bar)
-            rows += sharing.on_main(partial(_fill, job, scoring, scored, shared, results))
+    with progress(sum(context.length for one in passes for context in contexts[one.length])) as bar:
+        for one in passes:
+            bar.set_description(f"{one.line} at {one.length}")
+            read = contexts[one.length]
+            wanted = [{**facts, **one.facts, "length": at, "targets": scored} for at, scored in cells[one.length]]
+            known = on_main(partial(_known, wanted, results))
+            if known is None:
+                began = time.perf_counter()
+                with measured.under(one.scheme):
+                    losses = over_processes(partial(_losses, model, scoring, bar), list(enumerate(read)), model)
+                seconds = time.perf_counter() - began
+                known = on_main(partial(_fill, wanted, scoring, read, losses, seconds, results))
+            rows += [dataclasses.replace(row, line=one.line) for row in known]
     return rows
 
 
-@dataclass(frozen=True)
-class _Scored:
-    """What a pass gave: -ln p of the scored positions of every context."""
-
-    losses: list[torch.Tensor]
-    tokens: int
-    seconds: float
-
-
-def _known(job: Pass, shared: dict[str, Any], results: ResultFile | None) -> list[Row] | None:
-    """The rows of this pass where an earlier run has all of them, under the name that the line has now."""
-    if results is None:
-        return None
-    found = [results.find(Row.identity(**shared, **_place(job, cell))) for cell in job.cells]
-    return [dataclasses.replace(row, line=job.line) for row in found if row] if all(found) else None
+def _check_prefixes(passes: Sequence[SchemeAtLength], model: MeasuredModel) -> None:
+    """One pass gives the losses of every prefix where nothing follows the length of the text."""
+    types = {entry.get("rope_type") for entry in rope_entries(model.stacks[0].config).values()}
+    dynamic = model.stacks[0].rotary and not types.isdisjoint({"dynamic", "longrope"})
+    for one in passes:
+        scheme = one.scheme
+        if scheme.length_dependent if scheme is not None and "frequencies" in scheme.slots else dynamic:
+            raise EvaluationError(
+                f"{one.line} depends on the length of the text, so one pass at {one.length} tokens tells nothing of "
+                "shorter ones; use protocol 'last'"
+            )
 
 
-def _place(job: Pass, cell: Cell) -> dict[str, Any]:
-    """The fields of a row that are known before it is measured, beside the shared ones."""
-    return {**job.fields, "length": cell.length, "targets": cell.targets}
+def _known(wanted: Sequence[dict[str, Any]], results: Rows[Row] | None) -> list[Row] | None:
+    """The rows of a pass, where an earlier run has all of them."""
+    found = [results.find(Row.key_of(row)) for row in wanted] if results is not None else []
+    known = [row for row in found if row is not None]
+    return known if len(known) == len(wanted) else None
 
 
-def _score(model: nn.Module, contexts: Sequence[Context], device: str, bar: tqdm) -> _Scored:
-    """One forward pass for every context, this process running its share of them."""
-
-    def losses(context: Context) -> torch.Tensor:
-        gather()
-        tokens = context.tokens.to(device)
-        if context.spans is not None:
-            found = context.spans.nll(model, tokens[1:], context.number)
-        else:
-            found = chunked_nll(model, tokens[None, :-1], tokens[None, context.start + 1 :])[0]
-            found = found[: context.stop - context.start]
-        bar.update(context.length)
-        return found.double().cpu()
-
-    began = time.perf_counter()
-    with sharing.gathering(model) as gather:
-        found = sharing.each(losses, contexts, alike=_calls_of_the_head)
-    return _Scored(found, sum(context.length for context in contexts), time.perf_counter() - began)
-
-
-def _calls_of_the_head(context: Context) -> int:
-    """How often `chunked_nll` calls the head, where weights that are spread over processes are gathered."""
-    return -(-(context.length - context.start) // ROWS_PER_CHUNK)
+def _losses(model: nn.Module, protocol: Protocol, bar: tqdm, numbered: tuple[int, Context]) -> torch.Tensor:
+    """-ln p of the scored positions of one context, `(scored,)`."""
+    number, context = numbered
+    tokens = context.tokens.to(find_language_model(model).device)
+    if protocol.hidden is not None:
+        found = protocol.hidden.nll(model, tokens[1:], number)
+    else:
+        found = chunked_nll(model, tokens[None, :-1], tokens[None, context.start + 1 :])[0]
+        found = found[: context.stop - context.start]
+    bar.update(context.length)
+    return found.double().cpu()
 
 
 def _fill(
-    job: Pass, protocol: Protocol[Any], scored: _Scored, shared: dict[str, Any], results: ResultFile | None
+    wanted: Sequence[dict[str, Any]],
+    protocol: Protocol,
+    contexts: Sequence[Context],
+    losses: Sequence[torch.Tensor],
+    seconds: float,
+    results: Rows[Row] | None,
 ) -> list[Row]:
-    """The rows of a pass, written as far as there is a file."""
+    """The rows of a pass with their numbers, written where there is a file."""
     rows = []
-    for cell in job.cells:
-        nll, count = protocol.mean(scored.losses, cell)
+    for fields in wanted:
+        scored = protocol.scored(losses, fields["length"], fields["targets"])
+        nll = protocol.mean(scored)
         row = Row(
-            **shared,
-            **_place(job, cell),
-            windows=len(scored.losses),
-            scored_tokens=count,
+            **fields,
+            windows=len(losses),
+            scored_tokens=sum(of_context.numel() for of_context in scored),
             nll=nll,
             perplexity=math.inf if nll > 700 else math.exp(nll),
-            seconds=round(scored.seconds, 3),
-            tokens_per_second=round(scored.tokens / scored.seconds, 1),
+            seconds=round(seconds, 3),
+            tokens_per_second=round(sum(context.length for context in contexts) / seconds, 1),
+            nll_by_document=[round(protocol.mean(block), 6) for block in _blocks(contexts, scored)],
         )
         if results is not None:
             results.append(row)
@@ -199,13 +186,12 @@ def _fill(
     return rows
 
 
-def _bar(passes: list[Pass], known: list[list[Row] | None], contexts: dict[int, list[Context]]) -> tqdm:
-    """Progress over the tokens that this process reads."""
-    return progress(
-        sum(
-            contexts[job.length][index].length
-            for job, found in zip(passes, known, strict=True)
-            if found is None
-            for index in sharing.share(contexts[job.length], _calls_of_the_head)
-        )
-    )
+def _blocks(contexts: Sequence[Context], scored: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+    """The losses of each document, or of blocks of the windows of a single one."""
+    by_document: dict[str, list[torch.Tensor]] = {}
+    for context, losses in zip(contexts, scored, strict=True):
+        by_document.setdefault(context.document, []).append(losses)
+    if len(by_document) > 1:
+        return list(by_document.values())
+    count, total = min(BLOCKS, len(scored)), len(scored)
+    return [scored[i * total // count : (i + 1) * total // count] for i in range(count)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -17,60 +16,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from rope_patch.errors import UnsupportedModel
-from rope_patch.models.base import Stack
+from rope_patch.models.base import AbsoluteTable, Stack
 from rope_patch.schemes.learned import Learned
-from rope_patch.schemes.slots import Checkpoint
 
 _TABLE = re.compile(r"^(?!.*relative).*position|^wpe$")
-_LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions")
-"""Under these names configs and modules say how long a text may be; some count the reserved rows, some do not."""
-
-
-@dataclass(frozen=True)
-class AbsoluteTable:
-    """The learned absolute positions of one stack, and all that limits a text to as many.
-
-    Attributes:
-        module: the `PreTrainedModel` that runs the stack.
-        name: path of the table inside it.
-        embedding: the table, `(reserved + n, hidden)`.
-        reserved: rows in front that stand for no position: `padding_idx + 1` in RoBERTa, two in OPT, else none.
-        buffers: owner and name of each buffer with a place per row: `position_ids`, `token_type_ids`.
-    """
-
-    module: PreTrainedModel
-    name: str
-    embedding: nn.Embedding
-    reserved: int
-    buffers: tuple[tuple[nn.Module, str], ...]
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """The rows that stand for positions, `(n, hidden)`, detached."""
-        return self.embedding.weight.detach()[self.reserved :]
-
-    @property
-    def capacity(self) -> int:
-        """n: the longest text in tokens."""
-        return len(self.rows)
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """What a scheme's defaults are read from."""
-        return Checkpoint(self.capacity, self.config.num_attention_heads, self.capacity)
-
-    @property
-    def config(self) -> Any:
-        """The config of the stack, as it is now."""
-        return self.module.config
-
-    def limits(self) -> Iterator[tuple[Any, str, int]]:
-        """Holder, name and value of each number that says how long a text may be: in the config and on modules."""
-        said = (self.capacity, self.capacity + self.reserved)
-        for holder in (self.config, *self.module.modules()):
-            for name in _LIMITS:
-                if vars(holder).get(name) in said:
-                    yield holder, name, vars(holder)[name]
 
 
 def recognises(module: nn.Module) -> bool:

@@ -14,12 +14,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a forward by name.
-
-    Args:
-        module: whose forward is called.
-        args, kwargs: what it is called with.
-    """
+    """All arguments of a forward by name, of which `args` are given by place and `kwargs` by name."""
     if not args:
         return kwargs
     names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +15,8 @@ from rope_patch.schemes.slots import Checkpoint
 from rope_patch.schemes.tools.rotary import RotaryLayout
 from rope_patch.typing import RotarySpec
 
-if TYPE_CHECKING:  # which is read by a module that needs `Stack`
-    from rope_patch.models.absolute import AbsoluteTable
+_LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions")
+"""Under these names configs and modules say how long a text may be; some count the reserved rows, some do not."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,12 @@ class AttentionLayer:
     """One self-attention module.
 
     Attributes:
-        name: path inside the model.
         index: `layer_idx`, the place in the cache.
         spec: its rotary embedding; where it has none, the one that a scheme would bring.
         layout: how it pairs dimensions, or would; None where the module rotates in other layers, but not in this one.
         rotary: the tables that the module rotates by; None where it takes none.
         sliding_window: its window in tokens; None where it attends to everything before.
         bias_table: the learned biases by bucket of distance, `(num_buckets, heads)`; None where it has none.
-        module: the module.
     """
 
     name: str
@@ -101,14 +100,54 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True)
-class Replacement:
-    """An attribute of a module that has another value while the model is patched.
+class AbsoluteTable:
+    """The learned absolute positions of one stack, and all that limits a text to as many.
 
     Attributes:
-        module: that has the attribute.
-        name: of the attribute.
-        value: while the model is patched.
+        name: path of the table inside it.
+        embedding: the table, `(reserved + n, hidden)`.
+        reserved: rows in front that stand for no position: `padding_idx + 1` in RoBERTa, two in OPT, else none.
+        buffers: owner and name of each buffer with a place per row: `position_ids`, `token_type_ids`.
     """
+
+    module: PreTrainedModel
+    name: str
+    embedding: nn.Embedding
+    reserved: int
+    buffers: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The rows that stand for positions, `(n, hidden)`, detached."""
+        return self.embedding.weight.detach()[self.reserved :]
+
+    @property
+    def capacity(self) -> int:
+        """n: the longest text in tokens."""
+        return len(self.rows)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What a scheme's defaults are read from."""
+        return Checkpoint(self.capacity, self.config.num_attention_heads, self.capacity)
+
+    @property
+    def config(self) -> Any:
+        """The config of the stack, as it is now."""
+        return self.module.config
+
+    def limits(self) -> Iterator[tuple[Any, str, int]]:
+        """Holder, name and value of each number that says how long a text may be: in the config and on modules."""
+        said = (self.capacity, self.capacity + self.reserved)
+        for holder in (self.config, *self.module.modules()):
+            for name in _LIMITS:
+                if vars(holder).get(name) in said:
+                    yield holder, name, vars(holder)[name]
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """An attribute of a module that has another `value` while the model is patched."""
 
     module: nn.Module
     name: str
@@ -120,11 +159,7 @@ class Stack:
     """A stack of layers with what its config says.
 
     Attributes:
-        module: the `PreTrainedModel` that runs the layers.
-        checkpoint: what a scheme's defaults are read from.
         native: the scheme of the checkpoint itself; None where no scheme here stands for it.
-        layers: its self-attention layers in order.
-        rotary: every set of rotary tables.
         part: `encoder` or `decoder` where a model may have both.
         replacements: what its modules want set before schemes can be mounted in their attention.
         absolute: its learned absolute positions; None where it has none, or where positions enter elsewhere too.

@@ -29,12 +29,7 @@ OWN_ROTATION = "in the model's own rotation"
 
 
 def signature_of(scheme: Scheme, kept: str) -> str:
-    """What a cache is signed with: two caches of one signature may be continued by each other's models.
-
-    Args:
-        scheme: with its defaults filled in.
-        kept: how its keys are.
-    """
+    """What a cache is signed with: two caches of one signature may be continued by each other's models."""
     return f"{scheme} (keys {kept})"
 
 
@@ -135,7 +130,6 @@ def sign(cache: Cache, index: int, written_by: str, accepts_plain: bool) -> None
     """Leave on a cache who writes its keys, and refuse one that another has filled.
 
     Args:
-        cache: of the forward.
         index: of the layer that asks; nothing was added to it in this forward.
         written_by: the scheme and the rotation in which it keeps keys.
         accepts_plain: whether keys of the checkpoint itself are the same.
@@ -180,13 +174,11 @@ class Signing:
 
 
 def positions_in(cache: Cache, index: int, start: int, name: str) -> torch.Tensor:
-    """Where the keys stand that a layer's cache will return before the new ones.
+    """Where the keys stand that a layer's cache, not yet updated, will return before the new ones.
 
     Args:
-        cache: of the forward, before it is updated.
         index: of the layer.
         start: how many they are, at least 1.
-        name: of the attention module, for the message.
 
     Returns:
         `(batch or 1, start)`, or `(batch, kv_heads, start)` where the heads keep different keys.
@@ -224,7 +216,6 @@ def known_positions(
     positions are counted back from the first query.
 
     Args:
-        cache: of the forward, before it is updated.
         index: of the layer.
         start: slot of the first query among the keys.
         position_ids: of the queries, `(batch or 1, q_len)`.
@@ -241,10 +232,9 @@ def known_positions(
 
 
 def remember(cache: Cache, index: int, positions: torch.Tensor, in_order: bool) -> None:
-    """Leave on the keys of a layer where they stand.
+    """Leave on the keys of a layer, whose cache was updated, where they stand.
 
     Args:
-        cache: of the forward, after it was updated.
         index: of the layer.
         positions: of the keys that it returned before, as `positions_in` found them, and of the new ones,
             `(batch or 1, slots)` or `(batch, kv_heads, slots)`.
@@ -274,10 +264,8 @@ def positions_in_graph(cache: Cache, index: int, position_ids: torch.Tensor, nam
     they were seen not to (pads behind a prompt), they are read, and later ones are counted back.
 
     Args:
-        cache: of the forward, before it is updated.
         index: of the layer.
         position_ids: of the queries, `(batch or 1, q_len)`.
-        name: of the attention module, for the message.
 
     Returns:
         positions of the first keys, `(batch or 1, slots)`; None where all are counted back.

@@ -101,12 +101,7 @@ def scheme_of_config(config: Any) -> Scheme:
 
 
 def scheme_of_layer_type(config: Any, layer_type: str | None) -> Scheme | None:
-    """The scheme that `config.rope_parameters` describes for the layers of one type; None where none stands for it.
-
-    Args:
-        config: of the checkpoint.
-        layer_type: None where one entry serves all layers.
-    """
+    """The scheme that `config.rope_parameters` describes for the layers of one type; None where none stands for it."""
     return _scheme_of_entry(rope_entries(config)[layer_type], nested=layer_type is not None)
 
 

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from rope_patch.errors import EvaluationError
 
-
-class Head(Protocol):
-    """Logits `(batch, rows, vocabulary)` of hidden states `(batch, rows, hidden)`.
-
-    Args:
-        states: what the stack would have handed out.
-        parameters: tensors to use instead of the head's own parameters of these names; the others stay.
-    """
-
-    def __call__(self, states: torch.Tensor, parameters: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """Logits of `states`."""
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""Logits `(batch, rows, vocabulary)` of hidden states `(batch, rows, hidden)`, as the stack would have given them."""
 
 
 def find_language_model(model: nn.Module) -> PreTrainedModel:
@@ -61,8 +51,8 @@ def head_alone(model: PreTrainedModel, output_type: type) -> Iterator[Head]:
     prefix, stand_in = model.base_model_prefix, _StandIn(output_type)
     model._modules[prefix] = stand_in
 
-    def head(states: torch.Tensor, parameters: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        return _apply_head(model, stand_in, states, parameters or {})
+    def head(states: torch.Tensor) -> torch.Tensor:
+        return _apply_head(model, stand_in, states)
 
     try:
         yield head
@@ -81,13 +71,11 @@ def separate_stack(model: PreTrainedModel) -> nn.Module:
     return model.base_model
 
 
-def _apply_head(
-    model: PreTrainedModel, stand_in: _StandIn, states: torch.Tensor, parameters: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _apply_head(model: PreTrainedModel, stand_in: _StandIn, states: torch.Tensor) -> torch.Tensor:
     stand_in.states = states
     unused = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
-    arguments = {"input_ids": unused, "use_cache": False, "return_dict": True}
-    outputs = functional_call(model, dict(parameters), (), arguments) if parameters else model(**arguments)
+    # not `model()`: hooks and wrappers are there for calls of the whole model, such as those by which FSDP2 gathers it
+    outputs = type(model).forward(model, input_ids=unused, use_cache=False, return_dict=True)
     if stand_in.states is not None or outputs.logits.shape[:2] != states.shape[:2]:
         raise EvaluationError(
             f"{type(model).__name__}: its head is not a function of the hidden states of `{model.base_model_prefix}`"

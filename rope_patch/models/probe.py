@@ -14,13 +14,14 @@ import inspect
 import itertools
 import threading
 from collections.abc import Iterator
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.errors import UnsupportedModel
+from rope_patch.models.base import RotaryTables
 from rope_patch.schemes.tools.rotary import RotaryLayout
 
 _PROBE = "rope_patch_probe"
@@ -31,24 +32,11 @@ _TOKENS = 4
 _FOLLOWED = "something follows the rotation of queries and keys (a norm, a scale)"
 
 
-class Tables(Protocol):
-    """What the probe needs of a set of rotary tables."""
-
-    @property
-    def inv_freq(self) -> torch.Tensor:
-        """Frequencies, `(d/2,)`."""
-
-    def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin in float32, `(batch, length, width)`."""
-
-
-def measure_layout(name: str, module: nn.Module, rotary: Tables) -> RotaryLayout | None:
+def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> RotaryLayout | None:
     """The rotary layout of a self-attention module; None where its queries and keys do not depend on the tables.
 
     Args:
-        name: for the messages.
         module: the attention module; its weights, mode and hooks are left as they were.
-        rotary: the tables that it is given.
 
     Raises:
         UnsupportedModel: when the measurement does not come out clean, e.g. for a norm after the rotation.
@@ -82,11 +70,10 @@ def measure_layout(name: str, module: nn.Module, rotary: Tables) -> RotaryLayout
     return layout
 
 
-def measure_heads(module: nn.Module, rotary: Tables | None) -> tuple[int, int, int]:
+def measure_heads(module: nn.Module, rotary: RotaryTables | None) -> tuple[int, int, int]:
     """Number of query heads, their dimension, and the dimension of one head's values.
 
     Args:
-        module: a self-attention module.
         rotary: the tables that it is given; None where it takes none.
 
     Raises:
@@ -135,7 +122,7 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     return itertools.chain(module.parameters(), module.buffers())
 
 
-def _frequency_of_column(name: str, rotary: Tables) -> tuple[int, ...]:
+def _frequency_of_column(name: str, rotary: RotaryTables) -> tuple[int, ...]:
     """Which frequency each column of the model's own cos and sin tables belongs to."""
     count = rotary.inv_freq.shape[-1]
     positions = torch.arange(1, 17)[None]
@@ -162,7 +149,7 @@ def _frequency_of_column(name: str, rotary: Tables) -> tuple[int, ...]:
     raise UnsupportedModel(f"{name}: rotary tables of width {cos.shape[-1]} for {count} frequencies")
 
 
-def _reads_planes(rotary: Tables, positions: torch.Tensor) -> bool:
+def _reads_planes(rotary: RotaryTables, positions: torch.Tensor) -> bool:
     """Whether three planes of positions become one table; any other module makes one of each plane, or fails."""
     try:
         tables = rotary.tables(positions[None].expand(3, -1, -1))

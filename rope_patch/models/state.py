@@ -14,9 +14,6 @@ class ModuleState:
     """The buffers, tensors and numbers of one module as they are now; those of its submodules are not looked at.
 
     A rotary embedding of the type `dynamic` or `longrope` changes its own with every text that it is shown.
-
-    Args:
-        module: whose state it is.
     """
 
     def __init__(self, module: nn.Module) -> None:

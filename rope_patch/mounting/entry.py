@@ -1,11 +1,16 @@
-"""The entry mount: positions join the tokens where they enter the stack, or where they enter each of its blocks.
+"""Positions that join the tokens where they enter the stack, or where they enter each of its blocks.
 
-A pre-hook of the stack looks the tokens up in the model's own input embeddings, lets the scheme place them, and hands
-vectors on. The embedding module itself is left alone: its weights may be tied to the head.
+A pre-hook of the stack looks the tokens up in the model's own input embeddings and lets the scheme place them, so that
+the stack gets vectors. The embedding module itself is left alone: its weights may be tied to the head.
+
+A model that adds a table of positions to its input gets other rows in that table instead. Nothing is computed at run
+time: table, buffers and config are those of a longer checkpoint, so a saved model is one, and loads without this
+library.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,10 +20,14 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
 from rope_patch.errors import UnsupportedPositions
+from rope_patch.models.absolute import lengthened
 from rope_patch.models.arguments import Arguments, by_name, counted_positions
+from rope_patch.models.base import AbsoluteTable, AttentionLayer, Stack
 from rope_patch.mounting.parameters import LearnedWeights
+from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Tokens
+from rope_patch.schemes.tools.tables import require_room
 
 
 @dataclass(eq=False)
@@ -26,8 +35,6 @@ class StackEntry:
     """Pre-hook of a stack: positions are counted, and x_m becomes e(x_m, token_m, m).
 
     Attributes:
-        scheme: with its defaults filled in.
-        weights: where its learned parameters are.
         num_layers: of the stack, which a state in the cache comes after.
         causal: whether the stack may read a text in pieces, with a cache.
     """
@@ -106,14 +113,7 @@ def _history(cache: Cache, num_layers: int) -> StateHistory:
 
 @dataclass(eq=False)
 class BlockEntry:
-    """Pre-hook of a block: positions join at the input of every layer.
-
-    Attributes:
-        scheme: with its defaults filled in.
-        weights: where its learned parameters are.
-        index: of the layer.
-        remaining: how many layers begin with this one.
-    """
+    """Pre-hook of a block: positions join at the input of the layer `index`, with which `remaining` layers begin."""
 
     scheme: Scheme
     weights: LearnedWeights
@@ -130,3 +130,50 @@ class BlockEntry:
         if args:  # reentrant checkpointing looks for tensors in front only
             return (placed, *args[1:]), kwargs
         return (), {**kwargs, "hidden_states": placed}
+
+
+def install_entry(
+    scheme: Scheme, stack: Stack, layers: Sequence[AttentionLayer], weights: dict[int, LearnedWeights], changes: Changes
+) -> None:
+    """Let a scheme place the tokens that enter a stack or, where it says so, each of its blocks; `weights` are where
+    each layer finds what the scheme learns.
+    """
+    causal = not stack.checkpoint.bidirectional
+    changes.hook(stack.module, StackEntry(scheme, weights[layers[0].index], len(stack.layers), causal))
+    for layer in layers if scheme.every_block else ():
+        block = stack.module.get_submodule(layer.name.rpartition(".")[0])
+        changes.hook(block, BlockEntry(scheme, weights[layer.index], layer.index, len(stack.layers) - layer.index))
+
+
+def install_table(scheme: Scheme, table: AbsoluteTable, changes: Changes) -> None:
+    """Give a stack the positions of a scheme that fills `embedding`. Reserved rows stay where they are, and the configs
+    have to be this model's own already.
+
+    Raises:
+        InvalidField: when a field does not fit the table; nothing has changed then.
+    """
+    require_room(str(scheme), lambda: [scheme.rows(table.rows.to("meta"))])
+    _replace_rows(table, scheme.rows(table.rows).to(table.rows), changes)
+
+
+def shorten(table: AbsoluteTable, capacity: int) -> torch.Tensor:
+    """Make a table that was saved longer that of its checkpoint again, for good, whose `capacity` rows come first.
+
+    Returns:
+        the rows as they were saved, `(N, hidden)`.
+    """
+    saved = table.rows
+    _replace_rows(table, saved[:capacity], Changes())
+    return saved
+
+
+def _replace_rows(table: AbsoluteTable, positions: torch.Tensor, changes: Changes) -> None:
+    weight, limits = table.embedding.weight, list(table.limits())  # limits are found as long as they fit the table
+    growth = len(positions) - table.capacity
+    rows = nn.Parameter(torch.cat([weight.detach()[: table.reserved], positions]), weight.requires_grad)
+    changes.set(table.embedding, "weight", rows)
+    changes.set(table.embedding, "num_embeddings", len(rows))
+    for owner, name in table.buffers:
+        changes.set(owner, name, lengthened(owner.get_buffer(name), growth))
+    for holder, name, value in limits:
+        changes.set(holder, name, value + growth)

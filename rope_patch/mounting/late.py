@@ -16,17 +16,16 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from transformers import Cache, QuantizedCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_patch.attention.decay import Decay
-from rope_patch.attention.inputs import AttentionInputs, AttentionMode
+from rope_patch.attention.inputs import AttentionMode
 from rope_patch.attention.masks import as_mask_argument, groups_of_documents, groups_of_pads, keys_seen, read_mask
-from rope_patch.attention.spans import Span, find_spans
+from rope_patch.attention.memo import ForwardMemo, StackMemo
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.arguments import Arguments, by_name, counted_positions, tokens_of
 from rope_patch.models.base import AttentionLayer, RotaryTables
@@ -40,12 +39,10 @@ from rope_patch.models.cached_keys import (
     sign,
     signature_of,
 )
-from rope_patch.mounting.memo import SharedTables
 from rope_patch.mounting.parameters import LearnedWeights
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import follow_on, joined, key_positions, query_start
-from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
 from rope_patch.typing import Frequencies, PositionMap
 
 IMPLEMENTATION = "rope_patch"
@@ -70,12 +67,11 @@ class LateForward:
     """Pre-hook of the stack: a new forward shares nothing with the last one, and pads need no mask of all pairs.
 
     Attributes:
-        shared: the stack's tables.
         scorers: the attention modules where every layer of the stack is among them and reads groups; else empty.
         counts: whether the stack knows no positions, so that its tokens are to be counted here.
     """
 
-    shared: SharedTables
+    memo: StackMemo
     scorers: tuple[nn.Module, ...]
     counts: bool = False
 
@@ -90,7 +86,7 @@ class LateForward:
             changed["position_ids"] = counted_positions(kwargs)
         if torch.compiler.is_compiling():
             return ((), {**kwargs, **changed}) if changed else None
-        self.shared.forget()
+        self.memo.forget()
         chosen = cast(Any, module.config)._attn_implementation == "sdpa" and all(map(_is_ours, self.scorers))
         groups = _groups(kwargs, cast(Any, module.config)) if self.scorers and chosen else None
         if groups is not None:
@@ -124,26 +120,18 @@ class LateAttention:
 
     Attributes:
         function: the attention function that the module is to call.
-        scheme: with its defaults filled in.
-        layer: the attention module, its layout and its rotary tables.
-        rotate: whether queries and keys are rotated by the attention function.
-        anchored: whether they may arrive, and be cached, in the rotation of the farthest region's keys.
-        own_frequencies: whether the scheme's frequencies are computed here; else the model's tables are read.
-        weights: where the scheme's learned parameters are.
-        attention: how to score.
-        shared: the stack's tables.
+        frequencies: `late` where the scheme's frequencies are computed here; else the model's tables are read.
         config: the config of the model, whose attention implementation is live.
     """
 
     function: Callable[..., Any]
     scheme: Scheme
     layer: AttentionLayer
-    rotate: bool
-    anchored: bool
-    own_frequencies: bool
+    rotation: Literal["module", "late", "anchored"]
+    frequencies: Literal["model", "late"]
     weights: LearnedWeights
     attention: AttentionMode
-    shared: SharedTables
+    memo: StackMemo
     config: Any
 
     def __post_init__(self) -> None:
@@ -151,8 +139,9 @@ class LateAttention:
         # keys after the query lie in regions of negative distance, which a causal model never looks at
         if self.layer.is_causal:
             self.regions = tuple(region for region in self.regions if region.stop > 0)
+        self.rotate = self.rotation != "module"
         self.anchor: PositionMap | None = None
-        if self.anchored and self.regions:
+        if self.rotation == "anchored" and self.regions:
             self.anchor = max(self.regions, key=lambda region: region.start).key_map
         kept = "unrotated" if self.anchor is None else f"rotated by {self.anchor}"
         self.written_by = signature_of(self.scheme, kept if self.rotate else OWN_ROTATION)
@@ -193,11 +182,11 @@ class LateAttention:
             raise UnsupportedPositions(
                 f"{self.layer.name}: position_ids of shape {tuple(position_ids.shape)}; (batch, length) is allowed"
             )
-        call = LateCall(self, position_ids, start)
+        call = LateCall(self, self.memo.of(position_ids), position_ids, start)
         if cache is not None:
             call = self._with_past(call, cache, hidden.shape[1], kwargs.get("attention_mask"))
         if self.rotate and self.layer.rotary is not None:
-            kwargs["position_embeddings"] = self._first_rotation(kwargs["position_embeddings"], position_ids, hidden)
+            kwargs["position_embeddings"] = self._first_rotation(kwargs["position_embeddings"], call, hidden)
         kwargs["rope_patch"] = call
         return (), kwargs
 
@@ -214,7 +203,7 @@ class LateAttention:
                 return None  # a module that chooses its mask itself: all keys are taken to be seen
             return keys_seen(*read_mask(mask, call.position_ids, q_length, kv_length, call.start, self.config))
 
-        seen = self.shared.derived(call.position_ids, ("seen", kv_length), mask, look)
+        seen = call.memo.derived(("seen", kv_length), mask, look)
         call = dataclasses.replace(call, seen=seen)
         if is_first:
             return call
@@ -224,12 +213,9 @@ class LateAttention:
         if start == 0:
             return call
         past = positions_in(cache, self.layer.index, start, self.layer.name)
-        past = self.shared.same(call.position_ids, ("past", start), past)
-        scattered = self.shared.derived(
-            call.position_ids,
-            ("scattered", start),
-            past,
-            lambda: not bool(follow_on(past, call.position_ids, seen)),
+        past = call.memo.same(("past", start), past)
+        scattered = call.memo.derived(
+            ("scattered", start), past, lambda: not bool(follow_on(past, call.position_ids, seen))
         )
         return dataclasses.replace(call, past=past, scattered=scattered)
 
@@ -247,7 +233,7 @@ class LateAttention:
         )
         return dataclasses.replace(call, past=past)
 
-    def _first_rotation(self, given: Tables, position_ids: torch.Tensor, hidden: torch.Tensor) -> Tables:
+    def _first_rotation(self, given: Tables, call: LateCall, hidden: torch.Tensor) -> Tables:
         """The tables that the module itself applies, to queries and keys alike."""
         if self.anchor is None:
             cos, sin = given
@@ -256,10 +242,9 @@ class LateAttention:
                 dtype = torch.get_autocast_dtype(kind)
             return torch.ones_like(cos, dtype=dtype), torch.zeros_like(sin, dtype=dtype)
         anchor, rotary = self.anchor, cast(RotaryTables, self.layer.rotary)
-        return self.shared.once(
-            position_ids,
+        return call.memo.once(
             ("anchor", rotary.layer_type, anchor, hidden.dtype),
-            lambda: rotary.tables(anchor(position_ids), like=hidden),
+            lambda: rotary.tables(anchor(call.position_ids), like=hidden),
         )
 
     def _query_start(self, cache: Cache | None, q_length: int) -> int | torch.Tensor | None:
@@ -270,9 +255,9 @@ class LateAttention:
             raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
         return query_start(cache, self.layer.index, q_length)
 
-    def frequencies(self, lengths: torch.Tensor) -> Frequencies:
+    def frequencies_of(self, lengths: torch.Tensor) -> Frequencies:
         """f of this layer for rows of these lengths, `(batch or 1,)`."""
-        if not self.own_frequencies:
+        if self.frequencies == "model":
             rotary = cast(RotaryTables, self.layer.rotary)
             if self.anchor is not None:
                 return Frequencies(rotary.inv_freq)  # the factor came in with the first rotation
@@ -286,7 +271,6 @@ class LateCall:
     """One forward of one attention module, on its way from the hook to the attention function.
 
     Attributes:
-        state: the hook.
         position_ids: `(batch or 1, q_len)`, positions of the queries.
         query_start: slot of the first query among the keys; None without a cache.
         tokens: `(batch or 1, kv_len)`, true on keys that are no pads; None where no pads are known of.
@@ -299,6 +283,7 @@ class LateCall:
     """
 
     state: LateAttention
+    memo: ForwardMemo
     position_ids: torch.Tensor
     query_start: int | torch.Tensor | None
     tokens: torch.Tensor | None = None
@@ -322,7 +307,7 @@ class LateCall:
         return torch.where(cast(torch.Tensor, self.tokens), positions, 0).amax(dim=-1) + 1
 
     @property
-    def _shareable(self) -> bool:
+    def shareable(self) -> bool:
         """Whether key positions are the same for all layers: a static cache counts in a tensor of each layer."""
         return not isinstance(self.query_start, torch.Tensor)
 
@@ -330,15 +315,15 @@ class LateCall:
         """Leave on the keys in the cache, which has been updated, where they stand."""
         if self.cache is None or not self.state.follows_positions:
             return
-        shared, index, past, positions = self.state.shared, self.state.layer.index, self.past, self.position_ids
+        memo, index, past, positions = self.memo, self.state.layer.index, self.past, self.position_ids
         static = is_static(self.cache, index)
         if static and torch.compiler.is_compiling():
             return
         if past is not None:
-            positions = shared.derived(self.position_ids, "all", past, lambda: joined(past, self.position_ids))
+            positions = memo.derived("all", past, lambda: joined(past, self.position_ids))
         in_order = True
         if static and not torch.compiler.is_compiling():
-            in_order = shared.derived(self.position_ids, "in order", positions, lambda: self._in_order(positions))
+            in_order = memo.derived("in order", positions, lambda: self._in_order(positions))
         remember(self.cache, index, positions, in_order)
 
     def _in_order(self, positions: torch.Tensor) -> bool:
@@ -352,82 +337,12 @@ class LateCall:
         """`(batch or 1, kv_len)`, or `(batch, kv_heads, kv_len)` where the heads keep different keys; shared by the
         layers of one forward where that is possible.
         """
-        shared, start = self.state.shared, self.query_start
+        start, place = self.query_start, ("keys", kv_length)
 
         def counted() -> torch.Tensor:
             return key_positions(self.position_ids, kv_length, start)
 
         if self.scattered:
             past = cast(torch.Tensor, self.past)
-            place = ("keys", kv_length)
-            return shared.derived(self.position_ids, place, past, lambda: joined(past, counted()[:, past.shape[-1] :]))
-        return shared.once(self.position_ids, ("keys", kv_length, start), counted) if self._shareable else counted()
-
-    def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
-        """The spans of this call, found once for all layers that share its mask."""
-        start, batch_size, causal = int(inputs.query_start), inputs.value.shape[0], inputs.causal
-        positions, mask, groups = inputs.query_positions, inputs.mask, inputs.groups
-        # the mask is kept beside what was found for it, so that its identity stays its own
-        return self.state.shared.once(
-            self.position_ids,
-            ("spans", id(mask), None if groups is None else groups.data_ptr(), start, inputs.q_length, batch_size),
-            lambda: (mask, groups, find_spans(positions, mask, groups, start, batch_size, causal)),
-        )[2]
-
-    def decay(self) -> Decay | None:
-        """How the layer's pairs fade with distance; None where they do not."""
-        state = self.state
-        if not state.scheme.decays:
-            return None
-        rate = state.frequencies(self.lengths).decay
-        return Decay(cast(RotaryLayout, state.layer.layout), cast(torch.Tensor, rate))
-
-    def rotated_query(self, query: torch.Tensor, position_map: PositionMap) -> torch.Tensor:
-        """R_f(phi_q(m)) q, `(batch, heads, q_len, head_dim)`."""
-        return self._rotated(query, self.position_ids, position_map, ("q",))
-
-    def rotated_key(
-        self, key: torch.Tensor, position_map: PositionMap, slots: slice | torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """R_f(phi_k(n)) k of some slots, `(batch, kv_heads, slots, head_dim)`.
-
-        Args:
-            key: of all slots.
-            position_map: phi_k.
-            slots: default all. Given as a slice, the result lives in memory that the next layer overwrites.
-        """
-        positions = self.key_positions(key.shape[2])
-        if slots is None:
-            # layers may keep different keys; what follows from `past` keeps it, see `key_positions`
-            kept = id(self.past) if self.scattered and not torch.compiler.is_compiling() else None
-            return self._rotated(key, positions, position_map, ("k", key.shape[2], self.query_start, kept))
-        if isinstance(slots, torch.Tensor):  # while compiling: nothing is remembered
-            return self._rotated(key[:, :, slots], positions[..., slots], position_map, ("k",))
-        place = ("k", key.shape[2], self.query_start, slots.start, slots.stop)
-        return self._rotated(key[:, :, slots], positions[..., slots], position_map, place, into_scratch=True)
-
-    def _rotated(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        position_map: PositionMap,
-        place: tuple[Any, ...],
-        into_scratch: bool = False,
-    ) -> torch.Tensor:
-        state = self.state
-        layout, anchor = state.layer.layout, state.anchor
-        if position_map == anchor:
-            return x
-        assert layout is not None  # for the type checker: layers without rotation are left alone
-
-        def tables() -> Tables:
-            moved = position_map(positions) if anchor is None else position_map(positions) - anchor(positions)
-            frequencies = state.frequencies(self.lengths)
-            return rotation_tables(moved, frequencies.inv_freq, frequencies.attention_scaling, x.dtype)
-
-        key = (*place, position_map, state.layer.layer_type, x.dtype)
-        shared = self._shareable or place == ("q",)
-        cos, sin = state.shared.once(self.position_ids, key, tables) if shared else tables()
-        if into_scratch:
-            return layout.rotate_into(state.shared.scratch(x), x, cos, sin)
-        return layout.rotate(x, cos, sin)
+            return self.memo.derived(place, past, lambda: joined(past, counted()[:, past.shape[-1] :]))
+        return self.memo.once((*place, start), counted) if self.shareable else counted()

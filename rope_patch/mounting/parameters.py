@@ -22,11 +22,10 @@ NAME = "rope_patch"
 
 
 class SchemeParameters(nn.Module):
-    """Holds learned parameters by name. Calling it, as one calls any module, lets wrappers do what they do at a call:
-    adapters of PEFT choose the trained copy, and offloaded weights are fetched.
+    """Holds learned parameters of any shape by name, which start as `values` say.
 
-    Args:
-        values: as they start, by name, of any shape.
+    Calling it, as one calls any module, lets wrappers do what they do at a call: adapters of PEFT choose the trained
+    copy, and offloaded weights are fetched.
     """
 
     def __init__(self, values: dict[str, torch.Tensor]) -> None:
@@ -35,11 +34,7 @@ class SchemeParameters(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """The parameters of these names, as they are now, of any shape.
-
-        Args:
-            names: of those that are asked for.
-        """
+        """The parameters of these names, as they are now, of any shape."""
         return {name: getattr(self, name) for name in names}
 
 
@@ -75,12 +70,6 @@ def install_parameters(
 
     They start as the scheme says, on the device of the module they stand on and in its dtype; what a scheme calls
     `precise` is in float32 at least.
-
-    Args:
-        scheme: with its defaults filled in.
-        stack: the stack that it is mounted on.
-        layers: its layers that change.
-        changes: the log that takes everything back.
 
     Returns:
         where each layer finds its own, by the layer's index.
@@ -154,45 +143,22 @@ def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: value for name, value in model.named_parameters() if NAME in name.split(".")}
 
 
-@dataclass(frozen=True)
-class Inventory:
-    """The learned parameters of one name that a scheme brought.
-
-    Attributes:
-        name: as the scheme calls them.
-        shape: of each.
-        copies: how many there are, one per layer or a single one.
-        shared: whether all layers share it.
-        trained: whether any number is another than at the start.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    copies: int
-    shared: bool
-    trained: bool
-
-
-def take_inventory(scheme: Scheme, stack: Stack, layers: Iterable[AttentionLayer]) -> list[Inventory]:
-    """What `install_parameters` put on a stack, as it is now.
-
-    Args:
-        scheme, stack, layers: as of `install_parameters`.
-    """
+def inventory(scheme: Scheme, stack: Stack, layers: Iterable[AttentionLayer]) -> Iterator[str]:
+    """What `install_parameters` put on a stack, as it is now: a line for each name."""
     layers = list(layers)
     if not scheme.learns:
-        return []
+        return
     first = _initial_values(scheme, stack, layers[0], seed=0)
     started = {stack.module: first}
     if any(name not in scheme.shared for name in first):
         started |= {layer.module: _initial_values(scheme, stack, layer, layer.index + 1) for layer in layers}
-    found = []
     for name, value in first.items():
         shared = name in scheme.shared
         holders = [stack.module] if shared else [layer.module for layer in layers]
-        trained = not all(_is_as_it_started(module, name, started[module][name]) for module in holders)
-        found.append(Inventory(name, tuple(value.shape), len(holders), shared, trained))
-    return found
+        as_it_started = all(_is_as_it_started(module, name, started[module][name]) for module in holders)
+        where = "shared by all layers" if shared else f"in each of {len(holders)} layers"
+        state = "new and untrained" if as_it_started else "trained"
+        yield f"{name} {tuple(value.shape)} {where}: {len(holders) * value.numel():,} numbers, {state}"
 
 
 def _is_as_it_started(module: nn.Module, name: str, start: torch.Tensor) -> bool:

@@ -10,18 +10,17 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from rope_patch.attention.inputs import AttentionMode
+from rope_patch.attention.memo import StackMemo
 from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
 from rope_patch.models.cached_keys import OWN_ROTATION, Signing, signature_of
-from rope_patch.mounting.entry import BlockEntry, StackEntry
+from rope_patch.mounting.entry import install_entry, install_table
 from rope_patch.mounting.late import IMPLEMENTATION, LateAttention, LateForward
-from rope_patch.mounting.memo import SharedTables
-from rope_patch.mounting.parameters import LearnedWeights, install_parameters
-from rope_patch.mounting.rows import install_table
+from rope_patch.mounting.parameters import install_parameters
 from rope_patch.mounting.scoring import late_attention
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
@@ -31,37 +30,41 @@ from rope_patch.schemes.tools.positions import Identity
 
 Mount = Literal["auto", "late"]
 
+Rotation = Literal["module", "late", "anchored"]
+"""What turns queries and keys: the attention module, the attention function, or both, the first by the positions of
+the farthest region, in which keys are cached, and the second by the difference."""
+
 
 @dataclass(frozen=True)
 class Plan:
     """What will be done to which layer.
 
     Attributes:
-        scheme: the scheme with its defaults filled in, and with `nope` beside a bias that replaces the rotation.
+        scheme: with its defaults filled in, and with `nope` beside a bias that replaces the rotation.
         rotary: the layer types whose tables change (None for the one set of all layers).
         late: indices of the layers whose attention is replaced.
-        rotate_late: whether the attention of those layers rotates, instead of the module.
-        anchored: whether keys are cached in the rotation of the farthest region, instead of unrotated.
-        late_frequencies: whether the late layers compute the scheme's frequencies, instead of reading the model's.
+        rotation: what turns queries and keys in those layers.
+        frequencies: whose tables they read there: those of the `model`, or their own (`late`).
         left_alone: index and reason of every layer that stays as it is.
-        table: whether the model's own table of learned positions changes.
-        entry: whether positions join the tokens where they enter.
+        embedding: how positions join the tokens: by other `rows` in the model's own table, at the `entry`, or not.
     """
 
     scheme: Scheme
-    rotary: tuple[str | None, ...]
-    late: tuple[int, ...]
-    rotate_late: bool
-    anchored: bool
-    late_frequencies: bool
-    left_alone: dict[int, str]
-    table: bool = False
-    entry: bool = False
+    rotary: tuple[str | None, ...] = ()
+    late: tuple[int, ...] = ()
+    rotation: Rotation = "module"
+    frequencies: Literal["model", "late"] = "model"
+    left_alone: dict[int, str] = field(default_factory=dict)
+    embedding: Literal["rows", "entry"] | None = None
 
     def mounts(self) -> str:
         """The mounts in one phrase, for `describe`."""
-        used = ["rotary"] * bool(self.rotary) + ["late"] * bool(self.late) + ["embedding"] * (self.table or self.entry)
+        used = ["rotary"] * bool(self.rotary) + ["late"] * bool(self.late) + ["embedding"] * bool(self.embedding)
         return " + ".join(used) or "none"
+
+    def touched(self, stack: Stack) -> list[AttentionLayer]:
+        """The layers that change."""
+        return [layer for layer in stack.layers if layer.index not in self.left_alone]
 
 
 def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
@@ -81,39 +84,53 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
     scheme = scheme.resolve(stack.checkpoint)
     _check_fit(scheme, stack)
     if stack.absolute is not None:
-        return Plan(scheme, (), (), False, False, False, {}, table=True)
+        return Plan(scheme, embedding="rows")
     scheme = (_beside_rotation if stack.rotary else _beside_bias)(scheme, stack)
     left_alone = {layer.index: reason for layer in stack.layers if (reason := _reason_to_leave(layer, stack))}
     touched = [layer for layer in stack.layers if layer.index not in left_alone]
     if not touched:
         reasons = "; ".join(sorted(set(left_alone.values())))
         raise NothingToPatch(f"{scheme} would change no layer of {type(stack.module).__name__}: {reasons}")
-
     owns_frequencies = "frequencies" in scheme.slots
-    moves_positions = _moves_positions(scheme)
-    # a bias by content is one of queries and keys before they turn
-    wants_unrotated = "content_bias" in scheme.methods and NoPE() not in scheme.parts()
-    tables_are_ours = all(
-        layer.index not in left_alone or layer.layout is None or layer.rotary not in {t.rotary for t in touched}
-        for layer in stack.layers
-    )
-    one_table_for_all = not (scheme.length_dependent or scheme.decays or wants_unrotated)
-    by_rotary = bool(stack.rotary) and owns_frequencies and one_table_for_all and mount == "auto" and tables_are_ours
-    rotate_late = moves_positions or wants_unrotated or mount == "late" or (owns_frequencies and not by_rotary)
-    if not stack.rotary:
-        rotate_late = any("frequencies" in part.slots and not isinstance(part, NoPE) for part in scheme.parts())
-    needs_late = rotate_late or not stack.rotary or bool(scheme.slots - {"frequencies", "embedding"})
-    anchored = moves_positions and not wants_unrotated and mount == "auto" and bool(stack.rotary)
+    by_tables = owns_frequencies and mount == "auto" and _fits_tables(scheme, stack, touched)
+    frequencies: Literal["model", "late"] = "late" if owns_frequencies and not by_tables else "model"
+    rotation = _rotation(scheme, stack, frequencies, mount)
+    needs_late = rotation != "module" or not stack.rotary or scheme.slots - {"frequencies", "embedding"}
     return Plan(
         scheme=scheme,
-        rotary=tuple(dict.fromkeys(layer.layer_type for layer in touched)) if by_rotary else (),
+        rotary=tuple(dict.fromkeys(layer.layer_type for layer in touched)) if by_tables else (),
         late=tuple(layer.index for layer in touched) if needs_late else (),
-        rotate_late=rotate_late,
-        anchored=anchored and (by_rotary or not owns_frequencies),
-        late_frequencies=owns_frequencies and not by_rotary,
+        rotation=rotation,
+        frequencies=frequencies,
         left_alone=left_alone,
-        entry="embedding" in scheme.slots,
+        embedding="entry" if "embedding" in scheme.slots else None,
     )
+
+
+def _fits_tables(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]) -> bool:
+    """Whether the rotary module can hold the frequencies: one table for all rows, read by no other layer."""
+    ours = {layer.rotary for layer in touched}
+    left = (layer for layer in stack.layers if layer not in touched and layer.layout is not None)
+    is_one = not (scheme.length_dependent or scheme.decays or _reads_unrotated(scheme))
+    return bool(stack.rotary) and is_one and all(layer.rotary not in ours for layer in left)
+
+
+def _rotation(scheme: Scheme, stack: Stack, frequencies: str, mount: Mount) -> Rotation:
+    if not stack.rotary:
+        return "late" if _rotates_anew(scheme) else "module"
+    moves, unrotated = _moves_positions(scheme), _reads_unrotated(scheme)
+    if moves and not unrotated and mount == "auto" and frequencies == "model":
+        return "anchored"
+    return "late" if moves or unrotated or mount == "late" or frequencies == "late" else "module"
+
+
+def _reads_unrotated(scheme: Scheme) -> bool:
+    """Whether it has a bias by content beside a rotation: one of queries and keys before they turn."""
+    return "content_bias" in scheme.methods and NoPE() not in scheme.parts()
+
+
+def _rotates_anew(scheme: Scheme) -> bool:
+    return any("frequencies" in part.slots and not isinstance(part, NoPE) for part in scheme.parts())
 
 
 def _check_fit(scheme: Scheme, stack: Stack) -> None:
@@ -124,8 +141,7 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
             "other rows for its table can be given there"
         )
     undeclared = [tables for tables in stack.rotary if not tables.as_declared]
-    rotates_anew = any("frequencies" in part.slots and not isinstance(part, NoPE) for part in scheme.parts())
-    if undeclared and rotates_anew:
+    if undeclared and _rotates_anew(scheme):
         raise UnsupportedModel(
             f"{family} rotates by other frequencies than its config describes ({_named(undeclared)}), so {scheme} "
             "cannot be derived from it; schemes without frequencies of their own use the model's"
@@ -183,23 +199,16 @@ def _reason_to_leave(layer: AttentionLayer, stack: Stack) -> str:
 
 
 def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> None:
-    """Carry a plan out. On an error the caller undoes `changes`.
-
-    Args:
-        plan: where the scheme goes.
-        stack: the one that was planned for.
-        attention: by which backend to score, `auto` to choose.
-        changes: is told everything that is set.
-    """
-    if plan.table and stack.absolute is not None:
+    """Carry a plan out. On an error the caller undoes `changes`."""
+    if stack.absolute is not None:
         install_table(plan.scheme, stack.absolute, changes)
         return
     for module in {rotary.module: None for rotary in stack.rotary}:
         changes.keep(module)
-    touched = [layer for layer in stack.layers if layer.index not in plan.left_alone]
+    touched = plan.touched(stack)
     weights = install_parameters(plan.scheme, stack, touched, changes)
-    if plan.entry:
-        _install_entry(plan.scheme, stack, touched, weights, changes)
+    if plan.embedding == "entry":
+        install_entry(plan.scheme, stack, touched, weights, changes)
     for rotary in stack.rotary:
         if rotary.layer_type in plan.rotary:
             _install_rotary(plan.scheme, rotary, stack.training_length, changes)
@@ -210,33 +219,34 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
         return
     for item in stack.replacements:
         changes.set(item.module, item.name, item.value)
-    shared = SharedTables()
-    layers = [layer for layer in stack.layers if layer.index in plan.late]
+    memo = StackMemo()
     # a layer that is left alone, slides or delegates wants the mask of all pairs
     reads_groups = (
-        len(layers) == stack.config.num_hidden_layers
-        and all(layer.sliding_window is None for layer in layers)
+        len(touched) == stack.config.num_hidden_layers
+        and all(layer.sliding_window is None for layer in touched)
         and bool(plan.scheme.slots & {"segments", "bias", "values"} or plan.scheme.decays or attention != "auto")
     )
-    scorers = tuple(layer.module for layer in layers) if reads_groups else ()
+    scorers = tuple(layer.module for layer in touched) if reads_groups else ()
     counts = "position_ids" not in inspect.signature(stack.module.forward).parameters
-    changes.hook(stack.module, LateForward(shared, scorers, counts))
-    for layer in layers:
-        _install_late(plan, layer, weights[layer.index], attention, shared, changes)
-
-
-def _install_entry(
-    scheme: Scheme,
-    stack: Stack,
-    layers: Sequence[AttentionLayer],
-    weights: dict[int, LearnedWeights],
-    changes: Changes,
-) -> None:
-    causal = not stack.checkpoint.bidirectional
-    changes.hook(stack.module, StackEntry(scheme, weights[layers[0].index], len(stack.layers), causal))
-    for layer in layers if scheme.every_block else ():
-        block = stack.module.get_submodule(layer.name.rpartition(".")[0])
-        changes.hook(block, BlockEntry(scheme, weights[layer.index], layer.index, len(stack.layers) - layer.index))
+    changes.hook(stack.module, LateForward(memo, scorers, counts))
+    for layer in touched:
+        config = cast(Any, layer.module.config)
+        hook = LateAttention(
+            function=late_attention,
+            scheme=plan.scheme,
+            layer=layer,
+            rotation=plan.rotation,
+            frequencies=plan.frequencies,
+            weights=weights[layer.index],
+            attention=attention,
+            memo=memo,
+            config=config,
+        )
+        live = copy.copy(config)
+        live._attn_implementation_internal = IMPLEMENTATION
+        changes.set(layer.module, "config", live)
+        changes.hook(layer.module, hook)
+        hook.register()
 
 
 def _install_rotary(scheme: Scheme, rotary: RotaryTables, training_length: int, changes: Changes) -> None:
@@ -251,30 +261,3 @@ def _install_rotary(scheme: Scheme, rotary: RotaryTables, training_length: int, 
         changes.set(rotary.module, "rope_type", "default")
     else:
         changes.set(rotary.module, "rope_type", {**cast(Any, rotary.module.rope_type), rotary.layer_type: "default"})
-
-
-def _install_late(
-    plan: Plan,
-    layer: AttentionLayer,
-    weights: LearnedWeights,
-    attention: AttentionMode,
-    shared: SharedTables,
-    changes: Changes,
-) -> None:
-    hook = LateAttention(
-        function=late_attention,
-        scheme=plan.scheme,
-        layer=layer,
-        rotate=plan.rotate_late,
-        anchored=plan.anchored,
-        own_frequencies=plan.late_frequencies,
-        weights=weights,
-        attention=attention,
-        shared=shared,
-        config=layer.module.config,
-    )
-    config = copy.copy(cast(Any, layer.module.config))
-    config._attn_implementation_internal = IMPLEMENTATION
-    changes.set(layer.module, "config", config)
-    changes.hook(layer.module, hook)
-    hook.register()

@@ -5,22 +5,25 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import engine
-from rope_patch.attention.inputs import AttentionInputs, Content, DistanceBias
+from rope_patch.attention.call import Call
+from rope_patch.attention.decay import Decay
+from rope_patch.attention.inputs import AttentionInputs, Content
 from rope_patch.attention.masks import keys_seen, read_mask
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.cached_keys import CachedKeys
-from rope_patch.mounting.late import LateCall
+from rope_patch.mounting.late import LateCall, Tables
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import ALL_PAIRS, Region
-from rope_patch.schemes.tools.positions import Identity
-from rope_patch.typing import Weights
+from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
+from rope_patch.typing import PositionMap
 
 
 def late_attention(
@@ -39,7 +42,6 @@ def late_attention(
     Where the scheme has one region only and no bias, the attention that was there before does the work.
 
     Args:
-        module: the attention module, for its config.
         query, key, value: see Shape.
         attention_mask: as Transformers makes it, or groups.
         scaling: multiplies the products; default head_dim^-0.5.
@@ -74,25 +76,29 @@ def late_attention(
     projected = query
     if "query_scale" in scheme.slots:
         query = query * scheme.query_scale(call.position_ids.clamp(min=0))[:, None, :, None].to(query.dtype)
-    start = call.start
+
+    def masked() -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        lengths = query.shape[2], key.shape[2]
+        return read_mask(attention_mask, call.position_ids, *lengths, call.start, state.config)
+
     if scheme.length_dependent and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
-        mask, groups = read_mask(attention_mask, call.position_ids, query.shape[2], key.shape[2], start, state.config)
-        call = dataclasses.replace(call, tokens=keys_seen(mask, groups))
+        call = dataclasses.replace(call, tokens=keys_seen(*masked()))
     scores = state.regions or scheme.slots & {"bias", "values"} or scheme.decays or state.attention != "auto"
     if (scores or scheme.length_dependent) and not torch.compiler.is_compiling():
         _refuse_part_of_a_row(scheme, implementation)
     if not scores:
-        if state.rotate:
-            query, key = call.rotated_query(query, Identity()), call.rotated_key(key, Identity())
+        turned = TurningCall(query, key, call.memo, call)
         previous = _previous_attention(module, implementation)
-        return previous(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        arguments = turned.query(ALL_PAIRS), turned.key(ALL_PAIRS), value, attention_mask
+        return previous(module, *arguments, scaling=scaling, dropout=dropout, **kwargs)
 
     if torch.is_autocast_enabled(query.device.type):  # as it does for `scaled_dot_product_attention`
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value, projected = (x.to(dtype) for x in (query, key, value, projected))
     causal = kwargs.get("is_causal")
-    mask, groups = read_mask(attention_mask, call.position_ids, query.shape[2], key.shape[2], start, state.config)
+    mask, groups = masked()
     learned = state.weights()
+    by_content = scheme.methods & {"content_bias", "weight_factor", "relative_values"}
     inputs = AttentionInputs(
         branches=(),
         value=value,
@@ -102,27 +108,85 @@ def late_attention(
         groups=groups,
         # one query beside no mask is a decoding step: it sees every key there is
         causal=(getattr(module, "is_causal", True) if causal is None else causal) and query.shape[2] > 1,
-        query_start=start,
+        query_start=call.start,
         scattered=call.scattered,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        bias=_bias(call, query, learned),
-        content=_content(call, projected, key, learned),
+        bias=call.memo.bias(scheme, query, learned) if "bias" in scheme.methods else None,
+        content=Content(scheme, learned, projected, key) if by_content else None,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
     )
-    output, weights = engine.score(
-        inputs,
-        query,
-        state.regions or (ALL_PAIRS,),
-        lambda region: call.rotated_query(query, region.query_map) if state.rotate else query,
-        lambda region, slots: _keys(call, key, region, slots),
-        call.spans,
-        mode=state.attention,
-        literal=implementation == "eager",
-        fades=call.decay(),
-    )
+    mode = "oracle" if implementation == "eager" else state.attention
+    output, weights = engine.score(inputs, TurningCall(query, key, call.memo, call), mode)
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
+
+
+@dataclass(eq=False)
+class TurningCall(Call):
+    """A call whose queries and keys are rotated for each region, where the scheme leaves that to attention."""
+
+    late: LateCall
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """See `Call`."""
+        return self.late.state.regions or (ALL_PAIRS,)
+
+    def query(self, region: Region) -> torch.Tensor:
+        """See `Call`."""
+        if not self.late.state.rotate:
+            return self.queries
+        return self._turned(self.queries, self.late.position_ids, region.query_map, place=("q",))
+
+    def key(self, region: Region, slots: slice | torch.Tensor | None = None) -> torch.Tensor:
+        """See `Call`."""
+        late, keys = self.late, super().key(region, slots)
+        if not late.state.rotate:
+            return keys
+        positions = late.key_positions(self.keys.shape[2])
+        positions = positions if slots is None else positions[..., slots]
+        place: tuple[Any, ...] | None = None
+        if late.shareable and not isinstance(slots, torch.Tensor):
+            # layers may keep different keys; what follows from `past` keeps it, see `LateCall.key_positions`
+            kept = id(late.past) if late.scattered and not torch.compiler.is_compiling() else None
+            bounds = None if slots is None else (slots.start, slots.stop)
+            place = ("k", self.keys.shape[2], late.query_start, kept, bounds)
+        return self._turned(keys, positions, region.key_map, place, into_scratch=isinstance(slots, slice))
+
+    def decay(self) -> Decay | None:
+        """See `Call`."""
+        state = self.late.state
+        if not state.scheme.decays:
+            return None
+        rate = state.frequencies_of(self.late.lengths).decay
+        return Decay(cast(RotaryLayout, state.layer.layout), cast(torch.Tensor, rate))
+
+    def _turned(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        position_map: PositionMap,
+        place: tuple[Any, ...] | None,
+        into_scratch: bool = False,
+    ) -> torch.Tensor:
+        """R_f(phi(positions)) x, by tables that layers share under the name of a `place`."""
+        state, layout, anchor = (
+            self.late.state,
+            cast(RotaryLayout, self.late.state.layer.layout),
+            self.late.state.anchor,
+        )
+        if position_map == anchor:
+            return x
+
+        def tables() -> Tables:
+            moved = position_map(positions) if anchor is None else position_map(positions) - anchor(positions)
+            found = state.frequencies_of(self.late.lengths)
+            return rotation_tables(moved, found.inv_freq, found.attention_scaling, x.dtype)
+
+        key = (place, position_map, state.layer.layer_type, x.dtype)
+        cos, sin = tables() if place is None else self.memo.once(key, tables)
+        return layout.rotate_into(state.memo.scratch(x), x, cos, sin) if into_scratch else layout.rotate(x, cos, sin)
 
 
 def _refuse_part_of_a_row(scheme: Scheme, implementation: str) -> None:
@@ -137,38 +201,6 @@ def _refuse_part_of_a_row(scheme: Scheme, implementation: str) -> None:
                 f"context parallelism: the attention of {scheme} sees only the part of the row that this process has; "
                 "schemes of static frequencies (pi, yarn) can share rows"
             )
-
-
-def _keys(call: LateCall, key: torch.Tensor, region: Region, slots: slice | torch.Tensor | None) -> torch.Tensor:
-    """The keys of some slots, or of all, as a region wants them."""
-    if call.state.rotate:
-        return call.rotated_key(key, region.key_map, slots)
-    return key if slots is None else key[:, :, slots]
-
-
-def _content(call: LateCall, query: torch.Tensor, key: torch.Tensor, weights: Weights) -> Content | None:
-    if call.state.scheme.methods.isdisjoint(("content_bias", "weight_factor", "relative_values")):
-        return None
-    return Content(call.state.scheme, weights, query, key)
-
-
-def _bias(call: LateCall, query: torch.Tensor, weights: Weights) -> DistanceBias | None:
-    state, heads = call.state, query.shape[1]
-    if "bias" not in state.scheme.methods:
-        return None
-
-    def bias(distance: torch.Tensor) -> torch.Tensor:
-        return state.scheme.bias(distance, heads, weights)
-
-    def values(low: int, high: int) -> torch.Tensor:
-        distances = torch.arange(low, high, device=query.device)
-        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values()):
-            return bias(distances)  # of a graph of its own, which may be walked before another layer's
-        key = ("bias", *map(id, weights.values()), heads, low, high)
-        # the weights are kept beside what was found for them, so that their identities stay their own
-        return call.state.shared.once(call.position_ids, key, lambda: (weights, bias(distances)))[1]
-
-    return DistanceBias(bias, state.scheme.linear, values)
 
 
 def _previous_attention(module: nn.Module, implementation: str) -> Callable[..., Any]:

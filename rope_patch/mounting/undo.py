@@ -25,13 +25,7 @@ class Changes:
         self._forks: list[ConfigFork] = []
 
     def set(self, target: Any, name: str, value: Any) -> None:
-        """`setattr`, remembered.
-
-        Args:
-            target: a module, a config or any other object.
-            name: of the attribute.
-            value: its new value.
-        """
+        """`setattr(target, name, value)`, remembered."""
         own = vars(target)
         if isinstance(target, nn.Module):
             own = {**own, **target._buffers, **target._parameters}
@@ -44,11 +38,7 @@ class Changes:
         self._log.append((module, _HOOK, True, hook))
 
     def keep(self, module: nn.Module) -> None:
-        """Remember the state of a module that changes it in its own forward.
-
-        Args:
-            module: whose submodules are not looked at.
-        """
+        """Remember the state of a module that changes it in its own forward."""
         self._log.append((module, _STATE, True, ModuleState(module)))
 
     def fork_configs(self, modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
@@ -115,12 +105,7 @@ def _following(value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
 
 
 class ConfigFork:
-    """A config and the copy that stands in for it while a model is patched.
-
-    Attributes:
-        original: the config of the checkpoint.
-        fork: the copy.
-    """
+    """A config and the copy that stands in for it while a model is patched."""
 
     def __init__(self, original: PreTrainedConfig, fork: PreTrainedConfig) -> None:
         self.original = original

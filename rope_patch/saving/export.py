@@ -37,6 +37,30 @@ _LLAMA_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"
 _RATIO_TYPES = ("yarn", "longrope")
 """Types whose factor some readers take to be max_position_embeddings / original_max_position_embeddings."""
 
+_VLLM = "start it with --max-model-len {length}"
+_LLAMA_CPP = "convert_hf_to_gguf.py writes it into the GGUF; start it with -c {length}"
+_READERS = {
+    "vLLM": {
+        "": ("yes", _VLLM),
+        "proportional": ("no", "its get_rope, as it was read, has no such rope_type"),
+        "linear": ("yes", f"{_VLLM}: by itself it would multiply {{length}} by the factor once more"),
+        "longrope": ("partly", f"{_VLLM}; it then uses the long factors for short texts, too"),
+        "yarn with a temperature": (
+            "partly",
+            f"{_VLLM}; only releases that know attention_factor and mscale honour them",
+        ),
+    },
+    "llama.cpp": {
+        "": ("yes", _LLAMA_CPP),
+        "yarn with a temperature": ("no", "it computes the temperature 0.1 ln k + 1 itself, whatever the config says"),
+        "yarn without rounding": ("no", "it rounds the ends of the ramp; truncate=False is not known to it"),
+        "llama3 elsewhere": ("no", f"its converter writes llama3's factors for {', '.join(_LLAMA_CLASSES)} only"),
+        "longrope": ("no", "its converter writes the two lists for a few architectures only, as Phi-3"),
+        "proportional": ("no", "its converter does not know this rope_type"),
+    },
+}
+"""Who else computes a scheme, by its `rope_type`; any other type is that of the empty name."""
+
 
 @dataclass(frozen=True)
 class Reader:
@@ -316,35 +340,12 @@ def _readers(parameters: dict[str, Any], architectures: tuple[str, ...], length:
     if "rope_type" not in parameters:
         advice = "parameters by layer type: it depends on the model's own code there, which was not looked at"
         return (here, Reader("vLLM", "partly", advice), Reader("llama.cpp", "partly", advice))
-    return (here, _vllm(parameters, length), _llama_cpp(parameters, architectures, length))
-
-
-def _vllm(parameters: dict[str, Any], length: int) -> Reader:
-    kind, start = parameters["rope_type"], f"start it with --max-model-len {length}"
-    if kind == "proportional":
-        return Reader("vLLM", "no", "its get_rope, as it was read, has no such rope_type")
-    if kind == "linear":
-        return Reader("vLLM", "yes", f"{start}: by itself it would multiply {length} by the factor once more")
-    if kind == "longrope":
-        return Reader("vLLM", "partly", f"{start}; it then uses the long factors for short texts, too")
+    kind = parameters["rope_type"]
     if kind == "yarn" and any(parameters.get(key) is not None for key in ("attention_factor", "mscale")):
-        return Reader("vLLM", "partly", f"{start}; only releases that know attention_factor and mscale honour them")
-    return Reader("vLLM", "yes", start)
-
-
-def _llama_cpp(parameters: dict[str, Any], architectures: tuple[str, ...], length: int) -> Reader:
-    kind, start = parameters["rope_type"], f"convert_hf_to_gguf.py writes it into the GGUF; start it with -c {length}"
-    if kind == "yarn":
-        if any(parameters.get(key) is not None for key in ("attention_factor", "mscale")):
-            return Reader(
-                "llama.cpp", "no", "it computes the temperature 0.1 ln k + 1 itself, whatever the config says"
-            )
-        if parameters.get("truncate") is False:
-            return Reader("llama.cpp", "no", "it rounds the ends of the ramp; truncate=False is not known to it")
-    if kind == "llama3" and not set(architectures) & set(_LLAMA_CLASSES):
-        return Reader("llama.cpp", "no", f"its converter writes llama3's factors for {', '.join(_LLAMA_CLASSES)} only")
-    if kind == "longrope":
-        return Reader("llama.cpp", "no", "its converter writes the two lists for a few architectures only, as Phi-3")
-    if kind == "proportional":
-        return Reader("llama.cpp", "no", "its converter does not know this rope_type")
-    return Reader("llama.cpp", "yes", start)
+        kind = "yarn with a temperature"
+    elif kind == "yarn" and parameters.get("truncate") is False:
+        kind = "yarn without rounding"
+    elif kind == "llama3" and not set(architectures) & set(_LLAMA_CLASSES):
+        kind = "llama3 elsewhere"
+    words = ((name, *_READERS[name].get(kind, _READERS[name][""])) for name in _READERS)
+    return (here, *(Reader(name, reads, said.format(length=length)) for name, reads, said in words))

@@ -33,13 +33,13 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from rope_patch.errors import InvalidField, NotPatched, UnsupportedModel, require
 from rope_patch.models import absolute
-from rope_patch.models.absolute import AbsoluteTable
 from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
+from rope_patch.models.base import AbsoluteTable
 from rope_patch.models.config import check_computable
 from rope_patch.models.reading import find_stacks, read_stacks
+from rope_patch.mounting.entry import shorten
 from rope_patch.mounting.parameters import NAME, learned_parameters
 from rope_patch.mounting.plan import plan_mounts
-from rope_patch.mounting.rows import shorten
 from rope_patch.patching import PatchHandle, find_handle, find_record, patch, unpatch
 from rope_patch.schemes.registry import scheme_from_dict
 
@@ -153,11 +153,14 @@ def _with_adapters(
         elsewhere.setdefault("dtype", config.dtype)
     record = None if config is None else _checked(vars(config).get(_RECORD), config)
     model = _load(base, elsewhere, (*above, adapters))
-    if config is not None:
-        if find_handle(model) is not None:
+    wanted = None if record is None else scheme_from_dict(record["scheme"])
+    carried = find_handle(model)
+    # under the same scheme it stays as it is, with what the checkpoint has learned of it
+    if config is not None and wanted != (carried and carried.scheme):
+        if carried is not None:
             unpatch(model)
-        if record is not None:
-            patch(model, scheme_from_dict(record["scheme"]))
+        if wanted is not None:
+            patch(model, wanted)
     return PeftModel.from_pretrained(model, path, **places)
 
 
@@ -270,7 +273,6 @@ def make_loadable(path: str | Path, **places: Any) -> bool:
     """Register the classes of this library that a checkpoint needs.
 
     Args:
-        path: a folder, or a hub id.
         **places: where to look, as `from_pretrained` takes it.
 
     Returns:

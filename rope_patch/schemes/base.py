@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import torch
 
@@ -34,6 +34,27 @@ class Source:
     year: int
     link: str
     code: str = ""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Values of a scheme's main field that are worth trying on a checkpoint with training length L.
+
+    Attributes:
+        field: the main field; empty for a scheme whose defaults are tried.
+        unit: what the values count in: `L`, or `k`, the target length over L, or `needed`, which is
+            (target - w) / (L - w), the least factor at which no distance beyond the window w exceeds L, or `one`.
+        values: in that unit, best guess first.
+        window: w, a field beside the main one, in multiples of L; 0 for a scheme without one.
+    """
+
+    field: str = ""
+    unit: Literal["L", "k", "needed", "one"] = "one"
+    values: tuple[float, ...] = (1,)
+    window: float = 0.0
+
+
+Sweeps = tuple[Sweep, ...] | None
 
 
 @dataclass(frozen=True)
@@ -69,6 +90,9 @@ class Scheme:
     """Base of all schemes. A subclass is a frozen dataclass; it fills a slot by overriding the slot's method.
     The annotation of a class attribute says beside its type what it is for a composition, see `Composed`.
 
+    Where methods take them, `distance` is m - n in tokens, of any shape, `num_heads` the number of query heads, and
+    `weights` the learned parameters by name.
+
     Class attributes:
         name: registry name, in snake_case.
         equation: the formula, as a line of text.
@@ -87,6 +111,7 @@ class Scheme:
         breaks_graph: whether it asks for the values of positions, which a compiler does not have.
         reads_ids: whether its `embedding` depends on token ids.
         stateful: whether its `embedding` carries a state from token to token, see `advance`.
+        sweep: what a search for the best scheme tries; None for what it leaves out.
     """
 
     name: ClassVar[str]
@@ -106,6 +131,7 @@ class Scheme:
     stateful: ClassVar[IfAny] = False
     breaks_graph: ClassVar[IfAny] = False
     reads_ids: ClassVar[IfAny] = False
+    sweep: ClassVar[Sweeps] = None
 
     # --- slots ---------------------------------------------------------------------------------------------------
 
@@ -130,13 +156,7 @@ class Scheme:
         raise NotImplementedError
 
     def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        """b by distance, float32, `(heads, *distance.shape)`.
-
-        Args:
-            distance: m - n in tokens, any shape.
-            num_heads: number of query heads.
-            weights: learned parameters by name.
-        """
+        """b by distance, float32, `(heads, *distance.shape)`."""
         raise NotImplementedError
 
     def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
@@ -144,19 +164,12 @@ class Scheme:
         broadcasts. What it says of hidden pairs is not looked at.
 
         Args:
-            pairs: queries and keys, their positions and their scores so far.
-            weights: learned parameters by name.
+            pairs: with their scores so far.
         """
         raise NotImplementedError
 
     def weight_factor(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        """c by distance, float32, `(heads, *distance.shape)`.
-
-        Args:
-            distance: m - n in tokens, any shape.
-            num_heads: number of query heads.
-            weights: learned parameters by name.
-        """
+        """c by distance, float32, `(heads, *distance.shape)`."""
         raise NotImplementedError
 
     def relative_values(
@@ -167,7 +180,6 @@ class Scheme:
         Args:
             attention: c(m, n) softmax_n(s(m, n)), `(batch, heads, q_len, kv_len)`.
             distance: m - n, `(batch or 1, q_len, kv_len)`.
-            weights: learned parameters by name.
         """
         raise NotImplementedError
 
@@ -176,7 +188,6 @@ class Scheme:
 
         Args:
             tokens: what enters.
-            weights: learned parameters by name.
 
         Raises:
             UnsupportedPositions: where there is no vector for a position, or no ids and the scheme reads them.
@@ -191,7 +202,6 @@ class Scheme:
         Args:
             tokens: the next ones of each row; a row begins anew at every position 0.
             state: the one after the last token before these, `(batch, width)`; None at the beginning.
-            weights: learned parameters by name.
 
         Returns:
             the new states of the tokens, and the state after each of them, `(batch, length, width)`.

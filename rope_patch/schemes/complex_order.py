@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from rope_patch.errors import InvalidField, UnsupportedPositions
 from rope_patch.schemes.base import Scheme, Source
@@ -90,4 +89,4 @@ class ComplexOrder(Scheme):
                 "complex_order: each word has frequencies of its own, and the model was given vectors (inputs_embeds) "
                 "instead of token ids; shared_words=True needs no ids"
             )
-        return functional.embedding(ids, table)
+        return torch.nn.functional.embedding(ids, table)

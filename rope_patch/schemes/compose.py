@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import Any
 
 import torch
 
 from rope_patch.errors import InvalidField, SlotConflict
-from rope_patch.schemes.base import COMPOSED, Composed, Scheme, Source
-from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs, Region, Tokens
-from rope_patch.typing import NO_WEIGHTS, Frequencies, RotarySpec, Slot, Weights
+from rope_patch.schemes.base import COMPOSED, SLOTS, Composed, Scheme, Source
+from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs
+from rope_patch.typing import NO_WEIGHTS, RotarySpec, Slot, Weights
 
 _SHARED: frozenset[Slot] = frozenset({"query_scale", "bias"})
 
@@ -31,6 +31,7 @@ class Compose(Scheme):
     equation = "each slot from its owner; query scales multiply, biases add"
     source = Source("the one equation of this project", 2026, "")
     rope_type = None  # its parts are asked, see `rope_parameters`
+    sweep = None  # a search tries plain schemes
 
     def __init__(self, *schemes: Scheme) -> None:
         for scheme in schemes:
@@ -67,12 +68,6 @@ class Compose(Scheme):
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         return Compose(*(part.resolve(checkpoint) for part in self._parts))
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
-        return self._owners["frequencies"].frequencies(rotary, length)
-
-    def segments(self) -> tuple[Region, ...]:
-        return self._owners["segments"].segments()
-
     def query_scale(self, positions: torch.Tensor) -> torch.Tensor:
         scales = [part.query_scale(positions) for part in self._having("query_scale")]
         return torch.stack(scales).prod(dim=0)
@@ -82,25 +77,6 @@ class Compose(Scheme):
 
     def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         return reduce(torch.add, (part.content_bias(pairs, weights) for part in self._having("content_bias")))
-
-    def weight_factor(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        return self._owners["values"].weight_factor(distance, num_heads, weights)
-
-    def relative_values(
-        self, attention: torch.Tensor, distance: torch.Tensor, weights: Weights = NO_WEIGHTS
-    ) -> torch.Tensor:
-        return self._owners["values"].relative_values(attention, distance, weights)
-
-    def embedding(self, tokens: Tokens, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        return self._owners["embedding"].embedding(tokens, weights)
-
-    def advance(
-        self, tokens: Tokens, state: torch.Tensor | None, weights: Weights = NO_WEIGHTS
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._owners["embedding"].advance(tokens, state, weights)
-
-    def rows(self, native: torch.Tensor) -> torch.Tensor:
-        return self._owners["embedding"].rows(native)
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -139,5 +115,12 @@ def _of_the_parts(name: str, rule: Composed) -> property:
     return property(lambda self: rule.of(name, self.parts()))
 
 
+def _of_the_owner(method: str, slot: Slot) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(self._owners[slot], method)(*args, **kwargs)
+
+
 for _name, _rule in COMPOSED.items():
     setattr(Compose, _name, _of_the_parts(_name, _rule))
+for _name, _slot in {**SLOTS, "advance": SLOTS["embedding"], "rows": SLOTS["embedding"]}.items():
+    if _slot not in _SHARED:
+        setattr(Compose, _name, _of_the_owner(_name, _slot))

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from rope_patch.errors import InvalidField
-from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.slots import Checkpoint, Region
 from rope_patch.schemes.tools.positions import Constant, Periodic
 
@@ -38,6 +38,7 @@ class DualChunkAttention(Scheme):
     )
     absolute = True
     causal_only = True
+    sweep = (Sweep("chunk_size", "L", (3 / 4, 1 / 2, 7 / 8)),)
 
     chunk_size: int | None = None
     local_window: int | None = None

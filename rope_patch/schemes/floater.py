@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from rope_patch.errors import require
 from rope_patch.schemes.base import Scheme, Source
@@ -57,6 +56,7 @@ class FLOATER(Scheme):
     absolute = True
     breaks_graph = True
     shared = ("initial_positions", "dynamics_in", "dynamics_in_bias", "dynamics_out", "dynamics_out_bias")
+    sweep = None  # learned: there is nothing to measure before it is trained
 
     width: int | None = None
     solver: str = "rk4"
@@ -94,17 +94,18 @@ class FLOATER(Scheme):
         x = tokens.states
         wide = torch.promote_types(x.dtype, torch.float32)
         initial, *theta = (weights[name].to(wide) for name in self.shared)
-        path = self._path(initial[tokens.block if self.blocks else 0], theta, int(tokens.positions.max()))
+        # its steps would be unrolled, and compiled anew for every length
+        uncompiled = torch.compiler.disable(self._path)
+        path = uncompiled(initial[tokens.block if self.blocks else 0], theta, int(tokens.positions.max()))
         return (x + rows_at(path, tokens.positions, self.name)).to(x.dtype)
 
-    @torch.compiler.disable  # its steps would be unrolled, and compiled anew for every length
     def _path(self, start: torch.Tensor, theta: list[torch.Tensor], last: int) -> torch.Tensor:
         """p at positions 0 to `last`, `(last + 1, hidden)`."""
         w_1, b_1, w_2, b_2 = theta
 
         def velocity(m: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-            hidden = functional.linear(torch.cat([p, self.stride * m[None]]), w_1, b_1).tanh()
-            return self.stride * functional.linear(hidden, w_2, b_2)
+            hidden = torch.nn.functional.linear(torch.cat([p, self.stride * m[None]]), w_1, b_1).tanh()
+            return self.stride * torch.nn.functional.linear(hidden, w_2, b_2)
 
         times = torch.arange(last + 1, dtype=start.dtype, device=start.device)
         return _odeint()(velocity, start, times, rtol=1e-5, atol=1e-6, method=self.solver)

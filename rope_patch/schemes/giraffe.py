@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import Frequencies, RotarySpec
 
@@ -31,6 +31,7 @@ class TruncatedBasis(Scheme):
         "https://github.com/abacusai/Long-Context",
     )
     regime = "fine-tune"
+    sweep = (Sweep("cutoff_length", "L", (1, 1 / 2)),)
 
     cutoff_length: int
 

@@ -44,6 +44,7 @@ class Hierarchical(Scheme):
     absolute = True
     keeps_rows = True
     shared = ("base_positions",)
+    sweep = None  # for tables of positions, where attention cut at L is no reference
 
     alpha: float = 0.4
     num_positions: int | None = None

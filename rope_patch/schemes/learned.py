@@ -45,6 +45,7 @@ class Learned(Scheme):
     regime = "fine-tune"
     absolute = True
     shared = ("position_embeddings",)
+    sweep = None  # learned: there is nothing to measure before it is trained
 
     num_positions: int | None = None
     extend: int | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rope_patch.errors import InvalidField
-from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import Frequencies, RotarySpec
 
@@ -30,6 +30,7 @@ class Llama3Scaling(Scheme):
     source = Source("The Llama 3 Herd of Models", 2024, "https://arxiv.org/abs/2407.21783")
     regime = "fine-tune"
     rope_type = "llama3"
+    sweep = (Sweep("factor", "k", (1, 2)),)
 
     factor: float
     low_freq_factor: float = 1.0

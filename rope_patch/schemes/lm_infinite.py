@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import Constant, Identity
 
@@ -27,6 +27,7 @@ class LMInfinite(Scheme):
         "https://github.com/Glaciohound/LM-Infinite",
     )
     causal_only = True
+    sweep = (Sweep("local_window", "L", (1, 3 / 4, 1 / 2)),)
 
     local_window: int
     n_global: int = 10

@@ -30,6 +30,7 @@ class LogN(Scheme):
         "https://github.com/bojone/rerope",
     )
     absolute = True
+    sweep = None  # joins the best schemes in the second round of every sweep
 
     training_length: int | None = None
     clip: bool = True

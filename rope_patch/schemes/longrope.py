@@ -38,6 +38,7 @@ class LongRoPE(Scheme):
     )
     regime = "fine-tune"
     rope_type = "longrope"
+    sweep = None  # a factor for every pair, which its authors search for by themselves
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]

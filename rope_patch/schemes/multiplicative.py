@@ -36,6 +36,7 @@ class Multiplicative(Scheme):
     regime = "fine-tune"
     absolute = True
     shared = ("position_factors",)
+    sweep = None  # learned: there is nothing to measure before it is trained
 
     num_positions: int | None = None
 

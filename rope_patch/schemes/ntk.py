@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rope_patch.errors import InvalidField, NotExpressible
-from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import Frequencies, RotarySpec
 
@@ -34,6 +34,7 @@ class NTKScaling(Scheme):
         "https://kexue.fm/archives/9675",
         "https://github.com/bojone/rerope",
     )
+    sweep = (Sweep("factor", "k", (2, 1, 1.5, 3)),)
 
     factor: float
     variant: str = "fixed"
@@ -73,6 +74,7 @@ class AdjustedBase(Scheme):
     equation = "b <- base"
     source = Source("Effective Long-Context Scaling of Foundation Models", 2023, "https://arxiv.org/abs/2309.16039")
     regime = "fine-tune"
+    sweep = None  # a base of its own for every checkpoint; `ntk` tries those that a factor gives
 
     base: float
 
@@ -109,6 +111,7 @@ class DynamicNTK(Scheme):
         "https://huggingface.co/docs/transformers/main/en/internal/rope_utils",
     )
     rope_type = "dynamic"
+    sweep = (Sweep("factor", "one", (1, 2, 4)),)
 
     factor: float = 1.0
     original_max_position_embeddings: int | None = None

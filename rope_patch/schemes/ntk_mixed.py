@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import Frequencies, RotarySpec
 
@@ -32,6 +32,7 @@ class NTKMixed(Scheme):
         "https://kexue.fm/archives/9706",
         "https://github.com/bojone/rerope",
     )
+    sweep = (Sweep("factor", "k", (1, 2, 1.5)),)
 
     factor: float
     exponent: float = 0.625

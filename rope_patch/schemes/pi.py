@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import Frequencies, RotarySpec
 
@@ -28,6 +28,7 @@ class PositionInterpolation(Scheme):
     )
     regime = "fine-tune"
     rope_type = "linear"
+    sweep = (Sweep("factor", "k", (1,)),)
 
     factor: float
 

@@ -45,6 +45,7 @@ class Recurrent(Scheme):
     stateful = True
     breaks_graph = True
     shared = ("gru_input", "gru_hidden", "gru_input_bias", "gru_hidden_bias", "gru_output")
+    sweep = None  # learned: there is nothing to measure before it is trained
 
     width: int | None = None
     initial_std: float = 0.001
@@ -73,11 +74,12 @@ class Recurrent(Scheme):
         if state is None:
             state = x.new_zeros(len(x), output.shape[1])
         anew = (tokens.positions == 0).expand(x.shape[:2])
-        remembered = _read_texts(x.to(wide), anew, state.to(wide), gru)
+        # the sizes of its tensors are not known before the positions are
+        uncompiled = torch.compiler.disable(_read_texts)
+        remembered = uncompiled(x.to(wide), anew, state.to(wide), gru)
         return (x + remembered @ output.T).to(x.dtype), remembered
 
 
-@torch.compiler.disable  # the sizes of its tensors are not known before the positions are
 def _read_texts(x: torch.Tensor, anew: torch.Tensor, state: torch.Tensor, gru: list[torch.Tensor]) -> torch.Tensor:
     """h after every token.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import Constant, Identity, Interpolated
 
@@ -29,6 +29,7 @@ class ReRoPE(Scheme):
     name = "rerope"
     equation = "distance = min(m - n, w)"
     source = _POST
+    sweep = (Sweep("window", "L", (1 / 2, 3 / 8, 5 / 8, 1 / 4)),)
 
     window: int
 
@@ -56,6 +57,7 @@ class LeakyReRoPE(Scheme):
     name = "leaky_rerope"
     equation = "distance = m - n if m - n < w else w + (m - n - w) / k"
     source = _POST
+    sweep = (Sweep("factor", "needed", (2, 1, 4), window=1 / 2),)
 
     window: int
     factor: float

@@ -28,6 +28,7 @@ class RoPE(Scheme):
         "https://github.com/ZhuiyiTechnology/roformer",
     )
     rope_type = "default"
+    sweep = None  # the reference `plain`
 
     def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
         return Frequencies(inverse_frequencies(rotary.dim, rotary.base))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import Grouped, Identity
 
@@ -31,6 +31,10 @@ class SelfExtend(Scheme):
         2024,
         "https://arxiv.org/abs/2401.01325",
         "https://github.com/datamllab/LongLM",
+    )
+    sweep = (
+        Sweep("group_size", "needed", (1, 1.5, 2), window=1 / 2),
+        Sweep("group_size", "needed", (1, 1.5, 2), window=1 / 4),
     )
 
     group_size: int

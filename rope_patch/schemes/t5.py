@@ -42,6 +42,7 @@ class T5Bias(Scheme):
         "https://github.com/google-research/text-to-text-transfer-transformer",
     )
     regime = "fine-tune"
+    sweep = None  # learned: there is nothing to measure before it is trained
 
     num_buckets: int | None = None
     max_distance: int | None = None

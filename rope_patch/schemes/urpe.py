@@ -40,6 +40,7 @@ class URPE(Scheme):
         "https://github.com/lsj2408/URPE",
     )
     regime = "fine-tune"
+    sweep = None  # learned: there is nothing to measure before it is trained
 
     max_distance: int | None = None
     num_buckets: int | None = None

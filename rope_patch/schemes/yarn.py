@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from rope_patch.errors import NotExpressible
-from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.base import Scheme, Source, Sweep, Sweeps
 from rope_patch.schemes.tools.rotary import periods
 from rope_patch.typing import Frequencies, RotarySpec
 
@@ -20,7 +20,7 @@ _PAPER = Source(
     "https://github.com/jquesnelle/yarn",
 )
 
-_Number = TypeVar("_Number", float, torch.Tensor)
+_Number = TypeVar("_Number", float, "torch.Tensor")
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class YaRN(Scheme):
     equation = "theta_i/k r_i + theta_i (1 - r_i), r = ramp(low, high); t = 0.1 ln k + 1"
     source = _PAPER
     rope_type: ClassVar[str | None] = "yarn"
+    sweep: ClassVar[Sweeps] = (Sweep("factor", "k", (1, 1.5, 2)),)
 
     factor: float
     beta_fast: float = 32.0
@@ -134,6 +135,7 @@ class NTKByParts(Scheme):
     name = "ntk_by_parts"
     equation = "theta_i/k r_i + theta_i (1 - r_i), r = ramp(low, high)"
     source = _PAPER
+    sweep = (Sweep("factor", "k", (1, 1.5, 2)),)
 
     factor: float
     beta_fast: float = 32.0
@@ -167,6 +169,7 @@ class DynamicYaRN(YaRN):
     name = "dynamic_yarn"
     equation = "YaRN with k = max(1, l/L)"
     rope_type = None
+    sweep = (Sweep(),)
 
     factor: float = 1.0
     length: int | None = None

@@ -51,7 +51,7 @@ NARROW = {"gemma2": [0], "gemma3": [0, 2], "gemma3_yarn": [0], "olmo3": [0, 2]}
 )
 def test_mounts_follow_from_slots(llama, spec, rotary, late, rotate_late):
     plan = plan_mounts(get_scheme(spec), read_stack(llama))
-    assert (bool(plan.rotary), bool(plan.late), plan.rotate_late) == (rotary, late, rotate_late)
+    assert (bool(plan.rotary), bool(plan.late), plan.rotation != "module") == (rotary, late, rotate_late)
     assert plan.late in ((), (0, 1))
 
 
@@ -60,7 +60,7 @@ def test_late_is_obeyed(llama, spec):
     plan = plan_mounts(get_scheme(spec), read_stack(llama), "late")
     assert not plan.rotary
     assert plan.late == (0, 1)
-    assert plan.rotate_late
+    assert plan.rotation == "late"
 
 
 @pytest.mark.parametrize(("family", "spec"), LLAMA_AND_SCALED)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rope_patch.evaluation.retrieval.rows import RetrievalRow
+from rope_patch.evaluation.retrieval import RetrievalRow
 
 
 def row(**changed: Any) -> RetrievalRow:
@@ -33,7 +33,6 @@ def row(**changed: Any) -> RetrievalRow:
         "dtype": "float32",
         "attention": "sdpa",
         "device": "cpu",
-        "code": "c",
         "versions": {"python": "3"},
         "commit": None,
     }

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rope_patch.evaluation.results import Row
+from rope_patch.evaluation.rows import Row
 
 
 def row(**changed: Any) -> Row:
@@ -32,7 +32,6 @@ def row(**changed: Any) -> Row:
         "attention": "sdpa",
         "device": "cpu",
         "seed": 0,
-        "code": "c",
         "versions": {"python": "3"},
         "commit": None,
     }

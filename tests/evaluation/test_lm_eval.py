@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import math
-import runpy
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from rope_patch.patching import find_handle
+from tests.recipes import run_recipe
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "lm_eval_patched.py"
 
-
-@pytest.fixture
-def recipe(monkeypatch):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", [RECIPE.name, *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(RECIPE), run_name="__main__")
-        return ended.value.code
-
-    return run
+def recipe(*words):
+    return run_recipe("lm_eval_patched", words)
 
 
 class Wrapped:
@@ -49,14 +39,14 @@ def harness(monkeypatch):
     return asked
 
 
-def test_without_the_harness_one_line_says_what_to_install(recipe, monkeypatch, capsys):
+def test_without_the_harness_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert recipe("--tasks", "wikitext") == 2
     said = capsys.readouterr().err.splitlines()
-    assert said == ["rope-patch: this recipe needs lm-evaluation-harness, which is not installed: pip install lm-eval"]
+    assert said == ["rope-patch: this recipe needs lm_eval: pip install lm_eval"]
 
 
-def test_the_harness_gets_a_patched_model_and_a_local_text(recipe, harness, checkpoint, tmp_path, capsys):
+def test_the_harness_gets_a_patched_model_and_a_local_text(harness, checkpoint, tmp_path, capsys):
     text = tmp_path / "book.txt"
     text.write_text("a text of bytes")
     words = ["--model", checkpoint, "--scheme", "pi:factor=2", "--text", text, "--max-length", 16, "--device", "cpu"]
@@ -67,7 +57,7 @@ def test_the_harness_gets_a_patched_model_and_a_local_text(recipe, harness, chec
     assert f"{math.log(4):.4f}" in capsys.readouterr().out  # one token per byte, so nats per token are nats per byte
 
 
-def test_nothing_to_evaluate_is_said(recipe, harness, capsys):
+def test_nothing_to_evaluate_is_said(harness, capsys):
     assert recipe() == 2
     assert "give --tasks such as wikitext, or --text FILE" in capsys.readouterr().err
     assert recipe("--text", "nowhere.txt") == 2

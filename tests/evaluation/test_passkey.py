@@ -11,8 +11,8 @@ from torch import nn
 
 from rope_patch import patch
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.retrieval import passkey
-from rope_patch.evaluation.retrieval.passkey import Passkey
+from rope_patch.evaluation import passkey
+from rope_patch.evaluation.passkey import Passkey
 
 from .conftest import byte_tokenizer
 
@@ -114,69 +114,65 @@ class Speaker:
         self.said = torch.tensor([tokenizer(said)["input_ids"]])
         self.generation_config = type("Config", (), {"eos_token_id": 0})
 
-    def generate(self, input_ids, **_):
-        return torch.cat([input_ids, self.said.expand(len(input_ids), -1)], dim=1)
+    def generate(self, tokens, **_):
+        return torch.cat([tokens, self.said.expand(len(tokens), -1)], dim=1)
 
 
 @pytest.mark.parametrize(
     ("said", "right"),
     [
-        (" {key}", 1.0),
-        ("{key}. ", 1.0),
-        ("\n{key}", 1.0),
-        (" {key}6", 0.0),
-        (" 1{key}", 0.0),
-        (" 0 {key}", 0.0),
-        (" the key", 0.0),
-        ("", 0.0),
+        (" {key}", True),
+        ("{key}. ", True),
+        ("\n{key}", True),
+        (" {key}6", False),
+        (" 1{key}", False),
+        (" 0 {key}", False),
+        (" the key", False),
+        ("", False),
     ],
 )
 def test_an_answer_is_the_five_digits_and_no_others(said, right, tokenizer, monkeypatch):
     task = Passkey(tokenizer, trials=1)
     prompts = task.prompts(500, 0.5)
     monkeypatch.setattr(passkey, "find_language_model", lambda model: model)
-    score = task.score(Speaker(said.format(key=key_of(prompts[0])), tokenizer), prompts)
-    assert (score.accuracy, score.exact, score.nll) == (right, right, None)
+    answers, losses = task.answer(Speaker(said.format(key=key_of(prompts[0])), tokenizer), prompts)
+    assert (answers.tolist(), losses) == ([[right]], None)
+
+
+def greedy_digits(model, tokenizer, tokens):
+    """What the model goes on with when it reads everything anew for every token."""
+    read = tokens
+    for _ in range(passkey.NEW_TOKENS):
+        with torch.no_grad():
+            following = model(read[None], use_cache=False).logits[0, -1].argmax()
+        read = torch.cat([read, following[None]])
+    return torch.tensor([int(digit) for digit in tokenizer.decode(read[len(tokens) :])])
 
 
 @pytest.mark.parametrize("scheme", ["rope", "rerope:window=8+logn", "yarn:factor=4"])
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_the_answer_is_that_of_greedy_decoding_without_a_cache(scheme, batch_size, model, tokenizer):
+@pytest.mark.parametrize("together", [1, 3])
+def test_the_answer_is_that_of_greedy_decoding_without_a_cache(scheme, together, model, tokenizer):
     digits_alone(model)
-    task = Passkey(tokenizer, trials=3, batch_size=batch_size)
-    asked = task.prompts(400, 0.5)
+    task = Passkey(tokenizer, trials=3)
+    asked = task.prompts(400, 0.5)[:together]
     with patch(model, scheme):
-        spoken = []
-        for prompt in asked:
-            tokens = prompt.tokens
-            for _ in range(passkey.NEW_TOKENS):
-                with torch.no_grad():
-                    following = model(tokens[None], use_cache=False).logits[0, -1].argmax()
-                tokens = torch.cat([tokens, following[None]])
-            said = tokenizer.decode(tokens[len(prompt.tokens) :])
-            spoken.append(dataclasses.replace(prompt, answer=torch.tensor([int(digit) for digit in said])))
-        assert task.score(model, spoken).accuracy == 1.0
+        spoken = [
+            dataclasses.replace(prompt, answer=greedy_digits(model, tokenizer, prompt.tokens)) for prompt in asked
+        ]
+        assert task.answer(model, spoken)[0].tolist() == [[True]] * together
         wrong = dataclasses.replace(spoken[0], answer=(spoken[0].answer + 1) % 10)
-        assert task.score(model, [wrong, *spoken[1:]]).accuracy == pytest.approx(2 / 3)
-
-
-def test_prompts_of_unequal_length_are_answered_alike_in_any_batch(model, tokenizer):
-    digits_alone(model)
-    asked = [*Passkey(tokenizer, trials=2).prompts(400, 0.0), *Passkey(tokenizer, trials=2).prompts(450, 1.0)]
-    one, many = Passkey(tokenizer, trials=4), Passkey(tokenizer, trials=4, batch_size=4)
-    alone = [one._answers(model, [prompt])[0] for prompt in asked]
-    spoken = [dataclasses.replace(p, answer=torch.tensor(said)) for p, said in zip(asked, alone, strict=True)]
-    assert one.score(model, spoken).accuracy == many.score(model, spoken).accuracy == 1.0
+        assert task.answer(model, [wrong, *spoken[1:]])[0].tolist() == [[False], *[[True]] * (together - 1)]
 
 
 def test_decoding_is_greedy_whatever_the_checkpoint_says_about_sampling(model, tokenizer):
     digits_alone(model)
     task = Passkey(tokenizer, trials=1)
     (prompt,) = task.prompts(400, 0.5)
-    greedy = task._answers(model, [prompt])
+    greedy = [dataclasses.replace(prompt, answer=greedy_digits(model, tokenizer, prompt.tokens))]
+    assert task.answer(model, greedy)[0].item()
     model.generation_config.update(do_sample=True, temperature=5.0, top_p=0.9, repetition_penalty=3.0, max_length=9)
     model.generation_config.update(eos_token_id=[0, 1], pad_token_id=None)
-    assert task._answers(model, [prompt]) == greedy
+    assert task.answer(model, greedy)[0].item()
 
 
 def test_an_answer_has_room_for_a_space_the_key_and_a_digit_too_many(tokenizer):

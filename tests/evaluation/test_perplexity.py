@@ -10,9 +10,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import rope_patch
 from rope_patch import AlreadyPatched, InvalidField, NothingToPatch, patch
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation import perplexity
+from rope_patch.evaluation import measured_model, perplexity
 from rope_patch.evaluation.perplexity import measure
-from rope_patch.evaluation.results import ResultFile
+from rope_patch.evaluation.rows import Rows
 
 from .conftest import TRAINING_LENGTH, documents
 
@@ -105,7 +105,7 @@ def test_a_row_says_everything(model, tokenizer):
         "transformers": said["versions"]["transformers"],
         "rope_patch": rope_patch.__version__,
     }
-    assert {"nll", "perplexity", "seconds", "tokens_per_second", "texts", "weights", "code", "commit"} < set(said)
+    assert {"nll", "perplexity", "seconds", "tokens_per_second", "texts", "weights", "commit"} < set(said)
 
 
 def test_short_documents_are_said(model, tokenizer):
@@ -153,26 +153,26 @@ def test_an_interrupted_run_goes_on_where_it_stopped(model, tokenizer, tmp_path,
     chunked_nll = perplexity.chunked_nll
     monkeypatch.setattr(perplexity, "chunked_nll", lambda *a: counting(*a, stop_at=8))
     with pytest.raises(KeyboardInterrupt):
-        go(model, tokenizer, results=ResultFile(path))
+        go(model, tokenizer, results=Rows(path))
     kept = path.read_text()
     assert kept.count("\n") == 3  # two documents each; the eighth pass was the second document of the fourth row
 
     calls.clear()
     path.write_text(kept + kept.splitlines()[0][:100])  # killed while writing
     monkeypatch.setattr(perplexity, "chunked_nll", counting)
-    rows = go(model, tokenizer, results=ResultFile(path))
+    rows = go(model, tokenizer, results=Rows(path))
     assert len(calls) == 2 * (len(rows) - 3)
     assert [row.nll for row in rows] == whole
     assert path.read_text().startswith(kept)
     assert path.read_text().count("\n") == len(rows)
 
     calls.clear()
-    go(model, tokenizer, results=ResultFile(path))
+    go(model, tokenizer, results=Rows(path))
     assert calls == []
 
 
 def test_other_weights_texts_targets_or_dtype_are_measured_anew(model, tokenizer, tmp_path):
-    results = ResultFile(tmp_path / "rows.jsonl")
+    results = Rows(tmp_path / "rows.jsonl")
 
     def measured(**settings):
         before = len(results.path.read_text().splitlines())
@@ -243,3 +243,37 @@ def test_a_model_with_a_table_of_positions_is_measured_as_far_as_its_table_reach
     assert go(model, tokenizer, ["hierarchical"], (16, 64))[1].length == 64
     with pytest.raises(EvaluationError, match="plain at 64 tokens: GPT2Model has 16 positions"):
         go(model, tokenizer, ["plain", "hierarchical"], (16, 64))
+
+
+def test_a_patched_model_is_measured_as_it_is(model, tokenizer, monkeypatch):
+    alone = go(model, tokenizer, ["rerope:window=8+logn"])
+    carried = patch(model, "rerope:window=8+logn")
+    monkeypatch.setattr(measured_model, "patch", None)  # never taken apart
+    for spec in ("rerope:window=8+logn", carried.scheme):
+        rows = go(model, tokenizer, [spec])
+        assert [(row.nll, row.scheme) for row in rows] == [(row.nll, row.scheme) for row in alone]
+    assert rows[0].mount == carried.plan.mounts() == "late"
+    for other in ("plain", "rerope:window=9+logn"):
+        with pytest.raises(AlreadyPatched, match=r"carries rerope:window=8.*logn.*before measuring"):
+            go(model, tokenizer, ["rerope:window=8+logn", other])
+    carried.remove()
+
+
+def test_another_scheme_or_line_throws_no_row_away(model, tokenizer, tmp_path, monkeypatch):
+    results = Rows(tmp_path / "rows.jsonl")
+    go(model, tokenizer, ["plain", "pi:factor=2.0"], [32], results=results)
+    go(model, tokenizer, ["plain", "pi:factor=2.0", "rerope:window=8"], [32], results=results)
+    assert len(results.path.read_text().splitlines()) == 3
+    monkeypatch.setattr(perplexity, "chunked_nll", None)
+    (row,) = go(model, tokenizer, ["pi:factor=auto"], [32], results=results)  # the same scheme in other words
+    assert row.line == "pi:factor=auto"
+
+
+def test_rows_keep_what_a_paired_error_needs(model, tokenizer):
+    whole = go(model, tokenizer, ["plain"], [16])[0]
+    alone = [measure(model, tokenizer, [document], ["plain"], [16], targets=8)[0].nll for document in CORPUS]
+    assert whole.nll_by_document == pytest.approx(alone, abs=1e-5)
+    (single,) = measure(model, tokenizer, CORPUS[:1], ["plain"], [16], protocol="sliding", stride=1)
+    assert len(single.nll_by_document) == 32  # blocks of its windows
+    (few,) = measure(model, tokenizer, CORPUS[:1], ["plain"], [16], targets=8, windows_per_document=3)
+    assert len(few.nll_by_document) == few.windows == 3

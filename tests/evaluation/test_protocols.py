@@ -11,9 +11,8 @@ from rope_patch import patch
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation import perplexity
 from rope_patch.evaluation.perplexity import measure
-from rope_patch.evaluation.protocols import PROTOCOLS, check_request
-from rope_patch.evaluation.protocols.whole import windows
-from rope_patch.evaluation.results import ResultFile
+from rope_patch.evaluation.protocols import PROTOCOLS, check_request, slide
+from rope_patch.evaluation.rows import Rows
 
 from .conftest import byte_tokenizer, documents
 
@@ -126,7 +125,7 @@ def test_windows_weigh_differently_by_token_and_by_window(model, tokenizer):
     ],
 )
 def test_windows_counted_by_hand(tokens, stride, spans):
-    assert list(windows(tokens, 16, stride)) == spans
+    assert list(slide(tokens, 16, stride)) == spans
 
 
 @pytest.mark.parametrize(
@@ -172,7 +171,7 @@ def test_every_length_scores_the_same_documents(model, tokenizer):
 
 
 def test_another_stride_is_another_measurement(model, tokenizer, tmp_path, monkeypatch):
-    results = ResultFile(tmp_path / "rows.jsonl")
+    results = Rows(tmp_path / "rows.jsonl")
     for stride in (4, 5):
         go(model, tokenizer, "sliding", stride=stride, results=results)
     go(model, tokenizer, "disjoint", results=results)

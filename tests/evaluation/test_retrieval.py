@@ -12,11 +12,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 import rope_patch
 from rope_patch import AlreadyPatched, InvalidField, patch
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.results import LineFile
-from rope_patch.evaluation.retrieval.measure import measure
-from rope_patch.evaluation.retrieval.passkey import Passkey
-from rope_patch.evaluation.retrieval.rows import RetrievalRow
-from rope_patch.evaluation.retrieval.spans import Spans
+from rope_patch.evaluation.passkey import Passkey
+from rope_patch.evaluation.retrieval import RetrievalRow, grids, measure_retrieval
+from rope_patch.evaluation.rows import Rows
+from rope_patch.evaluation.spans import Spans
 
 from .conftest import TRAINING_LENGTH, byte_tokenizer, documents
 from .retrieval_rows import row
@@ -30,7 +29,7 @@ def make(**settings):
 
 
 def go(model, schemes=SCHEMES, lengths=(16, 64), depths=(0.0, 1.0), task=None, **settings):
-    return measure(model, task or make(), schemes, lengths, depths, **settings)
+    return measure_retrieval(model, task or make(), schemes, lengths, depths, **settings)
 
 
 class Counting(Spans):
@@ -39,14 +38,14 @@ class Counting(Spans):
     calls = 0
     stop_at = None
 
-    def score(self, model, prompts):
+    def answer(self, model, prompts):
         self.calls += 1
         if self.calls == self.stop_at:
             raise KeyboardInterrupt
-        return super().score(model, prompts)
+        return super().answer(model, prompts)
 
 
-def counting(stop_at=None):
+def counting(stop_at=None):  # of two prompts at a time
     task = Counting(byte_tokenizer(), CORPUS, longest=64, span=6, trials=2)
     task.stop_at = stop_at
     return task
@@ -71,7 +70,7 @@ def test_every_cell_is_the_loss_of_its_prompts_under_its_scheme(model):
 
 
 def test_a_row_says_everything(model):
-    said = json.loads(go(model, ["window"], (64,), (0.0,), seed=3, name="tiny")[0].to_json())
+    said = json.loads(go(model, ["window"], (64,), (0.0,), task=make(seed=3), name="tiny")[0].to_json())
     expected = {
         "task": "spans",
         "model": "tiny",
@@ -93,47 +92,72 @@ def test_a_row_says_everything(model):
     assert {key: said[key] for key in expected} == expected
     assert said["versions"]["rope_patch"] == rope_patch.__version__
     measured = {"accuracy", "exact", "nll", "control_accuracy", "control_exact", "control_nll", "seconds"}
-    assert measured | {"weights", "prompts", "code", "commit"} == set(said) - set(expected) - {"regime", "versions"}
+    assert measured | {"weights", "prompts", "commit"} == set(said) - set(expected) - {"regime", "versions"}
 
 
-def test_a_row_survives_the_file_and_foreign_lines_do_not():
+def test_a_row_survives_the_file():
     for found in (row(), row(nll=None, control_accuracy=None, span=None)):
         assert RetrievalRow.from_json(found.to_json()) == found
     assert '"nll": null' in row(nll=math.inf).to_json()
-    for line in ("{}", "[]", "{", json.dumps({**json.loads(row().to_json()), "more": 1})):
-        with pytest.raises(ValueError, match=r"."):
-            RetrievalRow.from_json(line)
-    assert row(distance=256).far
-    assert not row(distance=255).far
+
+
+def test_grids_are_depths_by_lengths(model):
+    rows = go(model, ["plain", "rerope:window=8"], (16, 64), (0.0, 0.5, 1.0))
+    for line, (accuracy, far, control) in grids(rows).items():
+        cells = {(r.depth, r.length): r for r in rows if r.line == line}
+        assert accuracy.shape == far.shape == (3, 2)
+        for down, depth in enumerate((0.0, 0.5, 1.0)):
+            for across, length in enumerate((16, 64)):
+                cell = cells[depth, length]
+                assert (accuracy[down, across], control[across]) == (cell.accuracy, cell.control_accuracy)
+                assert far[down, across] == (cell.distance >= TRAINING_LENGTH)
+        assert far.any()
+        assert not far.all()
+
+
+def test_prompts_of_unequal_length_are_never_answered_together(model):
+    asked = []
+
+    class Listening(Passkey):
+        def answer(self, model, prompts):
+            asked.append([len(prompt.tokens) for prompt in prompts])
+            return torch.zeros(len(prompts), 1, dtype=torch.bool), None
+
+        def prompts(self, length, depth):
+            return [] if depth is None else [*super().prompts(length, depth), *super().prompts(length - 40, depth)]
+
+    go(model, ["plain"], (400,), (0.5,), task=Listening(byte_tokenizer(), 3), batch_size=2)
+    assert sorted(len(batch) for batch in asked) == [1, 1, 2, 2]
+    assert all(len(set(batch)) == 1 for batch in asked)
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(model, tmp_path):
     path = tmp_path / "rows.jsonl"
     whole = [(r.accuracy, r.nll, r.control_nll) for r in go(model)]
     with pytest.raises(KeyboardInterrupt):
-        go(model, task=counting(stop_at=6), results=LineFile(path, RetrievalRow))
+        go(model, task=counting(stop_at=6), batch_size=2, results=Rows(path, RetrievalRow))
     kept = path.read_text()
     assert kept.count("\n") == 3  # the third question of a column of three is the sixth in all
 
     path.write_text(kept + kept.splitlines()[0][:100])  # killed while writing
     task = counting()
-    rows = go(model, task=task, results=LineFile(path, RetrievalRow))
+    rows = go(model, task=task, batch_size=2, results=Rows(path, RetrievalRow))
     assert task.calls == 2 + 6 * 3  # a control and a depth, then the other columns
     assert [(r.accuracy, r.nll, r.control_nll) for r in rows] == whole
     assert path.read_text().startswith(kept)
     assert path.read_text().count("\n") == len(rows)
 
     task = counting()
-    assert go(model, task=task, results=LineFile(path, RetrievalRow)) == rows
+    assert go(model, task=task, batch_size=2, results=Rows(path, RetrievalRow)) == rows
     assert task.calls == 0
 
 
 def test_other_weights_prompts_or_dtype_are_measured_anew(model, tmp_path):
-    results = LineFile(tmp_path / "rows.jsonl", RetrievalRow)
+    results = Rows(tmp_path / "rows.jsonl", RetrievalRow)
 
-    def measured(**settings):
+    def measured(batch_size=1, **settings):
         before = len(results.path.read_text().splitlines())
-        go(model, ["plain"], (16,), (0.0,), task=make(**settings), results=results)
+        go(model, ["plain"], (16,), (0.0,), task=make(**settings), batch_size=batch_size, results=results)
         return len(results.path.read_text().splitlines()) - before
 
     assert measured() == 1
@@ -156,7 +180,7 @@ def test_half_precision_asks_the_same_questions(model):
     assert {r.dtype for r in half} == {"bfloat16"}
     for a, b in zip(half, single, strict=True):
         assert a.nll == pytest.approx(b.nll, rel=0.1)
-    (key,) = go(model, ["rerope:window=8"], (400,), (0.5,), task=Passkey(byte_tokenizer(), trials=2, batch_size=2))
+    (key,) = go(model, ["rerope:window=8"], (400,), (0.5,), task=Passkey(byte_tokenizer(), 2), batch_size=2)
     assert (key.task, key.span, key.nll, key.control_accuracy) == ("passkey", None, None, None)
     assert 380 <= key.prompt_tokens < 400
 
@@ -176,7 +200,7 @@ def test_modes_weights_and_patches_are_as_before_also_after_an_error(model):
 def test_a_patched_model_is_measured_as_it_is(model, monkeypatch):
     (alone,) = go(model, ["rerope:window=8"], (64,), (0.5,))
     with patch(model, "rerope:window=8"):
-        monkeypatch.setattr("rope_patch.evaluation.retrieval.measure.patch", None)  # never taken apart
+        monkeypatch.setattr("rope_patch.evaluation.measured_model.patch", None)  # never taken apart
         (carried,) = go(model, ["rerope:window=8"], (64,), (0.5,))
     assert (carried.nll, carried.mount, carried.scheme) == (alone.nll, alone.mount, alone.scheme)
 
@@ -185,9 +209,9 @@ REFUSED = {
     "lengths 32, 16: they must ascend": {"lengths": (32, 16)},
     "every length must be a whole number": {"lengths": (0, 16)},
     "no lengths were given": {"lengths": ()},
-    "depths 0, 1.5: every depth is a share": {"depths": (0.0, 1.5)},
-    "depths 0.5, 0.5: 0.5 is there twice": {"depths": (0.5, 0.5)},
-    "no depths were given": {"depths": ()},
+    "depths 0, 1.5: shares of the context are wanted": {"depths": (0.0, 1.5)},
+    "depths 0.5, 0.5: shares of the context are wanted, from 0 to 1, each above the last": {"depths": (0.5, 0.5)},
+    "depths : shares of the context": {"depths": ()},
     "length 8: a span of 6 tokens twice": {"lengths": (8, 16)},
     "no schemes were given": {"schemes": []},
     "scheme 'plain' is there twice": {"schemes": ["plain", "plain"]},

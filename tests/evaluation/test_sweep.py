@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
-from pathlib import Path
+import math
+from dataclasses import replace
 
 import pytest
 
-from rope_patch.cli import sweep as command
+from rope_patch.cli.options import parse, recipes_folder
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation import sweep as sweeping
-from rope_patch.evaluation.candidates import FAMILIES, Candidate, Family, candidates_of_round, chosen_families
-from rope_patch.evaluation.results import ResultFile
-from rope_patch.evaluation.sweep import Outcome, Plan, Sweep, make_plan, plan_of, run, target_length
-from rope_patch.evaluation.sweep_report import recommendation, show_plan, to_dict, verdict
-from rope_patch.schemes import get_scheme
-from tests.evaluation.conftest import documents
-from tests.evaluation.rows import row
+from rope_patch.evaluation.rows import Rows
+from rope_patch.schemes import ReRoPE, get_scheme, list_schemes, scheme_class
+from rope_patch.schemes.base import Sweep
+from tests.recipes import load_recipe, run_recipe
 
-CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
-RERE, YARN, PI = (next(family for family in FAMILIES if family.scheme == name) for name in ("rerope", "yarn", "pi"))
+from .conftest import documents
+from .rows import row
+
+recipe = load_recipe("sweep")
+Candidate, candidates = recipe.Candidate, recipe.candidates
+
+SWEPT = recipe.schemes_to_sweep("fine-tune", ())
+RERE, YARN = (next((name, sweep) for name, sweep in SWEPT if name == wanted) for wanted in ("rerope", "yarn"))
 
 
 @pytest.fixture(scope="module")
@@ -33,199 +34,247 @@ def texts(tmp_path_factory):
     return folder
 
 
+def spelled(checkpoint, texts, output, *more):
+    words = ["--target", "4x", "--model", checkpoint, "--text", texts, "--schemes", "rerope", "yarn"]
+    return [*words, "--targets", "8", "--output", output, "--device", "cpu", *more]
+
+
 @pytest.fixture
-def small(checkpoint, texts, tmp_path):
-    return described(checkpoint, texts, tmp_path / "out")
+def swept(checkpoint, texts, tmp_path, capsys):
+    """Runs the recipe and gives what it prints as JSON, and its sentences."""
+
+    def run(*more):
+        assert run_recipe("sweep", spelled(checkpoint, texts, tmp_path / "out", "--json", *more)) == 0
+        captured = capsys.readouterr()
+        return json.loads(captured.out), captured.err
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def found_and_said(checkpoint, texts, tmp_path_factory):
-    said = []
-    return run(described(checkpoint, texts, tmp_path_factory.mktemp("out")), said.append), said
+# --- what a scheme declares ------------------------------------------------------------------------------------------
 
 
-def described(checkpoint, texts, output):
-    schemes = ("rerope", "yarn")
-    return Sweep("4x", model=str(checkpoint), text=str(texts), schemes=schemes, output=str(output), targets=8)
+@pytest.mark.parametrize("name", list_schemes())
+def test_a_scheme_for_pretrained_checkpoints_declares_what_a_sweep_tries(name):
+    cls = scheme_class(name)
+    declares = "sweep" in vars(cls)  # what it inherits is the declaration of another scheme
+    assert declares or cls.regime == "from-scratch", (
+        f"{name}: {cls.__module__} has no line for sweeps; add sweep = (Sweep(FIELD, UNIT, VALUES),) to the class, or "
+        "sweep = None where there is nothing to try"
+    )
 
 
-def outcome(nlls, *, difference=0.0, error=None, count=12, best=None):
-    """What a sweep found whose lines have these NLL at 256 and 1024 tokens."""
-    rows = [
-        row(line=line, scheme={"name": line}, length=length, nll=nll)
-        for line, pair in nlls.items()
-        for length, nll in zip((256, 1024), pair, strict=True)
-    ]
-    plan = Plan(256, (256, 1024), (RERE,))
-    return Outcome(plan, rows, {}, best, difference, error, count, "the end", Path("a.jsonl"), Path("a.png"))
-
-
-def test_the_tiny_description_parses():
-    assert make_plan(Sweep.from_yaml(CONFIGS / "sweep_tiny.yaml"), 256).lengths == (256, 512, 1024)
-
-
-@pytest.mark.parametrize(("target", "length"), [("4x", 1024), ("1.5x", 384), (1000, 1000), ("1000", 1000)])
-def test_a_target_is_tokens_or_multiples_of_the_training_length(target, length):
-    assert target_length(target, 256) == length
-
-
-@pytest.mark.parametrize("target", ["x", "4 x", "-1", 0, "four", "0x"])
-def test_another_target_is_refused(target):
-    with pytest.raises(EvaluationError, match="is not allowed; a number of tokens is"):
-        Sweep(target)
-
-
-@pytest.mark.parametrize(("target", "lengths"), [("4x", (16, 32, 64)), (40, (16, 32, 40)), (20, (16, 20))])
-def test_lengths_double_from_the_training_length_to_the_target(target, lengths):
-    assert make_plan(Sweep(target), 16).lengths == lengths
-
-
-def test_a_target_within_the_training_length_is_refused():
-    with pytest.raises(EvaluationError, match="has to be beyond L = 256"):
-        make_plan(Sweep("1x"), 256)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"regime": "from-scratch"}, "regime 'from-scratch': allowed: fine-tune, training-free"),
-        ({"schemes": ["reropes"]}, "does not try 'reropes'; did you mean 'rerope'"),
-        ({"schemes": ["pi"]}, "ask for it with regime 'fine-tune'"),
-        ({"budget_measurements": 0}, "budget_measurements must be at least 1"),
-        ({"text": "a", "dataset": "b"}, "give one of them"),
-    ],
-)
-def test_a_wrong_description_says_what_is_wrong(fields, message):
-    with pytest.raises(EvaluationError) as raised:
-        Sweep("4x", **fields)
-    assert message in str(raised.value)
+def test_what_is_left_out_is_known():
+    left_out = {name for name in list_schemes() if not scheme_class(name).sweep}
+    pretrained = {name for name in left_out if scheme_class(name).regime != "from-scratch"}
+    learned = {"floater", "learned", "multiplicative", "rnn", "t5", "urpe"}
+    assert pretrained == {"rope", "window", "logn", "hierarchical", "abf", "longrope"} | learned
 
 
 @pytest.mark.parametrize(("length", "target"), [(256, 1024), (4096, 131072), (16, 24)])
 def test_every_candidate_is_a_scheme_that_can_be_spelled(length, target):
-    for family in FAMILIES:
-        for value in family.values:
+    for name, sweep in SWEPT:
+        for value in sweep.values:
             for logn in (False, True):
-                scheme = get_scheme(Candidate(family, value, logn).line(length, target))
+                scheme = get_scheme(Candidate(name, sweep, value, logn).line(length, target))
                 assert (scheme.name == "compose") == logn
 
 
 def test_values_follow_the_training_length_and_the_target():
     def line(scheme, value):
-        family = next(family for family in FAMILIES if family.scheme == scheme)
-        return Candidate(family, value).line(256, 1024)
+        return Candidate(*next(each for each in SWEPT if each[0] == scheme), value).line(256, 1024)
 
     assert line("rerope", 3 / 8) == "rerope:window=96"
     assert line("yarn", 1.5) == "yarn:factor=6"
     assert line("self_extend", 1) == "self_extend:group_size=7,window=128"  # (1024 - 128) / (256 - 128)
+    assert line("leaky_rerope", 2) == "leaky_rerope:factor=14,window=128"
+    assert line("dca", 7 / 8) == "dca:chunk_size=224"
     assert line("dynamic_ntk", 1) == "dynamic_ntk:factor=1"
     assert line("dynamic_yarn", 1) == "dynamic_yarn"
 
 
-def test_schemes_made_to_be_fine_tuned_wait_to_be_asked_for():
-    assert PI not in chosen_families("training-free")
-    assert PI in chosen_families("fine-tune")
-    assert chosen_families("training-free", ["yarn"]) == (YARN,)
+def test_schemes_made_to_be_fine_tuned_wait_to_be_asked_for_and_come_last():
+    free = [name for name, _ in recipe.schemes_to_sweep("training-free", ())]
+    assert "pi" not in free
+    assert [name for name, _ in SWEPT] == [*free, "giraffe", "llama3", "pi"]
+    assert free.index("rerope") < free.index("yarn")  # what keeps distances as they were trained comes first
+    assert recipe.schemes_to_sweep("training-free", ["yarn"]) == [YARN]
+
+
+# --- what is tried ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "lengths"), [("4x", [16, 32, 64]), ("40", [16, 32, 40]), ("20", [16, 20]), ("1.5x", [16, 24])]
+)
+def test_lengths_double_from_the_training_length_to_the_target(target, lengths):
+    assert recipe.lengths_up_to(target, 16) == lengths
+
+
+@pytest.mark.parametrize("target", ["x", "4 x", "-1", "0", "four", "0x"])
+def test_another_target_is_refused(target):
+    with pytest.raises(EvaluationError, match="is not allowed; a number of tokens is"):
+        recipe.lengths_up_to(target, 16)
+
+
+def test_a_target_within_the_training_length_is_refused():
+    with pytest.raises(EvaluationError, match="has to be beyond L = 256"):
+        recipe.lengths_up_to("1x", 256)
 
 
 def test_the_first_round_is_one_best_guess_for_each_scheme():
-    assert candidates_of_round(0, (RERE, YARN), {}) == (Candidate(RERE, 1 / 2), Candidate(YARN, 1))
+    assert candidates(1, [RERE, YARN], {}) == [Candidate(*RERE, 1 / 2), Candidate(*YARN, 1)]
 
 
 def test_later_rounds_refine_what_was_best():
-    half, yarn = Candidate(RERE, 1 / 2), Candidate(YARN, 1)
+    half, yarn = Candidate(*RERE, 1 / 2), Candidate(*YARN, 1)
     measured = {yarn: 1.4, half: 1.2}
-    second = candidates_of_round(1, (RERE, YARN), measured)
-    assert second == (Candidate(RERE, 1 / 2, logn=True), Candidate(YARN, 1, logn=True))
+    second = candidates(2, [RERE, YARN], measured)
+    assert second == [replace(half, logn=True), replace(yarn, logn=True)]
     measured |= {second[0]: 1.1, second[1]: 1.5}
-    third = candidates_of_round(2, (RERE, YARN), measured)
-    assert third == (
-        *(Candidate(RERE, value, logn=True) for value in (3 / 8, 5 / 8, 1 / 4)),
-        *(Candidate(YARN, value) for value in (1.5, 2)),
-    )
+    third = candidates(3, [RERE, YARN], measured)
+    assert third == [
+        *(Candidate(*RERE, value, logn=True) for value in (3 / 8, 5 / 8, 1 / 4)),
+        *(Candidate(*YARN, value) for value in (1.5, 2)),
+    ]
     measured |= {third[0]: 1.0, third[1]: 1.3, third[2]: 1.3}
-    last = candidates_of_round(3, (RERE, YARN), measured)
-    assert last == (Candidate(RERE, 5 / 16, logn=True), Candidate(RERE, 7 / 16, logn=True))
+    assert candidates(4, [RERE, YARN], measured) == [
+        Candidate(*RERE, 5 / 16, logn=True),
+        Candidate(*RERE, 7 / 16, logn=True),
+    ]
 
 
 def test_a_scheme_with_several_lines_takes_one_place_among_the_best():
-    extends = [family for family in FAMILIES if family.scheme == "self_extend"]
-    lines = [Candidate(family, 1) for family in extends]
-    measured = {lines[0]: 1.0, lines[1]: 1.1, Candidate(RERE, 1 / 2): 1.2, Candidate(YARN, 1): 1.3}
-    assert candidates_of_round(1, FAMILIES, measured) == (
-        Candidate(extends[0], 1, logn=True),
-        Candidate(RERE, 1 / 2, logn=True),
-        Candidate(YARN, 1, logn=True),
-    )
+    extends = [Candidate(name, sweep, 1) for name, sweep in SWEPT if name == "self_extend"]
+    half, yarn = Candidate(*RERE, 1 / 2), Candidate(*YARN, 1)
+    measured = {extends[0]: 1.0, extends[1]: 1.1, half: 1.2, yarn: 1.3}
+    assert candidates(2, SWEPT, measured) == [replace(best, logn=True) for best in (extends[0], half, yarn)]
 
 
 def test_a_round_after_nothing_could_be_measured_is_empty():
-    assert [candidates_of_round(number, (RERE,), {}) for number in (1, 2, 3)] == [(), (), ()]
+    assert [candidates(number, [RERE], {}) for number in (2, 3, 4)] == [[], [], []]
 
 
-def test_a_sweep_measures_references_and_rounds_and_recommends_the_best(found_and_said):
-    found, said = found_and_said
-    at_target = {row.line: row.nll for row in found.rows if row.length == 64}
-    assert list(at_target)[:2] == ["plain", "window"]
-    assert {"rerope:window=8", "yarn:factor=4"} <= set(at_target)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--regime", "from-scratch"], "regime"),
+        (["--schemes", "reropes"], "does not try 'reropes'; did you mean 'rerope'"),
+        (["--schemes", "alibi"], "does not try 'alibi'"),
+        (["--schemes", "pi"], "ask for it with --regime fine-tune"),
+        (["--target", "four"], "target 'four' is not allowed"),
+        (["--model", "./nowhere"], "./nowhere is no checkpoint folder"),
+    ],
+)
+def test_wrong_input_is_one_clear_line(words, message, capsys):
+    assert run_recipe("sweep", ["--target", "4x", *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err.strip().splitlines()[-1]
+    assert captured.out == ""
+
+
+# --- a sweep ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_tiny_options_parse():
+    options = parse(recipe.Options, [str(recipes_folder() / "configs" / "sweep_tiny.yaml")])
+    assert recipe.lengths_up_to(options.target, 256) == [256, 512, 1024]
+
+
+def test_a_sweep_measures_references_and_rounds_and_recommends_the_best(swept, tmp_path):
+    found, said = swept()
+    at_target = {row["line"]: row["nll"] for row in found["rows"] if row["length"] == 64}
     others = {line: nll for line, nll in at_target.items() if line not in ("plain", "window")}
+    assert {"rerope:window=8", "yarn:factor=4"} <= set(others)
+    assert set(at_target) - set(others) == {"plain", "window"}
+    assert list(at_target.values()) == sorted(at_target.values())
     assert any(line.endswith("+logn") for line in others)
-    assert others[found.recommended] <= min(others.values()) + sweeping.TIE
-    assert found.difference == pytest.approx(others[found.recommended] - at_target["window"], abs=1e-12)
-    assert {row.length for row in found.rows} == {16, 32, 64}
-    assert {row.targets for row in found.rows} == {8}
-    assert "the plan was carried out to its end" in found.stopped
-    assert found.picture.is_file()
-    assert sum("round" in sentence for sentence in said) == 4
-    assert set(to_dict(found)["lines"][0]["nll"]) == {"16", "32", "64"}
+    assert others[found["best"]] <= min(others.values()) + recipe.TIE
+    assert found["difference"] == pytest.approx(others[found["best"]] - at_target["window"], abs=1e-12)
+    assert {row["length"] for row in found["rows"]} == {16, 32, 64}
+    assert {row["targets"] for row in found["rows"]} == {8}
+    assert found["stopped"] == "the plan was carried out to its end"
+    assert (tmp_path / "out" / "sweep.png").stat().st_size > 20_000
+    assert said.count("rope-patch: round") == 4
+    mean, pairs = found["difference"], {}
+    for each in found["rows"]:
+        if each["length"] == 64:
+            pairs[each["line"]] = each["nll_by_document"]
+    apart = [one - other for one, other in zip(pairs[found["best"]], pairs["window"], strict=True)]
+    assert len(apart) == 3
+    assert found["standard_error"] == pytest.approx((sum((d - mean) ** 2 for d in apart) / 2 / 3) ** 0.5)
 
 
-def test_the_error_is_that_of_the_paired_differences_by_document(found_and_said):
-    found, _ = found_and_said
-    alone = [row for row in ResultFile(found.results).rows if row.documents == 1 and row.length == 64]
-    by_text = {text: {row.line: row.nll for row in alone if row.texts == text} for text in {row.texts for row in alone}}
-    differences = [lines[found.recommended] - lines["window"] for lines in by_text.values()]
-    mean = sum(differences) / 3
-    assert len(differences) == found.documents == 3
-    assert mean == pytest.approx(found.difference, abs=1e-6)
-    assert found.error == pytest.approx((sum((d - mean) ** 2 for d in differences) / 2 / 3) ** 0.5)
+def test_a_budget_of_measurements_ends_the_sweep_and_earlier_rows_cost_nothing(swept, tmp_path):
+    first, _ = swept("--budget-measurements", "4")
+    assert first["stopped"] == "the budget of 4 measurements was used up in round 1 of 4"
+    assert len({row["line"] for row in first["rows"]}) == 3
+    kept = (tmp_path / "out" / "sweep.jsonl").read_text()
+    again, _ = swept("--budget-measurements", "4")
+    assert len({row["line"] for row in again["rows"]}) == 4
+    assert (tmp_path / "out" / "sweep.jsonl").read_text().startswith(kept)
+    assert [row for row in again["rows"] if row in first["rows"]] == sorted(first["rows"], key=again["rows"].index)
 
 
-def test_a_budget_of_measurements_ends_the_sweep_and_earlier_rows_cost_nothing(small):
-    first = run(dataclasses.replace(small, budget_measurements=4))
-    assert first.stopped == "the budget of 4 measurements was used up in round 1 of 4"
-    assert len({row.line for row in first.rows}) == 3
-    again = run(dataclasses.replace(small, budget_measurements=4))
-    assert len({row.line for row in again.rows}) == 4
-    assert {row.to_json() for row in first.rows} < {row.to_json() for row in again.rows}
+def test_a_budget_of_no_minutes_measures_the_references_alone(swept):
+    found, _ = swept("--budget-minutes", "0")
+    assert {row["line"] for row in found["rows"]} == {"plain", "window"}
+    assert (found["best"], found["verdict"]) == (None, "nothing")
 
 
-def test_a_budget_of_no_minutes_measures_the_references_alone(small):
-    found = run(dataclasses.replace(small, budget_minutes=0))
-    assert {row.line for row in found.rows} == {"plain", "window"}
-    assert found.recommended is None
-    assert verdict(found) == "nothing"
+def test_what_the_model_refuses_is_listed_and_not_fatal(swept, monkeypatch):
+    monkeypatch.setattr(ReRoPE, "sweep", (Sweep("window", "one", (-1.0, 0.4)),))
+    found, _ = swept("--budget-measurements", "3")
+    assert list(found["refused"]) == ["rerope:window=-1"]
+    assert "window=-1 is not allowed" in found["refused"]["rerope:window=-1"]
+    assert found["best"].startswith("yarn")
 
 
-def test_what_the_model_refuses_is_listed_and_not_fatal(small, monkeypatch):
-    impossible = Family("self_extend", "group_size", "needed", (-1.0,), window=1 / 2)
-    monkeypatch.setattr(sweeping, "chosen_families", lambda *_: (impossible, YARN))
-    found = run(dataclasses.replace(small, budget_measurements=3))
-    (line,) = found.refused
-    assert line.startswith("self_extend:group_size=-")
-    assert "group_size" in found.refused[line]
-    assert found.recommended.startswith("yarn")
+def test_the_table_names_every_line(checkpoint, texts, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run_recipe("sweep", spelled(checkpoint, texts, tmp_path / "out", "--budget-measurements", "3")) == 0
+    out = capsys.readouterr().out
+    lines = {line for line in Rows(tmp_path / "out" / "sweep.jsonl").rows for line in [line.line]}
+    assert len(lines) == 3
+    for name in ("plain checkpoint", "attention cut at L", "rerope window=8"):
+        assert name in out
+    assert "the budget of 3 measurements was used up in round 1 of 4" in out
+
+
+def test_the_plan_is_printed_without_measuring(checkpoint, texts, tmp_path, capsys):
+    words = spelled(checkpoint, texts, tmp_path / "out", "--dry-run")
+    assert run_recipe("sweep", words) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("lengths 16, 32, 64 (L = 16)")
+    assert "rerope:window=8" in out
+    assert not (tmp_path / "out").exists()
+    assert run_recipe("sweep", [*words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan == {"lengths": [16, 32, 64], "first_round": ["rerope:window=8", "yarn:factor=4"]}
+
+
+# --- the recommendation ----------------------------------------------------------------------------------------------
+
+
+def outcome(nlls, count=12):
+    """Rows at 256 and 1024 tokens."""
+    return {
+        line: [
+            row(line=line, length=length, nll=nll, nll_by_document=[nll] * count)
+            for length, nll in zip((256, 1024), pair, strict=True)
+        ]
+        for line, pair in nlls.items()
+    }
 
 
 def test_what_is_better_beyond_noise_is_recommended_with_its_price():
-    nlls = {"plain": (2.0, 5.0), "window": (2.0, 2.08), "rerope:window=96+logn": (2.001, 2.05)}
-    found = outcome(nlls, difference=-0.03, error=0.004, best="rerope:window=96+logn")
-    assert verdict(found) == "better"
-    assert recommendation(found) == (
+    best = "rerope:window=96+logn"
+    rows = outcome({"plain": (2.0, 5.0), "window": (2.0, 2.08), best: (2.001, 2.05)})
+    assert recipe.recommend(rows, best, -0.03, 0.004) == (
+        "better",
         "rerope:window=96+logn: 2.050 at 1024 tokens, 0.030 below attention cut at L (standard error 0.004 over 12 "
-        "documents). It costs 0.001 at 256."
+        "documents). It costs 0.001 at 256.",
     )
-    assert to_dict(found)["recommended"] == "rerope:window=96+logn"
 
 
 @pytest.mark.parametrize(
@@ -237,37 +286,19 @@ def test_what_is_better_beyond_noise_is_recommended_with_its_price():
     ],
 )
 def test_nothing_is_recommended_that_does_not_beat_the_cut(difference, error, kind, words):
-    nlls = {"plain": (2.0, 5.0), "window": (2.0, 2.0), "x": (2.0, 2.0 + difference)}
-    found = outcome(nlls, difference=difference, error=error, best="x")
-    assert verdict(found) == kind
-    assert recommendation(found).startswith("Nothing beats attention cut at L (`window`, 2.000 at 1024 tokens)")
-    assert words in recommendation(found)
-    assert to_dict(found)["recommended"] is None
+    rows = outcome({"plain": (2.0, 5.0), "window": (2.0, 2.0), "x": (2.0, 2.0 + difference)})
+    found, sentence = recipe.recommend(rows, "x", difference, error)
+    assert found == kind
+    assert sentence.startswith("Nothing beats attention cut at L (`window`, 2.000 at 1024 tokens)")
+    assert words in sentence
 
 
-def test_the_plan_is_printed_without_measuring(checkpoint):
-    plan = plan_of(Sweep("4x", model=str(checkpoint)))
-    assert plan.lengths == (16, 32, 64)
-    shown = show_plan(plan)
-    assert "rerope:window=8" in shown
-    assert "round 4" in shown
+def test_among_equals_the_line_that_is_better_over_all_lengths_comes_first():
+    rows = outcome({"a": (2.5, 2.0), "b": (2.0, 2.0005), "c": (1.0, 2.1)})
+    assert recipe.rank(rows) == ["b", "a", "c"]
+    assert recipe.rank({}) == []
 
 
-def test_the_command_prints_what_it_found(checkpoint, texts, tmp_path, capsys):
-    parser = argparse.ArgumentParser()
-    command.add(parser.add_subparsers())
-    words = ["sweep", "--target", "2x", "--model", str(checkpoint), "--text", str(texts), "--schemes", "rerope"]
-    words += ["--targets", "8", "--output", str(tmp_path / "out"), "--budget-measurements", "2"]
-    arguments = parser.parse_args([*words, "--json"])
-    arguments.run(arguments)
-    found = json.loads(capsys.readouterr().out)
-    assert found["best"] == "rerope:window=8"
-    assert [line["line"] for line in found["lines"] if line["line"] == "window"] == ["window"]
-    arguments = parser.parse_args(words)
-    arguments.run(arguments)
-    assert "attention cut at L" in capsys.readouterr().out
-    arguments = parser.parse_args([*words, "--dry-run"])
-    arguments.run(arguments)
-    assert capsys.readouterr().out.startswith("lengths 16, 32")
-    with pytest.raises(EvaluationError, match="no target was given"):
-        (arguments := parser.parse_args(["sweep"])).run(arguments)
+def test_numbers_that_are_none_recommend_nothing():
+    rows = outcome({"plain": (2.0, 5.0), "window": (2.0, math.nan), "x": (2.0, 2.1)})
+    assert recipe.recommend(rows, "x", math.nan, math.nan)[0] == "noise"

@@ -3,19 +3,50 @@ from __future__ import annotations
 import json
 
 import pytest
+from safetensors.torch import load_file
 
-from rope_patch.finetuning.description import FineTuning
-from rope_patch.finetuning.run import _Trainer
-from tests.evaluation.conftest import TRAINING_LENGTH, byte_tokenizer, checkpoint, documents, tiny_llama  # noqa: F401
+from tests.evaluation.conftest import TRAINING_LENGTH, byte_tokenizer, documents, tiny_llama
+from tests.recipes import run_recipe
 
-
-class Killed(BaseException):
-    """Nothing in the library catches it, as nothing catches SIGKILL."""
+SCHEME = "yarn:factor=2"
 
 
-def write_texts(folder):
-    """Texts to train on, as JSON lines, and to measure on; the same at every call."""
-    folder.mkdir(exist_ok=True)
+def words_of(options):
+    """A command line of these options."""
+    words = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [word for each in (value if name == "scheme" else [value]) for word in (flag, str(each))]
+    return words
+
+
+def checkpoint_of(options, scheme=SCHEME):
+    return options["output"] / "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in scheme)
+
+
+def weights(options, scheme=SCHEME, name="checkpoint"):
+    (file,) = (checkpoint_of(options, scheme) / name).glob("*.safetensors")
+    return load_file(file)
+
+
+def rows(options, name="finetune.jsonl"):
+    return [json.loads(line) for line in (options["output"] / name).read_text().splitlines()]
+
+
+def losses(options, scheme=SCHEME):
+    (state,) = (checkpoint_of(options, scheme) / "trainer").glob("checkpoint-*/trainer_state.json")
+    return [row["loss"] for row in json.loads(state.read_text())["log_history"] if "loss" in row]
+
+
+@pytest.fixture(scope="session")
+def given(tmp_path_factory):
+    """A checkpoint, texts to train on as JSON lines, and one to measure on."""
+    folder = tmp_path_factory.mktemp("finetuning")
+    tiny_llama().save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
     lines = [json.dumps(document) for document in documents(70, 40, 90, 55)]
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "held_out.txt").write_text(documents(80)[0]["text"])
@@ -23,61 +54,40 @@ def write_texts(folder):
 
 
 @pytest.fixture
-def texts(tmp_path):
-    return write_texts(tmp_path / "texts")
-
-
-@pytest.fixture
-def describe(checkpoint, texts, tmp_path):  # noqa: F811
+def options(given, tmp_path):
     """The smallest fine-tuning, at twice the training length; each test changes what it is about."""
 
-    def make(**changed) -> FineTuning:
+    def make(**changed):
         settings = {
-            "model": str(checkpoint),
-            "schemes": ("yarn:factor=2",),
+            "model": given / "model",
+            "scheme": [SCHEME],
             "length": 2 * TRAINING_LENGTH,
-            "text": str(texts / "train.jsonl"),
-            "eval_text": str(texts / "held_out.txt"),
+            "text": given / "train.jsonl",
+            "eval_text": given / "held_out.txt",
             "targets": 8,
             "steps": 4,
             "batch_size": 2,
             "learning_rate": 1e-3,
             "warmup_steps": 1,
             "log_every": 1,
-            "check_memory": False,
             "device": "cpu",
-            "output": str(tmp_path / "out"),
+            "output": tmp_path / "out",
         }
-        return FineTuning(**{**settings, **changed})
+        return {**settings, **changed}
 
     return make
 
 
 @pytest.fixture
-def kill_at(monkeypatch):
-    """Interrupt the next run when it asks for the loss of a step."""
+def finetune(options, monkeypatch):
+    """Run the recipe, without its picture, and give its options back."""
+    from tests.recipes import load_recipe
 
-    def arm(step) -> None:
-        losses_at = _Trainer._losses_at
+    monkeypatch.setattr(load_recipe("finetune"), "draw", lambda *_: None)
 
-        def interrupted(trainer, asked):
-            if asked == step:
-                monkeypatch.setattr(_Trainer, "_losses_at", losses_at)
-                raise Killed
-            return losses_at(trainer, asked)
+    def run(status=0, **changed):
+        chosen = options(**changed)
+        assert run_recipe("finetune", words_of(chosen)) == status
+        return chosen
 
-        monkeypatch.setattr(_Trainer, "_losses_at", interrupted)
-
-    return arm
-
-
-@pytest.fixture
-def trained(tmp_path):
-    """What runs leave that were given to it: the weights of the checkpoint, log rows and points."""
-    from safetensors.torch import load_file
-
-    def read(output, scheme="yarn-factor-2", name="checkpoint"):
-        (file,) = (output / scheme / name).glob("*.safetensors")
-        return load_file(file)
-
-    return read
+    return run

@@ -1,294 +1,203 @@
-"""A run that was stopped at any moment and started again ends as if nothing had happened."""
+"""A run that was killed at any moment and started again ends as if nothing had happened."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import random
+import os
+import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-from rope_patch.finetuning import run as running
-from rope_patch.finetuning.experiment import run
-from rope_patch.finetuning.run import _Trainer
-from rope_patch.training import state
-from rope_patch.training.loop import Diverged
+from rope_patch.training import callbacks, checkpoints
+from rope_patch.training.checkpoints import SafeTrainer
+from tests.processes import run_one
+from tests.recipes import load_recipe, run_recipe
 
-from .conftest import Killed
-from .kill import differences, finetune, kill_while_training, log_without_clock, weights
+from .conftest import checkpoint_of, losses, rows, weights, words_of
 
-KINDS = {
-    "full": {},
-    "packed in micro-batches": {"micro_batch_size": 1},
-    "LoRA with dropout": {"method": "lora", "dropout": 0.3, "micro_batch_size": 1, "evaluate_every": 3},
-    "stream": {"streaming": True, "shuffle_buffer": 2, "layout": "padded"},
-    "PoSE": {"layout": "pose"},
-    "warm start": {"warm_start_steps": 4, "schemes": ("yarn:factor=2",)},
-    "learned": {"schemes": ("kerple",)},
+KILLS = {
+    "in a step": ("SafeTrainer.training_step", 4),
+    "in the write of a checkpoint": ("SafeTrainer._save_optimizer_and_scheduler", 1),
+    "before the old checkpoint is deleted": ("rotate_checkpoints", 1),
+    "in the measurement of the third step": ("SafeTrainer._maybe_log_save_evaluate", 1),
+    "in the write of what was trained": ("whole_folder", 4),
 }
-STEPS = 8
+"""A function of `rope_patch.training.checkpoints`, and at which of its calls the process ends."""
+
+
+def run_and_die(words, name, calls):
+    """The recipe in this process, which SIGKILL ends in a call of a function."""
+    owner = SafeTrainer if "." in name else checkpoints
+    name = name.rpartition(".")[2]
+    function, left = getattr(owner, name), [calls]
+
+    def killed(*arguments, **keywords):
+        left[0] -= 1
+        if not left[0]:
+            if name == "_save_optimizer_and_scheduler":
+                Path(arguments[1], "optimizer.pt").write_bytes(b"half a state")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **keywords)
+
+    setattr(owner, name, killed)
+    run_to_the_end(words)
+
+
+def run_to_the_end(words):
+    load_recipe("finetune").draw = lambda *_: None
+    sys.exit(run_recipe("finetune", words))
+
+
+def test_five_sigkills_change_nothing(options, tmp_path):
+    settings = {"steps": 6, "save_every": 1, "evaluate_every": 3, "scheme": ["kerple"], "micro_batch_size": 1}
+    undisturbed, killed = options(**settings, output=tmp_path / "undisturbed"), options(**settings)
+    assert run_one(run_to_the_end, words_of(undisturbed)) == 0
+    for moment, (name, calls) in KILLS.items():
+        assert run_one(run_and_die, words_of(killed), name, calls) == -signal.SIGKILL, moment
+    assert run_one(run_to_the_end, words_of(killed)) == 0
+    expected, found = weights(undisturbed, "kerple"), weights(killed, "kerple")
+    assert expected.keys() == found.keys()
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+    assert rows(killed) == rows(undisturbed)
+    assert losses(killed, "kerple") == losses(undisturbed, "kerple")
+    assert len(rows(killed, "perplexity.jsonl")) == len(rows(undisturbed, "perplexity.jsonl"))
+    assert [path.name for path in (checkpoint_of(killed, "kerple") / "trainer").iterdir()] == ["checkpoint-6"]
+
+
+class Killed(BaseException):
+    """Nothing in the library catches it, as nothing catches SIGKILL."""
 
 
 @pytest.fixture
-def undisturbed(describe, tmp_path):
-    def make(**settings):
-        settings = {"steps": STEPS, **settings}
-        run(describe(**settings, output=str(tmp_path / "undisturbed")))
-        return tmp_path / "undisturbed"
+def kill_at(monkeypatch):
+    """Interrupt the next run in this step."""
 
-    return make
+    def arm(step):
+        training_step = SafeTrainer.training_step
+
+        def interrupted(trainer, *arguments):
+            if trainer.state.global_step == step:
+                monkeypatch.setattr(SafeTrainer, "training_step", training_step)
+                raise Killed
+            return training_step(trainer, *arguments)
+
+        monkeypatch.setattr(SafeTrainer, "training_step", interrupted)
+
+    return arm
 
 
-def folder_of(output):
-    (folder,) = [path for path in output.iterdir() if path.is_dir()]
-    return folder
-
-
-def assert_same(undisturbed, output):
-    assert differences(undisturbed, output, folder_of(output).name) == []
+KINDS = {
+    "LoRA with dropout": {"method": "lora", "dropout": 0.3},
+    "norms, embeddings and learned tables": {"method": "lora_norms_embeddings", "scheme": ["rope+shaw:max_distance=8"]},
+    "stream": {"streaming": True, "shuffle_buffer": 2, "layout": "padded"},
+    "PoSE": {"layout": "pose"},
+    "warm start": {"warm_start_steps": 3},
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_five_times(kind, describe, undisturbed, kill_at, tmp_path):
-    expected = undisturbed(**KINDS[kind])
-    description = describe(steps=STEPS, save_every_seconds=0, **KINDS[kind])
-    for step in sorted(random.Random(kind).choices(range(STEPS), k=5)):
+def test_stopped_twice(kind, finetune, options, kill_at, tmp_path):
+    settings = {"steps": 8, "save_every": 1, **KINDS[kind]}
+    expected = finetune(**settings, output=tmp_path / "undisturbed")
+    for step in (2, 5):
         kill_at(step)
         with pytest.raises(Killed):
-            run(description)
-    run(description)
-    assert_same(expected, tmp_path / "out")
+            run_recipe("finetune", words_of(options(**settings)))
+    found, scheme = finetune(**settings), settings.get("scheme", ["yarn:factor=2"])[0]
+    ours, theirs = weights(found, scheme), weights(expected, scheme)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert rows(found) == rows(expected)
 
 
-def test_killed_in_the_middle_of_a_save(describe, undisturbed, monkeypatch, tmp_path):
-    expected = undisturbed()
-    save, saves = torch.save, []
-
-    def interrupted(content, file):
-        saves.append(content)
-        if len(saves) == 3:
-            file.write(b"half a state")
-            raise Killed
-        save(content, file)
-
-    monkeypatch.setattr(torch, "save", interrupted)
-    description = describe(steps=STEPS, save_every_seconds=0)
-    with pytest.raises(Killed):
-        run(description)
-    (folder_of(tmp_path / "out") / f"{state.STATE}.tmp").write_bytes(b"half a state")  # nothing tidies after SIGKILL
-    run(description)
-    assert_same(expected, tmp_path / "out")
+def test_a_finished_run_is_left_alone_and_measures_nothing(finetune, monkeypatch, capsys):
+    chosen = finetune()
+    before = {path: path.stat().st_mtime_ns for path in checkpoint_of(chosen).rglob("*")}
+    monkeypatch.setattr(SafeTrainer, "train", None)
+    monkeypatch.setattr(callbacks, "measure", None)
+    shown = capsys.readouterr().out
+    finetune()
+    assert {path: path.stat().st_mtime_ns for path in checkpoint_of(chosen).rglob("*")} == before
+    again = capsys.readouterr()
+    assert again.out == shown
+    assert "trained before" in again.err
 
 
-@pytest.mark.parametrize("name", ["save", "_measure"])
-def test_killed_after_the_last_step(name, describe, undisturbed, monkeypatch, tmp_path):
-    expected = undisturbed()
-
-    def killed(*_, **__):
-        raise Killed
-
-    with monkeypatch.context() as patched:
-        patched.setattr(*((running.saving, "save") if name == "save" else (_Trainer, "_measure")), killed)
-        with pytest.raises(Killed):
-            run(describe(steps=STEPS))
-    run(describe(steps=STEPS))
-    assert_same(expected, tmp_path / "out")
-
-
-def test_a_line_of_the_log_that_was_cut_off(describe, undisturbed, kill_at, tmp_path):
-    expected = undisturbed()
-    kill_at(5)
-    with pytest.raises(Killed):
-        run(describe(steps=STEPS, save_every_seconds=0))
-    with (folder_of(tmp_path / "out") / "log.jsonl").open("a") as log:
-        log.write('{"step": 6, "train')
-    run(describe(steps=STEPS))
-    assert_same(expected, tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_killed_by_the_system(describe, undisturbed, tmp_path):
-    settings = {"steps": 40, "method": "lora", "dropout": 0.2, "streaming": True, "evaluate_every": 10}
-    expected, output, choice = undisturbed(**settings), tmp_path / "out", random.Random(0)
-    description = describe(**settings, save_every_seconds=0)
-    config = tmp_path / "config.yaml"
-    given = {name: value for name, value in dataclasses.asdict(description).items() if value is not None}
-    config.write_text(yaml.safe_dump(json.loads(json.dumps(given))))
-    for _ in range(2):
-        assert kill_while_training(finetune(config, output), output / "yarn-factor-2", choice).startswith("killed")
-    run(description)
-    assert_same(expected, output)
-
-
-def test_a_finished_run_is_left_alone(describe, monkeypatch, tmp_path):
-    said = []
-    first = run(describe())
-    before = {path: path.stat().st_mtime_ns for path in folder_of(tmp_path / "out").rglob("*")}
-    monkeypatch.setattr(running, "_load", None)
-    again = run(describe(), said.append)
-    assert again == first
-    assert {path: path.stat().st_mtime_ns for path in folder_of(tmp_path / "out").rglob("*")} == before
-    assert any("trained before" in sentence for sentence in said)
-
-
-def test_another_scheme_trains_alone(describe, monkeypatch, tmp_path):
-    run(describe())
-    trained = []
-    train = _Trainer.train
-    monkeypatch.setattr(_Trainer, "train", lambda self: (trained.append(self.task.spec), train(self)))
-    outcome = run(describe(schemes=("yarn:factor=2", "pi:factor=2")))
-    assert trained == ["pi:factor=2"]
-    assert list(outcome.checkpoints) == ["yarn:factor=2", "pi:factor=2"]
-    assert [(p.scheme, p.step) for p in outcome.points] == [
-        ("plain", 0),
-        ("window", 0),
-        ("yarn:factor=2", 0),
-        ("yarn:factor=2", 4),
-        ("pi:factor=2", 0),
-        ("pi:factor=2", 4),
+def test_more_steps_and_another_scheme_go_on(finetune, monkeypatch, tmp_path):
+    finetune()
+    measured, measure = [], callbacks.measure
+    monkeypatch.setattr(callbacks, "measure", lambda *a, **k: measured.append(measure(*a, **k)) or measured[-1])
+    chosen = finetune(steps=6, scheme=["yarn:factor=2", "pi:factor=2"])
+    steps = [(row["line"], row["step"]) for row in rows(chosen) if row["length"] == 16]
+    assert steps == [
+        *[("plain", 0), ("window", 0), ("yarn:factor=2", 0), ("yarn:factor=2", 4), ("yarn:factor=2", 6)],
+        *[("pi:factor=2", 0), ("pi:factor=2", 6)],
     ]
+    straight = finetune(steps=6, output=tmp_path / "straight")
+    assert all(torch.equal(value, weights(straight)[name]) for name, value in weights(chosen).items())
 
 
-def test_more_steps_than_before(describe, undisturbed, monkeypatch, tmp_path):
-    expected = undisturbed(evaluate_every=4)
-    run(describe(steps=4))
-    description = describe(steps=STEPS)
-
-    # killed between the last measurement and the checkpoint, the old checkpoint must not pass for the new one
-    def killed(*_, **__):
-        raise Killed
-
-    with monkeypatch.context() as patched:
-        patched.setattr(running.saving, "save", killed)
-        with pytest.raises(Killed):
-            run(description)
-    run(description)
-    assert_same(expected, tmp_path / "out")
-    assert running.saving.facts_of(folder_of(tmp_path / "out") / "checkpoint")["step"] == STEPS
-
-
-def test_fewer_steps_than_before(describe, kill_at):
-    kill_at(3)
-    with pytest.raises(Killed):
-        run(describe(save_every_seconds=0))
-    with pytest.raises(running.EvaluationError, match=r"steps=1, but .* is at step 2 already"):
-        run(describe(steps=1))
-
-
-def test_merging_after_the_training(describe, tmp_path):
-    run(describe(method="lora"))
-    checkpoint = folder_of(tmp_path / "out") / "checkpoint"
-    assert (checkpoint / "adapter_config.json").exists()
-    run(describe(method="lora", merge=True))
-    assert not (checkpoint / "adapter_config.json").exists()
-    assert (checkpoint / "model.safetensors").exists()
-
-
-def test_a_smaller_learning_rate_after_the_loss_was_no_number(describe, monkeypatch, tmp_path):
-    reached = run(describe(steps=3, output=str(tmp_path / "three")))
-    losses_at = _Trainer._losses_at
-
-    def diverging(trainer, step):
-        scale = float("nan") if step == 3 else 1.0
-        return (loss * scale for loss in losses_at(trainer, step))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(_Trainer, "_losses_at", diverging)
-        with pytest.raises(Diverged) as error:
-            run(describe(save_every_seconds=0, steps=STEPS))
-    folder = folder_of(tmp_path / "out")
-    message = str(error.value)
-    assert "step 4: the loss is nan" in message
-    assert "another learning_rate goes on from step 2" in message  # 3 was never known to be good
-    assert str(folder / "checkpoint-last-good") in message
-    assert not (folder / "checkpoint").exists()
-
-    outcome = run(describe(learning_rate=1e-4, steps=STEPS))
-    assert outcome.points[-1].step == STEPS
-    assert log_without_clock(folder)[:2] == log_without_clock(reached.checkpoints["yarn:factor=2"].parent)[:2]
-    assert log_without_clock(folder)[2]["learning_rate"] == 1e-4
-
-
-def test_a_learning_rate_that_ruins_the_weights_at_once(describe):
-    with pytest.raises(Diverged, match=r"no state had been saved yet: .* begins anew"):
-        run(describe(learning_rate=1e30, save_every_seconds=0))
-    outcome = run(describe(save_every_seconds=0))
-    assert outcome.points[-1].step == 4
-
-
-def test_weights_that_are_no_numbers_from_the_start(describe, checkpoint, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    from tests.evaluation.conftest import byte_tokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    with torch.no_grad():
-        model.model.norm.weight[0] = float("nan")
-    model.save_pretrained(tmp_path / "broken")
-    byte_tokenizer().save_pretrained(tmp_path / "broken")
-    with pytest.raises(Diverged, match=r"step 1: the loss is nan .* the weights came like this"):
-        run(describe(model=str(tmp_path / "broken")))
+def test_merging_after_the_training(finetune):
+    chosen = finetune(method="lora")
+    assert (checkpoint_of(chosen) / "checkpoint" / "adapter_config.json").exists()
+    finetune(method="lora", merge=True)
+    assert not (checkpoint_of(chosen) / "checkpoint" / "adapter_config.json").exists()
+    assert (checkpoint_of(chosen) / "checkpoint" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("changed", [{"method": "lora"}, {"length": 48}, {"targets": 4}, {"seed": 1}])
-def test_an_output_of_another_description(changed, describe):
-    run(describe(steps=1))
-    (name, value), before = *changed.items(), vars(describe())
-    with pytest.raises(running.EvaluationError, match=f"{name} was {before[name]!r} and is {value!r}"):
-        run(describe(steps=1, **changed))
+def test_an_output_of_other_options(changed, finetune, options, capsys):
+    finetune(steps=1)
+    ((name, value),) = changed.items()
+    was = options().get(name, {"method": "full", "seed": 0}.get(name))
+    finetune(2, steps=1, **changed)
+    assert f"holds other runs ({name} was {was!r} and is {value!r}); choose another output" in capsys.readouterr().err
 
 
-def test_the_state_of_another_model(describe, kill_at, tmp_path):
-    kill_at(3)
-    with pytest.raises(Killed):
-        run(describe(save_every_seconds=0))
-    path = folder_of(tmp_path / "out") / state.STATE
-    content = torch.load(path)
-    content["model"] = {name: value[..., :-1] for name, value in content["model"].items()}
-    torch.save(content, path)
-    with pytest.raises(running.EvaluationError, match="the state of another model or of another way to train it"):
-        run(describe())
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(running.EvaluationError, match="is damaged"):
-        run(describe())
+def test_a_second_run_on_one_folder_ends_at_once(finetune, options, capsys):
+    with load_recipe("finetune").alone_in(options()["output"]):
+        chosen = finetune(2)
+    assert capsys.readouterr().err == (
+        f"rope-patch: {chosen['output']} is in use by another run; wait for it, or choose another output\n"
+    )
+    finetune(steps=1)
 
 
-def test_other_texts_under_the_same_name(describe, kill_at, texts):
-    kill_at(3)
-    with pytest.raises(Killed):
-        run(describe(save_every_seconds=0))
-    (texts / "train.jsonl").write_text('{"text": "' + 60 * "other " + '"}\n')
-    with pytest.raises(running.EvaluationError, match="the saved state belongs to other rows"):
-        run(describe())
+@pytest.mark.parametrize("what", ["weights", "optimizer", "checkpoint"])
+def test_a_full_disk_leaves_the_last_good_checkpoint(what, finetune, monkeypatch, capsys):
+    chosen = finetune(steps=2)
+    folder = checkpoint_of(chosen)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    capsys.readouterr()
 
+    def full(*_, **__):
+        raise_full(what)
 
-def test_a_full_disk_leaves_the_state_before(describe, kill_at, monkeypatch, tmp_path):
-    kill_at(3)
-    with pytest.raises(Killed):
-        run(describe(save_every_seconds=0))
-    path = folder_of(tmp_path / "out") / state.STATE
-    before = path.read_bytes()
-
-    def full(content, file):
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
+    owner = {"weights": "save_model", "optimizer": "_save_optimizer_and_scheduler", "checkpoint": "_save_scaler"}[what]
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", full)
-        with pytest.raises(OSError, match="No space left") as error:
-            run(describe())
-    assert error.value.filename == str(path)
-    assert path.read_bytes() == before
-    assert not list(path.parent.glob("*.tmp"))
+        patched.setattr(SafeTrainer, owner, full)
+        finetune(2, steps=4)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rope-patch:")]
+    assert len(said) == 1
+    assert f"{folder / 'trainer' / 'checkpoint-4'} cannot be written" in said[0]
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    finetune(steps=4)
 
 
-def test_the_same_whatever_the_caller_drew_before(describe, tmp_path):
-    settings = {"method": "lora", "dropout": 0.3}
-    outcomes = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        run(dataclasses.replace(describe(**settings), output=str(tmp_path / f"seed{seed}")))
-        outcomes.append(weights(tmp_path / f"seed{seed}" / "yarn-factor-2"))
-    assert all(torch.equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
+def raise_full(what):
+    """What safetensors, torch and Python make of it."""
+    from safetensors import SafetensorError
+
+    if what == "weights":
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    if what == "optimizer":
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+    raise OSError(28, "No space left on device")
+
+
+def test_a_learning_rate_that_ruins_the_weights_stops_with_the_last_good_checkpoint(finetune, capsys):
+    chosen = finetune(2, learning_rate=1e30, warmup_steps=0, save_every=1, steps=9)
+    assert "the gradient is not finite; try a smaller learning rate" in capsys.readouterr().err
+    assert not (checkpoint_of(chosen) / "checkpoint").exists()

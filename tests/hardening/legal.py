@@ -20,7 +20,7 @@ from rope_patch import Compose, InvalidField, RopePatchError, Scheme, get_scheme
 from rope_patch.schemes import Checkpoint
 from rope_patch.schemes.slots import ModelShape, Tokens
 from rope_patch.typing import RotarySpec
-from tests.cases import CASES, VARIANTS
+from tests.cases import CASES, VARIANTS, what_is_missing
 from tests.families import TRAINING_LENGTH, VOCABULARY
 
 LONGEST = 52
@@ -91,7 +91,8 @@ def named(draw: DrawFn, name: str, pairs: int, heads: int) -> Scheme:
 
 
 def settings(name: str) -> list[Scheme]:
-    """The scheme as `tests.cases` has it."""
+    """The scheme as its own tests and the compositions of `tests.cases` have it."""
+    assert name in CASES, what_is_missing(name)
     parts = [part for spec in (*CASES.values(), *VARIANTS) for part in spec.split("+")]
     return [get_scheme(part) for part in parts if part.partition(":")[0] == name]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,10 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from rope_patch import RopePatchError, export_rope_parameters, get_scheme, list_schemes, native_scheme, patch, repatch
-from rope_patch.cli import main
-from rope_patch.evaluation.description import describe, read_yaml
-from rope_patch.evaluation.experiment import Experiment
-from rope_patch.evaluation.protocols import check_request
-from rope_patch.evaluation.retrieval.experiment import Retrieval
-from rope_patch.evaluation.specs import scheme_at
-from rope_patch.evaluation.sweep import Sweep, make_plan
-from rope_patch.finetuning.description import FineTuning
-from rope_patch.plots import command as pictures
-from rope_patch.plots.command import PICTURES
+from rope_patch.cli import load, main
+from rope_patch.cli.options import parse
+from rope_patch.evaluation.lines import scheme_at
 from rope_patch.schemes import scheme_class, scheme_from_dict
-from rope_patch.training import experiment as training
-from rope_patch.training.comparison import Comparison
 from tests.cases import ALL, CASES
 from tests.families import build, config_of
 from tests.hardening.exploring import explore
@@ -38,15 +28,6 @@ from tests.runs import logits, tokens
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 FUZZED = "fuzzed inputs"
-
-DESCRIPTIONS: dict[type, dict[str, Any]] = {
-    Experiment: {"lengths": [16, 32], "schemes": ["yarn:factor=auto"], "protocol": "last", "targets": 8, "seed": 1},
-    Sweep: {"target": "4x", "schemes": ["yarn"], "budget_minutes": 1.5, "targets": 8, "documents": 2},
-    Retrieval: {"lengths": [16, 32], "schemes": ["rerope:window=8"], "depths": [0.0, 0.5], "trials": 2, "span": 4},
-    FineTuning: {"length": 512, "schemes": ["pi:factor=auto"], "learning_rate": 2e-5, "steps": 4, "layout": "pose"},
-    Comparison: {"encodings": ["rope", "alibi"], "seeds": [0, 1], "multiples": [1, 2], "learning_rate": 0.004},
-}
-"""Every kind of description, and settings that are one."""
 
 ENTRIES: list[dict[str, Any]] = [
     {"rope_type": "default", "rope_theta": 10000.0},
@@ -133,48 +114,54 @@ def test_numbers_that_a_scheme_takes_can_be_computed_with(part, number, count):
     count(FUZZED, explore(named(), holds, number, part))
 
 
-# --- descriptions --------------------------------------------------------------------------------------------------
+# --- options -------------------------------------------------------------------------------------------------------
+
+COMMANDS: dict[str, list[str]] = {
+    "perplexity": ["--scheme", "yarn:factor=auto", "--lengths", "16,32", "--targets", "8", "--seed", "1"],
+    "passkey": ["--scheme", "yarn:factor=auto", "--lengths", "16,32", "--trials", "2"],
+    "sweep": ["--target", "4x", "--schemes", "yarn", "--budget-minutes", "2", "--dry-run"],
+    "finetune": ["--scheme", "pi:factor=4", "--length", "64", "--steps", "4"],
+    "compare": ["--only", "rope", "alibi", "--steps", "3"],
+    "export": ["--scheme", "yarn:factor=4", "--length", "128", "--dry-run", "--json"],
+    "plot": ["position_maps", "--scheme", "rerope:window=8", "--training-length", "16"],
+    "list": ["--json"],
+    "describe": ["--scheme", "yarn:factor=2"],
+}
+"""Words that each command takes."""
 
 
-def use(description):
-    """What is asked of a description before a model is there."""
-    hash(description)
-    match description:
-        case Experiment():
-            check_request(**description.request)
-        case Sweep():
-            make_plan(description, 32)
-        case FineTuning():
-            description.row_settings(32)
-            json.dumps(description.identity)
-            description.measured_lengths(32)
-            description.schedule(Path("runs"))
-        case Comparison():
-            description.schemes()
-    if isinstance(description, (Experiment, Retrieval)):
-        for line in description.lines:
-            scheme_at(line, 64, 32)
+@st.composite
+def command_lines(draw, command):
+    chosen = [draw(damaged_words([word])) if draw(st.integers(0, 2)) == 0 else word for word in COMMANDS[command]]
+    # what no command line can hold
+    return [word.replace("\0", "").encode("utf-8", "replace").decode() for word in chosen]
 
 
-@exploring(usual=50, hard=400)
-@pytest.mark.parametrize("cls", DESCRIPTIONS)
-def test_settings(part, number, count, cls):
-    names = [field.name for field in dataclasses.fields(cls)]
-    wholes = st.dictionaries(st.sampled_from(names), leaves, max_size=2).map(lambda some: DESCRIPTIONS[cls] | some)
-    count(FUZZED, explore(damaged(wholes), lambda data: use(describe(cls, data, "settings")), number, part))
+def read(command, words):
+    with contextlib.suppress(SystemExit):  # after --help
+        options = parse(load(command).Options, words)
+        assert dataclasses.is_dataclass(options)
 
 
-@exploring(usual=50, hard=300)
-@pytest.mark.parametrize("cls", DESCRIPTIONS)
-def test_yaml(part, number, count, cls, tmp_path):
-    written = [yaml.safe_dump(DESCRIPTIONS[cls]), *(path.read_text() for path in sorted(CONFIGS.glob("*.yaml")))]
+@exploring(usual=15, hard=100)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options(part, number, count, command):
+    count(FUZZED, explore(command_lines(command), lambda words: read(command, words), number, part))
+
+
+@exploring(usual=15, hard=100)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_yaml(part, number, count, command, tmp_path):
     path = tmp_path / "settings.yaml"
+    written = [file.read_text() for file in sorted(CONFIGS.glob("*.yaml"))]
+    fields = st.sampled_from([field.name for field in dataclasses.fields(load(command).Options)])
+    spelled = st.dictionaries(fields, leaves, max_size=3).map(yaml.safe_dump)
 
     def holds(words):
         path.write_bytes(words.encode("utf-8", "surrogatepass"))
-        use(read_yaml(cls, path))
+        read(command, [str(path)])
 
-    count(FUZZED, explore(damaged_words(written), holds, number, part))
+    count(FUZZED, explore(damaged_words(written) | spelled, holds, number, part))
 
 
 # --- configs -------------------------------------------------------------------------------------------------------
@@ -237,54 +224,20 @@ def test_what_a_config_says_of_the_scheme_it_was_saved_under(part, number, count
 
 # --- the command line ----------------------------------------------------------------------------------------------
 
-COMMANDS: dict[str, list[str]] = {
-    "perplexity": ["--scheme", "yarn:factor=auto", "--lengths", "16,32", "--targets", "8", "--seed", "1"],
-    "passkey": ["--scheme", "yarn:factor=auto", "--lengths", "16,32", "--depths", "0,0.5", "--trials", "2"],
-    "sweep": ["--target", "4x", "--schemes", "yarn", "--budget-minutes", "2", "--dry-run"],
-    "finetune": ["--scheme", "pi:factor=4", "--length", "64", "--set", "steps=4", "layout=padded"],
-    "compare": ["--schemes", "rope", "alibi", "--steps", "3", "--seeds", "0,1"],
-    "export": ["--scheme", "yarn:factor=4", "--length", "128", "--dry-run", "--json"],
-    "plot": ["position_maps", "--scheme", "rerope:window=8", "--training-length", "16"],
-    "list": ["--json"],
-    "describe": ["--scheme", "yarn:factor=2"],
-}
-
-
-def without_drawing(draw):
-    @functools.wraps(draw)
-    def schemes_alone(scheme=(), **_):
-        return [get_scheme(words) for words in scheme]
-
-    return schemes_alone
-
 
 @exploring(usual=10, hard=60)
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"compare", "plot"}))  # those do without a model
 def test_words_of_the_command_line(part, number, count, command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training, "run", lambda comparison, *_, **__: use(comparison))
-    monkeypatch.setattr(pictures, "PICTURES", {name: without_drawing(draw) for name, draw in PICTURES.items()})
-    monkeypatch.setattr("rope_patch.plots.style.save", lambda *_: "")
+    missing = {"export": [str(tmp_path / "none")], "list": []}  # a model that is not there: nothing may be measured
 
-    @st.composite
-    def words(draw):
-        chosen = [draw(damaged_words([word])) if draw(st.integers(0, 2)) == 0 else word for word in COMMANDS[command]]
-        # what no command line can hold
-        return [word.replace("\0", "").encode("utf-8", "replace").decode() for word in chosen]
-
-    # a model that is not there: nothing may be measured
-    missing = {"export": [str(tmp_path / "none")], "compare": [], "plot": [], "list": []}
-
-    def holds(chosen):
-        try:
-            status = main([command, *missing.get(command, ["--model", str(tmp_path / "none")]), *chosen])
-        except SystemExit as stopped:
-            status = stopped.code
+    def holds(words):
+        status = main([command, *missing.get(command, ["--model", str(tmp_path / "none")]), *words])
         said = capsys.readouterr().err
         assert status in (0, 2)
-        assert (status == 0) == ("error:" not in said and "rope-patch: " not in said) or command == "compare"
+        assert (status == 2) == (said.count("rope-patch: ") > 0 and said.count("Traceback") == 0)
 
-    count(FUZZED, explore(words(), holds, number, part))
+    count(FUZZED, explore(command_lines(command), holds, number, part))
 
 
 @exploring(usual=20, hard=300)

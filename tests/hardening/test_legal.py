@@ -1,21 +1,20 @@
 """The random cases leave nothing out: every scheme is among them, and every field with a value that a model takes."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from rope_patch import InvalidField, Scheme, list_schemes, patch
 from rope_patch.schemes import registry, scheme_class
-from tests.cases import CASES
+from tests.cases import CASES, declared, home_of, settings_of, what_is_missing
 from tests.hardening.exploring import explore
 from tests.hardening.legal import LONGEST, named
 from tests.hardening.scale import cases
 from tests.runs import logits, tokens
-
-NEVER = {"learned": {"extend"}}
-"""Fields by scheme that no model of these tests can take: only where there is a table it has rows to keep."""
 
 
 def drawn_fields(name: str) -> dict[str, Scheme]:
@@ -39,7 +38,7 @@ def left_out(name: str, found: dict[str, Scheme]) -> set[str]:
 @pytest.mark.parametrize("name", list_schemes())
 def test_every_field_is_drawn_and_a_model_takes_it(llama, name):
     found = drawn_fields(name)
-    assert left_out(name, found) == NEVER.get(name, set())
+    assert left_out(name, found) == set(declared(name, "UNDRAWN", []))
     for scheme in found.values():
         with patch(llama, scheme):
             assert logits(llama, tokens(LONGEST)).isfinite().all()
@@ -73,11 +72,12 @@ class New(Scheme):
 
 @pytest.fixture
 def register(monkeypatch):
-    """What the author of a scheme does: give it its name, and settings in `tests.cases`."""
+    """What the author of a scheme does: give it its name, and settings in its tests."""
 
-    def registered(cls: type[Scheme], case: str) -> str:
+    def registered(cls: type[Scheme], case: str | None = None) -> str:
         monkeypatch.setitem(registry._REGISTRY, cls.name, cls)
-        monkeypatch.setitem(CASES, cls.name, case)
+        if case is not None:
+            monkeypatch.setitem(CASES, cls.name, case)
         return cls.name
 
     return registered
@@ -86,6 +86,28 @@ def register(monkeypatch):
 def test_a_new_scheme_is_drawn_without_further_ado(register):
     name = register(New, "new:seed=3.5,window=[1.5,2,3]")
     assert left_out(name, drawn_fields(name)) == set()
+
+
+def test_a_new_scheme_without_settings_is_told_where_they_are_missing(register):
+    name = register(New)
+    with pytest.raises(AssertionError, match=r'CASES = \["new:FIELD=VALUE"\] to tests/schemes/test_test_legal\.py'):
+        drawn_fields(name)
+
+
+@pytest.mark.parametrize("name", list_schemes())
+def test_every_scheme_has_settings_in_its_own_tests(name):
+    assert settings_of(name), what_is_missing(name)
+    assert CASES[name] == settings_of(name)[0]
+
+
+def test_no_settings_stand_where_nobody_reads_them():
+    known = {home_of(name) for name in list_schemes()}
+    for path in (Path(__file__).parents[1] / "schemes").glob("test_*.py"):
+        if re.search(r"^CASES\b", path.read_text(), re.MULTILINE):
+            assert path in known
+    for name in list_schemes():
+        homes = {home_of(spec.partition(":")[0]) for spec in declared(name, "CASES", [])}
+        assert homes == {home_of(name)}
 
 
 def test_a_field_of_which_no_value_is_legal_is_named(register):

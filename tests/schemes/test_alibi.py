@@ -9,6 +9,8 @@ from rope_patch.schemes.alibi import alibi_slopes
 from tests.definition import Definition, no_rotation
 from tests.schemes.pairs import at_start
 
+CASES = ["alibi", "alibi:learned=true"]
+
 
 def penalty(head, m, n):
     return -(2.0 ** (-8 * (head + 1) / 4)) * (m - n)

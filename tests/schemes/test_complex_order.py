@@ -9,6 +9,8 @@ from rope_patch import ComplexOrder, InvalidField, UnsupportedPositions
 from tests.definition import Definition, no_rotation
 from tests.schemes.entering import SHAPE, some_tokens, started, trained
 
+CASES = ["complex_order"]
+
 
 def waves(tokens, weights, shared_words):
     """r e^(i (omega k + phi)) in complex arithmetic, one number at a time."""

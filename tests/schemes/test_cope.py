@@ -11,6 +11,8 @@ from rope_patch.schemes.slots import Checkpoint
 from tests.definition import Definition, no_rotation
 from tests.schemes.pairs import at_start, make_pairs, trained
 
+CASES = ["cope:max_positions=12"]
+
 
 def listing(query, scores, seen, table):
     """b of one query, `(kv_len,)`."""

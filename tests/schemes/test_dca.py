@@ -9,6 +9,8 @@ from rope_patch.schemes import Checkpoint
 from tests.definition import Definition
 from tests.schemes.regions import rotated_distances
 
+CASES = ["dca:chunk_size=9,local_window=2"]
+
 
 def chunked(chunk_size, local_window):
     """The released code's positions, pair by pair."""

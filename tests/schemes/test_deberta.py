@@ -13,6 +13,8 @@ from rope_patch.schemes.tools.buckets import signed_log_buckets
 from tests.definition import Definition, no_rotation
 from tests.schemes.pairs import SHAPE, at_start, make_pairs, random, trained
 
+CASES = ["deberta:max_distance=12", "deberta:max_distance=12,terms=[c2p],absolute_layers=1,num_positions=700"]
+
 CONFIG = {
     "hidden_size": 12,
     "num_attention_heads": 3,

@@ -9,6 +9,8 @@ from rope_patch.schemes.slots import ModelShape
 from tests.definition import Definition, no_rotation
 from tests.schemes.pairs import at_start, make_pairs, trained
 
+CASES = ["fire:width=8,initial_scale=1,threshold=8"]
+
 
 def expected(m, n, threshold, w):
     def psi(x):

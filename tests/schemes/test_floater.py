@@ -11,6 +11,8 @@ from rope_patch.schemes.slots import Checkpoint
 from tests.definition import Definition, no_rotation
 from tests.schemes.entering import SHAPE, some_tokens, started, trained
 
+CASES = ["floater:width=16", "floater:width=16,blocks=true"]
+
 CHECKPOINT = Checkpoint(training_length=32, num_heads=2, max_length=32)
 
 

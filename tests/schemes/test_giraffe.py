@@ -7,6 +7,8 @@ from rope_patch import RoPE, TruncatedBasis
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition
 
+CASES = ["giraffe:cutoff_length=32"]
+
 
 def truncated(cutoff):
     def frequencies(theta, length):

@@ -6,6 +6,8 @@ from rope_patch import Hierarchical, InvalidField
 from tests.definition import Definition, no_rotation
 from tests.schemes.entering import SHAPE, some_tokens, started
 
+CASES = ["hierarchical"]
+
 
 def table(n=6, dim=8, dtype=torch.float64):
     return torch.randn(n, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)

@@ -8,6 +8,8 @@ from rope_patch import KERPLE, ALiBi, InvalidField
 from tests.definition import Definition, no_rotation
 from tests.schemes.pairs import SHAPE, at_start
 
+CASES = ["kerple:initial_scale=1"]
+
 DISTANCES = torch.tensor([[-40, -1, 0], [1, 7, 5000]])
 SCALE, CURVE = [0.3, 1.5, -1.0], [0.7, 0.002, 2.5]
 

@@ -9,6 +9,10 @@ from rope_patch.schemes.slots import Tokens
 from tests.definition import Definition, no_rotation
 from tests.schemes.entering import SHAPE, started
 
+CASES = ["learned:num_positions=700"]
+UNDRAWN = ["extend"]
+"""Fields that no model of the random cases takes: only where there is a table it has rows to keep."""
+
 DEFINITIONS = {
     "learned:num_positions=700": Definition(
         distance=no_rotation, embedding=lambda text: text.x + text.learned["position_embeddings"][text.m]

@@ -10,6 +10,8 @@ from rope_patch import InvalidField, Llama3Scaling
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition
 
+CASES = ["llama3:factor=4"]
+
 
 def blended(theta, length):
     kept = np.clip((32 * theta / (2 * math.pi) - 1) / (4 - 1), 0, 1)

@@ -7,6 +7,8 @@ from rope_patch import LMInfinite
 from tests.definition import Definition
 from tests.schemes.regions import rotated_distances
 
+CASES = ["lm_infinite:local_window=7,n_global=3"]
+
 DEFINITIONS = {
     "lm_infinite:local_window=7,n_global=3": Definition(
         distance=lambda m, n: np.minimum(m - n, 7), visible=lambda m, n: (n < 3) | (m - n < 7)

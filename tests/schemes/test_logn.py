@@ -6,6 +6,8 @@ from rope_patch import LogN
 from rope_patch.schemes import Checkpoint
 from tests.definition import Definition
 
+CASES = ["logn:training_length=8"]
+
 DEFINITIONS = {
     "logn:training_length=8": Definition(query_scale=lambda m: np.maximum(1, np.log(m + 1) / np.log(8))),
     "logn:training_length=8,clip=False": Definition(query_scale=lambda m: np.log(m + 1) / np.log(8)),

@@ -11,6 +11,8 @@ from rope_patch.schemes import Checkpoint
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition
 
+CASES = ["longrope:short_factor=[1,1,1,1,1.5,1.5,2,2],long_factor=[1,1.5,2,3,4,5,6,8],factor=4"]
+
 SHORT, LONG = (1.0, 1.0, 1.0, 1.0, 1.5, 1.5, 2.0, 2.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 SPELLED = f"longrope:short_factor={list(SHORT)},long_factor={list(LONG)},factor=4"
 

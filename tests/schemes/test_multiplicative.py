@@ -6,6 +6,8 @@ from rope_patch import InvalidField, Multiplicative
 from tests.definition import Definition, no_rotation
 from tests.schemes.entering import SHAPE, some_tokens, started
 
+CASES = ["multiplicative:num_positions=700"]
+
 DEFINITIONS = {
     "multiplicative:num_positions=700": Definition(
         distance=no_rotation, embedding=lambda text: text.x * text.learned["position_factors"][text.m]

@@ -8,6 +8,8 @@ from rope_patch import DynamicNTK, InvalidField, NTKScaling, RoPE
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition
 
+CASES = ["ntk:factor=4", "abf:base=500", "dynamic_ntk:factor=2"]
+
 LLAMA = RotarySpec(64, 10000.0, 2048)
 
 

@@ -8,6 +8,8 @@ from rope_patch import NTKMixed, RoPE
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition
 
+CASES = ["ntk_mixed:factor=4"]
+
 LLAMA = RotarySpec(64, 10000.0, 2048)
 
 

@@ -7,6 +7,8 @@ from rope_patch import PositionInterpolation
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition
 
+CASES = ["pi:factor=4"]
+
 DEFINITIONS = {"pi:factor=4": Definition(distance=lambda m, n: (m - n) / 4)}
 
 

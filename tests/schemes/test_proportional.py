@@ -8,6 +8,8 @@ from rope_patch import InvalidField, Proportional
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition
 
+CASES = ["proportional:partial_rotary_factor=0.5,factor=2"]
+
 DEFINITIONS = {
     "proportional:partial_rotary_factor=0.5,factor=2": Definition(
         frequencies=lambda theta, length: np.where(np.arange(8) < 4, theta / 2, 0)

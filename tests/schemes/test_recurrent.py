@@ -9,6 +9,8 @@ from rope_patch.schemes.slots import Tokens
 from tests.definition import Definition, no_rotation
 from tests.schemes.entering import SHAPE, some_of, some_tokens, started, trained
 
+CASES = ["rnn:width=16"]
+
 SCHEMES = [Recurrent(), Recurrent(width=5)]
 POSITIONS = [
     [0, 0, 0, 1, 2, 3, 4, 5],  # two pads on the left

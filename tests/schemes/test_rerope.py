@@ -8,6 +8,8 @@ from rope_patch import LeakyReRoPE, ReRoPE
 from tests.definition import Definition
 from tests.schemes.regions import rotated_distances
 
+CASES = ["rerope:window=6", "leaky_rerope:window=6,factor=4"]
+
 
 def leaky(m, n, window=6, factor=4):
     return np.where(m - n < window, m - n, window + (m - n - window) / factor)

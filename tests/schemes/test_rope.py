@@ -8,6 +8,8 @@ from rope_patch import NoPE, RoPE
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition, no_rotation
 
+CASES = ["rope", "nope"]
+
 DEFINITIONS = {
     "rope": Definition(),
     "nope": Definition(distance=no_rotation),

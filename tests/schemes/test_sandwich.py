@@ -5,6 +5,8 @@ import torch
 from rope_patch import InvalidField, Sandwich
 from tests.definition import Definition
 
+CASES = ["sandwich:embedding_dim=16,base=100"]
+
 
 def sinusoidal(positions, dim, base):
     """The embedding of "Attention Is All You Need", float64, `(positions, dim)`."""

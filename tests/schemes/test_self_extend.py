@@ -8,6 +8,8 @@ from rope_patch import InvalidField, SelfExtend
 from tests.definition import Definition
 from tests.schemes.regions import rotated_distances
 
+CASES = ["self_extend:group_size=4,window=7"]
+
 
 def grouped(shift):
     return lambda m, n: np.where(m - n < 7, m - n, m // 4 + shift - n // 4)

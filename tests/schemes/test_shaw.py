@@ -7,6 +7,8 @@ from rope_patch import InvalidField, ShawRelative
 from tests.definition import Definition, no_rotation
 from tests.schemes.pairs import at_start, make_pairs, random, trained
 
+CASES = ["shaw:max_distance=6", "shaw:max_distance=6,shared_heads=false,per_layer=false"]
+
 
 def row(m, n, k):
     return max(-k, min(k, n - m)) + k

@@ -10,6 +10,8 @@ from rope_patch.schemes.tools.sinusoids import sinusoidal_rows
 from tests.definition import Definition, no_rotation
 from tests.schemes.entering import some_tokens
 
+CASES = ["sinusoidal"]
+
 
 def encoded(pos, dim, base=10000.0):
     """PE of one position, the paper's section 3.5 one dimension at a time."""

@@ -13,6 +13,8 @@ from tests.models.t5_definition import bucket
 from tests.runs import assert_close, logits, tokens
 from tests.schemes.pairs import at_start
 
+CASES = ["t5:interpolation=2", "t5:per_layer=true"]
+
 CHECKPOINT = Checkpoint(training_length=512, num_heads=4, max_length=512, bidirectional=True, buckets=(32, 128))
 RELATIVE = torch.arange(-3000, 3001)
 

@@ -12,6 +12,8 @@ from rope_patch.schemes.tools.sinusoids import sinusoidal_rows
 from tests.definition import Definition, no_rotation
 from tests.schemes.pairs import SHAPE, make_pairs, random, trained
 
+CASES = ["xl:initial_std=0.02"]
+
 
 def sinusoid(distance, dim):
     angles = distance / 10000 ** (np.arange(0, dim, 2) / dim)

@@ -13,6 +13,8 @@ from tests.schemes.pairs import at_start, trained
 from tests.schemes.test_alibi import penalty
 from tests.schemes.test_sinusoidal import with_sinusoids
 
+CASES = ["urpe:max_distance=12"]
+
 DISTANCE = torch.arange(9)[:, None] - torch.arange(9)
 
 

@@ -7,6 +7,8 @@ from rope_patch.schemes import Checkpoint
 from tests.definition import Definition, no_rotation
 from tests.schemes.regions import rotated_distances
 
+CASES = ["window:window=7"]
+
 DEFINITIONS = {
     "window:window=7": Definition(visible=lambda m, n: m - n < 7),
     "window:window=1": Definition(visible=lambda m, n: m - n < 1),

@@ -10,6 +10,8 @@ from rope_patch.typing import RotarySpec
 from tests.definition import Definition
 from tests.runs import assert_close, assert_same_gradients, gradients, logits, tokens
 
+CASES = ["xpos:scale_base=8"]
+
 
 def fading(scale_base, gamma=0.4):
     """zeta_i^((m - n) / scale_base) for d = 16."""

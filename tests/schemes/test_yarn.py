@@ -10,6 +10,8 @@ from rope_patch import DynamicYaRN, NotExpressible, YaRN
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition
 
+CASES = ["yarn:factor=4", "ntk_by_parts:factor=4", "dynamic_yarn"]
+
 
 def yarn(theta, length, factor=4, trained=32, base=10000.0, beta_fast=32, beta_slow=1):
     """Each pair between its own frequency and the interpolated one, by a ramp in the index of the dimension."""

@@ -2,295 +2,362 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 import math
 
 import pytest
 import torch
 
-from rope_patch.cli import main
-from rope_patch.errors import CorpusError, EvaluationError, InvalidField, UnknownScheme
-from rope_patch.evaluation.results import LineFile
-from rope_patch.schemes import get_scheme
-from rope_patch.training import loop, runs
-from rope_patch.training.comparison import Comparison, Data
-from rope_patch.training.costs import measure_costs, quartiles, saved_bytes
-from rope_patch.training.experiment import run
-from rope_patch.training.records import RunRow
-from rope_patch.training.runs import batch_at, build_patched, compare, prepare, run_folder, score
-from rope_patch.training.state import STATE
+from rope_patch.errors import InvalidField
+from rope_patch.training.checkpoints import SafeTrainer
+from tests.evaluation.conftest import documents
+from tests.recipes import load_recipe, run_recipe
 
-TIMES = {"training_seconds"}
+recipe, costs, shown = (load_recipe(name) for name in ("compare_encodings", "encodings_costs", "encodings_table"))
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """The smallest comparison that trains."""
+    for name, lengths in (("train", (300, 200)), ("held_out", (80, 90, 20))):
+        folder = tmp_path / name
+        folder.mkdir()
+        for document in documents(*lengths):
+            (folder / f"{document['name']}.txt").write_text(document["text"])
+    return {
+        "encodings": ["rope", "alibi"],
+        "output": str(tmp_path / "out"),
+        "train_text": str(tmp_path / "train"),
+        "held_out_text": str(tmp_path / "held_out"),
+        "context": 16,
+        "multiples": [1, 2, 4],
+        "targets": 8,
+        "windows_per_document": 2,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "layers": 2,
+        "heads": 2,
+        "batch_size": 2,
+        "steps": 3,
+        "warmup_steps": 1,
+        "decay_steps": 1,
+        "evaluate_every": 1,
+        "save_every": 1,
+        "cost_repetitions": 2,
+    }
+
+
+@pytest.fixture
+def options(settings):
+    return recipe.Options(**{name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()})
+
+
+@pytest.fixture
+def compare(settings, tmp_path, capsys):
+    """Runs the recipe with other settings; its rows, or the line in which it ends."""
+
+    def run(*words, **changed):
+        (tmp_path / "config.yaml").write_text(json.dumps({**settings, **changed}))
+        status = run_recipe("compare_encodings", [tmp_path / "config.yaml", *words])
+        captured = capsys.readouterr()
+        if status:
+            return captured.err
+        return recipe.read(tmp_path / "out" / "results.jsonl")
+
+    return run
 
 
 def measured(rows):
-    return [{key: value for key, value in vars(row).items() if key not in TIMES} for row in rows]
+    """What two runs of one comparison have in common."""
+    return [{name: value for name, value in row.items() if name != "training_seconds"} for row in rows]
 
 
-def test_every_encoding_starts_from_the_same_weights(comparison):
-    plain = dict(comparison.build(seed=3).named_parameters())
-    for spec in ("rope", "alibi", "nope"):
-        model, positional = build_patched(comparison, get_scheme(spec), seed=3)
-        own = dict(model.named_parameters())
-        assert all(torch.equal(own[name], weight) for name, weight in plain.items())
-        assert not positional
-    assert not torch.equal(next(iter(comparison.build(4).parameters())), next(iter(comparison.build(3).parameters())))
+def test_every_encoding_starts_from_the_same_weights(options):
+    plain, _ = recipe.build("rope", 3, options)
+    for spec in ("alibi", "nope", "learned"):
+        own = dict(recipe.build(spec, 3, options)[0].named_parameters())
+        assert all(torch.equal(own[name], weight) for name, weight in plain.named_parameters())
+    other, _ = recipe.build("rope", 4, options)
+    assert not torch.equal(next(other.parameters()), next(plain.parameters()))
 
 
-def test_what_an_encoding_brings_is_counted_and_not_decayed(comparison):
-    model, positional = build_patched(comparison, get_scheme("learned"), seed=0)
-    assert sum(p.numel() for p in positional) == comparison.context * comparison.hidden_size
-    optimizer = loop.make_optimizer(model, comparison.schedule(".", 0), positional)
-    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    assert not decayed & {id(p) for p in positional}
-    assert decayed == {id(p) for p in model.parameters() if p.ndim >= 2} - {id(p) for p in positional}
+def test_what_an_encoding_brings_is_counted_and_not_decayed(options):
+    model, learned = recipe.build("learned", 0, options)
+    assert sum(p.numel() for p in learned) == options.context * options.hidden_size
+    groups = recipe.make_optimizer(model, learned, options).param_groups
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    assert decayed == {id(p) for p in model.parameters() if p.ndim >= 2} - {id(p) for p in learned}
 
 
-def test_batches_are_a_function_of_seed_and_step(comparison):
-    stream = Data.of(comparison).stream
-    first = batch_at(comparison, stream, seed=0, step=5)
+def test_batches_are_a_function_of_seed_and_step(options):
+    stream = recipe.read_texts(options)["train"]
+
+    def batch(seed, step):
+        return torch.stack([crop["input_ids"] for crop in recipe.draw(stream, seed, step, options)])
+
+    first = batch(0, 5)
     torch.manual_seed(99)
-    assert torch.equal(first, batch_at(comparison, stream, seed=0, step=5))
-    assert not torch.equal(first, batch_at(comparison, stream, seed=0, step=6))
-    assert not torch.equal(first, batch_at(comparison, stream, seed=1, step=5))
-    assert first.shape == (comparison.batch_size, comparison.context + 1)
+    assert torch.equal(first, batch(0, 5))
+    assert not torch.equal(first, batch(0, 6))
+    assert not torch.equal(first, batch(1, 5))
+    assert first.shape == (options.batch_size, options.context)
 
 
-def test_the_stream_is_the_text_in_bytes_closed_by_zero(comparison, tmp_path):
+def test_the_stream_is_the_text_in_bytes_closed_by_zero(options, tmp_path):
     (tmp_path / "train" / "d0.txt").write_text("é!" * 20)
-    stream = Data.of(comparison).stream
-    assert bytes(stream[:61].tolist()) == "é!".encode() * 20 + b"\0"
+    assert bytes(recipe.read_texts(options)["train"][:61].tolist()) == "é!".encode() * 20 + b"\0"
 
 
-def test_rows_are_complete(comparison):
-    rows = compare(prepare(dataclasses.replace(comparison, seeds=(0, 1))))
-    assert [(row.encoding, row.seed, row.length) for row in rows] == [
-        (spec, seed, length) for spec in ("rope", "alibi") for seed in (0, 1) for length in (16, 32, 64)
+def test_a_training_is_adamw_on_these_batches_at_these_rates(options, compare):
+    """Against a plain loop: the Trainer adds nothing of its own."""
+    compare("--only", "alibi")
+    (curve,) = recipe.read(recipe.Path(options.output) / "curves.jsonl")
+    model, learned = recipe.build("alibi", 0, options)
+    optimizer = recipe.make_optimizer(model, learned, options)
+    stream, losses = recipe.read_texts(options)["train"], []
+    for step, rate in enumerate((0.004, 0.004, 0.004)):
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = rate
+        batch = torch.utils.data.default_collate(recipe.draw(stream, 0, step, options))
+        logits = model(batch["input_ids"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert [point["train_nll"] for point in curve["curve"]] == pytest.approx(losses, rel=1e-6)
+    assert [point["step"] for point in curve["curve"]] == [1, 2, 3]
+
+
+def test_rows_are_complete(compare):
+    rows = compare(seeds=[0, 1])
+    assert [(row["seed"], row["encoding"], row["length"]) for row in rows] == [
+        (seed, spec, length) for seed in (0, 1) for spec in ("rope", "alibi") for length in (16, 32, 64)
     ]
     for row in rows:
-        assert row.failure is None
-        assert math.isclose(row.perplexity, math.exp(row.nll))
-        assert row.scored_tokens == row.windows * row.targets == 4 * 8
-        assert row.tokens_seen == 3 * 2 * 16
-        assert row.scheme == get_scheme(row.encoding).to_dict()
-        assert row.training_seconds > 0
-    kept = LineFile(prepare(comparison).results.path, RunRow).rows
-    assert sorted(kept, key=RunRow.key) == sorted(rows, key=RunRow.key)
+        assert row["failure"] is None
+        assert 4 < row["nll"] < 7  # near ln 256
+        assert (row["windows"], row["documents"], row["targets"]) == (4, 2, 8)
+        assert row["tokens_seen"] == 3 * 2 * 16
+        assert row["scheme"]["name"] == row["encoding"]
+        assert row["versions"]["torch"]
 
 
-def test_the_same_targets_are_scored_at_every_length(comparison):
-    data = Data.of(comparison)
-    model = comparison.build(0)
-    for length in comparison.lengths:
-        (first, *_) = data.selection.windows
-        tokens = first.context(length)
-        logits = model(tokens[None, :-1]).logits[0, -comparison.targets :]
-        by_hand = torch.nn.functional.cross_entropy(logits, tokens[-comparison.targets :], reduction="none")
-        torch.testing.assert_close(score(model, data.selection, length, comparison.targets, "cpu")[0], by_hand)
+def test_the_same_targets_are_scored_at_every_length(options, compare, monkeypatch):
+    """The untrained model, by hand."""
+    monkeypatch.setattr(recipe, "train", lambda *_: None)
+    rows = compare(encodings=["rope"])
+    model, _ = recipe.build("rope", 0, options)
+    for row in rows:
+        losses = []
+        for window in recipe.read_texts(options)["windows"].windows:
+            tokens = window.context(row["length"])
+            logits = model(tokens[None, :-1]).logits[0, -8:]
+            losses.append(torch.nn.functional.cross_entropy(logits, tokens[-8:]).item())
+        assert row["nll"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
-def test_a_second_run_computes_nothing(comparison, monkeypatch):
-    rows = compare(prepare(comparison))
-    monkeypatch.setattr(runs, "run_one", None)
-    assert compare(prepare(comparison)) == rows
+def test_a_second_run_trains_nothing(compare, monkeypatch):
+    rows = compare()
+    monkeypatch.setattr(recipe, "train", None)
+    assert compare() == rows
 
 
-def test_going_on_after_a_kill_ends_where_an_uninterrupted_run_does(comparison, tmp_path, monkeypatch):
-    whole = compare(prepare(dataclasses.replace(comparison, output=str(tmp_path / "whole"))))
-    take_gradient = loop.take_gradient
+def test_going_on_after_a_kill_ends_where_an_uninterrupted_run_does(compare, settings, tmp_path, monkeypatch):
+    whole = compare()
+    (tmp_path / "out").rename(tmp_path / "whole")
+    step, taken = SafeTrainer.training_step, []
 
-    def killed(model, optimizer, loss_at, step):
-        if step == 2:
+    def killed(self, *arguments, **named):
+        if self.state.global_step == 2:
             raise KeyboardInterrupt
-        return take_gradient(model, optimizer, loss_at, step)
+        return step(self, *arguments, **named)
 
-    monkeypatch.setattr(loop, "take_gradient", killed)
-    with pytest.raises(KeyboardInterrupt):
-        compare(prepare(comparison))
-    taken = []
-    monkeypatch.setattr(loop, "take_gradient", lambda *words: taken.append(words[3]) or take_gradient(*words))
-    assert measured(compare(prepare(comparison))) == measured(whole)
-    assert taken == [1, 2, 0, 1, 2]
-    folder = run_folder(prepare(comparison).output, "rope", 0)
-    assert [line["step"] for line in loop.read_log(folder)] == [1, 2, 3]
-    assert not (folder / STATE).exists()
+    def watched(self, *arguments, **named):
+        taken.append(self.state.global_step)
+        return step(self, *arguments, **named)
+
+    monkeypatch.setattr(SafeTrainer, "training_step", killed)
+    assert "to go on" in compare()
+    monkeypatch.setattr(SafeTrainer, "training_step", watched)
+    assert measured(compare()) == measured(whole)
+    assert taken == [2, 0, 1, 2]
+    rope, _ = recipe.read(tmp_path / "out" / "curves.jsonl")
+    assert [point["step"] for point in rope["curve"]] == [1, 2, 3]
+    assert not list((tmp_path / "out" / "runs").iterdir())
 
 
-def test_a_line_that_was_cut_off_is_measured_again(comparison):
-    rows = compare(prepare(comparison))
-    path = prepare(comparison).results.path
+def test_a_line_that_was_cut_off_is_measured_again(compare, tmp_path):
+    rows = compare()
+    path = tmp_path / "out" / "results.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
-    assert measured(compare(prepare(comparison))) == measured(rows)
+    assert measured(compare()) == measured(rows)
 
 
-def test_two_processes_share_one_file(comparison):
-    ours, theirs = (prepare(comparison.only([spec])) for spec in comparison.encodings)
-    compare(ours)
-    compare(theirs)
-    outcome = run(comparison)
-    assert [entry.encoding for entry in outcome.summary.entries] == ["rope", "alibi"]
-    assert len(outcome.results.read_text().splitlines()) == 6
+def test_two_processes_share_one_file(compare):
+    compare("--only", "alibi")
+    assert [row["encoding"] for row in compare("--only", "rope")] == ["alibi"] * 3 + ["rope"] * 3
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_number_of_threads_is_left_as_it_was(comparison, monkeypatch, fails):
-    seen, before = [], torch.get_num_threads()
-
-    def watched(*_, **__):
-        seen.append(torch.get_num_threads())
-        if fails:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("rope_patch.training.experiment.compare", watched)
-    with contextlib.suppress(KeyboardInterrupt):
-        run(dataclasses.replace(comparison, threads=before + 1))
-    assert seen == [before + 1]
-    assert torch.get_num_threads() == before
-
-
-def test_other_settings_are_refused_by_name(comparison):
-    compare(prepare(comparison))
-    with pytest.raises(EvaluationError, match=r"steps=3 there, 4 here; learning_rate=0.004 there, 0.1 here"):
-        prepare(dataclasses.replace(comparison, steps=4, learning_rate=0.1))
-    prepare(dataclasses.replace(comparison, encodings=("nope",), seeds=(7,)))
-
-
-def test_other_text_is_refused(comparison, tmp_path):
-    prepare(comparison)
+def test_other_settings_and_other_text_are_refused_by_name(compare, tmp_path):
+    compare()
+    assert "steps=3 there, 4 here; learning_rate=0.004 there, 0.1 here" in compare(steps=4, learning_rate=0.1)
+    assert len(compare(encodings=["nope"], seeds=[7])) == 9
     (tmp_path / "train" / "d0.txt").write_text("other " * 100)
-    with pytest.raises(EvaluationError, match="train_text="):
-        prepare(comparison)
+    assert "train_text=" in compare()
 
 
-@pytest.mark.parametrize("failure", [InvalidField("not today"), RuntimeError("a bug")])
-def test_an_encoding_that_fails_says_so_and_the_others_go_on(comparison, monkeypatch, failure):
-    def broken(model, scheme):
-        if scheme.name == "rope":
-            raise failure
-        return patch(model, scheme)
+def test_an_encoding_that_fails_tells_why_and_the_others_go_on(compare, monkeypatch):
+    train = recipe.train
 
-    patch = runs.patch
-    monkeypatch.setattr(runs, "patch", broken)
-    rope, alibi = compare(prepare(comparison))[:3], compare(prepare(comparison))[3:]
-    assert {row.failure for row in rope} == {f"{type(failure).__name__}: {failure}"}
-    assert all(math.isnan(row.nll) for row in rope)
-    assert all(row.failure is None for row in alibi)
-    error = run_folder(prepare(comparison).output, "rope", 0) / "error.txt"
-    assert error.exists() == isinstance(failure, RuntimeError)
-    monkeypatch.setattr(runs, "patch", patch)
-    assert compare(prepare(comparison))[0].failure is not None
-    assert compare(prepare(comparison), retry=True)[0].failure is None
+    def broken(model, learned, spec, *rest):
+        if spec == "rope":
+            raise InvalidField("not today")
+        train(model, learned, spec, *rest)
+
+    monkeypatch.setattr(recipe, "train", broken)
+    rows = compare()
+    assert [row["failure"] for row in rows] == ["InvalidField: not today"] * 3 + [None] * 3
+    assert [row["nll"] is None for row in rows] == [True] * 3 + [False] * 3
 
 
-def test_a_loss_that_is_not_finite_ends_that_run_alone(comparison, monkeypatch):
-    loss = runs.next_token_loss
-    calls = iter(range(1000))
-    monkeypatch.setattr(runs, "next_token_loss", lambda *words: loss(*words) * (math.nan if next(calls) == 0 else 1))
-    rows = compare(prepare(comparison))
-    assert "Diverged: step 1: the loss is nan" in rows[0].failure
-    assert rows[3].failure is None
+def test_a_loss_that_is_not_finite_ends_that_run_alone(compare, monkeypatch):
+    loss, calls = recipe.loss_of, iter(range(1000))
+    monkeypatch.setattr(recipe, "loss_of", lambda *a, **k: loss(*a, **k) * (math.nan if next(calls) == 0 else 1))
+    rows = compare()
+    assert "not finite" in rows[0]["failure"]
+    assert rows[3]["failure"] is None
 
 
-def test_a_length_that_fails_leaves_the_shorter_ones(comparison):
-    rows = compare(prepare(dataclasses.replace(comparison, encodings=("learned",))))
-    assert [row.failure is None for row in rows] == [True, False, False]
-    assert "position 16" in rows[1].failure
+def test_a_length_that_fails_leaves_the_shorter_ones(compare):
+    rows = compare(encodings=["learned"])
+    assert [row["failure"] is None for row in rows] == [True, False, False]
+    assert "position 16" in rows[1]["failure"]
 
 
-def test_a_full_disk_stops_everything(comparison, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(loop, "save_state", full)
-    with pytest.raises(OSError, match="No space"):
-        compare(prepare(comparison))
-
-
-def test_costs_are_relative_to_rope(comparison):
-    rows = measure_costs(prepare(comparison))
-    assert [row.encoding for row in rows] == ["rope", "alibi"]
-    assert rows[0].relative_memory == 1
-    assert all(row.relative_speed > 0 and row.slowest == row.fastest for row in rows)
-    assert measure_costs(prepare(comparison)) == rows
-    assert run(comparison, costs=True) is None
-    run(comparison)
-    assert "memory" in run(comparison, costs=True).table.read_text()
+def test_costs_are_relative_to_rope(compare, options, tmp_path):
+    assert compare("--costs") == []  # no row of a training
+    rope, alibi = recipe.read(tmp_path / "out" / "costs.jsonl")
+    assert rope["relative_memory"] == 1
+    assert 0 < alibi["slowest"] <= alibi["relative_speed"] <= alibi["fastest"]
+    compare("--costs")
+    compare()
+    assert recipe.read(tmp_path / "out" / "costs.jsonl") == [rope, alibi]
+    assert "memory" in (tmp_path / "out" / "table.md").read_text()
 
 
-def test_saved_bytes_count_a_storage_once_and_no_weights():
-    layer = torch.nn.Linear(4, 4, bias=False)
-    x = torch.randn(2, 4)
+def test_kept_bytes_count_a_storage_once_and_no_weights():
+    layer, x = torch.nn.Linear(4, 4, bias=False), torch.randn(2, 4)
 
-    def loss() -> torch.Tensor:
+    def loss():
         y = layer(x)  # keeps x and the weight
         return (y * y).sum()  # keeps y, twice
 
-    assert saved_bytes(layer, loss) == 2 * 2 * 4 * 4
-
-
-def test_quartiles():
-    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 3.0, 4.0)
-    assert quartiles([7.0]) == (7.0, 7.0, 7.0)
+    assert costs.kept_for_backward(layer, loss) == 2 * 2 * 4 * 4
 
 
 WRONG = [
-    ({"encodings": ()}, "encodings is empty"),
-    ({"encodings": ("rope", "rope")}, "'rope' is there twice"),
-    ({"steps": 0}, "steps=0 is not allowed; steps must be at least 1"),
-    ({"steps": "many"}, "steps='many' is not allowed; steps must be a whole number"),
-    ({"seeds": ()}, "seeds is empty"),
-    ({"multiples": (2, 4)}, r"multiples=\[2, 4\] is not allowed; they begin with 1 and ascend"),
-    ({"multiples": (1, 4, 2)}, "they begin with 1 and ascend"),
-    ({"targets": 17}, "targets=17 is more than context=16"),
-    ({"hidden_size": 30}, "hidden_size=30 is not allowed; it must be a multiple of 2 \\* heads = 4"),
-    ({"learning_rate": 0}, "learning_rate=0 is not allowed"),
-    ({"multiples": (1, 8)}, "a context of 128 tokens needs documents of 129 tokens; the longest of 3 has 90"),
+    ({"encodings": ["rope", "rope"]}, "encodings=['rope', 'rope'] is not allowed"),
+    ({"encodings": ["alibbi"]}, "did you mean 'alibi'"),
+    ({"multiples": [2, 4]}, "multiples=[2, 4] is not allowed; they begin with 1 and ascend"),
+    ({"targets": 17}, "targets=17 is not allowed; 1 to context=16 are"),
+    ({"hidden_size": 30}, "hidden_size=30 is no multiple of 2 * heads = 4"),
+    ({"steps": "many"}, "many"),
+    ({"multiples": [1, 8]}, "a context of 128 tokens needs documents of 129 tokens; the longest of 3 has 90"),
     ({"held_out_text": None}, "give both or neither"),
+    ({"train_text": "nowhere"}, "nowhere"),
+    ({"only": ["t5"]}, "only 't5': not among the encodings"),
 ]
 
 
 @pytest.mark.parametrize(("changed", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_what_is_wrong_is_said_before_training(settings, changed, message, monkeypatch):
-    monkeypatch.setattr(runs, "run_one", None)
-    with pytest.raises(EvaluationError, match=message):
-        run(Comparison(**{**settings, **changed}))
+def test_what_is_wrong_is_named_before_training(compare, changed, message, monkeypatch):
+    monkeypatch.setattr(recipe, "train_and_score", None)
+    assert message in compare(**changed)
 
 
-def test_an_unknown_scheme_a_missing_text_and_a_bad_output(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "run_one", None)
-    with pytest.raises(UnknownScheme, match="did you mean 'alibi'"):
-        run(Comparison(**{**settings, "encodings": ("rope", "alibbi")}))
-    with pytest.raises(CorpusError, match="no text file or folder"):
-        run(Comparison(**{**settings, "train_text": str(tmp_path / "none")}))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        run(Comparison(**{**settings, "output": str(tmp_path / "file" / "out")}))
-    with pytest.raises(EvaluationError, match="'t5' is not among the encodings: rope, alibi"):
-        run(Comparison(**settings), only=["t5"])
+# --- the table and the chart -----------------------------------------------------------------------------------------
 
 
-def test_the_command_line(settings, tmp_path, capsys, monkeypatch):
-    config = tmp_path / "config.yaml"
-    config.write_text(json.dumps(settings))
-    words = ["compare", str(config), "--seeds", "0,1", "--steps", "2"]
-    monkeypatch.setenv("COLUMNS", "100")
-    assert main(words) == 0
-    shown = capsys.readouterr()
-    assert "4/4 alibi, seed 1: NLL" in shown.err
-    assert "comparison.png" in shown.out
-    assert (tmp_path / "out" / "comparison.png").stat().st_size > 20_000
-    numbers = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert [curve["step"] for curve in numbers["encodings"][0]["curves"]["1"]] == [1, 2]
+def write(folder, *rows):
+    """Rows as a comparison writes them, from encoding, seed, length and NLL; without an NLL it failed."""
+    shared = {
+        "training_length": 16, "documents": 2, "windows": 4, "targets": 8, "protocol": "last", "steps": 3,
+        "tokens_seen": 96, "precision": "float32", "commit": None, "slots": ["frequencies"], "encoding_parameters": 0,
+    }  # fmt: skip
+    for encoding, seed, length, nll, *changed in rows:
+        row = {"encoding": encoding, "seed": seed, "length": length, "nll": nll, "failure": None if nll else "why"}
+        recipe.append(folder / "results.jsonl", {**shared, **row, **(changed[0] if changed else {})})
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "run_one", interrupted)
-    assert main([*words[:2], "--schemes", "nope", "--steps", "2"]) == 130
-    assert f"rope-patch compare {config} --schemes nope --steps 2" in capsys.readouterr().err
-    assert main(["compare"]) == 2
-    assert "nothing to compare" in capsys.readouterr().err
-    assert main(["compare", str(config), "--seeds", "a"]) == 2
-    assert "seeds 'a': whole numbers" in capsys.readouterr().err
+EMBEDDING = {"slots": ["embedding"], "encoding_parameters": 512}
+
+
+def some(folder):
+    nope = (("nope", 0, 16, 2.0), ("nope", 0, 32, 2.5))
+    learned = (("learned", 0, 16, 2.1, EMBEDDING), ("learned", 0, 32, None, EMBEDDING))
+    write(
+        folder, *learned, ("rope", 0, 16, 1.0), ("rope", 1, 16, 1.2), ("rope", 2, 16, 1.7), ("rope", 0, 32, 4.0), *nope
+    )
+
+
+def test_means_and_spreads_by_hand(tmp_path, capsys):
+    some(tmp_path)
+    assert run_recipe("encodings_table", ["--folder", tmp_path, "--json"]) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    rope = next(cell for cell in cells if (cell["encoding"], cell["length"]) == ("rope", 16))
+    assert rope["mean"] == pytest.approx(1.3)
+    assert rope["std"] == pytest.approx(math.sqrt((0.09 + 0.01 + 0.16) / 2))
+    assert rope["seeds"] == 3
+    assert [cell["std"] for cell in cells if cell["encoding"] == "nope"] == [None, None]
+    assert [cell["mean"] for cell in cells if cell["encoding"] == "learned"] == [2.1, None]
+
+
+def test_the_table(tmp_path):
+    some(tmp_path)
+    row = {"encoding": "learned", "relative_speed": 0.5, "slowest": 0.4, "fastest": 0.6, "relative_memory": 1.5}
+    recipe.append(tmp_path / "costs.jsonl", {**row, "device": "cpu", "threads": 1})
+    assert run_recipe("encodings_table", ["--folder", tmp_path]) == 0
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert lines[0] == "| encoding | slot | new parameters | 1L | 2L | below nope | speed | memory |"
+    assert lines[2] == "| `rope` | frequencies | 0 | 1.300* ± 0.361 | 4.000 | yes | - | - |"
+    assert lines[3] == "| `nope` | frequencies | 0 | 2.000 | 2.500* | - | - | - |"
+    assert lines[4] == "| `learned` | embedding | 512 | 2.100 | failed | no | 0.50x (0.40 to 0.60) | 1.50x |"
+    assert lines[-1] == "- learned: why"
+    assert run_recipe("encodings_table", ["--folder", tmp_path, "--encodings", "learned", "nope"]) == 0
+    assert [line.split("`")[1] for line in (tmp_path / "table.md").read_text().splitlines() if "`" in line] == [
+        "nope",
+        "learned",
+    ]
+    assert run_recipe("encodings_table", ["--folder", tmp_path, "--encodings", "alibi"]) == 2
+
+
+def test_twenty_encodings_in_a_chart(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path, **_: figures.append(self))
+    rows = []
+    for index in range(24):
+        slot = {"slots": [shown.PANELS[min(3, index // 5)]]}
+        name = ("rope", "nope")[index] if index < 2 else "alibi" if index == 5 else f"scheme_{index}:fields=many"
+        for seed in (0, 1):
+            for step, length in enumerate((16, 32, 64, 128)):
+                nll = 1.3 + 0.01 * index + 0.01 * seed + step * (1.5 if index % 7 == 1 else 0.05)
+                rows.append((name, seed, length, None if (index, length) == (9, 128) else nll, slot))
+    write(tmp_path, *rows)
+    assert run_recipe("encodings_table", ["--folder", tmp_path]) == 0
+    panels = [axes for axes in figures[0].axes if axes.axison]
+    assert [panel.get_title(loc="left") for panel in panels] == [f"slot: {slot}" for slot in shown.PANELS]
+    labels = [[text.get_text() for text in panel.get_legend().get_texts()] for panel in panels]
+    assert all({"rope", "alibi"} <= set(words) for words in labels)
+    assert labels[0][0].startswith("nope \N{UPWARDS ARROW}")  # the worst on top
+    assert "scheme_9 fields=many (to 4L)" in labels[1]
+    (line,) = [line for line in panels[0].get_lines() if line.get_label() == "rope"]
+    expected = [math.exp(1.305 + step * 0.05) for step in range(4)]
+    assert line.get_ydata().tolist() == pytest.approx(expected)
+
+
+def test_an_encoding_that_failed_throughout(tmp_path):
+    write(tmp_path, ("rope", 0, 16, 1.0), ("t5", 0, 16, None))
+    assert run_recipe("encodings_table", ["--folder", tmp_path]) == 0
+    assert "failed" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "comparison.png").stat().st_size > 10_000

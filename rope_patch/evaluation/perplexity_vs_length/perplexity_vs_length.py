@@ -10,7 +10,7 @@ import datasets
 import evaluate
 from torch import nn
 
-from rope_patch.evaluation.loading import load_model, load_tokenizer
+from rope_patch.evaluation.checkpoints import load_model, load_tokenizer
 from rope_patch.evaluation.perplexity import measure
 from rope_patch.schemes import Scheme
 
@@ -25,36 +25,19 @@ Args:
     model: a loaded causal or T5-style language model of Transformers, or the folder of a checkpoint.
     tokenizer: its tokenizer; only needed beside a loaded model.
     lengths: context lengths in tokens, ascending.
-    schemes: such as "plain" (the checkpoint as it is), "window" (attention cut at the training length),
-        "yarn:factor=auto" or "rerope:window=128+logn". Default: plain and window.
-    protocol: "last" (the default for causal models), "by_position", "span_corruption", "sliding", "disjoint",
-        "yarn_compat" or "yarn_truncate".
-    **settings: others of `rope_patch.evaluation.perplexity.measure`: targets, stride, tokens_per_document, documents,
-        windows_per_document, seed, name.
+    schemes: such as "plain", "window" (attention cut at the training length) or "yarn:factor=auto".
+    **settings: others of `rope_patch.evaluation.perplexity.measure`, such as protocol, targets and documents.
 Returns:
-    perplexities: by scheme and length.
-    nll: the same in nats per token.
-    rows: everything that each figure depends on, as dictionaries that JSON can hold.
+    perplexities and nll: by scheme and length; rows: everything that each figure depends on.
 Examples:
-    >>> import evaluate
-    >>> from rope_patch.evaluation.perplexity_vs_length import PATH
-    >>> metric = evaluate.load(PATH)
+    >>> metric = evaluate.load(rope_patch.evaluation.perplexity_vs_length.PATH)
     >>> found = metric.compute(predictions=[book], model="DIR", lengths=[256, 1024], schemes=["plain", "yarn:factor=4"])
     >>> found["perplexities"]["yarn:factor=4"][1024]
 """
 
 CITATION = """\
-@misc{su2023rerope,
-  title = {Upgrading the Transformer's journey: the extrapolation of the length of RoPE (kexue.fm/archives/9708)},
-  author = {Su, Jianlin},
-  year = {2023}
-}
-@article{chen2023extending,
-  title = {Extending Context Window of Large Language Models via Positional Interpolation},
-  author = {Chen, Shouyuan and Wong, Sherman and Chen, Liangjian and Tian, Yuandong},
-  journal = {arXiv preprint arXiv:2306.15595},
-  year = {2023}
-}
+Chen et al. 2023, Extending Context Window of Large Language Models via Positional Interpolation, arXiv 2306.15595;
+Su 2023, ReRoPE, kexue.fm/archives/9708.
 """
 
 
@@ -62,12 +45,9 @@ class PerplexityVsLength(evaluate.Metric):
     """`measure` with the face of a metric."""
 
     def _info(self) -> evaluate.MetricInfo:
+        features = datasets.Features({"predictions": datasets.Value("string")})
         return evaluate.MetricInfo(
-            description=DESCRIPTION,
-            citation=CITATION,
-            inputs_description=INPUTS,
-            features=datasets.Features({"predictions": datasets.Value("string")}),
-            reference_urls=["https://arxiv.org/abs/2306.15595", "https://kexue.fm/archives/9708"],
+            description=DESCRIPTION, citation=CITATION, features=features, inputs_description=INPUTS
         )
 
     def _compute(
@@ -86,9 +66,8 @@ class PerplexityVsLength(evaluate.Metric):
             raise ValueError("tokenizer=None: a loaded model needs its tokenizer beside it")
         corpus = [{"name": f"predictions[{i}]", "text": text} for i, text in enumerate(predictions)]
         rows = measure(model, tokenizer, corpus, schemes, lengths, **settings)
-        perplexities: dict[str, dict[int, float]] = {}
-        nll: dict[str, dict[int, float]] = {}
+        found: dict[str, Any] = {"perplexities": {}, "nll": {}, "rows": [json.loads(row.to_json()) for row in rows]}
         for row in rows:
-            perplexities.setdefault(row.line, {})[row.length] = row.perplexity
-            nll.setdefault(row.line, {})[row.length] = row.nll
-        return {"perplexities": perplexities, "nll": nll, "rows": [json.loads(row.to_json()) for row in rows]}
+            found["perplexities"].setdefault(row.line, {})[row.length] = row.perplexity
+            found["nll"].setdefault(row.line, {})[row.length] = row.nll
+        return found

@@ -24,7 +24,8 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from rope_patch.attention.inputs import wide
-from rope_patch.models.baichuan.alibi import SharedByLayers, alibi_attention_forward
+from rope_patch.attention.memo import ForwardMemo
+from rope_patch.models.baichuan.alibi import alibi_attention_forward
 from rope_patch.models.baichuan.configuration import BaichuanConfig
 from rope_patch.models.cached_keys import known_positions, remember
 from rope_patch.schemes.tools.positions import query_start
@@ -47,11 +48,8 @@ register_checkpoint_conversion_mapping(
 
 
 class BaichuanAttention(nn.Module):
-    """Self-attention with rotated queries and keys, through the attention interface of Transformers.
-
-    Args:
-        config: of the model.
-        layer_idx: the place of the layer in the stack and in the cache.
+    """Self-attention with rotated queries and keys, through the attention interface of Transformers; `layer_idx` is its
+    place in the stack and in the cache.
     """
 
     def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
@@ -136,12 +134,7 @@ class BaichuanAlibiAttention(BaichuanAttention):
 
 
 class BaichuanDecoderLayer(LlamaDecoderLayer):
-    """Llama's layer around the attention of this kind.
-
-    Args:
-        config: of the model.
-        layer_idx: the place of the layer in the stack and in the cache.
-    """
+    """Llama's layer around the attention of this kind, with the same `layer_idx`."""
 
     def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -237,7 +230,7 @@ class BaichuanModel(BaichuanPreTrainedModel):
             position_ids=position_ids,
         )
         if self.config.uses_alibi:
-            kwargs["shared"] = SharedByLayers()
+            kwargs["shared"] = ForwardMemo()
         else:
             kwargs["position_embeddings"] = self.rotary_emb(hidden_states, position_ids=position_ids)
         for layer in self.layers:

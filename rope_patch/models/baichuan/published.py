@@ -32,10 +32,7 @@ def published_remote_code(module: nn.Module) -> str | None:
     """What to do instead, where a model runs the code of 2023 that Baichuan put beside its checkpoints.
 
     That code takes its positions from tables of its own, outside the attention interface of Transformers, so no scheme
-    can be mounted on it.
-
-    Args:
-        module: a model of Transformers.
+    can be mounted on it, be it all of `module` or a part.
 
     Returns:
         a sentence for the user; None for any other model.

@@ -79,11 +79,7 @@ class BaichuanTokenizer(SentencePieceBackend):
         return [text] if text in self._roles else super()._tokenize(text, **kwargs)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """Text of pieces: bytes become characters again, and special tokens stand as they are.
-
-        Args:
-            tokens: the pieces.
-        """
+        """Text of pieces (`tokens`): bytes become characters again, and special tokens stand as they are."""
         verbatim = {*self.all_special_tokens, *self._added_tokens_encoder, *self._roles}
         text = ""
         run: list[str] = []

@@ -93,11 +93,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Constant:
-    """phi(m) = c, the same for every token.
-
-    Attributes:
-        value: c.
-    """
+    """phi(m) = `value`, the same for every token."""
 
     value: float
 
@@ -108,12 +104,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Interpolated:
-    """phi(m) = m / factor + shift.
-
-    Attributes:
-        factor: what positions are divided by.
-        shift: added afterwards, 0 by default.
-    """
+    """phi(m) = m / `factor` + `shift`."""
 
     factor: float
     shift: float = 0.0
@@ -125,12 +116,7 @@ class Interpolated:
 
 @dataclass(frozen=True)
 class Grouped:
-    """phi(m) = floor(m / group_size) + shift.
-
-    Attributes:
-        group_size: tokens that share a position.
-        shift: added afterwards, 0 by default.
-    """
+    """phi(m) = floor(m / `group_size`) + `shift`: so many tokens share a position."""
 
     group_size: int
     shift: float = 0.0
@@ -142,13 +128,7 @@ class Grouped:
 
 @dataclass(frozen=True)
 class Periodic:
-    """phi(m) = min(m mod period + shift, most).
-
-    Attributes:
-        period: in tokens.
-        shift: added afterwards, 0 by default.
-        most: the largest position, infinite by default.
-    """
+    """phi(m) = min(m mod `period` + `shift`, `most`)."""
 
     period: int
     shift: int = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from torch.nn import functional
 
 from rope_patch.errors import InvalidField, RopePatchError, UnsupportedPositions
 
@@ -17,7 +16,6 @@ def require_room(scheme: str, make: Callable[[], Iterable[torch.Tensor]]) -> Non
     """Check how large tables would be, before they are made.
 
     Args:
-        scheme: with its fields, for the message.
         make: makes them all, of any shape.
 
     Raises:
@@ -43,7 +41,6 @@ def rows_at(table: torch.Tensor, positions: torch.Tensor, scheme: str) -> torch.
     Args:
         table: `(rows, hidden)`.
         positions: integer, of any shape.
-        scheme: the name that a refusal begins with.
 
     Returns:
         `(*positions.shape, hidden)`.
@@ -52,7 +49,7 @@ def rows_at(table: torch.Tensor, positions: torch.Tensor, scheme: str) -> torch.
         UnsupportedPositions: see `require_positions`.
     """
     require_positions(positions, len(table), scheme)
-    return functional.embedding(positions, table).to(torch.promote_types(table.dtype, torch.float32))
+    return torch.nn.functional.embedding(positions, table).to(torch.promote_types(table.dtype, torch.float32))
 
 
 def require_positions(positions: torch.Tensor, rows: int, scheme: str) -> None:
@@ -61,7 +58,6 @@ def require_positions(positions: torch.Tensor, rows: int, scheme: str) -> None:
     Args:
         positions: integer, any shape.
         rows: how many there are, from position 0 on.
-        scheme: its name, for the message.
 
     Raises:
         UnsupportedPositions: names the first position without a row, and the number of rows.

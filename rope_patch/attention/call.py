@@ -1,0 +1,52 @@
+"""One call of an attention function, as the engine asks about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.attention.decay import Decay
+from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.memo import ForwardMemo
+from rope_patch.attention.spans import Span
+from rope_patch.schemes.slots import ALL_PAIRS, Region
+
+
+@dataclass(eq=False)
+class Call:
+    """Queries and keys, and how they are turned for each region; here nothing is turned, and all pairs are one region.
+
+    Attributes:
+        queries: as they arrived, `(batch, heads, q_len, head_dim)`.
+        keys: as they arrived, `(batch, kv_heads, kv_len, head_dim)`.
+        memo: what the layers of this forward have in common.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    memo: ForwardMemo
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """Disjoint; `ALL_PAIRS` alone where there is no other."""
+        return (ALL_PAIRS,)
+
+    def query(self, region: Region) -> torch.Tensor:
+        """The queries as a region wants them, `(batch, heads, q_len, head_dim)`."""
+        return self.queries
+
+    def key(self, region: Region, slots: slice | torch.Tensor | None = None) -> torch.Tensor:
+        """The keys of some `slots`, or of all, as a region wants them, `(batch, kv_heads, slots, head_dim)`.
+
+        Those of a slice may live in memory that the next layer overwrites.
+        """
+        return self.keys if slots is None else self.keys[:, :, slots]
+
+    def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
+        """See `find_spans`; asked only where they help."""
+        return self.memo.spans(inputs)
+
+    def decay(self) -> Decay | None:
+        """How pairs fade with distance; None where they do not."""
+        return None

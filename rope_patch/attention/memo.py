@@ -1,0 +1,123 @@
+"""What the layers of one stack need alike, and compute once per forward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rope_patch.attention.inputs import AttentionInputs, DistanceBias
+from rope_patch.attention.spans import Span, find_spans
+from rope_patch.schemes.base import Scheme
+from rope_patch.typing import NO_WEIGHTS, Weights
+
+
+class ForwardMemo:
+    """What the layers of one forward have in common: they see the same mask and the same positions.
+
+    While compiling nothing is remembered: the compiler shares equal expressions itself, and a graph is not to be tied
+    to an object.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """`compute()`, or what it returned under this `key` before."""
+        if torch.compiler.is_compiling():
+            return compute()
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
+
+    def derived(self, what: Any, source: Any, compute: Callable[[], Any]) -> Any:
+        """`compute()` of what follows from one object, or what it returned for this very object before.
+
+        Args:
+            what: tells what is computed.
+            source: the object; kept beside what follows from it, so that its identity stays its own.
+            compute: called where nothing is known.
+        """
+        if torch.compiler.is_compiling():
+            return compute()  # the compiled graph would hold for this identity alone
+        return self.once((what, id(source)), lambda: (source, compute()))[1]
+
+    def same(self, key: Any, value: torch.Tensor) -> torch.Tensor:
+        """The tensor that an earlier layer had under this `key` if it is equal to this layer's `value`, of any shape,
+        so that what follows from it is shared.
+        """
+        first = self.once(key, lambda: value)
+        return first if first is value or torch.equal(first, value) else value
+
+    def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
+        """The spans of a call, found once for all layers that share its mask."""
+        mask, groups, start = inputs.mask, inputs.groups, int(inputs.query_start)
+        place = (None if groups is None else groups.data_ptr(), start, inputs.q_length)
+
+        def find() -> Any:
+            positions, rows = inputs.query_positions, inputs.value.shape[0]
+            return groups, find_spans(positions, mask, groups, start, rows, inputs.causal)
+
+        return self.derived(("spans", *place), mask, find)[1]
+
+    def bias(self, scheme: Scheme, like: torch.Tensor, weights: Weights = NO_WEIGHTS) -> DistanceBias:
+        """The bias of a scheme, found once for all layers.
+
+        Args:
+            scheme: fills `bias`.
+            like: queries, for the number of heads and the device, `(batch, heads, q_len, head_dim)`.
+            weights: the learned parameters of the scheme by name.
+        """
+        heads, device = like.shape[1], like.device
+
+        def bias(distance: torch.Tensor) -> torch.Tensor:
+            return scheme.bias(distance, heads, weights)
+
+        def table(low: int, high: int) -> torch.Tensor:
+            distances = torch.arange(low, high, device=device)
+            if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values()):
+                return bias(distances)  # of a graph of its own, which may be walked before another layer's
+            key = ("bias", *map(id, weights.values()), heads, low, high)
+            # the weights are kept beside what was found for them, so that their identities stay their own
+            return self.once(key, lambda: (weights, bias(distances)))[1]
+
+        return DistanceBias(bias, scheme.linear, table)
+
+
+class StackMemo(threading.local):
+    """The `ForwardMemo` of the forward that a stack is in, and memory that its layers overwrite.
+
+    Each thread has its own, so that several may read one model.
+    """
+
+    def __init__(self) -> None:
+        self._position_ids: torch.Tensor | None = None
+        self._forward = ForwardMemo()
+        self._scratches: dict[Any, torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """Start a forward."""
+        self._position_ids, self._forward = None, ForwardMemo()
+
+    def of(self, position_ids: torch.Tensor) -> ForwardMemo:
+        """What is known of this very tensor of positions, `(batch or 1, length)`."""
+        if torch.compiler.is_compiling():
+            return ForwardMemo()
+        if self._position_ids is not position_ids:
+            self._position_ids, self._forward = position_ids, ForwardMemo()
+        return self._forward
+
+    def scratch(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory of the shape of `like` to be overwritten by the next layer.
+
+        A fresh temporary of some megabytes is mapped and faulted in at every step, which costs more than filling it.
+        """
+        key = (like.shape, like.dtype, like.device)
+        if key not in self._scratches:
+            self._scratches = {key: torch.empty_like(like, memory_format=torch.contiguous_format)}
+        return self._scratches[key]
+
+    def __reduce__(self) -> tuple[type[StackMemo], tuple[()]]:
+        return StackMemo, ()  # a copy of a model remembers nothing

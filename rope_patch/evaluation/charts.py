@@ -1,0 +1,137 @@
+"""Perplexity against length as a picture: lines per scheme, and beside them, as their legend, the table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rope_patch.errors import require
+from rope_patch.evaluation.lines import CUT, REFERENCES
+from rope_patch.evaluation.rows import Row
+from rope_patch.evaluation.tables import Grid, in_training_lengths
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is too pale for a line on white
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A4FA3", "#8C6D31")
+MARKERS = "osD^vPX*"
+INK, FAINT = "#222222", "#777777"
+"""Of what is to be read first, and of the rest."""
+
+
+def blank(width: float, height: float, **settings: Any) -> Figure:
+    """An empty white figure in inches, of which pyplot knows nothing.
+
+    Raises:
+        MissingPackage: there is no matplotlib.
+    """
+    require("matplotlib", "the picture", "plots")
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), facecolor="white", **settings)
+
+
+def save(rows: Sequence[Row], path: str | Path) -> Path:
+    """Draw `figure(rows)` into a PNG; the same rows are the same bytes."""
+    figure(rows).savefig(path, dpi=160, format="png")
+    return Path(path)
+
+
+def figure(rows: Sequence[Row]) -> Figure:
+    """The chart: x is the context length in multiples of L (log 2), y the perplexity (log).
+
+    Below it, where attention cut at L is among the lines, NLL minus that of the cut: beneath zero, what lies beyond L
+    helps to predict the same tokens.
+
+    Raises:
+        EvaluationError: the rows are not of one model, text and protocol.
+        MissingPackage: there is no matplotlib.
+    """
+    grid = Grid.of(rows)
+    trained, close_up = grid.any.training_length, CUT in grid.lines and len(grid.lines) > 1
+    upper = max(3.4, 0.22 * (len(grid.lines) + 4))
+    drawn = blank(13.6, upper + 1.3 + 2 * close_up, layout="constrained")
+    heights = [upper, 1.8] if close_up else [upper]
+    axes = drawn.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
+    chart, lowest = axes[0, 0], axes[-1, 0]
+    multiples = [length / trained for length in grid.lengths]
+    scale_axes(chart, multiples, [f"{in_training_lengths(n, trained)}\n{n}" for n in grid.lengths])
+    width = max(len(grid.name(line)) for line in grid.lines)
+    gains: list[float] = []
+    for line in sorted(grid.lines, key=lambda line: _end(grid, line)):  # as they end at the right edge
+        losses = [grid.nll(line, n) for n in grid.lengths]
+        label = f"{grid.name(line):<{width}}" + "".join(f"{grid.cell(line, n):>9}" for n in grid.lengths)
+        perplexities = [math.exp(min(nll, 100.0)) for nll in losses]  # beyond, a logarithmic axis overflows
+        chart.plot(multiples, perplexities, label=label, **_style(line, grid.lines))
+        if close_up:
+            above = [nll - grid.nll(CUT, n) for nll, n in zip(losses, grid.lengths, strict=True)]
+            lowest.plot(multiples, above, **_style(line, grid.lines))
+            gains += [-nll for nll in above if nll < 0]
+    if close_up:
+        gain = max(gains, default=0.0)
+        lowest.set_ylim(-max(1.25 * gain, 0.03), max(1.5 * gain, 0.1))
+        lowest.set_ylabel("nats above the cut", size=9.5, color=INK)
+        lowest.axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
+        tidy(lowest)
+    header = f"{'NLL, nats per token':<{width}}" + "".join(
+        f"{in_training_lengths(n, trained):>9}" for n in grid.lengths
+    )
+    font = {"family": "DejaVu Sans Mono", "size": 8.5}
+    place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "alignment": "right", "frameon": False}
+    chart.legend(title=header, prop=font, title_fontproperties=font, **place)
+    chart.set_ylabel("perplexity", size=9.5, color=INK)
+    tidy(chart)
+    lowest.set_xlabel("context length in training lengths, and in tokens", size=9.5, color=INK)
+    drawn.suptitle("Perplexity against context length", x=0.01, ha="left", size=15, weight="bold", color=INK)
+    subtitle = f"{Path(grid.any.model).name}, trained at L = {trained}. {grid.notes()[0]}"
+    chart.set_title(subtitle, loc="left", size=9.5, color=FAINT)
+    drawn.supxlabel("   ".join(("* best of its column", *grid.notes()[1:])), x=0.01, ha="left", size=8.5, color=FAINT)
+    return drawn
+
+
+def scale_axes(chart: Any, multiples: Sequence[float], labels: Sequence[str]) -> None:
+    """Length in multiples of L (log 2) against perplexity (log), with the training length marked.
+
+    Args:
+        multiples: where the ticks of x are.
+        labels: of the ticks.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    chart.set_xscale("log", base=2)
+    chart.set_yscale("log")
+    chart.axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
+    place = {"xycoords": ("data", "axes fraction"), "xytext": (4, -4), "textcoords": "offset points", "va": "top"}
+    chart.annotate("training length", (1, 1), size=8.5, color=FAINT, **place)
+    chart.set_xticks(multiples, labels)
+    chart.xaxis.set_minor_locator(NullLocator())
+    chart.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    chart.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    chart.yaxis.set_minor_locator(NullLocator())
+
+
+def tidy(chart: Any) -> None:
+    """Faint lines across, and no box around."""
+    chart.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+    chart.set_axisbelow(True)
+    chart.tick_params(length=0, labelsize=9, colors=INK)
+    chart.spines[["top", "left", "right"]].set_visible(False)
+    chart.spines["bottom"].set_color("#BBBBBB")
+
+
+def _end(grid: Grid, line: str) -> float:
+    """Where a line stands in the legend: the worst first."""
+    nll = grid.nll(line, grid.lengths[-1])
+    return math.inf if math.isnan(nll) else -nll
+
+
+def _style(line: str, lines: Sequence[str]) -> dict[str, Any]:
+    """The references are dashed without markers, and no two of the others alike."""
+    if line in REFERENCES:
+        return {"color": INK if line == CUT else "#8A8A8A", "linestyle": "--", "linewidth": 1.8, "zorder": 2}
+    turn, look = divmod([each for each in lines if each not in REFERENCES].index(line), len(COLOURS))
+    dashes = (0, (turn, 1)) if turn else "-"
+    return {"color": COLOURS[look], "marker": MARKERS[look], "linestyle": dashes, "linewidth": 2.0, "markersize": 5.0}

@@ -1,0 +1,124 @@
+"""Checkpoints from disk, quietly, with errors that name what is wrong with the folder."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.utils import logging as hub_logging
+from torch import nn
+from transformers import AutoTokenizer
+
+from rope_patch.errors import EvaluationError, did_you_mean
+from rope_patch.evaluation.processes import joined
+from rope_patch.saving.loading import from_pretrained, make_loadable
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def default_checkpoint() -> str:
+    """The folder of the small Llama that comes with the recipes.
+
+    Raises:
+        EvaluationError: the library was installed without it.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for place in (package, package.parent):  # of a wheel, of a checkout
+        if (place / "recipes" / "assets" / "tiny-llama" / "config.json").is_file():
+            return str(place / "recipes" / "assets" / "tiny-llama")
+    raise EvaluationError("the small checkpoint of the recipes is not here; name a checkpoint folder with --model")
+
+
+def load_model(path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "auto") -> nn.Module:
+    """A language model, patched again where it was saved under a scheme.
+
+    Args:
+        path: a checkpoint folder, or the id of a model on the hub.
+        dtype: `auto` for what the checkpoint declares, or one of `DTYPES`.
+        device: a name that torch knows, or `auto` for the first accelerator (of several processes the one of the local
+            rank), or else the CPU.
+        attention: `auto`, or an implementation that Transformers knows, such as `sdpa` or `eager`.
+
+    Raises:
+        EvaluationError: no checkpoint there, or one that cannot be loaded as asked; the first line of the reason.
+    """
+    if dtype not in DTYPES:
+        raise EvaluationError(f"dtype {dtype!r}: {did_you_mean(dtype, DTYPES)}")
+    place = _device(device)
+    chosen: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
+    with _one_line(path, "a language model"):
+        return from_pretrained(path, dtype=dtype, local_files_only=Path(path).exists(), **chosen).to(place)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        EvaluationError: there is none.
+    """
+    local = Path(path).exists()
+    with _one_line(path, "a tokenizer"):
+        make_loadable(path, local_files_only=local)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=local)
+
+
+def check_checkpoint(path: str) -> None:
+    """Refuse, before anything slow, what cannot be a checkpoint folder.
+
+    Raises:
+        EvaluationError: a file, or a folder without `config.json`, or nothing that could be an id on the hub.
+    """
+    folder = Path(path)
+    if folder.exists() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        kind = "a folder without config.json" if folder.is_dir() else "a file"
+        raise EvaluationError(f"{path} is no checkpoint folder: it is {kind}")
+    if not folder.exists() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
+        raise EvaluationError(f"{path} is no checkpoint folder: there is nothing of that name")
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without Transformers' load reports, advice and progress bars, which a command line would drown in."""
+    logging = transformers.utils.logging
+    verbosity, bars, hub = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub_logging.get_verbosity()
+    logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _device(name: str) -> torch.device:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if name not in ("auto", "cpu"):
+            raise EvaluationError(f"device {name!r}: of several processes each takes its own, so give auto or cpu")
+        process = joined(cpu=name == "cpu")
+        atexit.register(process.destroy_process_group)
+        return process.device
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise EvaluationError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+@contextmanager
+def _one_line(path: str, what: str) -> Iterator[None]:
+    check_checkpoint(path)
+    try:
+        yield
+    except Exception as error:  # loading raises many unrelated types; all mean that this is not what it should be
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise EvaluationError(f"cannot load {what} from {path}: {lines[0]}") from error

@@ -1,0 +1,118 @@
+"""The task of T5: spans of a text are hidden behind sentinels, and the decoder names what stood there.
+
+Source: Raffel et al., 1910.10683, section 3.1.4 and figure 2, with the share and the length of spans of section 3.3.4.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.errors import EvaluationError
+
+DENSITY = 0.15
+"""Share of the tokens that are hidden."""
+
+MEAN_SPAN = 3
+"""Tokens of a span on average."""
+
+Span = tuple[int, int]
+
+
+def draw_spans(length: int, generator: torch.Generator) -> list[Span]:
+    """Start and stop of the spans to hide among `length` tokens, in order; none touches another or the first token.
+
+    Raises:
+        EvaluationError: there are too few tokens for one span.
+    """
+    hidden = round(length * DENSITY)
+    count = max(1, round(hidden / MEAN_SPAN))
+    if hidden < count or length - hidden < count:
+        needed = round(2 / DENSITY)
+        raise EvaluationError(f"{length} tokens are too few to hide a span of; at least {needed} are needed")
+    sizes = _parts(hidden, count, generator)
+    gaps = _parts(length - hidden, count, generator)
+    edges = itertools.accumulate(itertools.chain.from_iterable(zip(gaps, sizes, strict=True)))
+    return list(zip(edges, edges, strict=True))  # pairs from one iterator
+
+
+def _parts(total: int, count: int, generator: torch.Generator) -> list[int]:
+    """`total` as a sum of `count` positive numbers, every such sum as likely as any other."""
+    cuts = torch.randperm(total - 1, generator=generator)[: count - 1].sort().values + 1
+    return [stop - start for start, stop in itertools.pairwise([0, *cuts.tolist(), total])]
+
+
+def corrupt(
+    tokens: torch.Tensor, spans: Sequence[Span], sentinels: Sequence[int], end: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the encoder reads, what the decoder gives, and which of that is hidden text, each `(length,)` as `tokens`.
+
+    Args:
+        sentinels: ids, one more than there are spans.
+        end: the id that closes a text.
+    """
+    source: list[int] = []
+    target: list[int] = []
+    text: list[bool] = []
+    ids, place = tokens.tolist(), 0
+    for sentinel, (start, stop) in zip(sentinels, spans, strict=False):
+        source += [*ids[place:start], sentinel]
+        target += [sentinel, *ids[start:stop]]
+        text += [False, *[True] * (stop - start)]
+        place = stop
+    target += [sentinels[len(spans)], end]
+    return torch.tensor([*source, *ids[place:], end]), torch.tensor(target), torch.tensor([*text, False, False])
+
+
+class HiddenSpans:
+    """The same spans among the same T last tokens, hidden from an encoder whatever the length of its context.
+
+    Raises:
+        EvaluationError: T is too small for a span, or needs more sentinels than there are.
+    """
+
+    def __init__(self, tokenizer: Any, targets: int, seed: int) -> None:
+        self.targets, self.seed = targets, seed
+        self.sentinels, self.end = sentinels_of(tokenizer), tokenizer.eos_token_id
+        spans, known = len(self.spans(0)), len(self.sentinels)
+        if spans + 1 > known:
+            raise EvaluationError(
+                f"targets={targets} hides {spans} spans, which takes {spans + 1} sentinels; "
+                f"{type(tokenizer).__name__} has {known}"
+            )
+
+    def spans(self, window: int) -> list[Span]:
+        """Those of the window of this number, counted from the first target."""
+        return draw_spans(self.targets, torch.Generator().manual_seed(self.seed * 1_000_003 + window))
+
+    @torch.no_grad()
+    def nll(self, model: nn.Module, tokens: torch.Tensor, window: int) -> torch.Tensor:
+        """-ln p of every hidden token, given the rest of the context and the hidden tokens before it, `(hidden,)`.
+
+        Args:
+            tokens: the context, `(length,)`, ending with the last target.
+            window: its number.
+        """
+        offset = len(tokens) - self.targets
+        spans = [(offset + start, offset + stop) for start, stop in self.spans(window)]
+        source, target, hidden = (x.to(tokens.device) for x in corrupt(tokens, spans, self.sentinels, self.end))
+        logits = model(input_ids=source[None], labels=target[None]).logits[0]
+        return nn.functional.cross_entropy(logits[hidden].float(), target[hidden], reduction="none")
+
+
+def sentinels_of(tokenizer: Any) -> list[int]:
+    """Ids of `<extra_id_0>`, `<extra_id_1>`, ... as far as the tokenizer has them.
+
+    Raises:
+        EvaluationError: it has none: the checkpoint was not trained on this task.
+    """
+    vocabulary = tokenizer.get_vocab()
+    found = list(itertools.takewhile(vocabulary.__contains__, map("<extra_id_{}>".format, itertools.count())))
+    if not found:
+        kind = type(tokenizer).__name__
+        raise EvaluationError(f"{kind} has no <extra_id_0>: hiding spans needs the sentinels of T5's tokenizers")
+    return [vocabulary[name] for name in found]

@@ -1,0 +1,161 @@
+"""The lines of a table: schemes as they are named, what each means at a length, and whether a model can carry it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from rope_patch.errors import AlreadyPatched, EvaluationError, did_you_mean
+from rope_patch.evaluation.measured_model import MeasuredModel
+from rope_patch.mounting.plan import plan_mounts
+from rope_patch.schemes import Scheme, get_scheme
+
+PLAIN = "plain"
+"""The checkpoint as it is, unpatched."""
+
+CUT = "window"
+"""Attention cut at the training length."""
+
+REFERENCES = (PLAIN, CUT)
+"""What a scheme has to beat to earn its place."""
+
+_AUTO = re.compile(r"(\w+)\s*=\s*auto\b")
+_WINDOW = re.compile(r"\bwindow\s*=\s*(\d+)")
+_ROUNDING: dict[str, Callable[[float], float]] = {"factor": float, "interpolation": float, "group_size": math.ceil}
+
+
+def scheme_at(spec: str, length: int, training_length: int) -> Scheme | None:
+    """The scheme of a line at one length.
+
+    `factor=auto`, `interpolation=auto` and `group_size=auto` become the smallest value that keeps every distance
+    within the training length: k = l / L, and k = (l - w) / (L - w) for a scheme that leaves the distances within a
+    window w alone.
+
+    Args:
+        spec: `plain`, or what `get_scheme` reads, such as `yarn:factor=auto` or `rerope:window=128+logn`.
+        length: l, the context length in tokens.
+        training_length: L in tokens.
+
+    Returns:
+        the scheme; None for `plain`.
+
+    Raises:
+        UnknownScheme, InvalidField, SlotConflict: the spec does not name a scheme.
+        EvaluationError: `auto` for another field, or beside a window that is not below L.
+
+    Example:
+        >>> str(scheme_at("pi:factor=auto", 1024, 256))
+        'pi:factor=4.0'
+        >>> scheme_at("self_extend:group_size=auto,window=128", 1024, 256).group_size
+        7
+    """
+    if spec == PLAIN:
+        return None
+    return get_scheme("+".join(_fill_in(part, length, training_length) for part in spec.split("+")))
+
+
+def _fill_in(part: str, length: int, training_length: int) -> str:
+    def value(match: re.Match[str]) -> str:
+        field = match[1]
+        if field not in _ROUNDING:
+            allowed = did_you_mean(field, _ROUNDING)
+            raise EvaluationError(f"{part}: {field}=auto: only some fields can be auto; {allowed}")
+        found = _WINDOW.search(part)
+        window = int(found[1]) if found else 0
+        if window >= training_length:
+            raise EvaluationError(
+                f"{part}: {field}=auto needs a window below the training length of {training_length}, not {window}"
+            )
+        needed = (length - window) / (training_length - window)
+        return f"{field}={_ROUNDING[field](max(1.0, needed))}"
+
+    return _AUTO.sub(value, part)
+
+
+def with_references(schemes: Sequence[str], references: bool = True) -> tuple[str, ...]:
+    """The lines of a table, references first where they are missing.
+
+    Raises:
+        RopePatchError: a scheme is misspelled; known before there is a model.
+    """
+    lines = (*(line for line in REFERENCES if references and line not in schemes), *schemes)
+    for line in lines:
+        scheme_at(line, 1, 2**62)
+    return lines
+
+
+def check_lengths(lengths: Sequence[int]) -> None:
+    """Context lengths are whole numbers of tokens that ascend.
+
+    Raises:
+        EvaluationError: these are not.
+    """
+    shown = f"lengths {', '.join(map(str, lengths))}"
+    if not lengths:
+        raise EvaluationError("no lengths were given; give at least one, in tokens")
+    if not all(isinstance(length, int) and length >= 1 for length in lengths):
+        raise EvaluationError(f"{shown}: every length must be a whole number of at least 1 token")
+    for shorter, longer in pairwise(lengths):
+        if shorter == longer:
+            raise EvaluationError(f"{shown}: {shorter} is there twice")
+        if shorter > longer:
+            raise EvaluationError(f"{shown}: they must ascend, but {longer} follows {shorter}")
+
+
+@dataclass(frozen=True)
+class SchemeAtLength:
+    """What is measured under one patch; no scheme is the plain checkpoint."""
+
+    line: str
+    scheme: Scheme | None
+    mount: str
+    length: int
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What rows keep of it."""
+        scheme = self.scheme.to_dict() if self.scheme else {"name": PLAIN}
+        regime = self.scheme.regime if self.scheme else "training-free"
+        return {"line": self.line, "scheme": scheme, "regime": regime, "mount": self.mount, "length": self.length}
+
+
+def schemes_at_lengths(
+    schemes: Sequence[str | Scheme], lengths: Sequence[int], model: MeasuredModel
+) -> list[SchemeAtLength]:
+    """Every scheme at every length, with all defaults filled in, checked against the model before anything runs.
+
+    Raises:
+        EvaluationError: there are no schemes, or one twice, or the model's table of positions ends before a length.
+        AlreadyPatched: the model carries another scheme.
+        UnknownScheme, InvalidField, SlotConflict, UnsupportedModel, NothingToPatch: a scheme is not right for it.
+    """
+    lines = [str(spec) for spec in schemes]
+    if not lines:
+        raise EvaluationError("no schemes were given; give at least one, such as 'plain'")
+    if twice := {line for line in lines if lines.count(line) > 1}:
+        raise EvaluationError(f"scheme {min(twice)!r} is there twice")
+    return [_checked(spec, length, model) for spec in schemes for length in lengths]
+
+
+def _checked(spec: str | Scheme, length: int, model: MeasuredModel) -> SchemeAtLength:
+    scheme = spec if isinstance(spec, Scheme) else scheme_at(spec, length, model.training_length)
+    stack, table, mount = model.stacks[0], model.stacks[0].absolute, "none"
+    if model.carried is not None and not model.carries(scheme):
+        kind = type(model.carried.model).__name__
+        raise AlreadyPatched(f"{kind} carries {model.carried.scheme}; unpatch it before measuring {spec}")
+    if scheme is None and table is not None and length > table.capacity:
+        raise EvaluationError(
+            f"{spec} at {length} tokens: {type(stack.module).__name__} has {table.capacity} positions; measure longer "
+            "texts under a scheme alone, without references (--no-references)"
+        )
+    if scheme is not None and len(model.stacks) == 1:  # else the defaults of each part are its own
+        scheme = scheme.resolve(stack.checkpoint)
+    if model.carried is not None:
+        mount = model.carried.plan.mounts()
+    elif scheme is not None:
+        mount, *_ = [plan_mounts(scheme, stack).mounts() for stack in model.stacks]  # all, so that all are checked
+    return SchemeAtLength(str(spec), scheme, mount, length)

@@ -1,0 +1,124 @@
+"""A model while it is measured: under which scheme, with what it learned there, and in evaluation mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.errors import AlreadyPatched
+from rope_patch.evaluation.rows import provenance, weights_fingerprint
+from rope_patch.models.head import find_language_model
+from rope_patch.models.reading import read_stacks
+from rope_patch.mounting.parameters import learned_parameters
+from rope_patch.patching import find_handle, find_handles, patch, unpatch
+from rope_patch.schemes import Scheme
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a checkpoint learned under a scheme, kept while the model is without it.
+
+    Attributes:
+        values: the learned parameters by name, of any shape.
+        weights: fingerprint of the checkpoint, its learned parameters included.
+    """
+
+    scheme: Scheme
+    values: dict[str, torch.Tensor]
+    weights: str
+
+
+def take_off(model: nn.Module, say: Callable[[str], None]) -> Learned | None:
+    """Take the scheme off that a checkpoint was saved under, and tell `say` which it was.
+
+    Returns:
+        what the checkpoint learned there, for `measure`; None where that is nothing.
+    """
+    handle = find_handle(model)
+    if handle is None:
+        return None
+    say(f"the checkpoint was saved under {handle.scheme}; it is measured without, unless a line names the scheme")
+    values = {name: value.detach().clone() for name, value in learned_parameters(handle.model).items()}
+    learned = Learned(handle.scheme, values, weights_fingerprint(handle.model)) if values else None
+    unpatch(model)
+    return learned
+
+
+class MeasuredModel:
+    """What measurements ask of a model.
+
+    Args:
+        model: a language model of Transformers, perhaps inside PEFT or another wrapper. One that carries a scheme is
+            measured as it is, never taken apart.
+        learned: what it learned under a scheme that was taken off.
+
+    Attributes:
+        stacks: as they are without a scheme.
+        carried: the handle of the scheme that it carries; None where it carries none.
+
+    Raises:
+        AlreadyPatched: parts of it carry different schemes.
+        UnsupportedModel, EvaluationError: it is no language model that can be read.
+    """
+
+    def __init__(self, model: nn.Module, learned: Learned | None = None) -> None:
+        handles = find_handles(model)
+        if len(handles) > 1:
+            names = " and ".join(str(handle.scheme) for handle in handles)
+            raise AlreadyPatched(f"parts of {type(model).__name__} carry {names}; unpatch it before measuring")
+        self.model = model
+        self.learned = learned
+        self.language_model = find_language_model(model)
+        self.carried = handles[0] if handles else None
+        self.stacks = [stack for stack, _ in self.carried.mounted] if self.carried else read_stacks(model)
+
+    @property
+    def training_length(self) -> int:
+        """L in tokens."""
+        return self.stacks[0].training_length
+
+    def carries(self, scheme: Scheme | None) -> bool:
+        """Whether a scheme is the carried one, defaults filled in or not."""
+        if self.carried is None or scheme is None:
+            return False
+        carried, checkpoints = self.carried.scheme, [stack.checkpoint for stack, _ in self.carried.mounted]
+        return all(scheme.resolve(of) == carried.resolve(of) for of in checkpoints)
+
+    def facts(self, name: str | None = None) -> dict[str, Any]:
+        """What all rows keep of the model and of the software; `name` defaults to `config.name_or_path`."""
+        model = self.language_model
+        return {
+            "model": name or getattr(model.config, "name_or_path", "") or type(model).__name__,
+            # of the language model alone, whose parameters have the same names within any wrapper
+            "weights": self.learned.weights if self.learned else weights_fingerprint(model),
+            "training_length": self.training_length,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "attention": model.config._attn_implementation,
+            "device": str(model.device),
+            **provenance(),
+        }
+
+    @contextmanager
+    def under(self, scheme: Scheme | None) -> Iterator[None]:
+        """The model under a scheme, with what it learned there, and without dropout; afterwards as it was before."""
+        modes = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            with patch(self.model, scheme) if scheme is not None and self.carried is None else nullcontext():
+                self._recall(scheme)
+                yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+    @torch.no_grad()
+    def _recall(self, scheme: Scheme | None) -> None:
+        learned = self.learned
+        if learned and scheme in (learned.scheme, learned.scheme.resolve(self.stacks[0].checkpoint)):
+            for name, value in learned_parameters(self.model).items():
+                value.copy_(learned.values[name])

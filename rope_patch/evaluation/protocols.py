@@ -1,0 +1,416 @@
+# ruff: noqa: D102  # the methods of a protocol are documented once, on Protocol
+"""Which predictions of which contexts are scored, and how they are averaged: the protocols by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from rope_patch.errors import EvaluationError, did_you_mean
+from rope_patch.evaluation.hidden_spans import HiddenSpans
+from rope_patch.evaluation.lines import check_lengths
+from rope_patch.evaluation.windows import Selection, Window, prefix_of, select, select_windows
+
+DEFAULT_TARGETS = 4096
+"""T, where the training length does not set it lower."""
+
+DEFAULT_STRIDE = 256
+"""S of PI and of YaRN; the shortest length, where that is below."""
+
+Corpus = Iterable[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a protocol: the arguments of `rope_patch.evaluation.perplexity.measure`."""
+
+    lengths: Sequence[int]
+    protocol: str = "auto"
+    targets: int | None = None
+    stride: int | None = None
+    tokens_per_document: int | None = None
+    documents: int | None = None
+    windows_per_document: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Context:
+    """What one forward pass reads, and which of its predictions are scored: those at positions start < p <= stop.
+
+    Position p is predicted by the first p tokens. The inputs are the prefix, `(tokens,)`, and the text, `(tokens,)`,
+    without its last token.
+    """
+
+    document: str
+    prefix: torch.Tensor
+    text: torch.Tensor
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """How many inputs there are."""
+        return len(self.prefix) + len(self.text) - 1
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """`(length + 1,)`: the inputs and, shifted by one, what they predict."""
+        return torch.cat([self.prefix, self.text])
+
+
+class Protocol:
+    """One way to score a text.
+
+    Attributes:
+        settings: which fields of a `Request` it takes, of those that not all take.
+        scores, sentence: what it scores, for an error message, and for the notes below a table.
+        two_parts: whether it is for models of an encoder and a decoder, or for decoders alone.
+        one_pass: whether one pass at the longest length fills the cells of all lengths, which supposes a scheme that
+            does not depend on the length.
+        shared_targets: the name of `Row.targets` where the rows of a table have to agree in it.
+        hidden: the spans that an encoder does not see.
+    """
+
+    name: ClassVar[str]
+    settings: ClassVar[frozenset[str]]
+    scores: ClassVar[str]
+    sentence: ClassVar[str]
+    two_parts: ClassVar[bool] = False
+    one_pass: ClassVar[bool] = False
+    shared_targets: ClassVar[str | None] = None
+    hidden: HiddenSpans | None = None
+
+    def __init__(self, request: Request, tokenizer: Any, training_length: int) -> None:
+        self.request = request
+
+    def select(self, corpus: Corpus, tokenizer: Any) -> Selection:
+        """Choose what is scored, once, for all lengths and schemes."""
+        raise NotImplementedError
+
+    def contexts(self, window: Window, length: int) -> Iterable[Context]:
+        """What is read of one window, or of one document, at one length."""
+        raise NotImplementedError
+
+    def targets_at(self, length: int) -> int:
+        """`Row.targets` of one length."""
+        raise NotImplementedError
+
+    def cells(self) -> dict[int, list[tuple[int, int]]]:
+        """The lengths at which passes run, and the length and the targets of each row that a pass fills."""
+        return {length: [(length, self.targets_at(length))] for length in self.request.lengths}
+
+    def scored(self, losses: Sequence[torch.Tensor], length: int, targets: int) -> list[torch.Tensor]:
+        """Of the losses of a pass those that belong to one row, `(scored,)` for each context."""
+        return list(losses)
+
+    def mean(self, losses: Sequence[torch.Tensor]) -> float:
+        """NLL of a row, weighted by token."""
+        return torch.cat(list(losses)).mean().item()
+
+
+class Last(Protocol):
+    """The last T tokens of every window, seen from contexts of each length that end at the same token.
+
+    scored at length l: l - T < p <= l, of a context that ends where all others of the window end.
+
+    Source: kexue.fm/archives/9708 (last 4096 tokens).
+    """
+
+    name = "last"
+    settings = frozenset({"targets", "windows_per_document"})
+    scores = "the last tokens of windows"
+    sentence = "NLL of the same last {targets} tokens of {windows}"
+    shared_targets: ClassVar[str | None] = "targets"
+
+    def __init__(self, request: Request, tokenizer: Any, training_length: int) -> None:
+        super().__init__(request, tokenizer, training_length)
+        self.targets = min(training_length, DEFAULT_TARGETS) if request.targets is None else request.targets
+        check_targets(self.targets, request.lengths)
+
+    def select(self, corpus: Corpus, tokenizer: Any) -> Selection:
+        asked = self.request
+        return select_windows(
+            corpus,
+            tokenizer,
+            longest=asked.lengths[-1],
+            targets=self.targets,
+            documents=asked.documents,
+            windows_per_document=asked.windows_per_document,
+            seed=asked.seed,
+        )
+
+    def contexts(self, window: Window, length: int) -> Iterable[Context]:
+        text = window.tokens[len(window.tokens) - (length + 1 - len(window.prefix)) :]
+        return [Context(window.document, window.prefix, text, length - self.targets, length)]
+
+    def targets_at(self, length: int) -> int:
+        return self.targets
+
+
+class ByPosition(Last):
+    """One pass at the longest length; a length is the bin of the positions since the length before it."""
+
+    name = "by_position"
+    settings = frozenset({"windows_per_document"})
+    scores = "every token"
+    sentence = "NLL by position in one pass over {windows}"
+    one_pass = True
+    shared_targets = None
+
+    def __init__(self, request: Request, tokenizer: Any, training_length: int) -> None:
+        Protocol.__init__(self, request, tokenizer, training_length)
+        self.targets = request.lengths[-1]
+
+    def cells(self) -> dict[int, list[tuple[int, int]]]:
+        return {self.targets: [(stop, stop - start) for start, stop in pairwise([0, *self.request.lengths])]}
+
+    def scored(self, losses: Sequence[torch.Tensor], length: int, targets: int) -> list[torch.Tensor]:
+        return [nll[length - targets : length] for nll in losses]
+
+
+class SpanCorruption(Last):
+    """For encoders with decoders: spans among the last T tokens are hidden.
+
+    The encoder reads contexts of each length, and the decoder gives the same spans.
+    """
+
+    name = "span_corruption"
+    scores = "hidden spans of windows"
+    sentence = "NLL of the same hidden spans of the last {targets} tokens of {windows}"
+    two_parts = True
+
+    def __init__(self, request: Request, tokenizer: Any, training_length: int) -> None:
+        super().__init__(request, tokenizer, training_length)
+        self.hidden = HiddenSpans(tokenizer, self.targets, request.seed)
+
+    def select(self, corpus: Corpus, tokenizer: Any) -> Selection:
+        chosen = super().select(corpus, tokenizer)
+        return replace(chosen, fingerprint=f"{chosen.fingerprint}-{self.request.seed}")  # which draws the spans, too
+
+
+class Sliding(Protocol):
+    """Windows of l tokens, a stride of S apart: the first scores all its tokens, later ones only the new ones.
+
+    window k reads x[kS], ..., x[e - 1], e = min(kS + l, n - 1), of a document x[0], ..., x[n - 1], and scores x[p] for
+    p <= e that no window before it scored; nll = sum over all tokens / number of tokens.
+
+    Every target but those of the first window sees at least l - S tokens. The prefix of the tokenizer stands in front
+    of the document and, in place of x[kS], in front of every later window.
+
+    Source: Chen et al., 2306.15595 (PI), who follow Press et al.; their stride of 256 is also the default of YaRN's
+    script. What PI does at the ends of documents is not known to us.
+    """
+
+    name = "sliding"
+    settings = frozenset({"stride", "tokens_per_document"})
+    scores = "whole documents"
+    sentence = "NLL of all tokens of the documents in windows that slide by {targets} tokens"
+    shared_targets: ClassVar[str | None] = "stride"
+
+    def __init__(self, request: Request, tokenizer: Any, training_length: int) -> None:
+        super().__init__(request, tokenizer, training_length)
+        self.prefix = self.prefix_of(tokenizer)
+        shortest, longest = self.width(request.lengths[0]), request.lengths[-1]
+        self.stride = min(DEFAULT_STRIDE, shortest) if request.stride is None else request.stride
+        if not 1 <= self.stride <= shortest:
+            raise EvaluationError(
+                f"stride={self.stride} is not allowed with a shortest length of {request.lengths[0]} tokens: it must "
+                f"be from 1 to {shortest}, or tokens between two windows would never be scored"
+            )
+        needed, limit = longest + 1 - len(self.prefix), request.tokens_per_document
+        if limit is not None and limit < needed:
+            raise EvaluationError(
+                f"tokens_per_document={limit} is not allowed: a context of {longest} tokens needs documents of {needed}"
+            )
+
+    def prefix_of(self, tokenizer: Any) -> torch.Tensor:
+        """The tokens in front of every window, `(tokens,)`."""
+        return prefix_of(tokenizer)
+
+    def width(self, length: int) -> int:
+        """How far a window of this length reaches, which is as far as the next may begin behind it."""
+        return length
+
+    def stride_at(self, length: int) -> int:
+        """S for windows of one length."""
+        return self.stride
+
+    def targets_at(self, length: int) -> int:
+        return self.stride_at(length)
+
+    def select(self, corpus: Corpus, tokenizer: Any) -> Selection:
+        asked = self.request
+        return select(
+            corpus,
+            tokenizer,
+            self.prefix,
+            asked.lengths[-1],
+            lambda count: [(0, count)],
+            documents=asked.documents,
+            limit=asked.tokens_per_document,
+            seed=asked.seed,
+        )
+
+    def contexts(self, window: Window, length: int) -> Iterable[Context]:
+        front, text = len(self.prefix), window.tokens
+        for begin, end, new in slide(front + len(text) - 1, self.width(length), self.stride_at(length)):
+            inputs = end - begin
+            yield Context(window.document, self.prefix, text[begin : end + 1 - front], inputs - new, inputs)
+
+
+class Disjoint(Sliding):
+    """Windows of l tokens side by side: the stride is l. A last window that is shorter is scored too.
+
+    Source: Press et al., 2108.12409 (ALiBi), nonoverlapping inference. In the rolling windows of lm-evaluation-harness
+    (0.4.13) only the first has a prefix, and the last one is filled up with earlier tokens.
+    """
+
+    name = "disjoint"
+    settings = frozenset({"tokens_per_document"})
+    sentence = "NLL of all tokens of the documents in windows that do not overlap"
+    shared_targets = None
+
+    def stride_at(self, length: int) -> int:
+        return self.width(length)
+
+
+class YarnCompat(Sliding):
+    """The number of YaRN's script without `--truncate`: the mean over windows of each window's mean, unweighted.
+
+    nll = sum over windows of (mean over the new tokens of the window) / number of windows. The last window of a
+    document, which may have a single new token, weighs as much as any other, so that this is not a mean over tokens.
+
+    Read in `eval/perplexity.py` of github.com/jquesnelle/yarn at commit b1d7076: a start-of-text token, where the
+    tokenizer has one, leads every window and is counted in l; windows begin every S tokens until one reaches the end;
+    labels are -100 except on the last `end - previous end` tokens, and the shifted loss makes the mean of a window, so
+    a window of l inputs scores at most l - 1 tokens, and without a start token its first token never.
+
+    Two things are ours: sums are float64 where the script adds in the type of the loss, and a window whose only new
+    token is its first, without a start token (possible where S = l), is skipped, where the script's mean becomes NaN.
+    """
+
+    name = "yarn_compat"
+    sentence = "mean NLL of {targets} new tokens per window, windows unweighted, as YaRN's script without --truncate"
+
+    def __init__(self, request: Request, tokenizer: Any, training_length: int) -> None:
+        if request.lengths[0] < 2:
+            raise EvaluationError(f"lengths {request.lengths[0]}: protocol {self.name!r} needs at least 2 tokens")
+        super().__init__(request, tokenizer, training_length)
+
+    def prefix_of(self, tokenizer: Any) -> torch.Tensor:
+        start = tokenizer.bos_token_id
+        return torch.tensor([] if start is None else [start], dtype=torch.long)
+
+    def width(self, length: int) -> int:
+        return length - len(self.prefix)
+
+    def contexts(self, window: Window, length: int) -> Iterable[Context]:
+        text = window.tokens
+        padded = torch.cat([text, text[-1:]])  # behind the last input: the shifted loss never asks for it
+        for begin, end, new in slide(len(text), self.width(length), self.stride_at(length)):
+            labelled = len(self.prefix) + end - begin - 1
+            start = max(0, labelled - new)
+            if labelled > start:
+                yield Context(window.document, self.prefix, padded[begin : end + 1], start, labelled)
+
+    def mean(self, losses: Sequence[torch.Tensor]) -> float:
+        return torch.stack([nll.mean() for nll in losses]).mean().item()
+
+
+class YarnTruncate(YarnCompat):
+    """The number of YaRN's script with `--truncate`: the first l tokens of every document, in one window.
+
+    The stride plays no part. Every length scores other tokens, so a falling curve means little by itself; the published
+    figures (`eval.sh` of the same repository: Proof-pile, ten documents of at least 131072 tokens) were made so.
+    """
+
+    name = "yarn_truncate"
+    settings = frozenset()
+    sentence = "mean NLL of the first tokens of the documents, other tokens at every length, as YaRN's --truncate"
+    shared_targets = None
+
+    def stride_at(self, length: int) -> int:
+        return self.width(length)
+
+    def targets_at(self, length: int) -> int:
+        return length - 1
+
+    def contexts(self, window: Window, length: int) -> Iterable[Context]:
+        return super().contexts(replace(window, tokens=window.tokens[: self.width(length)]), length)
+
+
+PROTOCOLS: dict[str, type[Protocol]] = {
+    kind.name: kind for kind in (Last, ByPosition, SpanCorruption, Sliding, Disjoint, YarnCompat, YarnTruncate)
+}
+
+
+def slide(count: int, width: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Windows of at most `width` over `count` tokens, a stride apart, until one reaches the end.
+
+    Yields:
+        where a window begins, where it ends, and how many tokens no window before it had.
+    """
+    seen = 0
+    for begin in range(0, count, stride):
+        end = min(begin + width, count)
+        yield begin, end, end - seen
+        if end == count:
+            return
+        seen = end
+
+
+def check_request(protocol: str, lengths: Sequence[int], targets: int | None = None, **settings: Any) -> Request:
+    """What can be known to be wrong before a model is there; arguments as of `measure`.
+
+    Raises:
+        EvaluationError: lengths, protocol or one of its settings are not allowed; the message names what is.
+    """
+    request = Request(lengths, protocol, targets, **settings)
+    check_lengths(lengths)
+    if protocol not in ("auto", *PROTOCOLS):
+        raise EvaluationError(f"protocol {protocol!r}: {did_you_mean(str(protocol), ['auto', *PROTOCOLS])}")
+    kind = PROTOCOLS.get(protocol, Last)  # what `auto` may become takes the same settings
+    for name in ("targets", "windows_per_document", "stride", "tokens_per_document", "documents"):
+        value = getattr(request, name)
+        if value == Request.__dataclass_fields__[name].default:
+            continue
+        if name not in kind.settings | {"documents"}:
+            raise EvaluationError(f"{name}={value}: protocol {protocol!r} scores {kind.scores}, leave {name} out")
+        if not isinstance(value, int) or value < 1:
+            raise EvaluationError(f"{name}={value!r} is not allowed; a whole number of at least 1 is")
+    if targets is not None:
+        check_targets(targets, lengths)
+    return request
+
+
+def check_targets(targets: int, lengths: Sequence[int]) -> None:
+    """T must fit into every length.
+
+    Raises:
+        EvaluationError: it does not.
+    """
+    if targets > lengths[0]:
+        raise EvaluationError(
+            f"targets={targets} is more than the shortest length of {lengths[0]} tokens: every length has to score "
+            f"the same targets, so give at most {lengths[0]} targets or a longer shortest length"
+        )
+
+
+def protocol_for(language_model: PreTrainedModel, request: Request, tokenizer: Any, training_length: int) -> Protocol:
+    """The protocol that is asked for, or what `auto` means for a model.
+
+    Raises:
+        EvaluationError: it is not for this model, or its settings are not for its tokenizer or training length.
+    """
+    two_parts = language_model.config.is_encoder_decoder
+    kind = PROTOCOLS.get(request.protocol, SpanCorruption if two_parts else Last)
+    if kind.two_parts != two_parts:
+        parts = "an encoder with a decoder" if two_parts else "a decoder alone"
+        raise EvaluationError(f"protocol {kind.name!r} is not for {type(language_model).__name__}, which is {parts}")
+    return kind(request, tokenizer, training_length)

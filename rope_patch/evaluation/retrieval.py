@@ -1,0 +1,170 @@
+"""Does a model find what it read at some depth of a context of some length? Every scheme answers the same prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.lines import check_lengths, schemes_at_lengths
+from rope_patch.evaluation.measured_model import Learned, MeasuredModel
+from rope_patch.evaluation.passkey import Passkey, Prompt
+from rope_patch.evaluation.processes import on_main, over_processes, progress
+from rope_patch.evaluation.rows import JsonRow, Rows
+from rope_patch.evaluation.spans import Spans
+from rope_patch.schemes import Scheme
+
+
+@dataclass(frozen=True)
+class RetrievalRow(JsonRow):
+    """One cell of a heat map; as in `Row`, and with the numbers of the same questions with nothing hidden: the control.
+
+    Attributes:
+        depth: share of the filler that stands before what is hidden.
+        prompt_tokens, distance: the mean length of the prompts, and the least of `Prompt.distance`.
+        accuracy: share of the keys, or of the tokens of the spans, that are right.
+    """
+
+    KEY = ("task", "model", "weights", "scheme", "length", "depth", "trials", "prompts", "dtype", "attention")
+
+    task: str
+    model: str
+    weights: str
+    line: str
+    scheme: dict[str, Any]
+    regime: str
+    mount: str
+    length: int
+    depth: float
+    training_length: int
+    prompt_tokens: float
+    distance: int
+    span: int | None
+    trials: int
+    seed: int
+    prompts: str
+    accuracy: float
+    exact: float
+    nll: float | None
+    seconds: float
+    dtype: str
+    attention: str
+    device: str
+    versions: dict[str, str]
+    commit: str | None
+    control_accuracy: float | None = None
+    control_exact: float | None = None
+    control_nll: float | None = None
+
+
+def measure_retrieval(
+    model: nn.Module,
+    task: Passkey | Spans,
+    schemes: Sequence[str | Scheme],
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    *,
+    batch_size: int = 1,
+    name: str | None = None,
+    results: Rows[RetrievalRow] | None = None,
+    trained: Learned | None = None,
+) -> list[RetrievalRow]:
+    """Ask every scheme the same questions; for the other arguments see `rope_patch.evaluation.perplexity.measure`.
+
+    Args:
+        lengths: context lengths in tokens, ascending; the model never reads more.
+        depths: ascending, from 0 (first in the context) to 1 (right before the question).
+        batch_size: prompts of equal length that are answered together.
+
+    Returns:
+        one row per scheme, length and depth, in this order.
+
+    Raises:
+        EvaluationError: lengths or depths are not right, or the model is an encoder with a decoder.
+    """
+    check_lengths(lengths)
+    check_depths(depths)
+    measured = MeasuredModel(model, trained)
+    if measured.language_model.config.is_encoder_decoder:
+        kind = type(measured.language_model).__name__
+        raise EvaluationError(f"{kind} is an encoder with a decoder; retrieval needs one stack that reads and goes on")
+    jobs = schemes_at_lengths(schemes, lengths, measured)
+    prompts = {length: [task.prompts(length, depth) for depth in (None, *depths)] for length in lengths}
+    shared = {**measured.facts(name), "task": task.name, "span": task.span, "trials": task.trials, "seed": task.seed}
+    ask = partial(_ask, task, model, batch_size)
+    rows: list[RetrievalRow] = []
+    with progress(sum(job.length for job in jobs) * len(depths)) as bar:
+        for job in jobs:
+            control, *asked = prompts[job.length]
+            without: dict[str, Any] = {}
+            with measured.under(job.scheme):
+                for depth, questions in zip(depths, asked, strict=True):
+                    cell = {**shared, **job.facts, "depth": depth, "prompts": _fingerprint([*questions, *control])}
+                    row = on_main(partial(_find, cell, results))
+                    if row is None:
+                        if control and not without:
+                            without = {f"control_{name}": value for name, value in ask(control).items()}
+                        began = time.perf_counter()
+                        cell |= {**ask(questions), **without, "seconds": round(time.perf_counter() - began, 3)}
+                        cell["distance"] = min(prompt.distance or 0 for prompt in questions)
+                        cell["prompt_tokens"] = sum(len(prompt.tokens) for prompt in questions) / len(questions)
+                        row = RetrievalRow(**cell)
+                        if results:
+                            results.append(row)
+                    rows.append(row)
+                    bar.update(job.length)
+    return rows
+
+
+def check_depths(depths: Sequence[float]) -> None:
+    """Raise an EvaluationError where depths are no shares of the context that ascend."""
+    if not depths or not all(0 <= depth <= 1 for depth in depths) or list(depths) != sorted(set(depths)):
+        shown = ", ".join(f"{depth:g}" for depth in depths)
+        raise EvaluationError(f"depths {shown}: shares of the context are wanted, from 0 to 1, each above the last")
+
+
+def grids(rows: Sequence[RetrievalRow]) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """By line: accuracy, and whether the cut at L sees nothing, `(depths, lengths)`; the control, `(lengths,)`."""
+    cells: dict[str, list[Any]] = {}
+    for row in rows:
+        cells.setdefault(row.line, []).append((row.accuracy, row.distance >= row.training_length, row.control_accuracy))
+    shape = len({row.length for row in rows}), -1, 3
+    arrays = {line: np.array(each, dtype=float).reshape(shape).T for line, each in cells.items()}
+    return {line: (accuracy, far == 1, control[0]) for line, (accuracy, far, control) in arrays.items()}
+
+
+def _ask(task: Passkey | Spans, model: nn.Module, batch_size: int, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """What a row keeps of the answers; a batch is of one length, so that nothing is padded."""
+    batches: list[list[Prompt]] = []
+    for prompt in sorted(prompts, key=lambda prompt: len(prompt.tokens)):
+        if batches and len(batches[-1]) < batch_size and len(batches[-1][0].tokens) == len(prompt.tokens):
+            batches[-1].append(prompt)
+        else:
+            batches.append([prompt])
+    answers = over_processes(partial(task.answer, model), batches, model)
+    right = torch.cat([right for right, _ in answers]).double()
+    losses = [losses for _, losses in answers if losses is not None]
+    nll = torch.cat(losses).mean().item() if losses else None
+    return {"accuracy": right.mean().item(), "exact": right.all(1).double().mean().item(), "nll": nll}
+
+
+def _find(cell: dict[str, Any], results: Rows[RetrievalRow] | None) -> RetrievalRow | None:
+    """The row of an earlier run, under the name that the line has now."""
+    row = results.find(RetrievalRow.key_of(cell)) if results else None
+    return row and dataclasses.replace(row, line=cell["line"])
+
+
+def _fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Equal fingerprints mean the same questions."""
+    asked = ((prompt.tokens.numpy(), prompt.answer.numpy()) for prompt in prompts)
+    spelled = [f"{len(read)} {len(right)} ".encode() + read.tobytes() + right.tobytes() for read, right in asked]
+    return hashlib.sha256(b"".join(spelled)).hexdigest()[:16]

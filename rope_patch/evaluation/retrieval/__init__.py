@@ -1,1 +1,0 @@
-"""Retrieval: does the model find what it read at some depth of a context of some length?"""

@@ -1,0 +1,204 @@
+"""What was measured, as rows of JSON lines: an interrupted run loses none of them, and measures none twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+import transformers
+from torch import nn
+
+from rope_patch.errors import EvaluationError
+from rope_patch.version import __version__
+
+J = TypeVar("J", bound="JsonRow")
+
+
+class JsonRow:
+    """A dataclass that is one line of JSON; a number that is not finite is null there.
+
+    Attributes:
+        KEY: the fields that name what was measured; rows that agree in them are the same measurement.
+    """
+
+    KEY: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def key_of(cls, fields: Mapping[str, Any]) -> str:
+        """The key of a row, also of one that is still to be measured."""
+        return json.dumps([fields[name] for name in cls.KEY], sort_keys=True)
+
+    def key(self) -> str:
+        """What makes two rows the same measurement."""
+        return self.key_of(vars(self))
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps({name: _finite(value) for name, value in vars(self).items()}, allow_nan=False)
+
+    @classmethod
+    def from_json(cls: type[J], line: str) -> J:
+        """The row of a line; fields that rows do not have are left out.
+
+        Raises:
+            ValueError, TypeError: the line is something else.
+        """
+        found = dict(json.loads(line))
+        fields = [field for field in dataclasses.fields(cls) if field.name in found]  # type: ignore[arg-type]
+        missing = {field.name for field in fields if found[field.name] is None and field.type == "float"}
+        return cls(**{field.name: math.nan if field.name in missing else found[field.name] for field in fields})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class Row(JsonRow):
+    """One cell of the table, with everything that it depends on.
+
+    Attributes:
+        weights, texts: fingerprints of the model's parameters and of the scored texts.
+        line: the scheme as the table names it, such as `pi:factor=auto`.
+        scheme: the scheme that was measured, all fields filled in; `{"name": "plain"}` for none.
+        length: of the context in tokens; for `by_position` the last position of the bin.
+        targets: scored tokens per window; where windows overlap, the stride.
+        nll: mean negative log-likelihood in nats per token, averaged as the protocol defines it.
+        nll_by_document: the mean of each document; of a single document those of blocks of its windows.
+    """
+
+    KEY = ("model", "weights", "scheme", "protocol", "length", "targets", "texts", "dtype", "attention")
+
+    model: str
+    weights: str
+    line: str
+    scheme: dict[str, Any]
+    regime: str
+    mount: str
+    protocol: str
+    length: int
+    training_length: int
+    targets: int
+    documents: int
+    windows: int
+    short_documents: int
+    texts: str
+    scored_tokens: int
+    nll: float
+    perplexity: float
+    seconds: float
+    tokens_per_second: float
+    dtype: str
+    attention: str
+    device: str
+    seed: int
+    versions: dict[str, str]
+    commit: str | None
+    nll_by_document: list[float] = dataclasses.field(default_factory=list)
+
+
+R = TypeVar("R", bound=JsonRow)
+
+
+class Rows(Generic[R]):
+    """Rows on disk. Every `append` reaches the disk before it returns.
+
+    A last line that was cut off while it was written is dropped. Several runs may append to one file, each whole lines.
+
+    Args:
+        path: of the `.jsonl` file; its folder is made where it is missing.
+        kind: the class of the rows.
+
+    Raises:
+        OSError: the file cannot be written.
+        EvaluationError: it holds something else than rows; it is left as it is.
+    """
+
+    def __init__(self, path: str | Path, kind: type[R] = Row) -> None:  # type: ignore[assignment]
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._rows: dict[str, R] = {}
+        with self.path.open("ab+") as file:
+            file.seek(0)
+            content = file.read()
+            *lines, cut = content.split(b"\n")
+            for number, line in enumerate(lines, start=1):
+                try:
+                    row = kind.from_json(line.decode())
+                except (ValueError, TypeError) as error:
+                    raise EvaluationError(
+                        f"{path}, line {number}, is not a result row ({error}); move the file or choose another output"
+                    ) from error
+                self._rows[row.key()] = row
+            if cut:
+                file.truncate(len(content) - len(cut))
+
+    @property
+    def rows(self) -> list[R]:
+        """The rows that were there when the file was opened and those appended since; of equal keys the last."""
+        return list(self._rows.values())
+
+    def find(self, key: str) -> R | None:
+        """The row with this key, if there is one."""
+        return self._rows.get(key)
+
+    def append(self, row: R) -> None:
+        """Write one row.
+
+        Raises:
+            OSError: it could not be written; the file then ends with the row before.
+        """
+        line = row.to_json().encode() + b"\n"
+        with self.path.open("ab", buffering=0) as file:  # one write, so that lines of two runs never mix
+            end = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file.fileno())
+            except OSError as error:
+                file.truncate(end)
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+        self._rows[row.key()] = row
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """A hash of a sample of every parameter: tells a retrained checkpoint from the one before, at no cost."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        values = parameter.detach()
+        if hasattr(values, "full_tensor"):  # spread over processes, all of which come here
+            values = values.full_tensor()
+        sample = values.flatten()[:: max(1, values.numel() // 64)].float().cpu()
+        digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def provenance() -> dict[str, Any]:
+    """The versions of the software that measures, and the last commit of this library where it runs from its own."""
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "rope_patch": __version__}
+    git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
+    asked = (["log", "-1", "--format=%H", "--", "."], ["status", "--porcelain", "--", "."])
+    try:
+        commit, changes = [
+            subprocess.run([*git, *words], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            for words in asked
+        ]
+    except (OSError, subprocess.SubprocessError):
+        commit = changes = ""
+    dirty = "+changes" if changes else ""
+    return {"versions": {"python": platform.python_version(), **versions}, "commit": commit + dirty if commit else None}

@@ -1,0 +1,99 @@
+"""Repeated spans: a piece of text from elsewhere stands at some depth, its beginning comes again, the model goes on.
+
+A synthetic task for checkpoints that are too small for the passkey: it asks for no word of English and no instruction,
+only for induction, within the texts that the checkpoint knows.
+
+prompt      filler[:place] + span + filler[place:] + span[:cue], then the rest of the span, token by token
+right       whether each token of span[cue:] is the likeliest where all tokens before it are given
+control     the same end of the same text, with filler in place of the first span: what is known without retrieval
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.nll import find_language_model
+from rope_patch.evaluation.passkey import Prompt
+from rope_patch.evaluation.windows import select_windows
+
+CUE = 4  # the cue is the first quarter of a span
+
+
+class Spans:
+    """The task: the same spans in the same fillers at every length and depth; only the place of the first copy moves.
+
+    Args:
+        corpus: rows with `name` and `text`, at least two of them as long as `longest`, the longest length in tokens.
+
+    Raises:
+        EvaluationError: the span has no cue, or the texts are too few or too short.
+    """
+
+    name = "spans"
+
+    def __init__(
+        self, tokenizer: Any, corpus: Iterable[Mapping[str, str]], longest: int, span: int, trials: int, seed: int = 0
+    ) -> None:
+        if span < CUE:
+            raise EvaluationError(f"span={span} is not allowed; a span and its cue need at least {CUE} tokens")
+        self.span, self.trials, self.seed = span, trials, seed
+        windows = select_windows(
+            corpus,
+            tokenizer,
+            longest=max(longest, span),
+            targets=span,
+            documents=max(2, trials),
+            windows_per_document=trials,
+            seed=seed,
+        ).windows
+        if len({window.document for window in windows}) < 2:
+            name = windows[0].document
+            raise EvaluationError(f"only {name!r} is long enough; give more texts or shorter lengths: a span needs two")
+        if len(windows) < trials:
+            raise EvaluationError(f"trials={trials}: the texts have places for {len(windows)}; give more texts")
+        generator = torch.Generator().manual_seed(seed)
+        self._drawn = []
+        for index in torch.randperm(len(windows), generator=generator)[:trials].tolist():
+            filler = windows[index]
+            others = [window for window in windows if window.document != filler.document]
+            source = others[int(torch.randint(len(others), (), generator=generator))].tokens
+            start = int(torch.randint(len(source) - span + 1, (), generator=generator))
+            self._drawn.append((filler, source[start : start + span]))
+
+    def prompts(self, length: int, depth: float | None) -> list[Prompt]:
+        """One prompt for each trial, the same for every scheme; with depth None, those of the control."""
+        shortest = len(self._drawn[0][0].prefix) + 2 * self.span
+        if length < shortest:
+            raise EvaluationError(
+                f"length {length}: a span of {self.span} tokens twice needs a length of at least {shortest}; give a "
+                "longer length or a shorter span"
+            )
+        prompts = []
+        for window, span in self._drawn:
+            again = span[:-1]  # its last token is predicted, never read
+            hidden = span if depth is not None else span[:0]
+            filler = window.context(length - len(hidden) - len(again) - 1)
+            start, cue = len(window.prefix), self.span // CUE
+            place = start + round((depth or 0) * (len(filler) - start))
+            tokens = torch.cat([filler[:place], hidden, filler[place:], again])
+            prompts.append(Prompt(tokens, span[cue:], None if depth is None else len(filler) - place + cue))
+        return prompts
+
+    @torch.no_grad()
+    def answer(self, model: nn.Module, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One forward pass: whether each token is right, and its -ln p, both `(prompts, tokens of the answer)`."""
+        language_model = find_language_model(model)
+        tokens = torch.stack([prompt.tokens for prompt in prompts]).to(language_model.device)
+        answers = torch.stack([prompt.answer for prompt in prompts]).to(language_model.device)
+        last = answers.shape[1]
+        known = inspect.signature(language_model.forward).parameters
+        few = {"logits_to_keep": last} if "logits_to_keep" in known else {}
+        logits = language_model(input_ids=tokens, use_cache=False, **few).logits[:, -last:].float()
+        losses = nn.functional.cross_entropy(logits.transpose(1, 2), answers, reduction="none")
+        return (logits.argmax(-1) == answers).cpu(), losses.double().cpu()

@@ -1,0 +1,140 @@
+"""Which tokens of which documents are scored: chosen once, so that every length and every scheme scores the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from rope_patch.errors import EvaluationError
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of a document that ends at its last target, or all of it; in front of every context the prefix.
+
+    Shape:
+        tokens and prefix `(tokens,)`.
+    """
+
+    document: str
+    tokens: torch.Tensor
+    prefix: torch.Tensor
+
+    def context(self, length: int) -> torch.Tensor:
+        """`(length + 1,)`: `length` input tokens and, shifted by one, what they predict. The end never moves."""
+        return torch.cat([self.prefix, self.tokens[len(self.tokens) - (length + 1 - len(self.prefix)) :]])
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What every length and every scheme is scored on.
+
+    Attributes:
+        windows: in the order of the corpus.
+        documents, short_documents: how many they come from, and how many were too short for the longest length.
+        fingerprint: of the documents and of the places in them; equal fingerprints mean the same targets.
+    """
+
+    windows: tuple[Window, ...]
+    documents: int
+    short_documents: int
+    fingerprint: str
+
+
+def select_windows(
+    corpus: Iterable[Mapping[str, str]],
+    tokenizer: Any,
+    *,
+    longest: int,
+    targets: int,
+    documents: int | None = None,
+    windows_per_document: int = 1,
+    seed: int = 0,
+) -> Selection:
+    """Windows as long as the longest context, spread over each document; the first ends where the document ends.
+
+    Args:
+        corpus: rows with `name` and `text`, such as a `datasets.Dataset`.
+        longest: the longest context length in tokens.
+        targets: T, scored tokens per window; windows of one document share none.
+        documents: how many to take, drawn at random where there are more; default all.
+        windows_per_document: at most.
+
+    Raises:
+        EvaluationError: no document is long enough; the message names the longest.
+    """
+    prefix = prefix_of(tokenizer)
+    needed = longest + 1 - len(prefix)
+
+    def places(count: int) -> list[tuple[int, int]]:
+        room = count - needed
+        number = min(windows_per_document, 1 + room // targets)
+        ends = [count - i * room // max(1, number - 1) for i in range(number)]
+        return [(end - needed, end) for end in ends]
+
+    return select(corpus, tokenizer, prefix, longest, places, documents=documents, seed=seed)
+
+
+def select(
+    corpus: Iterable[Mapping[str, str]],
+    tokenizer: Any,
+    prefix: torch.Tensor,
+    longest: int,
+    places: Callable[[int], Sequence[tuple[int, int]]],
+    *,
+    documents: int | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+) -> Selection:
+    """Draw documents that fill a context of the longest length, and choose places in them.
+
+    Args:
+        prefix: of every window, `(tokens,)`.
+        places: where the windows of a document of so many tokens begin and end.
+        limit: how many tokens of a document are read; default all. The others as in `select_windows`.
+
+    Raises:
+        EvaluationError: no document is long enough; the message names the longest.
+    """
+    rows, needed = list(corpus), longest + 1 - len(prefix)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+    lengths: list[int] = []
+    kept: dict[int, tuple[list[Window], str]] = {}
+    for index in tqdm(order, desc="reading", unit="document", leave=False, disable=None):
+        if len(kept) == documents:
+            break
+        ids = tokenizer(rows[index]["text"], add_special_tokens=False, verbose=False)["input_ids"]
+        lengths.append(len(ids))
+        if len(ids) >= needed:
+            tokens = torch.tensor(ids[:limit])
+            found = places(len(tokens))
+            identity = tokens.numpy().tobytes() + repr(([end for _, end in found], prefix.tolist())).encode()
+            windows = [Window(rows[index]["name"], tokens[start:end].clone(), prefix) for start, end in found]
+            kept[index] = windows, hashlib.sha256(identity).hexdigest()
+    if not kept:
+        raise EvaluationError(
+            f"a context of {longest} tokens needs documents of {needed} tokens; the longest of {len(rows)} "
+            f"has {max(lengths, default=0)}"
+        )
+    chosen = [kept[index] for index in sorted(kept)]
+    return Selection(
+        windows=tuple(window for windows, _ in chosen for window in windows),
+        documents=len(chosen),
+        short_documents=sum(length < needed for length in lengths),
+        fingerprint=hashlib.sha256("".join(digest for _, digest in chosen).encode()).hexdigest()[:16],
+    )
+
+
+def prefix_of(tokenizer: Any) -> torch.Tensor:
+    """The start-of-text token where the tokenizer sets one in front of every text, `(0,)` or `(1,)`.
+
+    Models lean on it: a context without it is one that they never saw.
+    """
+    ids = tokenizer("")["input_ids"]
+    starts = bool(ids) and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
+    return torch.tensor(ids[:1] if starts else [], dtype=torch.long)

@@ -1,1 +1,0 @@
-"""Teaching a patched checkpoint longer context: training rows, their positions, the run."""

@@ -1,0 +1,95 @@
+"""Folders that are there whole or not at all, and a Trainer that keeps its checkpoints so."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
+
+from rope_patch.errors import EvaluationError
+
+_ASIDE = "unfinished"
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Write the folder that it yields, and find it at `path` when it is complete; until then what was there stays.
+
+    Raises:
+        OSError: it cannot be written, such as on a full disk; what was written aside is deleted.
+    """
+    aside = path.parent / _ASIDE
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside / path.name
+        for file in filter(Path.is_file, aside.rglob("*")):
+            with file.open("rb") as content:
+                os.fsync(content.fileno())  # so that the rename cannot reach the disk before it
+    except (SafetensorError, OSError, RuntimeError) as error:  # what safetensors, Python and torch make of a full disk
+        shutil.rmtree(aside, ignore_errors=True)
+        raise OSError(f"{path} cannot be written: {str(error).strip().splitlines()[0]}") from error
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(aside / path.name, path)
+    aside.rmdir()
+
+
+class SafeTrainer(Trainer):
+    """`transformers.Trainer` whose newest checkpoint is whole, whenever the process was killed.
+
+    Checkpoints are written aside and renamed; an older one is deleted after that. A gradient that is not finite stops
+    the training before its step is taken.
+    """
+
+    _aside: str | None = None
+
+    def resume(self) -> None:
+        """Train, from the newest checkpoint where there is one.
+
+        Raises:
+            EvaluationError: that is beyond `max_steps`.
+        """
+        folder = Path(self.args.output_dir)
+        last = get_last_checkpoint(folder) if folder.is_dir() else None
+        step = int(last.rpartition("-")[2]) if last else 0
+        if step > self.args.max_steps:
+            raise EvaluationError(f"steps={self.args.max_steps}, but {folder} is at step {step}; choose another output")
+        if step == self.args.max_steps and not self.is_fsdp_enabled:
+            self._load_from_checkpoint(last)  # `train` would take one more step
+        else:
+            self.train(resume_from_checkpoint=last)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._aside or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        output = self._get_output_dir(trial)
+        path = Path(output) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with whole_folder(path) if self.args.should_save else nullcontext():
+            self.accelerator.wait_for_everyone()
+            self._aside = str(path.parent / _ASIDE)
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._aside = None
+            self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            rotate_checkpoints(output, self.args.save_total_limit)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        if norm is not None and not math.isfinite(norm):
+            raise EvaluationError(
+                f"step {self.state.global_step + 1}: the gradient is not finite; try a smaller learning rate; what was "
+                f"saved last is in {self.args.output_dir}"
+            )
+        return norm

@@ -1,0 +1,139 @@
+"""The loss of a training step without the logits of the whole length.
+
+With a vocabulary of 128,000, the logits of 32,000 tokens and their gradient are 32 GB of float32: more than anything
+else in the step. Here a few rows pass through the head at a time, and their gradient is taken at once, in the forward,
+
+    d loss / d states[rows]   and   d loss / d head += that of these rows,
+
+so that nothing of the size of the vocabulary outlives its rows. The backward has only to scale what is there. It is
+no additional work: every row passes through the head once forward and once backward, as it does with all logits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from rope_patch.errors import EvaluationError
+from rope_patch.models.head import Head, find_language_model, head_alone, separate_stack
+
+_IGNORED = -100  # the label of a position that predicts nothing, as everywhere in Transformers
+
+
+@contextmanager
+def chunked_loss(model: nn.Module, rows_per_chunk: int = 256) -> Iterator[None]:
+    """Within the block, `model(..., labels=labels)` gives the loss that it always gives, and no logits.
+
+    What is called is the model itself, so `Trainer`, PEFT, `DistributedDataParallel` and `fully_shard` around it need
+    to know nothing of this. Terms that a model adds to its loss, such as the balance of experts, are left out.
+
+    Args:
+        model: a causal language model of Transformers, also inside PEFT.
+        rows_per_chunk: positions per call of the head.
+
+    Raises:
+        EvaluationError: the model has no head that could be called by itself, or no row fits into a chunk.
+
+    Example:
+        >>> with chunked_loss(model):
+        ...     Trainer(model, arguments, train_dataset=rows).train()
+    """
+    if rows_per_chunk < 1:
+        raise EvaluationError(f"rows_per_chunk={rows_per_chunk} is not allowed; it must be at least 1")
+    language_model = find_language_model(model)
+    separate_stack(language_model)
+    forward, before = language_model.forward, vars(language_model).get("forward")
+
+    @functools.wraps(forward)
+    def chunked(*args: Any, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
+        if labels is None:
+            return forward(*args, **inputs)
+        inputs = {"input_ids": args[0]} | inputs if args else inputs
+        return _loss_alone(language_model, labels, rows_per_chunk, **inputs)
+
+    language_model.forward = chunked
+    try:
+        yield
+    finally:  # wrappers that were put around it meanwhile, such as the autocast of accelerate, go with it
+        del language_model.forward
+        if before is not None:
+            language_model.forward = before
+
+
+def _loss_alone(
+    model: PreTrainedModel,
+    labels: torch.Tensor,
+    rows_per_chunk: int,
+    *,
+    shift_labels: torch.Tensor | None = None,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    **inputs: Any,
+) -> CausalLMOutput:
+    """The mean of -ln p over all labels, or their sum divided by `num_items_in_batch`: the loss of Transformers."""
+    inputs = {name: value for name, value in inputs.items() if value is not None}
+    outputs = model.base_model(**{**inputs, "use_cache": False, "return_dict": True})
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=_IGNORED)
+    states = outputs.last_hidden_state.flatten(0, 1)
+    targets = shift_labels.flatten().to(states.device)
+    places = (targets != _IGNORED).nonzero()[:, 0]
+    count = len(places) if num_items_in_batch is None else num_items_in_batch
+    with head_alone(model, type(outputs)) as head:
+        trained = [value for value in model.parameters() if value.requires_grad and torch.is_grad_enabled()]
+        loss = _ChunkedLoss.apply(head, targets, places.split(rows_per_chunk), states, *trained)
+    return CausalLMOutput(loss=loss / (count.to(loss.device) if torch.is_tensor(count) else max(1, count)))
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The summed loss of rows of states, with its gradient taken on the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: Head,
+        targets: torch.Tensor,
+        chunks: Sequence[torch.Tensor],
+        states: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        """Everything happens here, and so under the autocast that holds here."""
+        # a row's gradient comes from its chunk alone, but a parameter's is a sum over chunks: in bfloat16 the later
+        # ones would be rounded away, where one product over all rows rounds once
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+        states_gradient = torch.zeros_like(states) if states.requires_grad else None
+        total = states.new_zeros((), dtype=torch.float32)
+        for rows in chunks:
+            chunk = states[rows].requires_grad_(states_gradient is not None)
+            inputs = [*parameters] if states_gradient is None else [*parameters, chunk]
+            with torch.enable_grad():
+                loss = nn.functional.cross_entropy(head(chunk[None])[0].float(), targets[rows], reduction="sum")
+                gradients = torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ()
+            for gradient_sum, gradient in zip(sums, gradients, strict=False):
+                if gradient is not None:
+                    gradient_sum += gradient
+            if states_gradient is not None:
+                states_gradient[rows] = gradients[-1]
+            total += loss.detach()
+        if torch.is_autocast_enabled(states.device.type):
+            # it keeps a copy of the head, which no one will ask for again
+            torch.clear_autocast_cache()
+        ctx.gradients = [states_gradient, *(s.to(p.dtype) for s, p in zip(sums, parameters, strict=True))]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, output_gradient: torch.Tensor) -> Any:
+        """Scale in place: a second copy of the head's gradient would be the largest thing here."""
+        if ctx.gradients is None:
+            raise RuntimeError("the gradient of this loss was given out already; compute the loss again")
+        gradients, ctx.gradients = ctx.gradients, None
+        for gradient in gradients:
+            if gradient is not None:
+                gradient *= output_gradient
+        return None, None, None, *gradients

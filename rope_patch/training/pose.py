@@ -1,0 +1,72 @@
+"""Positions that skip, so that rows of the training length show the distances of a longer one.
+
+PoSE: a row of L tokens is cut at random into N chunks, and the positions of chunk i are moved on by u_i:
+
+    u_0 = 0,    u_i ~ U{u_(i-1), ..., L_target - L}        positions of chunk i:  st_i + u_i, st_i + 1 + u_i, ...
+
+where st_i is the place of the chunk in the row (eq. 3 and 4; N = 2 in the paper's experiments). Every place of the cuts
+is equally likely, and the text goes on without a gap (v_i = 0 in eq. 5, which table 4 of the paper finds as good).
+
+Source: Zhu et al. 2023, "PoSE: Efficient Context Window Extension of LLMs via Positional Skip-wise Training",
+arXiv 2309.10400; the authors' code: dwzhu-pku/PoSE, src/train_pose.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from rope_patch.errors import EvaluationError
+
+
+@dataclass(frozen=True)
+class PoSECollator:
+    """A data collator: pads rows on the right, and lets their positions skip over the whole target length.
+
+    What a row gets follows from its tokens and the seed, so a run that is resumed sees the same. There always is an
+    `attention_mask`: without one every skip would be taken for the start of another document.
+
+    Attributes:
+        target_length: L_target, one more than the highest position; at the length of the rows nothing skips.
+        chunks: N; a short row has at most as many as it has tokens.
+        seed: of the draws.
+    """
+
+    target_length: int
+    chunks: int = 2
+    seed: int = 0
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """A batch of rows of `input_ids`.
+
+        Raises:
+            EvaluationError: a row is longer than the target length.
+        """
+        tokens = [torch.as_tensor(row["input_ids"]) for row in rows]
+        columns = {
+            "input_ids": (tokens, 0),
+            "labels": (tokens, -100),
+            "attention_mask": ([torch.ones_like(ids) for ids in tokens], 0),
+            "position_ids": ([self._positions(ids) for ids in tokens], 0),
+        }
+        return {name: pad_sequence(found, True, pad) for name, (found, pad) in columns.items()}
+
+    def _positions(self, ids: torch.Tensor) -> torch.Tensor:
+        length, room = len(ids), self.target_length - len(ids)
+        if room < 0:
+            raise EvaluationError(
+                f"target_length={self.target_length} is not allowed; there is a row of {length} tokens"
+            )
+        digest = hashlib.sha256(f"{self.seed} {ids.tolist()}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        positions, u = torch.arange(length), 0
+        cuts = torch.randperm(length - 1, generator=generator)[: self.chunks - 1].sort().values + 1
+        for start, stop in pairwise([*cuts.tolist(), length]):
+            u = int(torch.randint(u, room + 1, (), generator=generator))
+            positions[start:stop] += u
+        return positions

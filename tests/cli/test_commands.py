@@ -1,0 +1,126 @@
+"""`rope-patch COMMAND`: what it prints, and what it costs to ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rope_patch
+from rope_patch.cli import COMMANDS, main
+from tests.evaluation.conftest import checkpoint  # noqa: F401  # a fixture
+from tests.lists import with_lists
+
+ROOT = Path(__file__).parents[2]
+
+
+def cpu_seconds(*words: str) -> tuple[float, subprocess.CompletedProcess[str]]:
+    before = os.times()
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT)
+    after = os.times()
+    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    return spent, done
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [("--help", 0), ("--version", 0), ("list", 0), ("perplexity --help", 0), ("perplexity --modle x", 2), ("lst", 2)],
+)
+def test_explaining_itself_takes_less_than_a_second(words, status):
+    seconds, done = cpu_seconds("-m", "rope_patch.cli", *words.split())
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    assert seconds < 1
+
+
+def test_importing_the_package_costs_what_transformers_costs():
+    _, done = cpu_seconds("-c", "import rope_patch, sys; print('torch' in sys.modules, dir(rope_patch)[:1])")
+    assert done.stdout.startswith("False ['ALiBi']")
+    code = "import time; from transformers import LlamaForCausalLM; a = time.process_time()\n"
+    code += "from rope_patch import patch; print(time.process_time() - a)"
+    assert min(float(cpu_seconds("-c", code)[1].stdout) for _ in range(2)) < 0.5  # 0.1 on a machine that is quiet
+
+
+def test_the_public_names_are_all_that_dir_lists():
+    assert dir(rope_patch) == sorted(rope_patch.__all__)
+    assert {"patch", "unpatch", "YaRN", "UnknownScheme", "__version__"} <= set(dir(rope_patch))
+    assert not hasattr(rope_patch, "pach")
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for command in COMMANDS:
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"  {command} ")]
+        assert len(line.split()) > 3
+    assert main(["perplexty"]) == 2
+    assert "did you mean 'perplexity'" in capsys.readouterr().err
+
+
+def test_list_names_every_scheme(capsys):
+    assert main(["list"]) == 0
+    table = capsys.readouterr().out
+    assert main(["list", "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in entries] == rope_patch.list_schemes()
+    for entry in entries:
+        assert entry["name"] in table
+        assert entry["slots"]
+        assert entry["equation"] in table
+        assert entry["year"] > 2000
+    yarn = next(entry for entry in entries if entry["name"] == "yarn")
+    assert yarn["fields"]["factor"] == "required"
+    assert yarn["class"] == "YaRN"
+
+
+def test_the_table_of_schemes_in_the_readme_is_the_one_the_command_prints():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert with_lists(readme) == readme, "`make lists` writes the table of the README anew"
+
+
+def test_describe(checkpoint, capsys):  # noqa: F811
+    assert main(["describe", "--model", str(checkpoint)]) == 0
+    assert "not patched" in capsys.readouterr().out
+    assert main(["describe", "--model", str(checkpoint), "--scheme", "rerope:window=8+logn"]) == 0
+    assert "mounted late" in capsys.readouterr().out
+    assert main(["describe", "--model", str(checkpoint), "--scheme", "pi:factor=2", "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert described["scheme"] == {"name": "pi", "factor": 2}
+    assert described["mount"] == "rotary"
+    assert main(["describe", "--model", str(checkpoint), "--scheme", "pi:faktor=2"]) == 2
+    assert "did you mean 'factor'" in capsys.readouterr().err
+
+
+def test_export_tells_and_writes(checkpoint, tmp_path, capsys):  # noqa: F811
+    words = ["export", str(checkpoint), "--scheme", "yarn:factor=4"]
+    assert main([*words, "--json"]) == 0
+    changed = json.loads(capsys.readouterr().out)
+    assert "yarn" in json.dumps(changed)
+    assert main([*words, "--output", str(tmp_path / "yarn4")]) == 0
+    assert "vLLM" in capsys.readouterr().out
+    assert "yarn" in (tmp_path / "yarn4" / "config.json").read_text()
+    assert main(["export", str(checkpoint), "--scheme", "rerope:window=8"]) == 0
+    assert " no " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_commands_and_options(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(command in script for command in COMMANDS)
+    assert "--lengths" in script
+
+
+def test_without_the_parser_the_extra_is_named(tmp_path):
+    (tmp_path / "tyro.py").write_text("raise ImportError")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from rope_patch.cli import main; sys.exit(main(['list']))"
+    )
+    done = cpu_seconds("-c", code)[1]
+    assert done.returncode == 2
+    assert "pip install 'rope-patch[cli]'" in done.stderr
+    assert "Traceback" not in done.stderr

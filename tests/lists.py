@@ -1,0 +1,25 @@
+"""Lists of schemes in pages, written anew: `python -m tests.lists`, or `make lists`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+from rope_patch.cli import main
+
+README = Path(__file__).parents[1] / "README.md"
+TABLE = re.compile(r"^\| scheme \| year \|.*?(?=^$)", re.MULTILINE | re.DOTALL)
+
+
+def with_lists(page: str) -> str:
+    """The README with the table that `rope-patch list --markdown` prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        main(["list", "--markdown"])
+    return TABLE.sub(lambda _: printed.getvalue(), page)
+
+
+if __name__ == "__main__":
+    README.write_text(with_lists(README.read_text(encoding="utf-8")), encoding="utf-8")
