@@ -5,7 +5,8 @@
     python recipes/pictures.py scores_by_distance --documents 2
 
 The pictures: sinusoidal, inner_product, decay_bound, wavelengths, biases, position_maps and scores_by_distance. Each is
-a function of this file that returns a figure of Matplotlib and takes some of the options.
+a function of this file that returns a figure of Matplotlib and takes some of the options. What the last three draw
+can be read as numbers too: `position_matrices.py`, `scores_by_distance.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.cli.options import Numbers, Positional, Specs, print_json, run
+from rope_patch.cli.options import Numbers, Positional, Specs, load_recipe, print_json, run
 from rope_patch.errors import InvalidField, did_you_mean
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from rope_patch.schemes import Scheme
     from rope_patch.typing import RotarySpec
+
+matrices, scores = load_recipe("position_matrices"), load_recipe("scores_by_distance")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -201,9 +204,7 @@ def wavelengths(
 
 def wavelengths_of(scheme: str | Scheme, rotary: RotarySpec, length: int | None = None) -> torch.Tensor:
     """2 pi / theta_i in tokens, float64, `(d/2,)`; infinite where a pair does not turn."""
-    from rope_patch.evaluation.scores_by_distance import frequencies_of
-
-    return 2 * math.pi / frequencies_of(as_scheme(scheme), rotary, length).inv_freq
+    return 2 * math.pi / scores.frequencies_of(as_scheme(scheme), rotary, length).inv_freq
 
 
 def biases(
@@ -215,21 +216,19 @@ def biases(
     """
     from matplotlib import colormaps
 
-    from rope_patch.evaluation.matrices import bias_matrices
-
     own = None if model is None else biases_of_checkpoint(model)
     heads = own[2] if own else heads
     few("heads", range(heads), 8)
     chosen = {name_of(scheme): as_scheme(scheme) for scheme in few("schemes", schemes, 6)}
-    matrices = {name: bias_matrices(scheme, heads, check("length", length)) for name, scheme in chosen.items()}
+    drawn = {name: matrices.bias_matrices(each, heads, check("length", length)) for name, each in chosen.items()}
     if own:
         scheme, weights, _, both = own
-        matrices[name_of(scheme)] = bias_matrices(scheme, heads, length, weights, both)
+        drawn[name_of(scheme)] = matrices.bias_matrices(scheme, heads, length, weights, both)
     caption = "added to the score of query m and key n (nats); rows of one colour scale, grey is not seen"
-    size = 1.3 + 1.6 * heads, 0.9 + 2.1 * len(matrices)
-    figure, *axes = sheet("Biases by position", caption, *size, rows=len(matrices), columns=heads)
+    size = 1.3 + 1.6 * heads, 0.9 + 2.1 * len(drawn)
+    figure, *axes = sheet("Biases by position", caption, *size, rows=len(drawn), columns=heads)
     figure.get_layout_engine().set(hspace=0.16, rect=(0, 0, 1, 1 - 0.25 / size[1]))  # room for the names
-    for row, (name, found) in enumerate(matrices.items()):
+    for row, (name, found) in enumerate(drawn.items()):
         panels = axes[row * heads : (row + 1) * heads]
         most = float(found.nan_to_num().abs().max()) or 1.0
         colours = colormaps["RdBu_r"].with_extremes(bad="#EDEDED")
@@ -264,7 +263,6 @@ def position_maps(schemes: Sequence[str | Scheme] = (), training_length: int = 6
     from matplotlib import colormaps
 
     from rope_patch.evaluation.charts import COLOURS
-    from rope_patch.evaluation.matrices import rotated_distances
     from rope_patch.schemes.slots import Checkpoint
 
     trained = check("training_length", training_length, 2)
@@ -278,7 +276,7 @@ def position_maps(schemes: Sequence[str | Scheme] = (), training_length: int = 6
     colours = colormaps["YlGnBu"].with_extremes(over=COLOURS[1], bad="white")
     for panel, scheme in zip(axes, chosen, strict=False):
         resolved = scheme.resolve(Checkpoint(trained, num_heads=1, max_length=length))
-        distances = rotated_distances(resolved, m, n).masked_fill(m < n, math.nan)
+        distances = matrices.rotated_distances(resolved, m, n).masked_fill(m < n, math.nan)
         image = panel.imshow(distances.numpy(), cmap=colours, vmin=0, vmax=trained, interpolation="nearest")
         name, _, fields = name_of(resolved).partition(" ")
         panel.set_title(f"{name}\n{fields}", size=8.5, loc="left")
@@ -324,22 +322,10 @@ def scores_by_distance(
     Pairs that turn fully within the training length know every angle; slower ones come past L to angles they were never
     trained on, and there the score of far keys may rise above that of near ones. Raising the base slows them down.
     """
-    import torch
-
     from rope_patch.evaluation.charts import COLOURS
-    from rope_patch.evaluation.checkpoints import default_checkpoint, load_model, load_tokenizer, quiet_transformers
-    from rope_patch.evaluation.corpora import load_text
-    from rope_patch.evaluation.scores_by_distance import layer_states, mean_scores
-    from rope_patch.evaluation.windows import select_windows
-    from rope_patch.models.reading import read_stack
 
-    path = model or default_checkpoint()
-    with quiet_transformers():
-        loaded, tokenizer = load_model(path, device="cpu"), load_tokenizer(path)
-    trained = read_stack(loaded).training_length
-    length = length or 4 * trained
-    selection = select_windows(load_text(text), tokenizer, longest=length, targets=length, documents=documents)
-    states = layer_states(loaded, torch.stack([window.context(length)[:-1] for window in selection.windows]), layer)
+    states = scores.read_layer(model, text, layer, length, documents)
+    trained, length = states.rotary.training_length, len(states.unrotated)
     after = as_scheme(only("schemes", schemes) if schemes else f"ntk:factor={max(1.0, length / trained)}")
     turning = int((states.own.inv_freq * trained >= 2 * math.pi).sum())
     caption = (
@@ -347,12 +333,12 @@ def scores_by_distance(
         f"neighbouring distances; {turning} of {len(states.own.inv_freq)} pairs turn fully within the training length"
     )
     figure, *axes = sheet("Mean attention score by distance", caption, 10, 3.9, columns=3, sharey=True)
-    lines = {"as the checkpoint is": mean_scores(states), name_of(after): mean_scores(states, after)}
+    lines = {"as the checkpoint is": scores.mean_scores(states), name_of(after): scores.mean_scores(states, after)}
     stop = max(2, 7 * length // 8)  # the farthest distances are the mean of few pairs of tokens
     parts = {"fast": "fast half of the pairs", "slow": "slow half of the pairs", "all": "all of the score"}
     for panel, (part, title) in zip(axes, parts.items(), strict=True):
-        for colour, (label, scores) in zip(COLOURS, lines.items(), strict=False):
-            means = scores[part].unfold(0, smooth, 1).mean(dim=-1)[: stop - smooth // 2]
+        for colour, (label, values) in zip(COLOURS, lines.items(), strict=False):
+            means = values[part].unfold(0, smooth, 1).mean(dim=-1)[: stop - smooth // 2]
             panel.plot(range(smooth // 2, smooth // 2 + len(means)), means, color=colour, linewidth=1.3, label=label)
         panel.set(xlim=(0, stop), xlabel="distance m - n (tokens)", title=title, xticks=range(0, stop, trained))
         finish(panel, "x", trained, legend=part == "all")

@@ -50,8 +50,8 @@ def test_pretraining_takes_a_step_and_writes_a_checkpoint(name, tmp_path):
         (tmp_path / "tokenizer.json").write_text(tokenizer)
     done = run(f"recipes/{name}.py", str(tmp_path / "config.yaml"))
     assert done.returncode == 0, done.stderr
-    (row,) = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
-    assert row["step"] == 2
+    rows = [json.loads(line) for line in (tmp_path / "checkpoint" / "training_log.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 2
     model = rope_patch.from_pretrained(tmp_path / "checkpoint")
     assert sum(p.numel() for p in model.parameters()) > 1e6
     assert (tmp_path / "checkpoint" / "loss.png").is_file()

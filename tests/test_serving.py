@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import rope_patch
-from rope_patch.cli import export as command
+from rope_patch.cli import main
 from rope_patch.errors import AlreadyPatched, NotExpressible
 from rope_patch.saving.export import describe_serving, export_checkpoint
 
@@ -248,18 +248,13 @@ def test_a_field_that_transformers_overlooks_in_nested_parameters_is_refused(tmp
 
 
 def test_the_command_says_what_it_would_write(checkpoint, tmp_path, capsys):
-    import argparse
 
-    parser = argparse.ArgumentParser()
-    command.add(parser.add_subparsers())
-    out = str(tmp_path / "out")
-    arguments = parser.parse_args(["export", str(checkpoint), "--scheme", "pi:factor=4", "--output", out, "--dry-run"])
-    arguments.run(arguments)
+    words = ["export", str(checkpoint), "--scheme", "pi:factor=4", "--output", str(tmp_path / "out")]
+    assert main([*words, "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "L = 16, served up to 64 tokens" in " ".join(printed.split())
     assert "llama.cpp" in printed
     assert not (tmp_path / "out").exists()
-    arguments = parser.parse_args(["export", str(checkpoint), "--scheme", "pi:factor=4", "--output", out, "--json"])
-    arguments.run(arguments)
+    assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["readers"]["vLLM"]["reads"] == "yes"
     assert (tmp_path / "out" / "config.json").is_file()

@@ -20,10 +20,8 @@ from rope_patch.attention.tiles import Tile, in_rows
 class LinearTerm:
     """-slope_h (m - n), of which slope_h n is left when the rest, constant in a row, is dropped.
 
-    Keys are counted from the middle of a block of rows, so that the terms of near keys stay small and exact.
-
-    Attributes:
-        slopes: `(heads,)`, float32.
+    Keys are counted from the middle of a block of rows, so that the terms of near keys stay small and exact. `slopes`
+    are float32, `(heads,)`.
     """
 
     slopes: torch.Tensor
@@ -77,11 +75,8 @@ class DiagonalTerm:
         return diagonals.as_strided((1, heads, rows, keys), (heads * length, length, 1, 1))
 
     def gradient(self, tile: Tile, inner: torch.Tensor, into: torch.Tensor) -> None:
-        """Add up the gradients of the scores along the diagonals of a tile.
-
-        Args:
-            inner: gradients of the scores of the tile, `(heads, rows, keys)`, zero where pairs are hidden.
-            into: gradients of `values`.
+        """Add up the gradients of the scores along the diagonals of a tile: `inner`, `(heads, rows, keys)`, zero where
+        pairs are hidden, `into` those of `values`.
         """
         _, rows, keys = inner.shape
         # with every row one longer than the one before it is read, diagonals become columns

@@ -17,10 +17,7 @@ from rope_patch.schemes.slots import ALL_PAIRS, Region
 class Call:
     """Queries and keys, and how they are turned for each region; here nothing is turned, and all pairs are one region.
 
-    Attributes:
-        queries: as they arrived, `(batch, heads, q_len, head_dim)`.
-        keys: as they arrived, `(batch, kv_heads, kv_len, head_dim)`.
-        memo: what the layers of this forward have in common.
+    They are kept as they arrived, `(batch, heads or kv_heads, length, head_dim)`, beside the `memo` of this forward.
     """
 
     queries: torch.Tensor

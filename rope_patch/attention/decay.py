@@ -28,11 +28,7 @@ Output = tuple[torch.Tensor, "torch.Tensor | None"]
 
 @dataclass(frozen=True)
 class Decay:
-    """How the pairs of one layer fade.
-
-    Attributes:
-        rate: per token of distance, `(d/2,)`.
-    """
+    """How the pairs of one layer fade, at a `rate` per token of distance, `(d/2,)`."""
 
     layout: RotaryLayout
     rate: torch.Tensor
@@ -48,10 +44,8 @@ class Decay:
 
 
 def attend(inputs: AttentionInputs, decay: Decay, score: Callable[[AttentionInputs], Output]) -> Output:
-    """Attention under a decay, block by block.
-
-    Args:
-        score: attention of one block: output `(batch, heads, rows, value_dim)`, and the weights where it has them.
+    """Attention under a decay, block by block: `score` gives the output of one, `(batch, heads, rows, value_dim)`, and
+    the weights where it has them.
 
     Raises:
         UnsupportedPositions: heads keep different keys.

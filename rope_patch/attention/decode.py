@@ -31,14 +31,10 @@ def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode) -> bool:
         and (
             torch.compiler.is_compiling()
             or all(region.translation_invariant for region in call.regions)
-            or _one_position(inputs.query_positions)
+            or len(inputs.query_positions) == 1  # or chunks would begin at other slots in other rows
+            or bool((inputs.query_positions == inputs.query_positions[0]).all())
         )
     )
-
-
-def _one_position(query_positions: torch.Tensor) -> bool:
-    """Whether all rows stand at the same position, so that chunks begin at the same slot in each."""
-    return len(query_positions) == 1 or bool((query_positions == query_positions[0]).all())
 
 
 def attend(inputs: AttentionInputs, call: Call) -> torch.Tensor:
@@ -48,9 +44,8 @@ def attend(inputs: AttentionInputs, call: Call) -> torch.Tensor:
     """
     value, mask, slot = inputs.value, inputs.mask, int(inputs.query_start)
     bias = None if inputs.bias is None else inputs.bias.values(0, slot + 1).flip(-1)  # by slot
-    position = (
-        slot if all(region.translation_invariant for region in call.regions) else int(inputs.query_positions[0, 0])
-    )
+    invariant = all(region.translation_invariant for region in call.regions)
+    position = slot if invariant else int(inputs.query_positions[0, 0])
     kernel = kernel_for(value, value, masked=mask is not None or bias is not None)
     out = lse = None
     for region in call.regions:
@@ -91,7 +86,8 @@ def attend_in_graph(inputs: AttentionInputs, call: Call) -> torch.Tensor:
         seen = (exists & region.contains(m, n))[:, :, None]
         if inputs.mask is not None:
             seen = seen & inputs.mask[..., slots]
-        products = _grouped(call.query(region), value) @ wide(call.key(region, slots)).mT * inputs.scaling
+        rows = wide(call.query(region)).unflatten(1, (value.shape[1], -1))[:, :, :, 0]  # of each kv head
+        products = rows @ wide(call.key(region, slots)).mT * inputs.scaling
         if inputs.bias is not None:
             term = inputs.bias.function((m - n)[:, 0]).transpose(0, 1)
             products = products + term.unflatten(1, (value.shape[1], -1))
@@ -100,11 +96,6 @@ def attend_in_graph(inputs: AttentionInputs, call: Call) -> torch.Tensor:
     weights = torch.cat(scores, dim=-1).softmax(dim=-1).split([x.shape[-1] for x in scores], dim=-1)
     out = sum(weight @ wide(part) for weight, part in zip(weights, values, strict=True))
     return out.to(value.dtype).flatten(1, 2)[:, :, None]
-
-
-def _grouped(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """One query as the rows of each kv head, `(batch, kv_heads, group, head_dim)`, float32 at least."""
-    return wide(query).unflatten(1, (value.shape[1], -1))[:, :, :, 0]
 
 
 def slots_of(region: Region, slot: int, position: int) -> slice:

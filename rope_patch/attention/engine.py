@@ -21,12 +21,7 @@ Spans = Callable[[AttentionInputs], "tuple[Span, ...] | None"]
 def score(
     inputs: AttentionInputs, call: Call, mode: AttentionMode = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of a whole call, decoding steps included.
-
-    Args:
-        inputs: the call without its branches, which are filled in here.
-        call: turns queries and keys.
-        mode: how to score; `auto` by default.
+    """Attention of a whole call, decoding steps included. The branches of `inputs` are filled in here.
 
     Returns:
         output `(batch, heads, q_len, value_dim)`, and under the mode `oracle` the weights

@@ -24,11 +24,8 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Branch:
-    """Queries and keys as they are rotated for one region; `region` None stands for all pairs.
-
-    Attributes:
-        query: `(batch, heads, q_len, head_dim)`.
-        key: `(batch, kv_heads, kv_len, head_dim)`.
+    """Queries and keys as they are rotated for one region, `(batch, heads or kv_heads, length, head_dim)`; all pairs
+    where the `region` is None.
     """
 
     region: Region | None
@@ -63,11 +60,8 @@ class DistanceBias:
 
 @dataclass(frozen=True)
 class Content:
-    """What a scheme adds to scores and makes of weights and values, where that is more than a bias by distance.
-
-    Attributes:
-        query: `(batch, heads, q_len, head_dim)`, as projected.
-        key: `(batch, kv_heads, kv_len, head_dim)`, as projected.
+    """What a scheme adds to scores and makes of weights and values, where that is more than a bias by distance: of
+    queries and keys as projected, `(batch, heads or kv_heads, length, head_dim)`.
     """
 
     scheme: Scheme
@@ -76,11 +70,8 @@ class Content:
     key: torch.Tensor
 
     def bias(self, inputs: AttentionInputs, scores: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor | None:
-        """b(q_m, k_n, m, n), broadcasting to the shape of the scores; None where the scheme has none.
-
-        Args:
-            scores: as they are without it, `(batch, heads, q_len, kv_len)`.
-            seen: boolean, broadcasts to the shape of the scores; None for every pair.
+        """b(q_m, k_n, m, n) beside `scores` `(batch, heads, q_len, kv_len)`, to whose shape it and `seen` broadcast;
+        None where the scheme has none.
         """
         if "content_bias" not in self.scheme.methods:
             return None

@@ -40,11 +40,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Merged:
-    """What all tiles together made of the queries of one, with the gradient that it got.
-
-    Attributes:
-        out, grad: output and its gradient, `(batch, heads, q_len, value_dim)`.
-        lse: log-sum-exp, `(batch, heads, q_len)`.
+    """What all tiles together made of the queries of one: output and log-sum-exp, `(batch, heads, q_len, value_dim)`
+    and `(batch, heads, q_len)`, and the gradient that the output got.
     """
 
     out: torch.Tensor

@@ -33,13 +33,8 @@ def as_mask_argument(groups: torch.Tensor) -> torch.Tensor:
 
 
 def keys_seen(mask: torch.Tensor | None, groups: torch.Tensor | None) -> torch.Tensor | None:
-    """Which keys are no pads, `(batch or 1, kv_len)`: those that some query of the row can see.
-
-    Args:
-        mask, groups: what `read_mask` returns.
-
-    Returns:
-        None where all are tokens.
+    """Which keys are no pads, `(batch or 1, kv_len)`: those that some query of the row can see by what `read_mask`
+    returned. None where all are tokens.
     """
     if groups is not None:
         return groups != PAD
@@ -61,14 +56,8 @@ def read_mask(
     `(batch or 1, kv_len)`; None for what there is not.
 
     `sdpa` and `eager` masks are materialised. A flash mask is `(batch, kv_len)`, true on tokens that are no pads, or
-    None where rows are packed documents whose positions start again; causality is understood in both.
-
-    Args:
-        mask: what the attention function received.
-        position_ids: `(batch or 1, q_len)`.
-        q_length, kv_length: how many queries and keys there are.
-        query_start: slot of the first query among the keys.
-        config: of the model, for the name of its attention implementation.
+    None where rows are packed documents whose positions start again; causality is understood in both. The `config` of
+    the model tells which of them was made.
 
     Raises:
         UnsupportedPositions: for a mask of any other form, such as a FlexAttention block mask.

@@ -33,12 +33,8 @@ class ForwardMemo:
         return self._known[key]
 
     def derived(self, what: Any, source: Any, compute: Callable[[], Any]) -> Any:
-        """`compute()` of what follows from one object, or what it returned for this very object before.
-
-        Args:
-            what: tells what is computed.
-            source: the object; kept beside what follows from it, so that its identity stays its own.
-            compute: called where nothing is known.
+        """`compute()` of `what` follows from the object `source`, or what it returned for this very object before; the
+        object is kept beside it, so that its identity stays its own.
         """
         if torch.compiler.is_compiling():
             return compute()  # the compiled graph would hold for this identity alone
@@ -63,13 +59,7 @@ class ForwardMemo:
         return self.derived(("spans", *place), mask, find)[1]
 
     def bias(self, scheme: Scheme, like: torch.Tensor, weights: Weights = NO_WEIGHTS) -> DistanceBias:
-        """The bias of a scheme, found once for all layers.
-
-        Args:
-            scheme: fills `bias`.
-            like: queries, for the number of heads and the device, `(batch, heads, q_len, head_dim)`.
-            weights: the learned parameters of the scheme by name.
-        """
+        """The bias of a scheme for queries `like` `(batch, heads, q_len, head_dim)`, found once for all layers."""
         heads, device = like.shape[1], like.device
 
         def bias(distance: torch.Tensor) -> torch.Tensor:

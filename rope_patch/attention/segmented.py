@@ -169,11 +169,8 @@ def _head_groups(number: int, heads: int, kv_heads: int) -> Iterator[tuple[slice
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Fold another part of the keys into output and log-sum-exp, in place.
-
-    Args:
-        out, lse: of the parts so far, `(batch, heads, q_len, value_dim)` and `(batch, heads, q_len)`.
-        part, part_lse: those of the other part, of the same shapes.
+    """Fold another part of the keys into output and log-sum-exp, `(batch, heads, q_len, value_dim)` and
+    `(batch, heads, q_len)`, in place.
     """
     merged = torch.logaddexp(lse, part_lse)
     out.mul_((lse - merged).exp_()[..., None]).addcmul_(part, (part_lse - merged).exp_()[..., None].to(part.dtype))

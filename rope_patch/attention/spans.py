@@ -65,8 +65,7 @@ def find_spans(
 
     Args:
         position_ids: `(batch or 1, q_len)`, of the queries.
-        mask: boolean `(batch or 1, 1, q_len, kv_len)`, or None.
-        groups: beside no mask, `(batch or 1, kv_len)`, or None for causal rows without pads.
+        mask, groups: see `AttentionInputs`.
         causal: whether a query sees the keys up to itself alone; otherwise queries are as many as keys.
     """
     if mask is not None and not causal:
@@ -118,13 +117,7 @@ def _starts_of_groups(groups: torch.Tensor, query_start: int, q_length: int) -> 
 
 def _spans_of_pads(rows: slice, groups: torch.Tensor, positions: torch.Tensor, query_start: int) -> list[Span] | None:
     """Pads as queries of causal attention: those behind the tokens of a row see all of them, as in Transformers, and
-    those before see nothing.
-
-    Args:
-        groups: of one row, `(kv_len,)`.
-
-    Returns:
-        None where the pads do not go on from the tokens, or see more than one run of them.
+    those before see nothing. None where the pads do not go on from the tokens, or see more than one run of them.
     """
     found, end = _only_run(groups), query_start + len(positions)
     if not bool((groups >= 0).any()) or bool((groups[query_start:end] >= 0).all()) or groups[end - 1] >= 0:
@@ -132,9 +125,8 @@ def _spans_of_pads(rows: slice, groups: torch.Tensor, positions: torch.Tensor, q
     if found is None:
         return None
     first, last = found
-    anchor = max(
-        last, query_start
-    )  # the last token, or the first pad where the tokens are cached: they stand before it
+    # the last token, or the first pad where the tokens are cached: they stand before it
+    anchor = max(last, query_start)
     if not bool((positions[anchor - query_start :].diff() == 1).all()):
         return None
     first_position = int(positions[anchor - query_start]) - (anchor - first)
@@ -143,13 +135,8 @@ def _spans_of_pads(rows: slice, groups: torch.Tensor, positions: torch.Tensor, q
 
 
 def _span_both_ways(rows: slice, groups: torch.Tensor, positions: torch.Tensor) -> list[Span] | None:
-    """A padded row of attention that sees both ways: its pads see all of its tokens too.
-
-    Args:
-        groups: of one row, `(length,)`.
-
-    Returns:
-        None where positions skip, or tokens lie in several runs.
+    """A padded row of attention that sees both ways: its pads see all of its tokens too. None where positions skip, or
+    tokens lie in several runs.
     """
     found = _only_run(groups)
     if not bool((groups >= 0).any()):
@@ -157,10 +144,8 @@ def _span_both_ways(rows: slice, groups: torch.Tensor, positions: torch.Tensor) 
     if found is None or not bool((positions.diff() == 1).all()):
         return None
     first, last = found
-    hidden = len(groups) - 1 - last
-    return [
-        Span(rows, slice(0, len(groups)), slice(first, last + 1), int(positions[first]), hidden=hidden, before=first)
-    ]
+    hidden, queries, keys = len(groups) - 1 - last, slice(0, len(groups)), slice(first, last + 1)
+    return [Span(rows, queries, keys, int(positions[first]), hidden=hidden, before=first)]
 
 
 def _only_run(groups: torch.Tensor) -> tuple[int, int] | None:

@@ -40,11 +40,8 @@ class Tile:
 
 
 def in_rows(tile: Tile, rows: int, as_bands: bool = False) -> Iterator[Tile]:
-    """A tile in parts that do not cross a multiple of `rows` among the queries of the span.
-
-    Args:
-        rows: height of the blocks.
-        as_bands: leave the parts of a causal tile whole, as bands, instead of a full and a causal tile for each.
+    """A tile in parts that do not cross a multiple of `rows` among the queries of the span; `as_bands` leaves those of
+    a causal tile whole, as bands, instead of a full and a causal tile for each.
     """
     for start in range(tile.q0 // rows * rows, tile.q1, rows):
         q0, q1 = max(start, tile.q0), min(start + rows, tile.q1)
@@ -63,11 +60,8 @@ def in_rows(tile: Tile, rows: int, as_bands: bool = False) -> Iterator[Tile]:
 
 
 def clipped(tile: Tile, start: int, stop: int) -> Iterator[Tile]:
-    """What is left of a tile where only some keys can be seen, counted from the first of them; the rest are pads.
-
-    Args:
-        tile: any; a causal one begins at `start` or after it.
-        start, stop: of the keys that can be seen.
+    """What is left of a tile where only the keys `start` to `stop` can be seen, counted from the first of them; the
+    rest are pads. A causal tile begins at `start` or after it.
     """
     k0, k1 = max(tile.k0, start), min(tile.k1, stop)
     if k1 <= k0:

@@ -18,7 +18,7 @@ from rope_patch.cli.options import Positional
 
 @dataclass(kw_only=True)
 class Options:
-    shell: Positional[Literal["bash", "zsh", "tcsh"]]  # the shell that is to complete
+    shell: Positional[Literal["bash", "zsh"]]  # the shell that is to complete
 
 
 def main(options: Options) -> None:

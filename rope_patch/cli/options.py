@@ -110,16 +110,14 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
         OSError: the file cannot be read.
         SystemExit: after `--help`.
     """
-    words, config = list(words), {}
-    if words and words[0].endswith((".yaml", ".yml")):
-        config = _read(Path(words.pop(0)), options)
-    known = _flags(options)
-    for word in words:
-        flag = word.partition("=")[0]
-        if flag.startswith("--") and flag.replace("_", "-") not in known:
-            raise EvaluationError(f"there is no option {flag!r}; {did_you_mean(flag, known)}")
-    given = {word.partition("=")[0].replace("_", "-") for word in words}
-    kept = [said for name, said in config.items() if not given & _spellings(options, name)]
+    words, flags = list(words), _flags(options)
+    config = _read(Path(words.pop(0)), flags) if words and words[0].endswith((".yaml", ".yml")) else {}
+    known = {"--help", *(flag for spellings in flags.values() for flag in spellings)}
+    given = {word.partition("=")[0].replace("_", "-"): word for word in words if word.startswith("--")}
+    if unknown := given.keys() - known:
+        flag = given[min(unknown)].partition("=")[0]
+        raise EvaluationError(f"there is no option {flag!r}; {did_you_mean(flag, known)}")
+    kept = [said for name, said in config.items() if given.keys().isdisjoint(flags[name])]
     shown = io.StringIO()
     try:
         with contextlib.redirect_stderr(shown):
@@ -184,50 +182,38 @@ def _as_typed() -> str:
     return shlex.join(["rope-patch", *sys.argv[1:]] if installed else sys.orig_argv)
 
 
-def _read(path: Path, options: type) -> dict[str, list[str]]:
-    """The words of a command line that a YAML file stands for, by field."""
+def _flags(options: type) -> dict[str, tuple[str, ...]]:
+    """How each option is spelled."""
+    found: dict[str, tuple[str, ...]] = {}
+    for field in dataclasses.fields(options):
+        name = "scheme" if field.type in ("Specs", Specs) else field.name.replace("_", "-")
+        found[field.name] = (f"--{name}", f"--no-{name}") if field.type in ("bool", bool) else (f"--{name}",)
+    return found
+
+
+def _read(path: Path, flags: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
+    """The words of a command line that a YAML file stands for, by option."""
     try:
         found = yaml.safe_load(path.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise EvaluationError(f"{path} is no YAML: {error}") from error
-    names = [field.name for field in dataclasses.fields(options)]
     if not isinstance(found, dict):
         raise EvaluationError(f"{path}: a mapping of options is wanted, not {found!r:.80}")
+    words = {}
     for name, value in found.items():
-        if name not in names:
-            raise EvaluationError(f"{path}: there is no option {name!r}; {did_you_mean(str(name), names)}")
-        if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, list | dict) for v in value)):
+        values = value if isinstance(value, list) else [value]
+        if name not in flags:
+            raise EvaluationError(f"{path}: there is no option {name!r}; {did_you_mean(str(name), flags)}")
+        if any(isinstance(each, list | dict) for each in values):
             raise EvaluationError(f"{path}: {name}: {value!r:.80} is nested; a value or a list of values is allowed")
-    return {name: _words(options, name, value) for name, value in found.items() if value is not None}
-
-
-def _words(options: type, name: str, value: Any) -> list[str]:
-    flag = _flag(options, name)
-    if isinstance(value, bool):
-        return [flag if value else f"--no-{flag[2:]}"]
-    values = list(map(str, value)) if isinstance(value, list) else [str(value)]
-    return [word for each in values for word in (flag, each)] if flag == "--scheme" else [flag, *values]
-
-
-def _flag(options: type, name: str) -> str:
-    declared = next(field.type for field in dataclasses.fields(options) if field.name == name)
-    return "--scheme" if declared in ("Specs", Specs) else f"--{name.replace('_', '-')}"
-
-
-def _spellings(options: type, name: str) -> set[str]:
-    flag = _flag(options, name)
-    return {flag, f"--no-{flag[2:]}"}
-
-
-def _flags(options: type) -> set[str]:
-    """All options of a command."""
-    found = {"--help"}
-    for field in dataclasses.fields(options):
-        flag = _flag(options, field.name)
-        found.add(flag)
-        if field.type in ("bool", bool):
-            found.add(f"--no-{flag[2:]}")
-    return found
+        flag = flags[name][0]
+        if isinstance(value, bool):
+            words[name] = [flags[name][0 if value else -1]]
+        elif flag == "--scheme":
+            words[name] = [word for each in values for word in (flag, str(each))]
+        elif value is not None:
+            words[name] = [flag, *map(str, values)]
+    return words
 
 
 def _one_line(shown: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rope_patch.errors import require
 from rope_patch.evaluation.lines import CUT, REFERENCES
 from rope_patch.evaluation.rows import Row
-from rope_patch.evaluation.tables import Grid, in_training_lengths
+from rope_patch.evaluation.tables import Grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is too pale for a line on white
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A4FA3", "#8C6D31")
 MARKERS = "osD^vPX*"
-INK, FAINT = "#222222", "#777777"
-"""Of what is to be read first, and of the rest."""
+INK, FAINT = "#222222", "#777777"  # of what is to be read first, and of the rest
 
 
 def blank(width: float, height: float, **settings: Any) -> Figure:
@@ -58,7 +57,7 @@ def figure(rows: Sequence[Row]) -> Figure:
     axes = drawn.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     chart, lowest = axes[0, 0], axes[-1, 0]
     multiples = [length / trained for length in grid.lengths]
-    scale_axes(chart, multiples, [f"{in_training_lengths(n, trained)}\n{n}" for n in grid.lengths])
+    scale_axes(chart, multiples, [f"{m:g}L\n{n}" for m, n in zip(multiples, grid.lengths, strict=True)])
     width = max(len(grid.name(line)) for line in grid.lines)
     gains: list[float] = []
     for line in sorted(grid.lines, key=lambda line: _end(grid, line)):  # as they end at the right edge
@@ -76,9 +75,7 @@ def figure(rows: Sequence[Row]) -> Figure:
         lowest.set_ylabel("nats above the cut", size=9.5, color=INK)
         lowest.axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
         tidy(lowest)
-    header = f"{'NLL, nats per token':<{width}}" + "".join(
-        f"{in_training_lengths(n, trained):>9}" for n in grid.lengths
-    )
+    header = f"{'NLL, nats per token':<{width}}" + "".join(f"{f'{m:g}L':>9}" for m in multiples)
     font = {"family": "DejaVu Sans Mono", "size": 8.5}
     place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "alignment": "right", "frameon": False}
     chart.legend(title=header, prop=font, title_fontproperties=font, **place)
@@ -93,12 +90,7 @@ def figure(rows: Sequence[Row]) -> Figure:
 
 
 def scale_axes(chart: Any, multiples: Sequence[float], labels: Sequence[str]) -> None:
-    """Length in multiples of L (log 2) against perplexity (log), with the training length marked.
-
-    Args:
-        multiples: where the ticks of x are.
-        labels: of the ticks.
-    """
+    """Length in multiples of L (log 2), with ticks at these, against perplexity (log), the training length marked."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     chart.set_xscale("log", base=2)

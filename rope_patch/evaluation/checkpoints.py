@@ -18,28 +18,20 @@ from transformers import AutoTokenizer
 from rope_patch.errors import EvaluationError, did_you_mean
 from rope_patch.evaluation.processes import joined
 from rope_patch.saving.loading import from_pretrained, make_loadable
+from rope_patch.shipped import recipes_folder
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def default_checkpoint() -> str:
-    """The folder of the small Llama that comes with the recipes.
-
-    Raises:
-        EvaluationError: the library was installed without it.
-    """
-    package = Path(__file__).resolve().parents[1]
-    for place in (package, package.parent):  # of a wheel, of a checkout
-        if (place / "recipes" / "assets" / "tiny-llama" / "config.json").is_file():
-            return str(place / "recipes" / "assets" / "tiny-llama")
-    raise EvaluationError("the small checkpoint of the recipes is not here; name a checkpoint folder with --model")
+    """The folder of the small Llama that comes with the recipes."""
+    return str(recipes_folder() / "assets" / "tiny-llama")
 
 
 def load_model(path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "auto") -> nn.Module:
-    """A language model, patched again where it was saved under a scheme.
+    """The language model of a checkpoint folder or hub id, patched again where it was saved under a scheme.
 
     Args:
-        path: a checkpoint folder, or the id of a model on the hub.
         dtype: `auto` for what the checkpoint declares, or one of `DTYPES`.
         device: a name that torch knows, or `auto` for the first accelerator (of several processes the one of the local
             rank), or else the CPU.
@@ -66,20 +58,6 @@ def load_tokenizer(path: str) -> Any:
     with _one_line(path, "a tokenizer"):
         make_loadable(path, local_files_only=local)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=local)
-
-
-def check_checkpoint(path: str) -> None:
-    """Refuse, before anything slow, what cannot be a checkpoint folder.
-
-    Raises:
-        EvaluationError: a file, or a folder without `config.json`, or nothing that could be an id on the hub.
-    """
-    folder = Path(path)
-    if folder.exists() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        kind = "a folder without config.json" if folder.is_dir() else "a file"
-        raise EvaluationError(f"{path} is no checkpoint folder: it is {kind}")
-    if not folder.exists() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
-        raise EvaluationError(f"{path} is no checkpoint folder: there is nothing of that name")
 
 
 @contextmanager
@@ -116,7 +94,13 @@ def _device(name: str) -> torch.device:
 
 @contextmanager
 def _one_line(path: str, what: str) -> Iterator[None]:
-    check_checkpoint(path)
+    """Refuse what cannot be a checkpoint folder before anything slow, and name what is wrong with one in one line."""
+    folder = Path(path)
+    if folder.exists() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        kind = "a folder without config.json" if folder.is_dir() else "a file"
+        raise EvaluationError(f"{path} is no checkpoint folder: it is {kind}")
+    if not folder.exists() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
+        raise EvaluationError(f"{path} is no checkpoint folder: there is nothing of that name")
     try:
         yield
     except Exception as error:  # loading raises many unrelated types; all mean that this is not what it should be

@@ -17,11 +17,8 @@ HELD_OUT_MODULES = {
 }
 """Modules of the standard library that the recipes never train on."""
 
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
-"""Files of a folder that are one document each."""
-
-BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-"""Files with a document in every record, and how `datasets` reads them."""
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")  # of files that are one document each
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # of files with a document in every record
 
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 

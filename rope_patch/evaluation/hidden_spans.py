@@ -14,11 +14,8 @@ from torch import nn
 
 from rope_patch.errors import EvaluationError
 
-DENSITY = 0.15
-"""Share of the tokens that are hidden."""
-
-MEAN_SPAN = 3
-"""Tokens of a span on average."""
+DENSITY = 0.15  # share of the tokens that are hidden
+MEAN_SPAN = 3  # tokens of a span on average
 
 Span = tuple[int, int]
 
@@ -51,9 +48,7 @@ def corrupt(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the encoder reads, what the decoder gives, and which of that is hidden text, each `(length,)` as `tokens`.
 
-    Args:
-        sentinels: ids, one more than there are spans.
-        end: the id that closes a text.
+    There is one sentinel more than there are spans; `end` is the id that closes a text.
     """
     source: list[int] = []
     target: list[int] = []
@@ -93,9 +88,7 @@ class HiddenSpans:
     def nll(self, model: nn.Module, tokens: torch.Tensor, window: int) -> torch.Tensor:
         """-ln p of every hidden token, given the rest of the context and the hidden tokens before it, `(hidden,)`.
 
-        Args:
-            tokens: the context, `(length,)`, ending with the last target.
-            window: its number.
+        The context, `(length,)`, ends with the last target of the window of this number.
         """
         offset = len(tokens) - self.targets
         spans = [(offset + start, offset + stop) for start, stop in self.spans(window)]

@@ -14,11 +14,8 @@ from rope_patch.evaluation.measured_model import MeasuredModel
 from rope_patch.mounting.plan import plan_mounts
 from rope_patch.schemes import Scheme, get_scheme
 
-PLAIN = "plain"
-"""The checkpoint as it is, unpatched."""
-
-CUT = "window"
-"""Attention cut at the training length."""
+PLAIN, CUT = "plain", "window"
+"""The checkpoint as it is, and its attention cut at the training length."""
 
 REFERENCES = (PLAIN, CUT)
 """What a scheme has to beat to earn its place."""
@@ -36,12 +33,9 @@ def scheme_at(spec: str, length: int, training_length: int) -> Scheme | None:
     window w alone.
 
     Args:
-        spec: `plain`, or what `get_scheme` reads, such as `yarn:factor=auto` or `rerope:window=128+logn`.
+        spec: `plain`, which gives None, or what `get_scheme` reads, such as `yarn:factor=auto`.
         length: l, the context length in tokens.
         training_length: L in tokens.
-
-    Returns:
-        the scheme; None for `plain`.
 
     Raises:
         UnknownScheme, InvalidField, SlotConflict: the spec does not name a scheme.
@@ -64,8 +58,7 @@ def _fill_in(part: str, length: int, training_length: int) -> str:
         if field not in _ROUNDING:
             allowed = did_you_mean(field, _ROUNDING)
             raise EvaluationError(f"{part}: {field}=auto: only some fields can be auto; {allowed}")
-        found = _WINDOW.search(part)
-        window = int(found[1]) if found else 0
+        window = int(found[1]) if (found := _WINDOW.search(part)) else 0
         if window >= training_length:
             raise EvaluationError(
                 f"{part}: {field}=auto needs a window below the training length of {training_length}, not {window}"
@@ -100,18 +93,16 @@ def check_lengths(lengths: Sequence[int]) -> None:
     if not all(isinstance(length, int) and length >= 1 for length in lengths):
         raise EvaluationError(f"{shown}: every length must be a whole number of at least 1 token")
     for shorter, longer in pairwise(lengths):
-        if shorter == longer:
-            raise EvaluationError(f"{shown}: {shorter} is there twice")
-        if shorter > longer:
+        if shorter >= longer:
             raise EvaluationError(f"{shown}: they must ascend, but {longer} follows {shorter}")
 
 
 @dataclass(frozen=True)
 class SchemeAtLength:
-    """What is measured under one patch; no scheme is the plain checkpoint."""
+    """What is measured under one patch."""
 
     line: str
-    scheme: Scheme | None
+    scheme: Scheme | None  # None is the plain checkpoint
     mount: str
     length: int
 

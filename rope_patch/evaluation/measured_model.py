@@ -21,24 +21,15 @@ from rope_patch.schemes import Scheme
 
 @dataclass(frozen=True)
 class Learned:
-    """What a checkpoint learned under a scheme, kept while the model is without it.
-
-    Attributes:
-        values: the learned parameters by name, of any shape.
-        weights: fingerprint of the checkpoint, its learned parameters included.
-    """
+    """What a checkpoint learned under a scheme that was taken off: parameters by name, of any shape."""
 
     scheme: Scheme
     values: dict[str, torch.Tensor]
-    weights: str
+    weights: str  # fingerprint of the checkpoint, its learned parameters included
 
 
 def take_off(model: nn.Module, say: Callable[[str], None]) -> Learned | None:
-    """Take the scheme off that a checkpoint was saved under, and tell `say` which it was.
-
-    Returns:
-        what the checkpoint learned there, for `measure`; None where that is nothing.
-    """
+    """Take the scheme off that a checkpoint was saved under, tell `say` which it was, and keep what it learned."""
     handle = find_handle(model)
     if handle is None:
         return None
@@ -50,16 +41,10 @@ def take_off(model: nn.Module, say: Callable[[str], None]) -> Learned | None:
 
 
 class MeasuredModel:
-    """What measurements ask of a model.
+    """A language model of Transformers, perhaps inside PEFT or another wrapper, as measurements see it.
 
-    Args:
-        model: a language model of Transformers, perhaps inside PEFT or another wrapper. One that carries a scheme is
-            measured as it is, never taken apart.
-        learned: what it learned under a scheme that was taken off.
-
-    Attributes:
-        stacks: as they are without a scheme.
-        carried: the handle of the scheme that it carries; None where it carries none.
+    One that carries a scheme is measured as it is, never taken apart: `carried` is the handle of that scheme, `learned`
+    what was learned under one that was taken off. The `stacks` are as they are without a scheme.
 
     Raises:
         AlreadyPatched: parts of it carry different schemes.
@@ -71,8 +56,7 @@ class MeasuredModel:
         if len(handles) > 1:
             names = " and ".join(str(handle.scheme) for handle in handles)
             raise AlreadyPatched(f"parts of {type(model).__name__} carry {names}; unpatch it before measuring")
-        self.model = model
-        self.learned = learned
+        self.model, self.learned = model, learned
         self.language_model = find_language_model(model)
         self.carried = handles[0] if handles else None
         self.stacks = [stack for stack, _ in self.carried.mounted] if self.carried else read_stacks(model)
@@ -110,15 +94,11 @@ class MeasuredModel:
         self.model.eval()
         try:
             with patch(self.model, scheme) if scheme is not None and self.carried is None else nullcontext():
-                self._recall(scheme)
+                learned = self.learned
+                if learned and scheme in (learned.scheme, learned.scheme.resolve(self.stacks[0].checkpoint)):
+                    for name, value in learned_parameters(self.model).items():
+                        value.data.copy_(learned.values[name])
                 yield
         finally:
             for module, training in modes.items():
                 module.training = training
-
-    @torch.no_grad()
-    def _recall(self, scheme: Scheme | None) -> None:
-        learned = self.learned
-        if learned and scheme in (learned.scheme, learned.scheme.resolve(self.stacks[0].checkpoint)):
-            for name, value in learned_parameters(self.model).items():
-                value.copy_(learned.values[name])

@@ -8,13 +8,10 @@ from torch import nn
 from rope_patch.errors import EvaluationError
 from rope_patch.models.head import find_language_model, head_alone
 
-ROWS_PER_CHUNK = 128
-"""How many positions pass through the language-model head at once."""
-
 
 @torch.no_grad()
 def chunked_nll(
-    model: nn.Module, input_ids: torch.Tensor, targets: torch.Tensor, rows_per_chunk: int = ROWS_PER_CHUNK
+    model: nn.Module, input_ids: torch.Tensor, targets: torch.Tensor, rows_per_chunk: int = 128
 ) -> torch.Tensor:
     """-ln p(target | everything before it), in float32, for the last positions of the input.
 

@@ -6,7 +6,6 @@ and which contexts they are seen from.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,13 +22,12 @@ from rope_patch.evaluation.measured_model import Learned, MeasuredModel
 from rope_patch.evaluation.nll import chunked_nll
 from rope_patch.evaluation.processes import on_main, over_processes, progress
 from rope_patch.evaluation.protocols import Context, Protocol, check_request, protocol_for
-from rope_patch.evaluation.rows import Row, Rows
+from rope_patch.evaluation.rows import Row, Rows, recall
 from rope_patch.models.config import rope_entries
 from rope_patch.models.head import find_language_model
 from rope_patch.schemes import Scheme
 
-BLOCKS = 32
-"""Into how many blocks of windows a single document is divided for standard errors, at most."""
+BLOCKS = 32  # of windows of a single document, for standard errors, at most
 
 
 def measure(
@@ -50,9 +48,10 @@ def measure(
     results: Rows[Row] | None = None,
     trained: Learned | None = None,
 ) -> list[Row]:
-    """Measure every scheme at every length. The model is without a scheme before, between and after.
+    """Measure every scheme at every length: one row each, scheme by scheme.
 
-    A model that carries a scheme is measured as it is, never taken apart, where that scheme is all that is asked for.
+    The model is without a scheme before, between and after. One that carries a scheme is measured as it is, never taken
+    apart, where that scheme is all that is asked for.
 
     Of several processes (`torchrun`, `accelerate launch`) every one has to call this alike; the windows are divided
     over them, and all get the rows that one process alone would have got.
@@ -72,25 +71,14 @@ def measure(
         results: where rows are appended as they come, and where rows of an earlier run are taken from.
         trained: what `take_off` kept: a line of the scheme under which it was learned is measured with it.
 
-    Returns:
-        one row per scheme and length, scheme by scheme.
-
     Raises:
         EvaluationError: lengths, settings or texts do not fit each other.
         AlreadyPatched: the model carries another scheme than the one that is asked for.
         UnknownScheme, InvalidField, SlotConflict, UnsupportedModel, NothingToPatch: a scheme is not right for it.
             All of them are raised before anything is computed.
     """
-    request = check_request(
-        protocol,
-        lengths,
-        targets,
-        stride=stride,
-        tokens_per_document=tokens_per_document,
-        documents=documents,
-        windows_per_document=windows_per_document,
-        seed=seed,
-    )
+    asked = {"targets": targets, "stride": stride, "tokens_per_document": tokens_per_document, "documents": documents}
+    request = check_request(protocol, lengths, **asked, windows_per_document=windows_per_document, seed=seed)
     measured = MeasuredModel(model, trained)
     scoring = protocol_for(measured.language_model, request, tokenizer, measured.training_length)
     cells = scoring.cells()
@@ -120,7 +108,7 @@ def measure(
                     losses = over_processes(partial(_losses, model, scoring, bar), list(enumerate(read)), model)
                 seconds = time.perf_counter() - began
                 known = on_main(partial(_fill, wanted, scoring, read, losses, seconds, results))
-            rows += [dataclasses.replace(row, line=one.line) for row in known]
+            rows += known
     return rows
 
 
@@ -139,15 +127,14 @@ def _check_prefixes(passes: Sequence[SchemeAtLength], model: MeasuredModel) -> N
 
 def _known(wanted: Sequence[dict[str, Any]], results: Rows[Row] | None) -> list[Row] | None:
     """The rows of a pass, where an earlier run has all of them."""
-    found = [results.find(Row.key_of(row)) for row in wanted] if results is not None else []
-    known = [row for row in found if row is not None]
+    known = [row for fields in wanted if (row := recall(results, fields))]
     return known if len(known) == len(wanted) else None
 
 
 def _losses(model: nn.Module, protocol: Protocol, bar: tqdm, numbered: tuple[int, Context]) -> torch.Tensor:
     """-ln p of the scored positions of one context, `(scored,)`."""
     number, context = numbered
-    tokens = context.tokens.to(find_language_model(model).device)
+    tokens = torch.cat([context.prefix, context.text]).to(find_language_model(model).device)
     if protocol.hidden is not None:
         found = protocol.hidden.nll(model, tokens[1:], number)
     else:

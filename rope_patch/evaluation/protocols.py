@@ -14,13 +14,10 @@ from transformers import PreTrainedModel
 from rope_patch.errors import EvaluationError, did_you_mean
 from rope_patch.evaluation.hidden_spans import HiddenSpans
 from rope_patch.evaluation.lines import check_lengths
-from rope_patch.evaluation.windows import Selection, Window, prefix_of, select, select_windows
+from rope_patch.evaluation.windows import Selection, Window, prefix_of, select, spread
 
-DEFAULT_TARGETS = 4096
-"""T, where the training length does not set it lower."""
-
-DEFAULT_STRIDE = 256
-"""S of PI and of YaRN; the shortest length, where that is below."""
+DEFAULT_TARGETS = 4096  # T, where the training length does not set it lower
+DEFAULT_STRIDE = 256  # S of PI and of YaRN; the shortest length, where that is below
 
 Corpus = Iterable[Mapping[str, str]]
 
@@ -43,8 +40,7 @@ class Request:
 class Context:
     """What one forward pass reads, and which of its predictions are scored: those at positions start < p <= stop.
 
-    Position p is predicted by the first p tokens. The inputs are the prefix, `(tokens,)`, and the text, `(tokens,)`,
-    without its last token.
+    Position p is predicted by the first p tokens, of prefix and text, each `(tokens,)`. The last token is never read.
     """
 
     document: str
@@ -58,40 +54,35 @@ class Context:
         """How many inputs there are."""
         return len(self.prefix) + len(self.text) - 1
 
-    @property
-    def tokens(self) -> torch.Tensor:
-        """`(length + 1,)`: the inputs and, shifted by one, what they predict."""
-        return torch.cat([self.prefix, self.text])
-
 
 class Protocol:
-    """One way to score a text.
-
-    Attributes:
-        settings: which fields of a `Request` it takes, of those that not all take.
-        scores, sentence: what it scores, for an error message, and for the notes below a table.
-        two_parts: whether it is for models of an encoder and a decoder, or for decoders alone.
-        one_pass: whether one pass at the longest length fills the cells of all lengths, which supposes a scheme that
-            does not depend on the length.
-        shared_targets: the name of `Row.targets` where the rows of a table have to agree in it.
-        hidden: the spans that an encoder does not see.
-    """
+    """One way to score a text."""
 
     name: ClassVar[str]
-    settings: ClassVar[frozenset[str]]
-    scores: ClassVar[str]
-    sentence: ClassVar[str]
-    two_parts: ClassVar[bool] = False
-    one_pass: ClassVar[bool] = False
-    shared_targets: ClassVar[str | None] = None
-    hidden: HiddenSpans | None = None
+    settings: ClassVar[frozenset[str]]  # which fields of a `Request` it takes, of those that not all take
+    scores: ClassVar[str]  # for an error message
+    sentence: ClassVar[str]  # for the notes below a table
+    two_parts: ClassVar[bool] = False  # for models of an encoder and a decoder, or for decoders alone
+    one_pass: ClassVar[bool] = False  # a pass at the longest length fills all: no scheme that depends on the length
+    shared_targets: ClassVar[str | None] = None  # the name of `Row.targets` where rows of a table have to agree in it
+    hidden: HiddenSpans | None = None  # what an encoder does not see
 
     def __init__(self, request: Request, tokenizer: Any, training_length: int) -> None:
-        self.request = request
+        self.request, self.prefix = request, self.prefix_of(tokenizer)
+
+    def prefix_of(self, tokenizer: Any) -> torch.Tensor:
+        """The tokens in front of every context, `(tokens,)`."""
+        return prefix_of(tokenizer)
+
+    def places(self, count: int) -> Sequence[tuple[int, int]]:
+        """Where the windows of a document of so many tokens begin and end."""
+        return [(0, count)]
 
     def select(self, corpus: Corpus, tokenizer: Any) -> Selection:
         """Choose what is scored, once, for all lengths and schemes."""
-        raise NotImplementedError
+        asked = self.request
+        drawn: dict[str, Any] = {"documents": asked.documents, "limit": asked.tokens_per_document, "seed": asked.seed}
+        return select(corpus, tokenizer, self.prefix, asked.lengths[-1], self.places, **drawn)
 
     def contexts(self, window: Window, length: int) -> Iterable[Context]:
         """What is read of one window, or of one document, at one length."""
@@ -110,7 +101,7 @@ class Protocol:
         return list(losses)
 
     def mean(self, losses: Sequence[torch.Tensor]) -> float:
-        """NLL of a row, weighted by token."""
+        """NLL of a row, weighted by token; losses `(scored,)` of each context."""
         return torch.cat(list(losses)).mean().item()
 
 
@@ -131,19 +122,11 @@ class Last(Protocol):
     def __init__(self, request: Request, tokenizer: Any, training_length: int) -> None:
         super().__init__(request, tokenizer, training_length)
         self.targets = min(training_length, DEFAULT_TARGETS) if request.targets is None else request.targets
-        check_targets(self.targets, request.lengths)
+        _check_targets(self.targets, request.lengths)
 
-    def select(self, corpus: Corpus, tokenizer: Any) -> Selection:
-        asked = self.request
-        return select_windows(
-            corpus,
-            tokenizer,
-            longest=asked.lengths[-1],
-            targets=self.targets,
-            documents=asked.documents,
-            windows_per_document=asked.windows_per_document,
-            seed=asked.seed,
-        )
+    def places(self, count: int) -> Sequence[tuple[int, int]]:
+        needed = self.request.lengths[-1] + 1 - len(self.prefix)
+        return spread(count, needed, self.targets, self.request.windows_per_document)
 
     def contexts(self, window: Window, length: int) -> Iterable[Context]:
         text = window.tokens[len(window.tokens) - (length + 1 - len(window.prefix)) :]
@@ -175,10 +158,7 @@ class ByPosition(Last):
 
 
 class SpanCorruption(Last):
-    """For encoders with decoders: spans among the last T tokens are hidden.
-
-    The encoder reads contexts of each length, and the decoder gives the same spans.
-    """
+    """Spans among the last T tokens are hidden; encoders read contexts of each length, decoders give the same spans."""
 
     name = "span_corruption"
     scores = "hidden spans of windows"
@@ -215,7 +195,6 @@ class Sliding(Protocol):
 
     def __init__(self, request: Request, tokenizer: Any, training_length: int) -> None:
         super().__init__(request, tokenizer, training_length)
-        self.prefix = self.prefix_of(tokenizer)
         shortest, longest = self.width(request.lengths[0]), request.lengths[-1]
         self.stride = min(DEFAULT_STRIDE, shortest) if request.stride is None else request.stride
         if not 1 <= self.stride <= shortest:
@@ -229,10 +208,6 @@ class Sliding(Protocol):
                 f"tokens_per_document={limit} is not allowed: a context of {longest} tokens needs documents of {needed}"
             )
 
-    def prefix_of(self, tokenizer: Any) -> torch.Tensor:
-        """The tokens in front of every window, `(tokens,)`."""
-        return prefix_of(tokenizer)
-
     def width(self, length: int) -> int:
         """How far a window of this length reaches, which is as far as the next may begin behind it."""
         return length
@@ -243,19 +218,6 @@ class Sliding(Protocol):
 
     def targets_at(self, length: int) -> int:
         return self.stride_at(length)
-
-    def select(self, corpus: Corpus, tokenizer: Any) -> Selection:
-        asked = self.request
-        return select(
-            corpus,
-            tokenizer,
-            self.prefix,
-            asked.lengths[-1],
-            lambda count: [(0, count)],
-            documents=asked.documents,
-            limit=asked.tokens_per_document,
-            seed=asked.seed,
-        )
 
     def contexts(self, window: Window, length: int) -> Iterable[Context]:
         front, text = len(self.prefix), window.tokens
@@ -351,11 +313,7 @@ PROTOCOLS: dict[str, type[Protocol]] = {
 
 
 def slide(count: int, width: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Windows of at most `width` over `count` tokens, a stride apart, until one reaches the end.
-
-    Yields:
-        where a window begins, where it ends, and how many tokens no window before it had.
-    """
+    """Where windows of `width` tokens begin and end, a stride apart, and how many tokens none before them had."""
     seen = 0
     for begin in range(0, count, stride):
         end = min(begin + width, count)
@@ -385,16 +343,11 @@ def check_request(protocol: str, lengths: Sequence[int], targets: int | None = N
         if not isinstance(value, int) or value < 1:
             raise EvaluationError(f"{name}={value!r} is not allowed; a whole number of at least 1 is")
     if targets is not None:
-        check_targets(targets, lengths)
+        _check_targets(targets, lengths)
     return request
 
 
-def check_targets(targets: int, lengths: Sequence[int]) -> None:
-    """T must fit into every length.
-
-    Raises:
-        EvaluationError: it does not.
-    """
+def _check_targets(targets: int, lengths: Sequence[int]) -> None:
     if targets > lengths[0]:
         raise EvaluationError(
             f"targets={targets} is more than the shortest length of {lengths[0]} tokens: every length has to score "

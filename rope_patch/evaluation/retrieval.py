@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import time
 from collections.abc import Sequence
@@ -19,13 +18,13 @@ from rope_patch.evaluation.lines import check_lengths, schemes_at_lengths
 from rope_patch.evaluation.measured_model import Learned, MeasuredModel
 from rope_patch.evaluation.passkey import Passkey, Prompt
 from rope_patch.evaluation.processes import on_main, over_processes, progress
-from rope_patch.evaluation.rows import JsonRow, Rows
+from rope_patch.evaluation.rows import Measurement, Rows, recall
 from rope_patch.evaluation.spans import Spans
 from rope_patch.schemes import Scheme
 
 
-@dataclass(frozen=True)
-class RetrievalRow(JsonRow):
+@dataclass(frozen=True, kw_only=True)
+class RetrievalRow(Measurement):
     """One cell of a heat map; as in `Row`, and with the numbers of the same questions with nothing hidden: the control.
 
     Attributes:
@@ -37,30 +36,15 @@ class RetrievalRow(JsonRow):
     KEY = ("task", "model", "weights", "scheme", "length", "depth", "trials", "prompts", "dtype", "attention")
 
     task: str
-    model: str
-    weights: str
-    line: str
-    scheme: dict[str, Any]
-    regime: str
-    mount: str
-    length: int
     depth: float
-    training_length: int
     prompt_tokens: float
     distance: int
     span: int | None
     trials: int
-    seed: int
     prompts: str
     accuracy: float
     exact: float
     nll: float | None
-    seconds: float
-    dtype: str
-    attention: str
-    device: str
-    versions: dict[str, str]
-    commit: str | None
     control_accuracy: float | None = None
     control_exact: float | None = None
     control_nll: float | None = None
@@ -78,15 +62,13 @@ def measure_retrieval(
     results: Rows[RetrievalRow] | None = None,
     trained: Learned | None = None,
 ) -> list[RetrievalRow]:
-    """Ask every scheme the same questions; for the other arguments see `rope_patch.evaluation.perplexity.measure`.
+    """Ask every scheme the same questions: one row per scheme, length and depth, in this order.
 
     Args:
         lengths: context lengths in tokens, ascending; the model never reads more.
         depths: ascending, from 0 (first in the context) to 1 (right before the question).
         batch_size: prompts of equal length that are answered together.
-
-    Returns:
-        one row per scheme, length and depth, in this order.
+        trained: as all others of `rope_patch.evaluation.perplexity.measure`.
 
     Raises:
         EvaluationError: lengths or depths are not right, or the model is an encoder with a decoder.
@@ -109,7 +91,7 @@ def measure_retrieval(
             with measured.under(job.scheme):
                 for depth, questions in zip(depths, asked, strict=True):
                     cell = {**shared, **job.facts, "depth": depth, "prompts": _fingerprint([*questions, *control])}
-                    row = on_main(partial(_find, cell, results))
+                    row = on_main(partial(recall, results, cell))
                     if row is None:
                         if control and not without:
                             without = {f"control_{name}": value for name, value in ask(control).items()}
@@ -126,7 +108,11 @@ def measure_retrieval(
 
 
 def check_depths(depths: Sequence[float]) -> None:
-    """Raise an EvaluationError where depths are no shares of the context that ascend."""
+    """Depths are shares of the context that ascend.
+
+    Raises:
+        EvaluationError: these are not.
+    """
     if not depths or not all(0 <= depth <= 1 for depth in depths) or list(depths) != sorted(set(depths)):
         shown = ", ".join(f"{depth:g}" for depth in depths)
         raise EvaluationError(f"depths {shown}: shares of the context are wanted, from 0 to 1, each above the last")
@@ -155,12 +141,6 @@ def _ask(task: Passkey | Spans, model: nn.Module, batch_size: int, prompts: Sequ
     losses = [losses for _, losses in answers if losses is not None]
     nll = torch.cat(losses).mean().item() if losses else None
     return {"accuracy": right.mean().item(), "exact": right.all(1).double().mean().item(), "nll": nll}
-
-
-def _find(cell: dict[str, Any], results: Rows[RetrievalRow] | None) -> RetrievalRow | None:
-    """The row of an earlier run, under the name that the line has now."""
-    row = results.find(RetrievalRow.key_of(cell)) if results else None
-    return row and dataclasses.replace(row, line=cell["line"])
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:

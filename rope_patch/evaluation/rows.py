@@ -27,13 +27,10 @@ J = TypeVar("J", bound="JsonRow")
 
 
 class JsonRow:
-    """A dataclass that is one line of JSON; a number that is not finite is null there.
-
-    Attributes:
-        KEY: the fields that name what was measured; rows that agree in them are the same measurement.
-    """
+    """A dataclass that is one line of JSON; a number that is not finite is null there."""
 
     KEY: ClassVar[tuple[str, ...]]
+    """The fields that name what was measured: rows that agree in them are the same measurement."""
 
     @classmethod
     def key_of(cls, fields: Mapping[str, Any]) -> str:
@@ -67,21 +64,16 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@dataclass(frozen=True)
-class Row(JsonRow):
-    """One cell of the table, with everything that it depends on.
+@dataclass(frozen=True, kw_only=True)
+class Measurement(JsonRow):
+    """What every row has of the model, the scheme and the software.
 
     Attributes:
-        weights, texts: fingerprints of the model's parameters and of the scored texts.
+        weights: fingerprint of the model's parameters.
         line: the scheme as the table names it, such as `pi:factor=auto`.
         scheme: the scheme that was measured, all fields filled in; `{"name": "plain"}` for none.
         length: of the context in tokens; for `by_position` the last position of the bin.
-        targets: scored tokens per window; where windows overlap, the stride.
-        nll: mean negative log-likelihood in nats per token, averaged as the protocol defines it.
-        nll_by_document: the mean of each document; of a single document those of blocks of its windows.
     """
-
-    KEY = ("model", "weights", "scheme", "protocol", "length", "targets", "texts", "dtype", "attention")
 
     model: str
     weights: str
@@ -89,9 +81,31 @@ class Row(JsonRow):
     scheme: dict[str, Any]
     regime: str
     mount: str
-    protocol: str
     length: int
     training_length: int
+    seconds: float
+    dtype: str
+    attention: str
+    device: str
+    seed: int
+    versions: dict[str, str]
+    commit: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Measurement):
+    """One cell of the table, with everything that it depends on.
+
+    Attributes:
+        targets: scored tokens per window; where windows overlap, the stride.
+        texts: fingerprint of what is scored.
+        nll: mean negative log-likelihood in nats per token, averaged as the protocol defines it.
+        nll_by_document: the mean of each document; of a single document those of blocks of its windows.
+    """
+
+    KEY = ("model", "weights", "scheme", "protocol", "length", "targets", "texts", "dtype", "attention")
+
+    protocol: str
     targets: int
     documents: int
     windows: int
@@ -100,14 +114,7 @@ class Row(JsonRow):
     scored_tokens: int
     nll: float
     perplexity: float
-    seconds: float
     tokens_per_second: float
-    dtype: str
-    attention: str
-    device: str
-    seed: int
-    versions: dict[str, str]
-    commit: str | None
     nll_by_document: list[float] = dataclasses.field(default_factory=list)
 
 
@@ -117,19 +124,16 @@ R = TypeVar("R", bound=JsonRow)
 class Rows(Generic[R]):
     """Rows on disk. Every `append` reaches the disk before it returns.
 
-    A last line that was cut off while it was written is dropped. Several runs may append to one file, each whole lines.
-
-    Args:
-        path: of the `.jsonl` file; its folder is made where it is missing.
-        kind: the class of the rows.
+    A last line that was cut off while it was written is dropped, and a missing folder is made. Several runs may append
+    to one file, each whole lines.
 
     Raises:
         OSError: the file cannot be written.
-        EvaluationError: it holds something else than rows; it is left as it is.
+        EvaluationError: it holds something else than rows of this kind; it is left as it is.
     """
 
     def __init__(self, path: str | Path, kind: type[R] = Row) -> None:  # type: ignore[assignment]
-        self.path = Path(path)
+        self.path, self.kind = Path(path), kind
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._rows: dict[str, R] = {}
         with self.path.open("ab+") as file:
@@ -157,11 +161,7 @@ class Rows(Generic[R]):
         return self._rows.get(key)
 
     def append(self, row: R) -> None:
-        """Write one row.
-
-        Raises:
-            OSError: it could not be written; the file then ends with the row before.
-        """
+        """Write one row; where that fails, the file ends with the row before."""
         line = row.to_json().encode() + b"\n"
         with self.path.open("ab", buffering=0) as file:  # one write, so that lines of two runs never mix
             end = file.seek(0, os.SEEK_END)
@@ -173,6 +173,12 @@ class Rows(Generic[R]):
                 file.truncate(end)
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._rows[row.key()] = row
+
+
+def recall(results: Rows[R] | None, fields: Mapping[str, Any]) -> R | None:
+    """The row of an earlier run that measured the same, under the name that its line has now."""
+    row = results.find(results.kind.key_of(fields)) if results else None
+    return row and dataclasses.replace(row, line=fields["line"])  # type: ignore[type-var]
 
 
 def weights_fingerprint(model: nn.Module) -> str:

@@ -25,17 +25,11 @@ _REGIMES = {
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows by scheme and length, checked to belong together.
+    """Rows by scheme and length, checked to belong together."""
 
-    Attributes:
-        lines: schemes in the order of the rows.
-        lengths: ascending, in tokens.
-        rows: by line and length; a measurement that is not there yet has none.
-    """
-
-    lines: tuple[str, ...]
-    lengths: tuple[int, ...]
-    rows: dict[tuple[str, int], Row]
+    lines: tuple[str, ...]  # schemes in the order of the rows
+    lengths: tuple[int, ...]  # ascending, in tokens
+    rows: dict[tuple[str, int], Row]  # a measurement that is not there yet has none
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Grid:
@@ -46,16 +40,16 @@ class Grid:
         """
         if not rows:
             raise EvaluationError("there are no rows to show")
-        targets = PROTOCOLS[rows[0].protocol].shared_targets
         shared = {name: name for name in ("protocol", "model", "weights", "texts", "dtype")}
-        for field, name in {**shared, **({"targets": targets} if targets else {})}.items():
+        if targets := PROTOCOLS[rows[0].protocol].shared_targets:
+            shared["targets"] = targets
+        for field, name in shared.items():
             if len(values := sorted({str(getattr(row, field)) for row in rows})) > 1:
-                shown = ", ".join(values)
-                raise EvaluationError(f"rows of different {name} cannot share a table or a picture: {shown}")
-        lengths = tuple(sorted({row.length for row in rows}))
-        return cls(
-            tuple(dict.fromkeys(row.line for row in rows)), lengths, {(row.line, row.length): row for row in rows}
-        )
+                raise EvaluationError(
+                    f"rows of different {name} cannot share a table or a picture: {', '.join(values)}"
+                )
+        by_cell = {(row.line, row.length): row for row in rows}
+        return cls(tuple(dict.fromkeys(row.line for row in rows)), tuple(sorted({n for _, n in by_cell})), by_cell)
 
     @property
     def any(self) -> Row:
@@ -96,11 +90,6 @@ def display_name(line: str) -> str:
     return _NAMES.get(line) or line.replace(":", " ").replace(",", " ").replace("+", " + ")
 
 
-def in_training_lengths(length: int, training_length: int) -> str:
-    """A length in multiples of L, such as `4L`."""
-    return f"{length / training_length:g}L"
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
@@ -116,7 +105,7 @@ def table(rows: Sequence[Row]) -> Group:
     shown = Table()
     shown.add_column("scheme", overflow="fold")
     for length in grid.lengths:
-        shown.add_column(f"{length}\n{in_training_lengths(length, trained)}", justify="right", overflow="fold")
+        shown.add_column(f"{length}\n{length / trained:g}L", justify="right", overflow="fold")
     for line in grid.lines:
         cells = [grid.cell(line, length) for length in grid.lengths]
         styled = [Text(cell, style="bold green" if cell.endswith("*") else "") for cell in cells]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,7 @@ from rope_patch.errors import EvaluationError
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of a document that ends at its last target, or all of it; in front of every context the prefix.
-
-    Shape:
-        tokens and prefix `(tokens,)`.
-    """
+    """A stretch of a document, `(tokens,)`, up to its last target, and the prefix of its contexts, `(tokens,)`."""
 
     document: str
     tokens: torch.Tensor
@@ -32,18 +29,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Selection:
-    """What every length and every scheme is scored on.
+    """What every length and every scheme is scored on."""
 
-    Attributes:
-        windows: in the order of the corpus.
-        documents, short_documents: how many they come from, and how many were too short for the longest length.
-        fingerprint: of the documents and of the places in them; equal fingerprints mean the same targets.
-    """
-
-    windows: tuple[Window, ...]
+    windows: tuple[Window, ...]  # in the order of the corpus
     documents: int
-    short_documents: int
-    fingerprint: str
+    short_documents: int  # too short for the longest length
+    fingerprint: str  # equal ones mean the same targets: of the documents, and of the places in them
 
 
 def select_windows(
@@ -69,15 +60,16 @@ def select_windows(
         EvaluationError: no document is long enough; the message names the longest.
     """
     prefix = prefix_of(tokenizer)
-    needed = longest + 1 - len(prefix)
-
-    def places(count: int) -> list[tuple[int, int]]:
-        room = count - needed
-        number = min(windows_per_document, 1 + room // targets)
-        ends = [count - i * room // max(1, number - 1) for i in range(number)]
-        return [(end - needed, end) for end in ends]
-
+    places = partial(spread, needed=longest + 1 - len(prefix), targets=targets, most=windows_per_document)
     return select(corpus, tokenizer, prefix, longest, places, documents=documents, seed=seed)
+
+
+def spread(count: int, needed: int, targets: int, most: int) -> list[tuple[int, int]]:
+    """Where windows of `needed` tokens begin and end in a document of `count`; no two share one of their last T."""
+    room = count - needed
+    number = min(most, 1 + room // targets)
+    ends = [count - i * room // max(1, number - 1) for i in range(number)]
+    return [(end - needed, end) for end in ends]
 
 
 def select(
@@ -96,7 +88,7 @@ def select(
     Args:
         prefix: of every window, `(tokens,)`.
         places: where the windows of a document of so many tokens begin and end.
-        limit: how many tokens of a document are read; default all. The others as in `select_windows`.
+        limit: how many tokens of a document are read; default all.
 
     Raises:
         EvaluationError: no document is long enough; the message names the longest.

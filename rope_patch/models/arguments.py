@@ -33,13 +33,10 @@ def counted_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:
     if tokens is None:
         return None
     mask, length = kwargs.get("attention_mask"), tokens.shape[1]
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length and _may_hide(mask):
+    compiling = torch.compiler.is_compiling()  # a compiler does not look at values
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length and (compiling or not mask.all()):
         places = torch.arange(mask.shape[1], device=mask.device)
         return (places - mask.long().argmax(dim=-1, keepdim=True))[:, -length:]
     cache = kwargs.get("past_key_values")
     start = cache.get_seq_length() if isinstance(cache, Cache) else 0
     return (torch.arange(length, device=tokens.device) + start)[None]
-
-
-def _may_hide(mask: torch.Tensor) -> bool:
-    return torch.compiler.is_compiling() or not mask.all()  # a compiler does not look at values

@@ -146,22 +146,13 @@ class AbsoluteTable:
 
 
 @dataclass(frozen=True)
-class Replacement:
-    """An attribute of a module that has another `value` while the model is patched."""
-
-    module: nn.Module
-    name: str
-    value: Any
-
-
-@dataclass(frozen=True)
 class Stack:
     """A stack of layers with what its config says.
 
     Attributes:
         native: the scheme of the checkpoint itself; None where no scheme here stands for it.
         part: `encoder` or `decoder` where a model may have both.
-        replacements: what its modules want set before schemes can be mounted in their attention.
+        replacements: module, name and value of what wants to be set before schemes can be mounted in its attention.
         absolute: its learned absolute positions; None where it has none, or where positions enter elsewhere too.
     """
 
@@ -171,7 +162,7 @@ class Stack:
     layers: tuple[AttentionLayer, ...] = ()
     rotary: tuple[RotaryTables, ...] = ()
     part: str = ""
-    replacements: tuple[Replacement, ...] = ()
+    replacements: tuple[tuple[nn.Module, str, Any], ...] = ()
     absolute: AbsoluteTable | None = None
 
     @property

@@ -46,12 +46,7 @@ class CachedKeys(torch.Tensor):
 
     @classmethod
     def of(cls, keys: torch.Tensor, positions: torch.Tensor) -> CachedKeys:
-        """Keys, in the same memory, that know their positions.
-
-        Args:
-            keys: `(batch, kv_heads, slots, head_dim)`.
-            positions: integer, of a shape as above.
-        """
+        """The `keys`, in the same memory, that know their `positions`, both of a shape as above."""
         found = keys.as_subclass(cls)
         if not torch.compiler.is_compiling():
             vars(found).update(vars(keys))  # among them that a static cache keeps its place in memory
@@ -126,62 +121,52 @@ def cache_in(kwargs: dict[str, Any]) -> Cache | None:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
-def sign(cache: Cache, index: int, written_by: str, accepts_plain: bool) -> None:
-    """Leave on a cache who writes its keys, and refuse one that another has filled.
-
-    Args:
-        index: of the layer that asks; nothing was added to it in this forward.
-        written_by: the scheme and the rotation in which it keeps keys.
-        accepts_plain: whether keys of the checkpoint itself are the same.
-
-    Raises:
-        UnsupportedPositions: for keys from before the patch, of prefix tuning, of another scheme, or kept otherwise.
-    """
-    signature = getattr(cache, _SIGNATURE, None)
-    if signature == written_by:
-        return
-    length = cache.get_seq_length(index)
-    # a compiler knows no numbers; a cache that it fills was signed when it was empty
-    unsigned_while_compiling = signature is None and isinstance(length, torch.Tensor) and torch.compiler.is_compiling()
-    if not unsigned_while_compiling and length > 0 and not (signature is None and accepts_plain):
-        by = "without a patch or by prefix tuning" if signature is None else f"under {signature}"
-        raise UnsupportedPositions(
-            f"past_key_values hold {int(length)} tokens whose keys were written {by}; {written_by} would read them "
-            "wrongly: fill a new cache, and use LoRA or prompt tuning"
-        )
-    setattr(cache, _SIGNATURE, written_by)
-
-
 @dataclass(frozen=True)
 class Signing:
-    """Pre-hook of the first attention module where a scheme changes the tables alone: keys carry their own rotation.
+    """Leaves on a cache who writes its keys, and refuses one that another has filled.
+
+    It is the pre-hook of the first attention module where a scheme changes the tables alone.
 
     Attributes:
-        index: of the layer.
+        index: of the layer that asks; nothing was added to it in this forward.
         written_by: the scheme and the rotation in which it keeps keys.
         accepts_plain: whether keys of the checkpoint itself are the same.
     """
 
     index: int
     written_by: str
-    accepts_plain: bool
+    accepts_plain: bool = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Sign the cache, or refuse it."""
+        """Sign the cache among the arguments."""
         cache = cache_in(by_name(module, args, kwargs))
         if cache is not None:
-            sign(cache, self.index, self.written_by, self.accepts_plain)
+            self.sign(cache)
+
+    def sign(self, cache: Cache) -> None:
+        """Sign a cache, or refuse it.
+
+        Raises:
+            UnsupportedPositions: for keys from before the patch, of prefix tuning, another scheme, or kept otherwise.
+        """
+        signature = getattr(cache, _SIGNATURE, None)
+        if signature == self.written_by:
+            return
+        length = cache.get_seq_length(self.index)
+        # a compiler knows no numbers; a cache that it fills was signed when it was empty
+        empty = signature is None and isinstance(length, torch.Tensor) and torch.compiler.is_compiling()
+        if not empty and length > 0 and not (signature is None and self.accepts_plain):
+            by = "without a patch or by prefix tuning" if signature is None else f"under {signature}"
+            raise UnsupportedPositions(
+                f"past_key_values hold {int(length)} tokens whose keys were written {by}; {self.written_by} would read "
+                "them wrongly: fill a new cache, and use LoRA or prompt tuning"
+            )
+        setattr(cache, _SIGNATURE, self.written_by)
 
 
 def positions_in(cache: Cache, index: int, start: int, name: str) -> torch.Tensor:
-    """Where the keys stand that a layer's cache, not yet updated, will return before the new ones.
-
-    Args:
-        index: of the layer.
-        start: how many they are, at least 1.
-
-    Returns:
-        `(batch or 1, start)`, or `(batch, kv_heads, start)` where the heads keep different keys.
+    """Where the `start` keys stand that a layer's cache, not yet updated, will return before the new ones:
+    `(batch or 1, start)`, or `(batch, kv_heads, start)` where the heads keep different keys.
 
     Raises:
         UnsupportedPositions: keys were put there, or taken away, by something that positions do not follow.
@@ -213,12 +198,7 @@ def known_positions(
     cache: Cache, index: int, start: int | torch.Tensor, position_ids: torch.Tensor
 ) -> torch.Tensor | None:
     """Positions of the keys in a cache and of the tokens to come, for a model that can do without: keys of unknown
-    positions are counted back from the first query.
-
-    Args:
-        index: of the layer.
-        start: slot of the first query among the keys.
-        position_ids: of the queries, `(batch or 1, q_len)`.
+    positions are counted back from the first query, which is in the slot `start`.
 
     Returns:
         `(batch or 1, start + q_len)`, with the heads between where they keep different keys; None while compiling.
@@ -235,7 +215,6 @@ def remember(cache: Cache, index: int, positions: torch.Tensor, in_order: bool) 
     """Leave on the keys of a layer, whose cache was updated, where they stand.
 
     Args:
-        index: of the layer.
         positions: of the keys that it returned before, as `positions_in` found them, and of the new ones,
             `(batch or 1, slots)` or `(batch, kv_heads, slots)`.
         in_order: whether the next token is expected to stand one after the last slot in every row.
@@ -262,10 +241,6 @@ def positions_in_graph(cache: Cache, index: int, position_ids: torch.Tensor, nam
 
     Where they follow on to the queries, positions are counted back from those; the graph stops if they do not. Where
     they were seen not to (pads behind a prompt), they are read, and later ones are counted back.
-
-    Args:
-        index: of the layer.
-        position_ids: of the queries, `(batch or 1, q_len)`.
 
     Returns:
         positions of the first keys, `(batch or 1, slots)`; None where all are counted back.

@@ -15,7 +15,6 @@ from rope_patch.schemes.slots import Checkpoint
 BASE = 10_000.0
 """b where a checkpoint has no rotary embedding to say it: the published one (RoFormer, section 3.2.2)."""
 
-
 _NUMBERS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 """What an entry says of the checkpoint, whatever its type; only the first has to be said."""
 

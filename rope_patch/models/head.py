@@ -37,11 +37,8 @@ def head_alone(model: PreTrainedModel, output_type: type) -> Iterator[Head]:
     Families scale or cap their logits in their own `forward` (Cohere, Gemma 2, Granite), so that `forward` is what
     runs; in place of the stack stands a module that hands out the hidden states it was given. It has no parameters,
     so within the context `model.named_parameters()` are those of the head: all of them, be they tied to the
-    embedding, or put there by PEFT. Gradients pass through as they would behind the stack.
-
-    Args:
-        model: what `find_language_model` found.
-        output_type: the type of what its stack returns.
+    embedding, or put there by PEFT. Gradients pass through as they would behind the stack, which returns outputs of
+    the `output_type`.
 
     Raises:
         EvaluationError: the model has no stack apart from its head, or, when the head is called, what it computes is

@@ -33,10 +33,8 @@ _FOLLOWED = "something follows the rotation of queries and keys (a norm, a scale
 
 
 def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> RotaryLayout | None:
-    """The rotary layout of a self-attention module; None where its queries and keys do not depend on the tables.
-
-    Args:
-        module: the attention module; its weights, mode and hooks are left as they were.
+    """The rotary layout of a self-attention module; None where its queries and keys do not depend on the tables. Its
+    weights, mode and hooks are left as they were.
 
     Raises:
         UnsupportedModel: when the measurement does not come out clean, e.g. for a norm after the rotation.
@@ -46,7 +44,7 @@ def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> Rotary
     digits = torch.tensor([[column >> bit & 1 for column in range(width)] for bit in range(width.bit_length())])
     one, zero = torch.ones(1, width), torch.zeros(1, width)
     random = torch.Generator().manual_seed(0)
-    cos_check, sin_check = torch.randn(2, 1, width // 2 if _doubled(columns) else width, generator=random)
+    cos_check, sin_check = torch.randn(2, 1, len(set(columns)), generator=random)
     cos_check, sin_check = cos_check[:, list(columns)], sin_check[:, list(columns)]
 
     cos = torch.cat([one, zero, digits, 0 * digits, cos_check])
@@ -71,10 +69,8 @@ def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> Rotary
 
 
 def measure_heads(module: nn.Module, rotary: RotaryTables | None) -> tuple[int, int, int]:
-    """Number of query heads, their dimension, and the dimension of one head's values.
-
-    Args:
-        rotary: the tables that it is given; None where it takes none.
+    """Number of query heads, their dimension, and the dimension of one head's values, of a module that is given the
+    tables `rotary`, or none.
 
     Raises:
         UnsupportedModel: when the module does not call the attention interface of Transformers.
@@ -94,10 +90,8 @@ def reaches_interface(module: nn.Module) -> bool:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes: where its weights are, or where accelerate fetches them to that were offloaded.
-
-    Args:
-        module: whose weights may be packed out of sight, as torch packs what it quantizes for the CPU.
+    """Where a module computes: where its weights are, or where accelerate fetches them to that were offloaded; on the
+    CPU where they are packed out of sight, as torch packs what it quantizes for it.
 
     Raises:
         UnsupportedModel: its weights are nowhere.
@@ -158,10 +152,6 @@ def _reads_planes(rotary: RotaryTables, positions: torch.Tensor) -> bool:
     return isinstance(tables, tuple) and tables[0].shape[:2] == positions.shape
 
 
-def _doubled(columns: tuple[int, ...]) -> bool:
-    return len(set(columns)) < len(columns)
-
-
 def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values `(settings, heads, tokens, head_dim)` for tables `(settings, width)`."""
     captured: list[torch.Tensor] = []
@@ -186,12 +176,8 @@ def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch
     accepted = inspect.signature(module.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     arguments = {key: value for key, value in arguments.items() if takes_any or key in accepted}
-    unknown = [
-        p.name
-        for p in accepted.values()
-        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.default is p.empty and p.name not in arguments
-    ]
-    if unknown:
+    needed = [name for name, p in accepted.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if unknown := [name for name in needed if name not in arguments]:
         raise UnsupportedModel(f"{type(module).__name__} requires {', '.join(unknown)}, which is not understood here")
     try:
         with probing(module, capture), torch.no_grad():

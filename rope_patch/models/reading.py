@@ -55,11 +55,8 @@ def find_enclosing(model: nn.Module) -> list[PreTrainedModel]:
     """The models of Transformers around a backbone, whose only stacks are its own.
 
     A module does not know what it stands in. Python's collector of garbage knows all objects, so it is asked; looking
-    through them takes a tenth of a second, which only a backbone is worth. Of what was frozen (`gc.freeze`) it does not
-    tell.
-
-    Args:
-        model: none is around it where it is no backbone, but has a head of its own.
+    through them takes a tenth of a second, which only a backbone is worth: nothing is around a model that has a head of
+    its own. Of what was frozen (`gc.freeze`) it does not tell.
     """
     if getattr(model, "base_model", None) is not model:
         return []

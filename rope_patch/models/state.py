@@ -56,11 +56,8 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 def _own(module: nn.Module) -> dict[str, Any]:
     named = {**vars(module), **module._buffers}
-    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor) or _is_number(value)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    kinds = (torch.Tensor, int, float)
+    return {name: value for name, value in named.items() if isinstance(value, kinds) and not isinstance(value, bool)}
 
 
 def _copied(value: Any) -> Any:

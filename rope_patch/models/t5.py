@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch.errors import UnsupportedModel
-from rope_patch.models.base import AttentionLayer, Replacement, Stack
+from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.config import BASE
 from rope_patch.models.probe import reaches_interface
 from rope_patch.schemes.slots import Checkpoint
@@ -63,9 +63,9 @@ def read(stack: PreTrainedModel) -> Stack:
     modules = [module for _, module in own] + across
     replacements = (
         # umT5 of Transformers 5.17 does not say it of its decoder
-        *(Replacement(module, "is_causal", config.is_decoder) for _, module in own),
-        *(Replacement(module, "has_relative_attention_bias", True) for module in modules),
-        *(Replacement(module, "compute_bias", NoBias(module)) for module in modules),
+        *((module, "is_causal", config.is_decoder) for _, module in own),
+        *((module, "has_relative_attention_bias", True) for module in modules),
+        *((module, "compute_bias", NoBias(module)) for module in modules),
     )
     return Stack(
         stack,
@@ -87,11 +87,8 @@ def _attention_modules(blocks: nn.Module, name: str) -> Iterator[tuple[str, Any]
 class NoBias:
     """What an attention module has in place of its `compute_bias` while it is patched.
 
-    A self-attention gets its biases from distances then. A cross-attention has none, and would fill a tensor of all
-    pairs with zeros to say so.
-
-    Attributes:
-        module: the attention module; where it is not scored here, its own biases are computed.
+    A self-attention gets its biases from distances then; where it is not scored here, its own are computed. A
+    cross-attention has none, and would fill a tensor of all pairs with zeros to say so.
     """
 
     module: nn.Module

@@ -34,9 +34,7 @@ from rope_patch.schemes.tools.tables import require_room
 class StackEntry:
     """Pre-hook of a stack: positions are counted, and x_m becomes e(x_m, token_m, m).
 
-    Attributes:
-        num_layers: of the stack, which a state in the cache comes after.
-        causal: whether the stack may read a text in pieces, with a cache.
+    A state comes after the `num_layers` of the cache, where the stack is `causal` and so may read a text in pieces.
     """
 
     scheme: Scheme
@@ -157,10 +155,8 @@ def install_table(scheme: Scheme, table: AbsoluteTable, changes: Changes) -> Non
 
 
 def shorten(table: AbsoluteTable, capacity: int) -> torch.Tensor:
-    """Make a table that was saved longer that of its checkpoint again, for good, whose `capacity` rows come first.
-
-    Returns:
-        the rows as they were saved, `(N, hidden)`.
+    """Make a table that was saved longer that of its checkpoint again, for good, whose `capacity` rows come first;
+    gives the rows as they were saved, `(N, hidden)`.
     """
     saved = table.rows
     _replace_rows(table, saved[:capacity], Changes())

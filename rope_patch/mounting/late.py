@@ -31,12 +31,12 @@ from rope_patch.models.arguments import Arguments, by_name, counted_positions, t
 from rope_patch.models.base import AttentionLayer, RotaryTables
 from rope_patch.models.cached_keys import (
     OWN_ROTATION,
+    Signing,
     cache_in,
     is_static,
     positions_in,
     positions_in_graph,
     remember,
-    sign,
     signature_of,
 )
 from rope_patch.mounting.parameters import LearnedWeights
@@ -116,10 +116,9 @@ def _is_ours(module: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class LateAttention:
-    """Pre-hook of one attention module, and all that its attention function needs to know.
+    """Pre-hook of one attention module, and all that the attention `function` that it is to call needs to know.
 
     Attributes:
-        function: the attention function that the module is to call.
         frequencies: `late` where the scheme's frequencies are computed here; else the model's tables are read.
         config: the config of the model, whose attention implementation is live.
     """
@@ -172,9 +171,11 @@ class LateAttention:
         kwargs = by_name(module, args, kwargs)
         cache = cache_in(kwargs)
         if cache is not None:
-            sign(cache, self.layer.index, self.written_by, accepts_plain=False)
+            Signing(self.layer.index, self.written_by).sign(cache)
         hidden = kwargs["hidden_states"]
-        start = self._query_start(cache, hidden.shape[1])
+        if isinstance(cache, QuantizedCache):
+            raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
+        start = None if cache is None else query_start(cache, self.layer.index, hidden.shape[1])
         position_ids = kwargs.get("position_ids")
         if position_ids is None:
             position_ids = (torch.arange(hidden.shape[1], device=hidden.device) + (start or 0))[None]
@@ -247,14 +248,6 @@ class LateAttention:
             lambda: rotary.tables(anchor(call.position_ids), like=hidden),
         )
 
-    def _query_start(self, cache: Cache | None, q_length: int) -> int | torch.Tensor | None:
-        """Slot of the first query among the keys that the cache will return; None without a cache."""
-        if cache is None:
-            return None
-        if isinstance(cache, QuantizedCache):
-            raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
-        return query_start(cache, self.layer.index, q_length)
-
     def frequencies_of(self, lengths: torch.Tensor) -> Frequencies:
         """f of this layer for rows of these lengths, `(batch or 1,)`."""
         if self.frequencies == "model":
@@ -274,8 +267,7 @@ class LateCall:
         position_ids: `(batch or 1, q_len)`, positions of the queries.
         query_start: slot of the first query among the keys; None without a cache.
         tokens: `(batch or 1, kv_len)`, true on keys that are no pads; None where no pads are known of.
-        cache: that the keys come from; None where there is none.
-        kv_length: how many keys it is going to return.
+        kv_length: how many keys the cache is going to return.
         past: positions of the keys before the first query, `(batch or 1, start)` or `(batch, kv_heads, start)`; None
             where there are none, or none that need be known.
         scattered: whether distance is something else than a difference of slots for some key that can be seen.

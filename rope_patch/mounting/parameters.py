@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import nn
@@ -40,11 +39,8 @@ class SchemeParameters(nn.Module):
 
 @dataclass(frozen=True)
 class LearnedWeights:
-    """Where the learned parameters of one layer are found, each time they are read.
-
-    Attributes:
-        holders: module and names: each module has a holder of those names.
-        table: biases by bucket of distance that the checkpoint has itself; None where it has none.
+    """Where the learned parameters of one layer are found, each time they are read: of which names each module has a
+    holder, and the `table` of biases by bucket of distance that the checkpoint has itself, if any.
     """
 
     holders: tuple[tuple[nn.Module, tuple[str, ...]], ...] = ()
@@ -89,7 +85,11 @@ def install_parameters(
     for layer in layers if own else ():
         values = _initial_values(scheme, stack, layer, seed=layer.index + 1)
         _hold(layer.module, {name: values[name] for name in own}, scheme.precise, changes)
-    return {layer.index: _places(stack, layer, shared, own) for layer in layers}
+    found = {}
+    for layer in layers:
+        holders = tuple(item for item in ((stack.module, shared), (layer.module, own)) if item[1])
+        found[layer.index] = LearnedWeights(holders, layer.bias_table)
+    return found
 
 
 def _check_size(scheme: Scheme, shape: ModelShape, num_layers: int) -> None:
@@ -98,11 +98,6 @@ def _check_size(scheme: Scheme, shape: ModelShape, num_layers: int) -> None:
             yield from itertools.repeat(value, 1 if name in scheme.shared else num_layers)
 
     require_room("+".join(str(part) for part in scheme.parts() if part.learns), make)
-
-
-def _places(stack: Stack, layer: AttentionLayer, shared: tuple[str, ...], own: tuple[str, ...]) -> LearnedWeights:
-    holders = ((stack.module, shared), (layer.module, own))
-    return LearnedWeights(tuple(item for item in holders if item[1]), layer.bias_table)
 
 
 def _initial_values(scheme: Scheme, stack: Stack, layer: AttentionLayer, seed: int) -> dict[str, torch.Tensor]:
@@ -116,26 +111,15 @@ def _initial_values(scheme: Scheme, stack: Stack, layer: AttentionLayer, seed: i
 def shape_of(stack: Stack, layer: AttentionLayer) -> ModelShape:
     """What learned parameters of a layer are sized by."""
     num_heads, head_dim, value_dim = measure_heads(layer.module, layer.rotary)
-    config = cast(Any, stack.config)
-    return ModelShape(
-        num_heads=num_heads,
-        head_dim=head_dim,
-        hidden_size=config.hidden_size,
-        num_layers=len(stack.layers),
-        vocab_size=config.vocab_size,
-        training_length=stack.training_length,
-        value_dim=value_dim,
-    )
+    sizes = stack.config.hidden_size, len(stack.layers), stack.config.vocab_size, stack.training_length
+    return ModelShape(num_heads, head_dim, *sizes, value_dim)
 
 
 def _hold(module: nn.Module, values: dict[str, torch.Tensor], precise: tuple[str, ...], changes: Changes) -> None:
     device, dtype = device_of(module), dtype_of(module)
-    placed = {name: value.to(device, _dtype(name in precise, dtype)) for name, value in values.items()}
+    wide = torch.promote_types(dtype, torch.float32)
+    placed = {name: value.to(device, wide if name in precise else dtype) for name, value in values.items()}
     changes.set(module, NAME, SchemeParameters(placed))
-
-
-def _dtype(is_precise: bool, of_model: torch.dtype) -> torch.dtype:
-    return torch.promote_types(of_model, torch.float32) if is_precise else of_model
 
 
 def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -142,16 +142,13 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
         )
     undeclared = [tables for tables in stack.rotary if not tables.as_declared]
     if undeclared and _rotates_anew(scheme):
+        sizes = "; ".join(f"{len(found.inv_freq)} pairs of {found.layer_type or 'all layers'}" for found in undeclared)
         raise UnsupportedModel(
-            f"{family} rotates by other frequencies than its config describes ({_named(undeclared)}), so {scheme} "
-            "cannot be derived from it; schemes without frequencies of their own use the model's"
+            f"{family} rotates by other frequencies than its config describes ({sizes}), so {scheme} cannot be derived "
+            "from it; schemes without frequencies of their own use the model's"
         )
     if scheme.causal_only and stack.checkpoint.bidirectional:
         raise UnsupportedModel(f"{family} sees both directions, and {scheme} has no meaning for keys after the query")
-
-
-def _named(undeclared: Sequence[RotaryTables]) -> str:
-    return "; ".join(f"{len(tables.inv_freq)} pairs of {tables.layer_type or 'all layers'}" for tables in undeclared)
 
 
 def _beside_rotation(scheme: Scheme, stack: Stack) -> Scheme:
@@ -217,8 +214,8 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
         signature = signature_of(plan.scheme, OWN_ROTATION)
         changes.hook(touched[0].module, Signing(touched[0].index, signature, accepts_plain=is_native))
         return
-    for item in stack.replacements:
-        changes.set(item.module, item.name, item.value)
+    for module, name, value in stack.replacements:
+        changes.set(module, name, value)
     memo = StackMemo()
     # a layer that is left alone, slides or delegates wants the mask of all pairs
     reads_groups = (

@@ -42,12 +42,9 @@ def late_attention(
     Where the scheme has one region only and no bias, the attention that was there before does the work.
 
     Args:
-        query, key, value: see Shape.
         attention_mask: as Transformers makes it, or groups.
         scaling: multiplies the products; default head_dim^-0.5.
-        dropout: a probability, 0 by default.
         rope_patch: what the hook of this layer left for this call.
-        **kwargs: of the function that it stands in place of.
 
     Shape:
         query `(batch, heads, q_len, head_dim)`, key and value `(batch, kv_heads, kv_len, head_dim)`, in the rotation
@@ -171,11 +168,7 @@ class TurningCall(Call):
         into_scratch: bool = False,
     ) -> torch.Tensor:
         """R_f(phi(positions)) x, by tables that layers share under the name of a `place`."""
-        state, layout, anchor = (
-            self.late.state,
-            cast(RotaryLayout, self.late.state.layer.layout),
-            self.late.state.anchor,
-        )
+        state, anchor = self.late.state, self.late.state.anchor
         if position_map == anchor:
             return x
 
@@ -186,6 +179,7 @@ class TurningCall(Call):
 
         key = (place, position_map, state.layer.layer_type, x.dtype)
         cos, sin = tables() if place is None else self.memo.once(key, tables)
+        layout = cast(RotaryLayout, state.layer.layout)
         return layout.rotate_into(state.memo.scratch(x), x, cos, sin) if into_scratch else layout.rotate(x, cos, sin)
 
 

@@ -6,6 +6,7 @@ What each of them reads, and in which of its files that is written, is in docs/s
 from __future__ import annotations
 
 import copy
+import dataclasses
 import errno
 import json
 import os
@@ -64,12 +65,8 @@ _READERS = {
 
 @dataclass(frozen=True)
 class Reader:
-    """Whether somebody computes the scheme from the exported folder.
-
-    Attributes:
-        name: such as `vLLM`.
-        reads: `yes`, `partly` or `no`.
-        words: what it reads and what to start it with, or the reason.
+    """Whether a program computes the scheme from the exported folder: `reads` is `yes`, `partly` or `no`, and `words`
+    tell what to start it with, or the reason.
     """
 
     name: str
@@ -82,12 +79,9 @@ class Serving:
     """What an exported folder says.
 
     Attributes:
-        scheme: with all defaults filled in that matter to the config.
-        training_length: L in tokens.
         length: the context that the folder is made for, in tokens; its `max_position_embeddings`.
         config: all of config.json.
         changed: the keys of it that differ from the checkpoint's, as they are now; None for those that are gone.
-        readers: who computes the scheme from it.
         output: where the folder is; None where it was not written.
     """
 
@@ -116,7 +110,7 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
 
     Args:
         checkpoint: a folder with a `config.json`.
-        scheme: what to say; default the one that the checkpoint was saved under.
+        scheme: default the one that the checkpoint was saved under.
         length: the context to serve, in tokens; default the scheme's factor times L.
 
     Raises:
@@ -127,7 +121,11 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
     """
     folder = Path(checkpoint)
     raw = _read_config(folder)
-    _check_readable(folder, raw)
+    if raw.get("auto_map") or raw.get("model_type") == "baichuan":
+        raise NotExpressible(
+            f"{folder} is read by code of its own ({raw.get('model_type')}), which need not look at rope_parameters; "
+            "serve it in Transformers with rope_patch.from_pretrained"
+        )
     make_loadable(folder)
     config = _config_of(folder)
     nested = not getattr(config, "rope_parameters", None) and isinstance(raw.get("text_config"), dict)
@@ -146,7 +144,8 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
     changed = {key: part.get(key) for key in {**before, **part} if before.get(key) != part.get(key)}
     written = {**raw, "text_config": part} if nested else part
     written.pop(_RECORD, None)
-    readers = _readers(parameters, _architectures(raw), length)
+    architectures = raw.get("architectures")
+    readers = _readers(parameters, architectures if isinstance(architectures, list) else [], length)
     return Serving(chosen, trained, length, written, {"text_config": changed} if nested else changed, readers)
 
 
@@ -191,7 +190,7 @@ def export_checkpoint(
         content = json.dumps(serving.config, indent=2, sort_keys=True)
         (unfinished / "config.json").write_text(content + "\n", encoding="utf-8")
         unfinished.replace(target)
-    return Serving(**{**vars(serving), "output": target})
+    return dataclasses.replace(serving, output=target)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -215,25 +214,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _architectures(raw: dict[str, Any]) -> tuple[str, ...]:
-    names = raw.get("architectures")
-    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
-
-
 def _config_of(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # every config class has errors of its own
         reason = " ".join(str(error).split())
         raise NotExpressible(f"Transformers does not read {folder / 'config.json'}: {reason}") from error
-
-
-def _check_readable(folder: Path, raw: dict[str, Any]) -> None:
-    if raw.get("auto_map") or raw.get("model_type") == "baichuan":
-        raise NotExpressible(
-            f"{folder} is read by code of its own ({raw.get('model_type')}), which need not look at rope_parameters; "
-            "serve it in Transformers with rope_patch.from_pretrained"
-        )
 
 
 def _scheme(folder: Path, asked: str | Scheme | None, record: dict[str, Any] | None) -> Scheme:
@@ -335,7 +321,7 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def _readers(parameters: dict[str, Any], architectures: tuple[str, ...], length: int) -> tuple[Reader, ...]:
+def _readers(parameters: dict[str, Any], architectures: list[Any], length: int) -> tuple[Reader, ...]:
     here = Reader("Transformers", "yes", "5 reads rope_parameters; before 5, rope_scaling and rope_theta")
     if "rope_type" not in parameters:
         advice = "parameters by layer type: it depends on the model's own code there, which was not looked at"
@@ -345,7 +331,7 @@ def _readers(parameters: dict[str, Any], architectures: tuple[str, ...], length:
         kind = "yarn with a temperature"
     elif kind == "yarn" and parameters.get("truncate") is False:
         kind = "yarn without rounding"
-    elif kind == "llama3" and not set(architectures) & set(_LLAMA_CLASSES):
+    elif kind == "llama3" and not any(name in architectures for name in _LLAMA_CLASSES):
         kind = "llama3 elsewhere"
     words = ((name, *_READERS[name].get(kind, _READERS[name][""])) for name in _READERS)
     return (here, *(Reader(name, reads, said.format(length=length)) for name, reads, said in words))

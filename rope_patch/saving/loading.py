@@ -207,7 +207,7 @@ def _load_class(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:
         model, found = cls.from_pretrained(path, output_loading_info=True, **kwargs)
     finally:
         logger.removeFilter(report)
-    others = {what: rest for what, keys in found.items() if (rest := _not_ours(keys))}
+    others = {what: rest for what, keys in found.items() if (rest := [key for key in keys if not _is_ours(key)])}
     if report.withheld and others:
         logger.warning("%s loaded from %s: %s", type(model).__name__, path, others)
     return model
@@ -224,8 +224,8 @@ class _UnlessOurs(logging.Filter):
         return not ours
 
 
-def _not_ours(keys: Any) -> list[Any]:
-    return [key for key in keys if f".{NAME}." not in f".{key}"]
+def _is_ours(key: Any) -> bool:
+    return f".{NAME}." in f".{key}"
 
 
 def _load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
@@ -237,17 +237,16 @@ def _load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
     wanted = learned_parameters(model)
     if not wanted:
         return
+    handle = cast(PatchHandle, find_handle(model))
     try:
         saved = _saved_parameters(path, **places)
     except OSError as error:
-        handle = cast(PatchHandle, find_handle(model))
         handle.remove()
         raise NotPatched(f"{path or 'the model'} has no files with what {handle.scheme} learned: {error}") from error
     for name, value in wanted.items():
         # the model may have been saved inside another one, or without the one around it
         found = next((key for key in saved if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")), None)
         if found is None or saved[found].shape != value.shape:
-            handle = cast(PatchHandle, find_handle(model))
             handle.remove()
             raise NotPatched(f"{path} has no {name} of shape {tuple(value.shape)}, which {handle.scheme} learns")
         with torch.no_grad():
@@ -264,19 +263,13 @@ def _saved_parameters(path: str | Path, **places: Any) -> dict[str, torch.Tensor
     found: dict[str, torch.Tensor] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
-            names = list(tensors.keys())
-            found |= {name: tensors.get_tensor(name) for name in names if f".{NAME}." in f".{name}"}
+            found |= {name: tensors.get_tensor(name) for name in filter(_is_ours, tensors.keys())}
     return found
 
 
 def make_loadable(path: str | Path, **places: Any) -> bool:
-    """Register the classes of this library that a checkpoint needs.
-
-    Args:
-        **places: where to look, as `from_pretrained` takes it.
-
-    Returns:
-        whether it needs any.
+    """Register the classes of this library that a checkpoint needs, and tell whether it needs any; `places` are where
+    to look, as `from_pretrained` takes them.
     """
     if not is_baichuan_folder(path, **places):
         return False

@@ -21,14 +21,7 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Regime, RotarySpec, Slot,
 
 @dataclass(frozen=True)
 class Source:
-    """Where a scheme was published.
-
-    Attributes:
-        title: of the paper or the post.
-        year: in which it appeared first.
-        link: to it.
-        code: link to the authors' code; empty where there is none.
-    """
+    """Where a scheme was published first: the paper or the post, and a link to the authors' `code`, if there is any."""
 
     title: str
     year: int
@@ -59,11 +52,8 @@ Sweeps = tuple[Sweep, ...] | None
 
 @dataclass(frozen=True)
 class Composed:
-    """What a class attribute of `Scheme` is for a composition; it stands beside the attribute, in its annotation.
-
-    Attributes:
-        combine: makes one value of those of the parts.
-        filling: the slot method of the parts that are asked; empty for all parts.
+    """What a class attribute of `Scheme` is for a composition: what `combine` makes of its values for the parts, or for
+    those `filling` a slot method alone. It stands beside the attribute, in its annotation.
     """
 
     combine: Callable[[list[Any]], Any]
@@ -162,9 +152,6 @@ class Scheme:
     def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         """b by content, or by positions that a distance does not say: added to `pairs.scores`, to whose shape it
         broadcasts. What it says of hidden pairs is not looked at.
-
-        Args:
-            pairs: with their scores so far.
         """
         raise NotImplementedError
 
@@ -185,9 +172,6 @@ class Scheme:
 
     def embedding(self, tokens: Tokens, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         """e(x_m, token_m, m), the shape and dtype of `tokens.states`.
-
-        Args:
-            tokens: what enters.
 
         Raises:
             UnsupportedPositions: where there is no vector for a position, or no ids and the scheme reads them.
@@ -237,10 +221,8 @@ class Scheme:
         return {}
 
     def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
-        """The scheme in the words of Transformers' `rope_parameters`, without what every type shares.
-
-        Args:
-            rotary: of the checkpoint, for fields that are left to it.
+        """The scheme in the words of Transformers' `rope_parameters`, without what every type shares; fields that are
+        left to the checkpoint are read from its `rotary`.
 
         Raises:
             NotExpressible: when Transformers has no words for it.
@@ -278,10 +260,7 @@ class Scheme:
         return (self,)
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
-        """The same scheme with the defaults that depend on the checkpoint filled in.
-
-        Args:
-            checkpoint: what they are read from.
+        """The same scheme with the defaults that depend on the `checkpoint` filled in.
 
         Raises:
             InvalidField: when a field does not fit this checkpoint.

@@ -44,10 +44,7 @@ class NTKScaling(Scheme):
         self._one_of("variant", ("fixed", "old"))
 
     def base(self, rotary: RotarySpec) -> float:
-        """The raised base, which is all that `rope_parameters` need to say this scheme.
-
-        Args:
-            rotary: of the checkpoint, for its width d and its base b.
+        """The raised base, of the width and the base of `rotary`: all that `rope_parameters` need to say this scheme.
 
         Raises:
             InvalidField: it rotates one pair of dimensions alone.

@@ -34,16 +34,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the learned parameters of a scheme are sized by.
-
-    Attributes:
-        num_heads: number of query heads.
-        head_dim: of queries and keys; that of values too, where `value_dim` says nothing else.
-        hidden_size: of the states between the layers.
-        num_layers: of the stack.
-        vocab_size: number of token ids.
-        training_length: L in tokens.
-        value_dim: of one head's values.
+    """What the learned parameters of a scheme are sized by; `num_heads` counts query heads, `head_dim` is of queries
+    and keys, and `training_length` is L in tokens.
     """
 
     num_heads: int

@@ -31,12 +31,9 @@ _IGNORED = -100  # the label of a position that predicts nothing, as everywhere 
 def chunked_loss(model: nn.Module, rows_per_chunk: int = 256) -> Iterator[None]:
     """Within the block, `model(..., labels=labels)` gives the loss that it always gives, and no logits.
 
-    What is called is the model itself, so `Trainer`, PEFT, `DistributedDataParallel` and `fully_shard` around it need
-    to know nothing of this. Terms that a model adds to its loss, such as the balance of experts, are left out.
-
-    Args:
-        model: a causal language model of Transformers, also inside PEFT.
-        rows_per_chunk: positions per call of the head.
+    The head of the model, a causal one of Transformers, sees `rows_per_chunk` positions at a time. What is called is
+    the model itself, so `Trainer`, PEFT, `DistributedDataParallel` and `fully_shard` around it need to know nothing of
+    this. Terms that a model adds to its loss, such as the balance of experts, are left out.
 
     Raises:
         EvaluationError: the model has no head that could be called by itself, or no row fits into a chunk.

@@ -30,15 +30,10 @@ class PoSECollator:
 
     What a row gets follows from its tokens and the seed, so a run that is resumed sees the same. There always is an
     `attention_mask`: without one every skip would be taken for the start of another document.
-
-    Attributes:
-        target_length: L_target, one more than the highest position; at the length of the rows nothing skips.
-        chunks: N; a short row has at most as many as it has tokens.
-        seed: of the draws.
     """
 
-    target_length: int
-    chunks: int = 2
+    target_length: int  # L_target, one more than the highest position; at the length of the rows nothing skips
+    chunks: int = 2  # N; a short row has at most as many as it has tokens
     seed: int = 0
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

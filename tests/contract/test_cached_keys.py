@@ -132,8 +132,8 @@ def test_layers_may_keep_keys_of_their_own(spec):
     positions = torch.arange(START, STOP)[None]
     found = go_on(deep, cache, positions)
     for layer in deep.model.layers:  # the same where no layer shares anything with another
-        state = next(hook for hook in layer.self_attn._forward_pre_hooks.values() if hasattr(hook, "shared"))
-        state.shared = type(state.shared)()
+        state = next(hook for hook in layer.self_attn._forward_pre_hooks.values() if hasattr(hook, "memo"))
+        state.memo = type(state.memo)()
     cache = begun(deep)
     for layer, places in zip(cache.layers, kept, strict=True):
         layer.keys, layer.values = layer.keys[:, :, places], layer.values[:, :, places]

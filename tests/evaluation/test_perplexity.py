@@ -193,7 +193,7 @@ def test_other_weights_texts_targets_or_dtype_are_measured_anew(model, tokenizer
 
 REFUSED = {
     "lengths 32, 16: they must ascend, but 16 follows 32": {"lengths": [32, 16]},
-    "16 is there twice": {"lengths": [16, 16]},
+    "they must ascend, but 16 follows 16": {"lengths": [16, 16]},
     "every length must be a whole number of at least 1 token": {"lengths": [0, 16]},
     "lengths 16.5: every length": {"lengths": [16.5]},
     "no lengths were given": {"lengths": []},

@@ -24,8 +24,6 @@ from rope_patch import (
     unpatch,
 )
 from rope_patch.description import rotated_distance
-from rope_patch.evaluation.matrices import bias_matrices, rotated_distances
-from rope_patch.evaluation.scores_by_distance import layer_states, mean_by_distance, mean_scores
 from rope_patch.schemes.slots import Checkpoint
 from rope_patch.schemes.tools.sinusoids import sinusoidal_rows
 from rope_patch.typing import RotarySpec
@@ -33,7 +31,9 @@ from tests.families import build
 from tests.recipes import load_recipe
 from tests.runs import logits, tokens
 
-pictures = load_recipe("pictures")
+pictures, matrices, scores = map(load_recipe, ("pictures", "position_matrices", "scores_by_distance"))
+bias_matrices, rotated_distances = matrices.bias_matrices, matrices.rotated_distances
+layer_states, mean_by_distance, mean_scores = scores.layer_states, scores.mean_by_distance, scores.mean_scores
 SPEC = RotarySpec(16, 10000.0, 256)
 SIZES = [(2, 10000.0), (8, 100.0), (64, 500000.0)]
 
@@ -92,19 +92,19 @@ def test_wavelengths_of_rope_and_of_schemes():
 
 
 def test_alibi_by_its_formula():
-    matrices = bias_matrices(ALiBi(), num_heads=4, length=9)
+    found = bias_matrices(ALiBi(), num_heads=4, length=9)
     for h, slope in enumerate((1 / 4, 1 / 16, 1 / 64, 1 / 256)):
         for m in range(9):
             for n in range(9):
-                value = float(matrices[h, m, n])
+                value = float(found[h, m, n])
                 assert math.isnan(value) if n > m else value == -slope * (m - n)
 
 
 def test_sandwich_by_its_formula():
-    matrices = bias_matrices(Sandwich(embedding_dim=8), num_heads=2, length=40)
+    found = bias_matrices(Sandwich(embedding_dim=8), num_heads=2, length=40)
     for h in (0, 1):
         cosines = sum(math.cos((33 - 4) * 10000 ** (-2 * i / 8)) for i in range(4))
-        assert float(matrices[h, 33, 4]) == pytest.approx((cosines - 4) * 2 / (8 * (h + 1)), rel=1e-5)
+        assert float(found[h, 33, 4]) == pytest.approx((cosines - 4) * 2 / (8 * (h + 1)), rel=1e-5)
 
 
 def test_compositions_and_learned_biases_as_they_start():
@@ -120,13 +120,13 @@ def test_compositions_and_learned_biases_as_they_start():
 def test_t5_by_its_table_in_both_directions():
     table = torch.arange(64.0).view(32, 2)
     scheme = T5Bias(num_buckets=32, max_distance=128, bidirectional=True)
-    matrices = bias_matrices(scheme, 2, 12, {"relative_attention_bias": table}, bidirectional=True)
-    assert not matrices.isnan().any()
+    found = bias_matrices(scheme, 2, 12, {"relative_attention_bias": table}, bidirectional=True)
+    assert not found.isnan().any()
     for m, n in ((5, 5), (7, 2), (2, 7)):  # near distances have a bucket each, later keys behind the earlier ones
-        assert matrices[:, m, n].tolist() == table[abs(m - n) + 16 * (n > m)].tolist()
+        assert found[:, m, n].tolist() == table[abs(m - n) + 16 * (n > m)].tolist()
     causal = bias_matrices(scheme, 2, 12, {"relative_attention_bias": table})
     assert causal[0, 2, 7].isnan()
-    assert causal[0, 7, 2] == matrices[0, 7, 2]
+    assert causal[0, 7, 2] == found[0, 7, 2]
 
 
 SEGMENTS = (
@@ -211,9 +211,9 @@ def test_the_parts_add_up_to_the_mean_score_of_the_model(family, layer, monkeypa
     input_ids = tokens(40, 2)
     states = layer_states(model, input_ids, layer)
     expected = true_scores(model, input_ids, layer, monkeypatch)
-    scores = mean_scores(states)
-    torch.testing.assert_close(scores["all"], expected, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(scores["fast"] + scores["slow"] + states.rest, scores["all"])
+    found = mean_scores(states)
+    torch.testing.assert_close(found["all"], expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found["fast"] + found["slow"] + states.rest, found["all"])
     partial = 2 * len(states.layout.first) < states.query.shape[-1]
     assert bool(states.rest.abs().max() > 0) == partial
 

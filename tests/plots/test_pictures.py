@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,35 @@ def test_scores_of_a_checkpoint(checkpoint, tmp_path, capsys):  # noqa: F811
     assert path.stat().st_size > 10_000
     assert run_recipe("pictures", [*words, "--length", "1000"]) == 2
     assert "the longest of 3 has 80" in capsys.readouterr().err
+
+
+def test_mean_scores_are_printed_over_ranges_of_distances(checkpoint, tmp_path, capsys):  # noqa: F811
+    (tmp_path / "text.txt").write_text(documents(70)[0]["text"])
+    words = ["--model", checkpoint, "--text", tmp_path / "text.txt", "--length", "20", "--scheme", "rope"]
+    assert run_recipe("scores_by_distance", [*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ranges = [[0, 0], [1, 1], [2, 3], [4, 7], [8, 15], [16, 19]]
+    assert [(row["line"], row["distance"]) for row in found] == [(k, r) for k in ("checkpoint", "rope") for r in ranges]
+    scores = load_recipe("scores_by_distance")
+    means = scores.mean_scores(scores.read_layer(str(checkpoint), str(tmp_path / "text.txt"), 0, 20, 1))
+    assert found[3]["slow"] == pytest.approx(float(means["slow"][4:8].mean()))
+    assert found[9]["slow"] == pytest.approx(found[3]["slow"], abs=1e-5)  # rope is what the checkpoint has
+    assert run_recipe("scores_by_distance", words) == 0
+    assert "16 to 19" in capsys.readouterr().out
+
+
+def test_matrices_are_printed(capsys):
+    assert run_recipe("position_matrices", ["rerope:window=2", "--length", "4"]) == 0
+    assert [line.split() for line in capsys.readouterr().out.strip().splitlines()] == [
+        ["0", "-", "-", "-"],
+        ["1", "0", "-", "-"],
+        ["2", "1", "0", "-"],
+        ["2", "2", "1", "0"],
+    ]
+    assert run_recipe("position_matrices", ["alibi", "--length", "2", "--heads", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [[[0, None], [-slope, 0]] for slope in (1 / 16, 1 / 256)]
+    assert run_recipe("position_matrices", ["alibi", "--heads", "0"]) == 2
+    assert "heads=0 is not allowed" in capsys.readouterr().err
 
 
 def test_the_same_picture_is_the_same_file(tmp_path, monkeypatch, capsys):

@@ -46,9 +46,7 @@ class PerplexityVsLength(evaluate.Metric):
 
     def _info(self) -> evaluate.MetricInfo:
         features = datasets.Features({"predictions": datasets.Value("string")})
-        return evaluate.MetricInfo(
-            description=DESCRIPTION, citation=CITATION, features=features, inputs_description=INPUTS
-        )
+        return evaluate.MetricInfo(DESCRIPTION, CITATION, features, inputs_description=INPUTS)
 
     def _compute(
         self,

@@ -36,12 +36,9 @@ def alibi_attention_forward(
 
     Args:
         attention_mask: as Transformers makes it for `eager`, `sdpa` or flash attention.
-        scaling: multiplies the products.
         position_ids: of the queries; default by slot.
         start: slot of the first query among the keys.
         positions: of cached keys and queries, as `known_positions` found them; default counted from the queries.
-        **kwargs: of other attention functions; nothing here depends on them.
-        query, key, value: see Shape.
 
     Shape:
         query, key and value `(batch, heads, q_len or kv_len, head_dim)`; returns `(batch, q_len, heads, head_dim)`, and
@@ -51,7 +48,12 @@ def alibi_attention_forward(
         UnsupportedPositions: under an attention implementation whose masks are not understood here.
     """
     implementation = cast(Any, module.config)._attn_implementation
-    _check_implementation(implementation)
+    flash = "flash" in implementation and not implementation.startswith("paged")
+    if implementation not in ("eager", "sdpa") and not flash:
+        raise UnsupportedPositions(
+            f"attn_implementation={implementation!r} cannot score ALiBi; allowed: eager, sdpa, and the flash "
+            "implementations"
+        )
     memo = ForwardMemo() if shared is None else shared
     q_length, kv_length = query.shape[2], key.shape[2]
     if position_ids is None:
@@ -81,10 +83,3 @@ def alibi_attention_forward(
     call = Call(query, key.plain() if isinstance(key, CachedKeys) else key, memo)  # of a static cache
     output, weights = engine.score(inputs, call, mode="oracle" if implementation == "eager" else "auto")
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
-
-
-def _check_implementation(name: str) -> None:
-    if name not in ("eager", "sdpa") and ("flash" not in name or name.startswith("paged")):
-        raise UnsupportedPositions(
-            f"attn_implementation={name!r} cannot score ALiBi; allowed: eager, sdpa, and the flash implementations"
-        )

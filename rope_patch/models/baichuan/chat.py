@@ -21,12 +21,10 @@ _TEMPLATE = """\
 
 
 def chat_template(user: str, assistant: str, second_generation: bool) -> str:
-    """The prompt that the published `chat` method builds, without any bos.
+    """The prompt that the published `chat` method builds, without any bos; `user` and `assistant` open a turn.
 
-    Args:
-        user, assistant: the tokens that open a turn.
-        second_generation: Baichuan 2 takes a system text, raw and first, and closes no turn; Baichuan takes none, and
-            closes the turns of the assistant by eos.
+    Baichuan 2, the second generation, takes a system text, raw and first, and closes no turn; Baichuan takes none, and
+    closes the turns of the assistant by eos.
     """
     differences = {
         "<user>": user,

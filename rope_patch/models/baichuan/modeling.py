@@ -6,22 +6,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationMixin
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
-from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
     LlamaDecoderLayer,
     LlamaForCausalLM,
+    LlamaModel,
+    LlamaPreTrainedModel,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
 
 from rope_patch.attention.inputs import wide
 from rope_patch.attention.memo import ForwardMemo
@@ -29,8 +28,6 @@ from rope_patch.models.baichuan.alibi import alibi_attention_forward
 from rope_patch.models.baichuan.configuration import BaichuanConfig
 from rope_patch.models.cached_keys import known_positions, remember
 from rope_patch.schemes.tools.positions import query_start
-
-Tables = tuple[torch.Tensor, torch.Tensor]
 
 # A model class is not complete without the names of its weights in files, so they are said where it is defined.
 # A module that keeps `W_pack` as it is finds its own name among the keys, and Transformers leaves such keys alone.
@@ -47,47 +44,29 @@ register_checkpoint_conversion_mapping(
 )
 
 
-class BaichuanAttention(nn.Module):
-    """Self-attention with rotated queries and keys, through the attention interface of Transformers; `layer_idx` is its
-    place in the stack and in the cache.
+class BaichuanAttention(LlamaAttention):
+    """Llama's self-attention, whose three projections may be one module; `layer_idx` is its place in the stack and in
+    the cache.
     """
 
     def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.hidden_size // config.num_attention_heads
-        self.num_key_value_groups = 1
-        self.scaling = self.head_dim**-0.5
-        self.is_causal = True
-        width = config.hidden_size
+        super().__init__(config, layer_idx)
         if config.fused_qkv:
-            self.W_pack = nn.Linear(width, 3 * width, bias=False)
-        else:
-            self.q_proj = nn.Linear(width, width, bias=False)
-            self.k_proj = nn.Linear(width, width, bias=False)
-            self.v_proj = nn.Linear(width, width, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
+            del self.q_proj, self.k_proj, self.v_proj
+            self.W_pack = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: Tables | None = None,
+        position_embeddings: Any = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`(batch, length, hidden)` to the same, and the attention weights where the attention function gives them.
-
-        Args:
-            hidden_states: after the norm.
-            position_embeddings: cos and sin, `(batch or 1, length, head_dim)`.
-            attention_mask: in the form that the attention function takes.
-            past_key_values: receives the rotated keys and the values.
-            **kwargs: for the attention function.
+        """`(batch, length, hidden)` to the same, and the attention weights where the attention function gives them;
+        `position_embeddings` are cos and sin, `(batch or 1, length, head_dim)`.
         """
         query, key, value = self._project(hidden_states)
-        assert position_embeddings is not None  # for the type checker: the model always gives them
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -110,18 +89,18 @@ class BaichuanAlibiAttention(BaichuanAttention):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: Tables | None = None,
+        position_embeddings: Any = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As of the other kind; `position_embeddings` are part of the interface, and nothing here rotates."""
+        """As of the other kind; `position_embeddings` are a `ForwardMemo`, as nothing rotates."""
         query, key, value = self._project(hidden_states)
         implementation = self.config._attn_implementation
         if implementation.startswith("rope_patch"):  # a scheme is mounted, which brings a bias of its own
             score = ALL_ATTENTION_FUNCTIONS[implementation]
         else:
-            score = alibi_attention_forward
+            score, kwargs["shared"] = alibi_attention_forward, position_embeddings
             if past_key_values is not None:
                 start = kwargs["start"] = query_start(past_key_values, self.layer_idx, query.shape[2])
                 kwargs["positions"] = known_positions(past_key_values, self.layer_idx, start, kwargs["position_ids"])
@@ -142,30 +121,14 @@ class BaichuanDecoderLayer(LlamaDecoderLayer):
         self.self_attn = attention(config, layer_idx)
 
 
-class BaichuanPreTrainedModel(PreTrainedModel):
-    """What Transformers must know of both models.
-
-    Attributes:
-        config: of the checkpoint.
-    """
+class BaichuanPreTrainedModel(LlamaPreTrainedModel):
+    """What Transformers must know of both models, beside the `config` of the checkpoint."""
 
     config: BaichuanConfig
     config_class = BaichuanConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ("BaichuanDecoderLayer",)
-    _skip_keys_device_placement = ("past_key_values",)
     # published files carry the tables of frequencies, which follow from the config
     _keys_to_ignore_on_load_unexpected = (r"rotary_emb\.inv_freq",)
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _can_compile_fullgraph = True
-    _supports_attention_backend = True
-    _can_record_outputs = {  # noqa: RUF012  # as every model of Transformers says it
-        "hidden_states": BaichuanDecoderLayer,
-        "attentions": BaichuanAttention,
-    }
 
     def _backward_compatibility_gradient_checkpointing(self) -> None:
         # a trailing comma made the published value `[false]`, which Transformers would take for true
@@ -183,66 +146,16 @@ class BaichuanModel(BaichuanPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(BaichuanDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        if not config.uses_alibi:
-            self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.rotary_emb = _memo_instead_of_tables if config.uses_alibi else LlamaRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """Hidden states `(batch, length, hidden)` of tokens `(batch, length)` or of their embeddings.
+    forward = LlamaModel.forward
 
-        Args:
-            input_ids: tokens, `(batch, length)`.
-            attention_mask: `(batch, keys)`, 1 on tokens and 0 on pads; default no pads.
-            position_ids: `(batch or 1, length)`; default from 0, or from where the cache ends.
-            past_key_values: the cache; default a new one where `use_cache` says so.
-            inputs_embeds: embeddings in place of tokens, `(batch, length, hidden)`.
-            use_cache: whether to keep keys and values; default by the config.
-            **kwargs: passed on to the layers.
 
-        Raises:
-            ValueError: unless exactly one of tokens and embeddings is given.
-        """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
-        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if position_ids is None:
-            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-            position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen)[None]
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=hidden_states,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
-        if self.config.uses_alibi:
-            kwargs["shared"] = ForwardMemo()
-        else:
-            kwargs["position_embeddings"] = self.rotary_emb(hidden_states, position_ids=position_ids)
-        for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                **kwargs,
-            )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+def _memo_instead_of_tables(hidden_states: torch.Tensor, position_ids: torch.Tensor) -> ForwardMemo:
+    """What the layers of one forward have in common, where none of them rotates."""
+    return ForwardMemo()
 
 
 class NormHead(nn.Linear):
@@ -273,11 +186,7 @@ class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
     forward = LlamaForCausalLM.forward
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Put another head in place; the plain one that resizing the vocabulary makes stays normalised.
-
-        Args:
-            new_embeddings: the head.
-        """
+        """Put `new_embeddings` in the head's place; the plain one that resizing the vocabulary makes is normalised."""
         if self.config.normalizes_head and type(new_embeddings) is nn.Linear:
             head = NormHead(new_embeddings.in_features, new_embeddings.out_features, bias=False, device="meta")
             head.weight = new_embeddings.weight
@@ -285,14 +194,8 @@ class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
         super().set_output_embeddings(new_embeddings)
 
     def loss_function(self, logits: torch.Tensor, labels: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
-        """Cross-entropy, plus `z_loss_weight` times the mean squared largest logit of every predicting position.
-
-        Args:
-            logits, labels: see Shape.
-            **kwargs: passed on to the loss of Transformers.
-
-        Shape:
-            logits `(batch, length, vocabulary)`, labels `(batch, length)`.
+        """Cross-entropy of `logits` `(batch, length, vocabulary)` for `labels` `(batch, length)`, by Transformers' own
+        loss with its `kwargs`, plus `z_loss_weight` times the mean squared largest logit of every predicting position.
         """
         loss = super().loss_function(logits=logits, labels=labels, **kwargs)
         if not self.config.z_loss_weight:

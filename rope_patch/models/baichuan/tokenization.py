@@ -67,7 +67,8 @@ class BaichuanTokenizer(SentencePieceBackend):
             **kwargs,
         )
         folder = Path(vocab_file).parent
-        roles = _role_ids(folder)
+        said = _read(folder / "generation_config.json")
+        roles = said.get("user_token_id", USER_TOKEN_ID), said.get("assistant_token_id", ASSISTANT_TOKEN_ID)
         if max(roles) < self.vocab_size:
             user, assistant = self._roles = tuple(self.convert_ids_to_tokens(index) for index in roles)
             self._update_trie(self._roles)
@@ -93,40 +94,24 @@ class BaichuanTokenizer(SentencePieceBackend):
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """One text or two, each between the bos and the eos that are asked for.
-
-        Args:
-            token_ids_0, token_ids_1: ids of the first and of the second text; default one text.
-        """
-        before, after = self._frame(self.bos_token_id, self.eos_token_id)
+        """`token_ids_0` and, where given, `token_ids_1`, each between the bos and the eos that are asked for."""
+        before, after = [self.bos_token_id] * self.add_bos_token, [self.eos_token_id] * self.add_eos_token
         return [token for ids in (token_ids_0, token_ids_1) if ids is not None for token in (*before, *ids, *after)]
 
     def get_special_tokens_mask(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None, already_has_special_tokens: bool = False
     ) -> list[int]:
-        """1 where `build_inputs_with_special_tokens` adds a token, else 0.
-
-        Args:
-            token_ids_0, token_ids_1: ids of the first and of the second text; default one text.
-            already_has_special_tokens: whether the ids have them, so that they are looked for instead; False by
-                default.
+        """1 where `build_inputs_with_special_tokens` adds a token to `token_ids_0` and `token_ids_1`, else 0; where a
+        text `already_has_special_tokens`, they are looked for.
         """
         if already_has_special_tokens:
             return super().get_special_tokens_mask(token_ids_0, token_ids_1, already_has_special_tokens=True)
-        before, after = self._frame(1, 1)
-        return [
-            flag for ids in (token_ids_0, token_ids_1) if ids is not None for flag in (*before, *[0] * len(ids), *after)
-        ]
-
-    def _frame(self, before: int, after: int) -> tuple[list[int], list[int]]:
-        return [before] * self.add_bos_token, [after] * self.add_eos_token
+        second = None if token_ids_1 is None else [-1] * len(token_ids_1)
+        return [int(token >= 0) for token in self.build_inputs_with_special_tokens([-1] * len(token_ids_0), second)]
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> tuple[str, ...]:
-        """As every tokenizer, and with `add_bos_token` and `add_eos_token`, which Transformers leaves out.
-
-        Args:
-            save_directory: the folder.
-            *args, **kwargs: as every tokenizer takes them.
+        """As every tokenizer is saved (`save_directory`, `args`, `kwargs`), and with `add_bos_token` and
+        `add_eos_token`, which Transformers leaves out.
         """
         files = super().save_pretrained(save_directory, *args, **kwargs)
         for file in map(Path, files):
@@ -139,11 +124,6 @@ class BaichuanTokenizer(SentencePieceBackend):
 
 class BaiChuanTokenizer(BaichuanTokenizer):
     """The spelling of Baichuan-7B."""
-
-
-def _role_ids(folder: Path) -> tuple[int, int]:
-    said = _read(folder / "generation_config.json")
-    return said.get("user_token_id", USER_TOKEN_ID), said.get("assistant_token_id", ASSISTANT_TOKEN_ID)
 
 
 def _is_second_generation(folder: Path, vocab_size: int) -> bool:

@@ -71,11 +71,6 @@ def joined(past: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def query_start(cache: Any, layer_index: int, q_length: int) -> int | torch.Tensor:
     """Slot of the first query among the keys that a cache of Transformers will return, a scalar; asked before it is
     updated.
-
-    Args:
-        cache: of the forward.
-        layer_index: which layer asks.
-        q_length: how many queries there are.
     """
     offset = cache.get_query_offset(layer_index)
     # the difference is a new number also where a static layer hands out its live counter
@@ -87,7 +82,6 @@ class Identity:
     """phi(m) = m."""
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """phi of every position."""
         return positions
 
 
@@ -98,7 +92,6 @@ class Constant:
     value: float
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """phi of every position."""
         return torch.full_like(positions, self.value, dtype=torch.float32)
 
 
@@ -110,7 +103,6 @@ class Interpolated:
     shift: float = 0.0
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """phi of every position."""
         return positions / self.factor + self.shift
 
 
@@ -122,7 +114,6 @@ class Grouped:
     shift: float = 0.0
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """phi of every position."""
         return positions.div(self.group_size, rounding_mode="floor") + self.shift
 
 
@@ -135,5 +126,4 @@ class Periodic:
     most: float = math.inf
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """phi of every position."""
         return (positions % self.period + self.shift).clamp(max=self.most)

@@ -101,12 +101,7 @@ class RotaryLayout:
         return rotated
 
     def rotate_into(self, out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """`rotate` without temporaries, into memory of the shape of `x`; for use without gradients.
-
-        Args:
-            out: the memory.
-            x, cos, sin: as of `rotate`.
-        """
+        """`rotate` without temporaries, into memory `out` of the shape of `x`; for use without gradients."""
         pairs = len(self.first)
         if (start := self.half_split_offset) is not None:
             first, second = slice(start, start + pairs), slice(start + pairs, start + 2 * pairs)

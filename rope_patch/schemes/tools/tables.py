@@ -13,10 +13,7 @@ MOST_NUMBERS = 2**32
 
 
 def require_room(scheme: str, make: Callable[[], Iterable[torch.Tensor]]) -> None:
-    """Check how large tables would be, before they are made.
-
-    Args:
-        make: makes them all, of any shape.
+    """Check how large the tables would be, of any shape, that `make` makes, before they are made.
 
     Raises:
         InvalidField: they would hold more than `MOST_NUMBERS`.
@@ -36,14 +33,8 @@ def require_room(scheme: str, make: Callable[[], Iterable[torch.Tensor]]) -> Non
 
 
 def rows_at(table: torch.Tensor, positions: torch.Tensor, scheme: str) -> torch.Tensor:
-    """The rows of a table at some positions, in float32 at least.
-
-    Args:
-        table: `(rows, hidden)`.
-        positions: integer, of any shape.
-
-    Returns:
-        `(*positions.shape, hidden)`.
+    """The rows of a table `(rows, hidden)` at integer positions of any shape: `(*positions.shape, hidden)`, in float32
+    at least.
 
     Raises:
         UnsupportedPositions: see `require_positions`.
@@ -53,11 +44,8 @@ def rows_at(table: torch.Tensor, positions: torch.Tensor, scheme: str) -> torch.
 
 
 def require_positions(positions: torch.Tensor, rows: int, scheme: str) -> None:
-    """Check that there are rows for all positions; not while compiling, where positions have no values yet.
-
-    Args:
-        positions: integer, any shape.
-        rows: how many there are, from position 0 on.
+    """Check that there are rows for all positions, integers of any shape, which count from 0; not while compiling,
+    where positions have no values yet.
 
     Raises:
         UnsupportedPositions: names the first position without a row, and the number of rows.
