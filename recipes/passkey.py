@@ -1,4 +1,4 @@
-"""Hide something at several depths of contexts of several lengths, ask for it, and draw what each scheme finds again.
+"""Hide something at several depths and lengths, ask for it, and draw what each scheme finds again.
 
     rope-patch passkey --task spans --scheme yarn:factor=auto --lengths 256,1024 --trials 2
     python recipes/passkey.py recipes/configs/passkey_tiny.yaml

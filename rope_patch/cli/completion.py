@@ -1,4 +1,4 @@
-"""A script by which bash, zsh or tcsh completes commands and options.
+"""A script by which bash or zsh completes commands and options.
 
     rope-patch completion bash > ~/.local/share/bash-completion/completions/rope-patch
     rope-patch completion zsh > _rope-patch    # in a folder of $fpath, before compinit
