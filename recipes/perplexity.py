@@ -67,7 +67,7 @@ def main(options: Options) -> None:
     learned = take_off(model, say)
     corpus = load_text(options.text, options.dataset, split=options.split, column=options.column)
     lengths = ", ".join(map(str, options.lengths))
-    say(f"measuring {len(lines)} schemes at {lengths} tokens on {len(corpus)} documents")
+    say(f"measuring {len(lines)} schemes at {lengths} tokens; documents: {len(corpus)}")
     name = options.model or "tiny-llama"
     rows = measure(
         model, tokenizer, corpus, lines, options.lengths, **asked, name=name, results=results, trained=learned
