@@ -67,3 +67,11 @@ def checkpoint(tmp_path_factory):
     tiny_llama().save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def folder_of_texts(path, *lengths):
+    """A folder with a text of each length."""
+    path.mkdir()
+    for document in documents(*lengths):
+        (path / f"{document['name']}.txt").write_text(document["text"])
+    return path

@@ -15,7 +15,7 @@ from rope_patch.evaluation.retrieval import grids
 from rope_patch.mounting.parameters import learned_parameters
 from tests.recipes import load_recipe, run_recipe
 
-from .conftest import byte_tokenizer, documents
+from .conftest import byte_tokenizer, folder_of_texts
 from .retrieval_rows import row
 
 recipe = load_recipe("passkey")
@@ -27,11 +27,7 @@ def main(words):
 
 @pytest.fixture
 def texts(tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for document in documents(90, 110, 20):
-        (folder / f"{document['name']}.txt").write_text(document["text"])
-    return folder
+    return folder_of_texts(tmp_path / "texts", 90, 110, 20)
 
 
 @pytest.fixture

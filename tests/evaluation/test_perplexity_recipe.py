@@ -19,18 +19,14 @@ from rope_patch.mounting.parameters import learned_parameters
 from tests.recipes import load_recipe, run_recipe
 from tests.runs import logits, tokens
 
-from .conftest import byte_tokenizer, documents
+from .conftest import byte_tokenizer, folder_of_texts
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 
 
 @pytest.fixture
 def texts(tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for document in documents(70, 80, 20):
-        (folder / f"{document['name']}.txt").write_text(document["text"])
-    return folder
+    return folder_of_texts(tmp_path / "texts", 70, 80, 20)
 
 
 @pytest.fixture
