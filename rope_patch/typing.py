@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Optional
 
 import torch
 
@@ -17,6 +17,9 @@ Slot = Literal["frequencies", "segments", "query_scale", "bias", "values", "embe
 
 PositionMap = Callable[["torch.Tensor"], "torch.Tensor"]
 """phi: integer positions of any shape to the positions that rotate, same shape."""
+
+Lengths = Optional["torch.Tensor"]
+"""How long each row is in tokens, `(batch,)`; None where nothing depends on it."""
 
 Weights = Mapping[str, "torch.Tensor"]
 """Learned parameters of a scheme by name."""

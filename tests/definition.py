@@ -22,6 +22,7 @@ class Head:
 
     Attributes:
         index: of the head.
+        x: what enters the attention, normed, `(length, hidden)`.
         q, k: `(length, d)`, as projected: not rotated.
         m, n: `(length, 1)` and `(1, length)`.
         scores: `(length, length)`, as they are before any bias.
@@ -29,6 +30,7 @@ class Head:
     """
 
     index: int
+    x: Array
     q: Array
     k: Array
     m: Array
@@ -59,7 +61,8 @@ class Definition:
     """What a scheme means, in arrays: m `(q, 1)`, n `(1, k)`, theta `(d/2,)`, l the length of the text in tokens.
 
     `pair_weights` multiply each pair's share of a score, by the distance that rotates it, `(q, k, d/2)`. Whatever looks
-    at queries and keys, or was learned, is given a `Head`: `content_bias` comes on top of its scores, `(q, k)`;
+    at queries and keys, or was learned, is given a `Head`: `head_scale` multiplies its scores, `(q, 1)`;
+    `learned_frequencies` replace its frequencies, `(d/2,)`; `content_bias` comes on top of its scores, `(q, k)`;
     `weight_factor` multiplies their softmax, `(q, k)`; and `relative_values` join the values, `(q, k, d)`. Vectors of
     tokens are replaced where they enter the stack (`embedding`) and each of its blocks (`block_embedding`).
     """
@@ -69,8 +72,10 @@ class Definition:
     query_scale: Callable[[Array], Array] = lambda m: np.ones(m.shape)
     bias: Callable[[int, Array, Array], Array | float] = lambda head, m, n: 0.0
     frequencies: Callable[[Array, int], Array] = lambda theta, length: theta
+    learned_frequencies: Callable[[Array, Learned], Array] = lambda theta, learned: theta
     temperature: float = 1.0
     pair_weights: Callable[[Array], Array | float] = lambda distance: 1.0
+    head_scale: Callable[[Head], Array | float] = lambda head: 1.0
     content_bias: Callable[[Head], Array | float] = lambda head: 0.0
     weight_factor: Callable[[Head], Array | float] = lambda head: 1.0
     relative_values: Callable[[Head], Array | float] = lambda head: 0.0
@@ -124,7 +129,7 @@ def defined_logits(
             for name in "qkv"
         )
         known = shared | _under(f"{layer}.self_attn.rope_patch.", learned)
-        x = x + linear(_attend(q, k, v, theta, definition, known), "self_attn.o_proj")
+        x = x + linear(_attend(normed, q, k, v, theta, definition, known), "self_attn.o_proj")
         normed = norm(x, f"{layer}.post_attention_layernorm")
         gate = linear(normed, "mlp.gate_proj")
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(normed, "mlp.up_proj"), "mlp.down_proj")
@@ -136,12 +141,13 @@ def _under(prefix: str, learned: Learned | None) -> Learned:
     return {name.removeprefix(prefix): array for name, array in (learned or {}).items() if name.startswith(prefix)}
 
 
-def _attend(q: Array, k: Array, v: Array, theta: Array, definition: Definition, learned: Learned) -> Array:
+def _attend(x: Array, q: Array, k: Array, v: Array, theta: Array, definition: Definition, learned: Learned) -> Array:
     """`(length, heads * head_dim)` from q `(heads, length, head_dim)`, k and v `(kv_heads, length, head_dim)`."""
     length, half = q.shape[1], q.shape[2] // 2
     m, n = np.arange(length)[:, None], np.arange(length)[None, :]
     distance = definition.distance(m, n)
-    angle = distance[..., None] * definition.frequencies(theta, length)
+    theta = definition.learned_frequencies(definition.frequencies(theta, length), learned)
+    angle = distance[..., None] * theta
     size = definition.temperature**2 * definition.pair_weights(distance)
     cos, sin = size * np.cos(angle), size * np.sin(angle)
     heads = []
@@ -152,7 +158,8 @@ def _attend(q: Array, k: Array, v: Array, theta: Array, definition: Definition, 
         crossed = q1[:, None] * k2[None] - q2[:, None] * k1[None]
         scores = (straight * cos + crossed * sin).sum(-1) / np.sqrt(q.shape[2])
         scores = definition.query_scale(m) * scores
-        known = Head(head, q[head], k[group], m, n, scores, learned)
+        scores = definition.head_scale(Head(head, x, q[head], k[group], m, n, scores, learned)) * scores
+        known = Head(head, x, q[head], k[group], m, n, scores, learned)
         scores = scores + definition.bias(head, m, n) + definition.content_bias(known)
         scores = np.where((m >= n) & definition.visible(m, n), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))

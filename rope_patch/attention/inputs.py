@@ -61,11 +61,13 @@ class DistanceBias:
 @dataclass(frozen=True)
 class Content:
     """What a scheme adds to scores and makes of weights and values, where that is more than a bias by distance: of
-    queries and keys as projected, `(batch, heads or kv_heads, length, head_dim)`.
+    queries and keys as projected, `(batch, heads or kv_heads, length, head_dim)`, and of the `states` that entered the
+    module at the queries, `(batch, q_len, hidden)`.
     """
 
     scheme: Scheme
     weights: Weights
+    states: torch.Tensor
     query: torch.Tensor
     key: torch.Tensor
 
@@ -84,6 +86,7 @@ class Content:
             scores=scores,
             seen=torch.ones((), dtype=torch.bool, device=scores.device) if seen is None else seen,
             scaling=inputs.scaling,
+            states=self.states,
         )
         return self.scheme.content_bias(pairs, self.weights)
 
@@ -101,7 +104,8 @@ class Content:
 
     def rows(self, queries: slice, keys: slice) -> Content:
         """The same for some queries and keys alone."""
-        return dataclasses.replace(self, query=self.query[:, :, queries], key=self.key[:, :, keys])
+        query, key, states = self.query[:, :, queries], self.key[:, :, keys], self.states[:, queries]
+        return dataclasses.replace(self, query=query, key=key, states=states)
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ class LateAttention:
             raise UnsupportedPositions(
                 f"{self.layer.name}: position_ids of shape {tuple(position_ids.shape)}; (batch, length) is allowed"
             )
-        call = LateCall(self, self.memo.of(position_ids), position_ids, start)
+        call = LateCall(self, self.memo.of(position_ids), hidden, position_ids, start)
         if cache is not None:
             call = self._with_past(call, cache, hidden.shape[1], kwargs.get("attention_mask"))
         if self.rotate and self.layer.rotary is not None:
@@ -264,6 +264,7 @@ class LateCall:
     """One forward of one attention module, on its way from the hook to the attention function.
 
     Attributes:
+        states: what entered the module, `(batch, q_len, hidden)`.
         position_ids: `(batch or 1, q_len)`, positions of the queries.
         query_start: slot of the first query among the keys; None without a cache.
         tokens: `(batch or 1, kv_len)`, true on keys that are no pads; None where no pads are known of.
@@ -276,6 +277,7 @@ class LateCall:
 
     state: LateAttention
     memo: ForwardMemo
+    states: torch.Tensor
     position_ids: torch.Tensor
     query_start: int | torch.Tensor | None
     tokens: torch.Tensor | None = None

@@ -71,8 +71,10 @@ def late_attention(
         key = key.plain()
     scheme, implementation = state.scheme, state.config._attn_implementation
     projected = query
+    learned = state.weights()
     if "query_scale" in scheme.slots:
-        query = query * scheme.query_scale(call.position_ids.clamp(min=0))[:, None, :, None].to(query.dtype)
+        scale = scheme.query_scale(call.position_ids.clamp(min=0), query.shape[1], learned)
+        query = query * scale.transpose(0, 1)[..., None].to(query.dtype)
 
     def masked() -> tuple[torch.Tensor | None, torch.Tensor | None]:
         lengths = query.shape[2], key.shape[2]
@@ -94,7 +96,6 @@ def late_attention(
         query, key, value, projected = (x.to(dtype) for x in (query, key, value, projected))
     causal = kwargs.get("is_causal")
     mask, groups = masked()
-    learned = state.weights()
     by_content = scheme.methods & {"content_bias", "weight_factor", "relative_values"}
     inputs = AttentionInputs(
         branches=(),
@@ -109,7 +110,7 @@ def late_attention(
         scattered=call.scattered,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         bias=call.memo.bias(scheme, query, learned) if "bias" in scheme.methods else None,
-        content=Content(scheme, learned, projected, key) if by_content else None,
+        content=Content(scheme, learned, call.states, projected, key) if by_content else None,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         dropout=dropout,

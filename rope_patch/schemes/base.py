@@ -16,7 +16,7 @@ import torch
 
 from rope_patch.errors import InvalidField, NotExpressible, did_you_mean
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs, Region, Tokens
-from rope_patch.typing import NO_WEIGHTS, Frequencies, Regime, RotarySpec, Slot, Weights
+from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, Regime, RotarySpec, Slot, Weights
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class Scheme:
         source: where it was published.
         regime: what a pretrained checkpoint needs before it makes sense under this scheme.
         length_dependent: whether the frequencies follow the length of the text.
+        learned_frequencies: whether the frequencies follow learned parameters.
         decays: whether the frequencies bring a decay, so that queries and keys are turned by different tables.
         linear: whether the bias is a multiple of the distance, so that beside a causal mask a term per key says it all.
         absolute: whether a shift of all positions changes the scores.
@@ -109,6 +110,7 @@ class Scheme:
     source: ClassVar[Source]
     regime: ClassVar[Annotated[Regime, Composed(_most_demanding)]] = "training-free"
     length_dependent: ClassVar[IfAny] = False
+    learned_frequencies: ClassVar[Annotated[bool, Composed(any, filling="frequencies")]] = False
     decays: ClassVar[IfAny] = False
     linear: ClassVar[Annotated[bool, Composed(all, filling="bias")]] = False
     absolute: ClassVar[IfAny] = False
@@ -125,12 +127,13 @@ class Scheme:
 
     # --- slots ---------------------------------------------------------------------------------------------------
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         """f: a frequency for each rotated pair, and what multiplies cos and sin.
 
         Args:
             rotary: width, base and training length of the checkpoint's rotations.
             length: of each row in tokens, `(batch,)`; given where the scheme is `length_dependent`.
+            weights: given where the scheme has `learned_frequencies`.
 
         Raises:
             InvalidField: a field does not fit this width.
@@ -141,8 +144,8 @@ class Scheme:
         """phi: disjoint regions of (m, n); a pair in none of them is not attended."""
         raise NotImplementedError
 
-    def query_scale(self, positions: torch.Tensor) -> torch.Tensor:
-        """lambda(m), float32, the shape of `positions`."""
+    def query_scale(self, positions: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        """lambda(m), float32, `(heads or 1, *positions.shape)`; `positions` are of any shape, at least 0."""
         raise NotImplementedError
 
     def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
@@ -152,6 +155,17 @@ class Scheme:
     def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         """b by content, or by positions that a distance does not say: added to `pairs.scores`, to whose shape it
         broadcasts. What it says of hidden pairs is not looked at.
+        """
+        raise NotImplementedError
+
+    def running_bias(self, states: torch.Tensor, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        """b = c_m - c_n: what each token adds to the running sum c of each head, float32, `(batch, length, heads)`.
+
+        The sums of earlier tokens are kept in the cache. Softmax does not see c_m, so the fast kernels get a term per
+        key alone.
+
+        Args:
+            states: what enters the attention module, as its projections see it, `(batch, length, hidden)`.
         """
         raise NotImplementedError
 
@@ -208,8 +222,8 @@ class Scheme:
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         """The learned parameters that the scheme brings, as they start: float32, on the CPU, of any shape, by name.
 
-        They start so that a pretrained model changes as little as the method allows. The slots' methods are given
-        them, trained, as `weights`.
+        They start so that a pretrained model changes as little as the method allows. Every slot's method but
+        `segments` is given them, trained, as `weights`.
 
         Args:
             shape: what they are sized by.
@@ -336,6 +350,7 @@ SLOTS: dict[str, Slot] = {
     "query_scale": "query_scale",
     "bias": "bias",
     "content_bias": "bias",
+    "running_bias": "bias",
     "weight_factor": "values",
     "relative_values": "values",
     "embedding": "embedding",

@@ -68,15 +68,19 @@ class Compose(Scheme):
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         return Compose(*(part.resolve(checkpoint) for part in self._parts))
 
-    def query_scale(self, positions: torch.Tensor) -> torch.Tensor:
-        scales = [part.query_scale(positions) for part in self._having("query_scale")]
-        return torch.stack(scales).prod(dim=0)
+    def query_scale(self, positions: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        return reduce(
+            torch.mul, (part.query_scale(positions, num_heads, weights) for part in self._having("query_scale"))
+        )
 
     def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         return reduce(torch.add, (part.bias(distance, num_heads, weights) for part in self._having("bias")))
 
     def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         return reduce(torch.add, (part.content_bias(pairs, weights) for part in self._having("content_bias")))
+
+    def running_bias(self, states: torch.Tensor, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        return reduce(torch.add, (part.running_bias(states, weights) for part in self._having("running_bias")))
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}

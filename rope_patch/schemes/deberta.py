@@ -116,8 +116,8 @@ class Disentangled(Scheme):
             found["absolute_positions"] = torch.zeros(self.num_positions or shape.training_length, hidden)
         return found
 
-    def query_scale(self, positions: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(positions, self._share, dtype=torch.float32)
+    def query_scale(self, positions: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        return torch.full_like(positions, self._share, dtype=torch.float32)[None]
 
     def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         dtype, heads = pairs.scores.dtype, pairs.scores.shape[1]

@@ -9,7 +9,7 @@ import torch
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.tools.rotary import inverse_frequencies
-from rope_patch.typing import Frequencies, RotarySpec
+from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TruncatedBasis(Scheme):
     def __post_init__(self) -> None:
         self._at_least("cutoff_length", 1, int)
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         inv_freq = inverse_frequencies(rotary.dim, rotary.base)
         turn = 2 * math.pi / self.cutoff_length
         slow = torch.where(inv_freq >= turn / 8, torch.full_like(inv_freq, turn / 16), torch.zeros_like(inv_freq))

@@ -11,7 +11,7 @@ import torch
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.tools.rotary import inverse_frequencies
-from rope_patch.typing import Frequencies, RotarySpec
+from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Llama3Scaling(Scheme):
             )
         self._at_least("original_max_position_embeddings", 1, int, optional=True)
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         low, high = self.low_freq_factor, self.high_freq_factor
         trained = self.original_max_position_embeddings or rotary.training_length
         inv_freq = inverse_frequencies(rotary.dim, rotary.base)

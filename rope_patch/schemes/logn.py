@@ -10,6 +10,7 @@ import torch
 
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.slots import Checkpoint
+from rope_patch.typing import NO_WEIGHTS, Weights
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class LogN(Scheme):
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         return self if self.training_length else dataclasses.replace(self, training_length=checkpoint.training_length)
 
-    def query_scale(self, positions: torch.Tensor) -> torch.Tensor:
+    def query_scale(self, positions: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         if self.training_length is None:
             raise ValueError("logn: resolve() has to fill in the training length first")
         # pads may stand at negative positions; nobody attends from there
         scale = (positions.clamp(min=0).float() + 1).log() / math.log(self.training_length)
-        return scale.clamp(min=1.0) if self.clip else scale
+        return (scale.clamp(min=1.0) if self.clip else scale)[None]

@@ -13,7 +13,7 @@ from rope_patch.errors import InvalidField, NotExpressible
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.slots import Checkpoint
 from rope_patch.schemes.tools.rotary import periods
-from rope_patch.typing import Frequencies, RotarySpec
+from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class LongRoPE(Scheme):
     def length_dependent(self) -> bool:  # type: ignore[override]
         return self.length is None and self.short_factor != self.long_factor
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         if len(self.short_factor) != rotary.dim // 2:
             raise InvalidField(
                 f"longrope: short_factor has {len(self.short_factor)} numbers; "

@@ -10,7 +10,7 @@ import torch
 from rope_patch.errors import InvalidField, NotExpressible
 from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.tools.rotary import inverse_frequencies
-from rope_patch.typing import Frequencies, RotarySpec
+from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class NTKScaling(Scheme):
         exponent = _exponent(self.name, rotary) if self.variant == "fixed" else 1.0
         return rotary.base * self.factor**exponent
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return Frequencies(inverse_frequencies(rotary.dim, self.base(rotary)))
 
     def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class AdjustedBase(Scheme):
     def __post_init__(self) -> None:
         self._above_zero("base")
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return Frequencies(inverse_frequencies(rotary.dim, self.base))
 
     def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class DynamicNTK(Scheme):
     def length_dependent(self) -> bool:  # type: ignore[override]
         return self.length is None
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         trained = self.original_max_position_embeddings or rotary.training_length
         if self.length is not None:
             length = torch.tensor([self.length])

@@ -9,7 +9,7 @@ import torch
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.tools.rotary import inverse_frequencies
-from rope_patch.typing import Frequencies, RotarySpec
+from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class NTKMixed(Scheme):
         self._at_least("factor", 1, float)
         self._above_zero("exponent")
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         pairs = rotary.dim // 2
         slope = math.log(self.factor) / pairs**self.exponent
         slowed = (-slope * torch.arange(1, pairs + 1).double() ** self.exponent).exp().float()

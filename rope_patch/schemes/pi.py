@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.tools.rotary import inverse_frequencies
-from rope_patch.typing import Frequencies, RotarySpec
+from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
 
 @dataclass(frozen=True)
@@ -35,5 +33,5 @@ class PositionInterpolation(Scheme):
     def __post_init__(self) -> None:
         self._at_least("factor", 1, float)
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return Frequencies(inverse_frequencies(rotary.dim, rotary.base) / self.factor)

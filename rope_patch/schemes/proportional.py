@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.tools.rotary import inverse_frequencies
-from rope_patch.typing import Frequencies, RotarySpec
+from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Proportional(Scheme):
             )
         self._at_least("factor", 1, float)
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         turning = int(self.partial_rotary_factor * rotary.dim // 2)
         inv_freq = inverse_frequencies(rotary.dim, rotary.base)
         inv_freq[turning:] = 0

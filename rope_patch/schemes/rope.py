@@ -8,7 +8,7 @@ import torch
 
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.tools.rotary import inverse_frequencies
-from rope_patch.typing import Frequencies, RotarySpec
+from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RoPE(Scheme):
     rope_type = "default"
     sweep = None  # the reference `plain`
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return Frequencies(inverse_frequencies(rotary.dim, rotary.base))
 
 
@@ -51,5 +51,5 @@ class NoPE(Scheme):
     )
     regime = "from-scratch"
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return Frequencies(torch.zeros(rotary.dim // 2))

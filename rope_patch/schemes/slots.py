@@ -58,6 +58,7 @@ class Pairs:
         scores: lambda(m) <R q, R k> * scaling, float32 at least, `(batch, heads, q_len, kv_len)`.
         seen: boolean, broadcasts to `scores`: the pairs that no mask hides.
         scaling: what products of queries and keys are multiplied by.
+        states: what entered the attention module at the queries, `(batch, q_len, hidden)`.
     """
 
     query: torch.Tensor
@@ -67,6 +68,7 @@ class Pairs:
     scores: torch.Tensor
     seen: torch.Tensor
     scaling: float
+    states: torch.Tensor | None = None
 
     @property
     def distance(self) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.tools.rotary import inverse_frequencies
-from rope_patch.typing import Frequencies, RotarySpec
+from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,6 @@ class XPos(Scheme):
         self._above_zero("scale_base")
         self._above_zero("gamma")
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         zeta = (torch.arange(0, rotary.dim, 2).float() / rotary.dim + self.gamma) / (1 + self.gamma)
         return Frequencies(inverse_frequencies(rotary.dim, rotary.base), decay=-zeta.log() / self.scale_base)

@@ -11,7 +11,7 @@ import torch
 from rope_patch.errors import NotExpressible
 from rope_patch.schemes.base import Scheme, Source, Sweep, Sweeps
 from rope_patch.schemes.tools.rotary import periods
-from rope_patch.typing import Frequencies, RotarySpec
+from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
 _PAPER = Source(
     "YaRN: Efficient Context Window Extension of Large Language Models",
@@ -69,7 +69,7 @@ class YaRN(Scheme):
         self._at_least("original_max_position_embeddings", 1, int, optional=True)
         self._one_of("ramp", ("index", "rotations"))
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return Frequencies(self._blend(rotary, self.factor), self._attention_scaling(math.log(self.factor)))
 
     def _blend(self, rotary: RotarySpec, factor: float | torch.Tensor) -> torch.Tensor:
@@ -149,7 +149,7 @@ class NTKByParts(Scheme):
     def _as_yarn(self) -> YaRN:
         return YaRN(self.factor, self.beta_fast, self.beta_slow, attention_factor=1.0)
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return self._as_yarn().frequencies(rotary)
 
     def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class DynamicYaRN(YaRN):
     def length_dependent(self) -> bool:  # type: ignore[override]
         return self.length is None
 
-    def frequencies(self, rotary: RotarySpec, length: torch.Tensor | None = None) -> Frequencies:
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         trained = self._trained(rotary)
         if self.length is not None or length is None:
             factor = max(self.factor, (self.length or trained) / trained)

@@ -10,6 +10,7 @@ import torch
 
 from rope_patch import InvalidField, Scheme, list_schemes, patch
 from rope_patch.schemes import registry, scheme_class
+from rope_patch.typing import NO_WEIGHTS
 from tests.cases import CASES, declared, home_of, settings_of, what_is_missing
 from tests.hardening.exploring import explore
 from tests.hardening.legal import LONGEST, named
@@ -66,8 +67,8 @@ class New(Scheme):
         self._one_of("factor", ("first", "second"))
         self._at_least("clip", 7, int, optional=True)
 
-    def query_scale(self, positions: torch.Tensor) -> torch.Tensor:
-        return torch.ones_like(positions, dtype=torch.float32)
+    def query_scale(self, positions, num_heads, weights=NO_WEIGHTS):
+        return torch.ones_like(positions, dtype=torch.float32)[None]
 
 
 @pytest.fixture

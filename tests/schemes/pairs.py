@@ -24,7 +24,8 @@ def make_pairs(
     query = random(batch, shape.num_heads, len(m), shape.head_dim, seed=1)
     key = random(batch, shape.num_heads, len(n), shape.head_dim, seed=2)
     seen = (queries >= keys)[:, None] if seen is None else seen
-    return Pairs(query, key, queries, keys, 0.7 * query @ key.transpose(-1, -2), seen, 0.7)
+    states = random(batch, len(m), shape.hidden_size, seed=4)
+    return Pairs(query, key, queries, keys, 0.7 * query @ key.transpose(-1, -2), seen, 0.7, states)
 
 
 def trained(scheme: Scheme, shape: ModelShape = SHAPE, seed: int = 3) -> dict[str, torch.Tensor]:

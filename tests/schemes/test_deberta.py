@@ -87,7 +87,7 @@ def test_every_pair_gets_the_terms_of_the_paper(terms, released, m, n):
 
 def probabilities(scheme, pairs, weights, scaling=0.5):
     """Of a model whose own scaling is 1 / sqrt(4)."""
-    scale = scheme.query_scale(pairs.m[:, :, 0]).double()[:, None, :, None]
+    scale = scheme.query_scale(pairs.m[:, :, 0], 1)[0].double()[:, None, :, None]
     scores = scale * pairs.query @ pairs.key.transpose(-1, -2) * scaling
     return (scores + scheme.content_bias(pairs, weights) * scaling / pairs.scaling).softmax(dim=-1)
 
@@ -153,7 +153,7 @@ def test_clamping_first_takes_a_row_from_far_keys_after_the_query():
 
 def test_scores_of_content_share_the_scale_unless_told_otherwise():
     positions = torch.arange(3)
-    torch.testing.assert_close(Disentangled().query_scale(positions), torch.full((3,), 3**-0.5))
+    torch.testing.assert_close(Disentangled().query_scale(positions, 4), torch.full((1, 3), 3**-0.5))
     assert Disentangled().slots == {"bias", "query_scale"}
     assert Disentangled(scaled=False).slots == {"bias"}
     weights, pairs = trained(Disentangled(4)), make_pairs(range(6), range(6))
