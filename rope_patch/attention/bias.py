@@ -1,8 +1,8 @@
 """Biases by distance as additive masks that take no more memory than one number per distance and head.
 
-Both forms serve the tiles of `segmented`. A bias that is a multiple of the distance needs a term per key alone:
-softmax does not see what is the same for a whole row. Any other bias is the same along every diagonal of a tile, so
-with the queries in reverse order the mask is a strided view of one vector.
+Both forms serve the tiles of `segmented`. A bias that is a difference of sums, as a multiple of the distance is, needs
+a term per key alone: softmax does not see what is the same for a whole row. Any other bias is the same along every
+diagonal of a tile, so with the queries in reverse order the mask is a strided view of one vector.
 """
 
 from __future__ import annotations
@@ -13,34 +13,53 @@ from dataclasses import dataclass
 import torch
 
 from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.spans import Span
 from rope_patch.attention.tiles import Tile, in_rows
 
 
 @dataclass(frozen=True)
-class LinearTerm:
-    """-slope_h (m - n), of which slope_h n is left when the rest, constant in a row, is dropped.
+class KeyTerm:
+    """c_m - c_n, of which -c_n is left when the rest, constant in a row, is dropped.
 
-    Keys are counted from the middle of a block of rows, so that the terms of near keys stay small and exact. `slopes`
-    are float32, `(heads,)`.
+    Sums are counted from the middle of a block of rows, so that the terms of near keys stay small and exact. `sums` are
+    float64, `(batch or 1, heads, keys)`.
     """
 
-    slopes: torch.Tensor
+    sums: torch.Tensor
     reverses_queries = False
     rows = 1024
+
+    @property
+    def source(self) -> torch.Tensor:
+        """Where a gradient flows to."""
+        return self.sums
+
+    def of(self, span: Span) -> KeyTerm:
+        """The term of the keys of a span."""
+        return KeyTerm(self.place(span, self.sums))
+
+    def place(self, span: Span, source: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor like `source` that belongs to a span, a view."""
+        return source[span.rows if len(source) > 1 else slice(None), :, span.keys]
 
     def pieces(self, tile: Tile) -> Iterator[Tile]:
         """The tile in parts that each lie within one block of rows."""
         return in_rows(tile, self.rows)
 
     def mask(self, tile: Tile) -> torch.Tensor:
-        """`(1, heads, 1 or rows, keys)`."""
+        """`(batch or 1, heads, 1 or rows, keys)`."""
         middle = tile.q0 // self.rows * self.rows + self.rows // 2
-        columns = torch.arange(tile.k1 - tile.k0, device=self.slopes.device)
-        term = self.slopes[:, None] * (columns - tile.distance - (middle - tile.q0))
-        if tile.kind == "band":
-            hidden = ~tile.mask(term.device)
-            return term[None, :, None].masked_fill(hidden, -torch.inf)
-        return term[None, :, None]
+        slot = tile.k0 + tile.distance + middle - tile.q0
+        at_middle = self.sums[..., min(max(slot, 0), self.sums.shape[-1] - 1), None]
+        term = (at_middle - self.sums[..., tile.k0 : tile.k1]).float()[:, :, None]
+        return term.masked_fill(~tile.mask(term.device), -torch.inf) if tile.kind == "band" else term
+
+    def gradient(self, tile: Tile, inner: torch.Tensor, into: torch.Tensor) -> None:
+        """Add up the gradients of the scores for each key of a tile: `inner`, `(batch, heads, rows, keys)`, zero where
+        pairs are hidden, `into` those of the sums. Those of a row add up to zero, so c_m has none.
+        """
+        of_keys = inner.sum(dim=-2)
+        into[..., tile.k0 : tile.k1] -= of_keys if len(into) > 1 else of_keys.sum(dim=0, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -56,6 +75,19 @@ class DiagonalTerm:
     first: int = 0
     reverses_queries = True
     rows = 1024
+
+    @property
+    def source(self) -> torch.Tensor:
+        """Where a gradient flows to."""
+        return self.values
+
+    def of(self, span: Span) -> DiagonalTerm:
+        """The same for every span."""
+        return self
+
+    def place(self, span: Span, source: torch.Tensor) -> torch.Tensor:
+        """All of it belongs to every span."""
+        return source
 
     def pieces(self, tile: Tile) -> Iterator[Tile]:
         """The tile in bands of rows: the hidden pairs of each are few, and its mask hides them."""
@@ -75,9 +107,10 @@ class DiagonalTerm:
         return diagonals.as_strided((1, heads, rows, keys), (heads * length, length, 1, 1))
 
     def gradient(self, tile: Tile, inner: torch.Tensor, into: torch.Tensor) -> None:
-        """Add up the gradients of the scores along the diagonals of a tile: `inner`, `(heads, rows, keys)`, zero where
-        pairs are hidden, `into` those of `values`.
+        """Add up the gradients of the scores along the diagonals of a tile: `inner`, `(batch, heads, rows, keys)`, zero
+        where pairs are hidden, `into` those of `values`.
         """
+        inner = inner.sum(dim=0)
         _, rows, keys = inner.shape
         # with every row one longer than the one before it is read, diagonals become columns
         skewed = torch.nn.functional.pad(inner.flip(-1), (0, rows)).flatten(1)[:, :-rows]
@@ -86,18 +119,24 @@ class DiagonalTerm:
         into[:, max(nearest, 0) : nearest + keys + rows - 1] += sums[:, max(-nearest, 0) :]
 
 
-TileBias = LinearTerm | DiagonalTerm
+TileBias = KeyTerm | DiagonalTerm
+
+
+def has_terms(inputs: AttentionInputs) -> bool:
+    """Whether the biases of a call have one of the two forms."""
+    return inputs.sums is None or (inputs.causal and (inputs.bias is None or inputs.bias.linear))
 
 
 def tile_bias(inputs: AttentionInputs) -> TileBias | None:
-    """The bias of a call in the form that tiles take; None where there is none."""
-    bias = inputs.bias
+    """The bias of a call that `has_terms`, in the form that tiles take; None where there is none."""
+    bias, sums = inputs.bias, inputs.sums
     if bias is None:
-        return None
+        return None if sums is None else KeyTerm(sums)
     if not inputs.causal:
         first = 1 - inputs.kv_length
         return DiagonalTerm(bias.values(first, inputs.q_length), first)
-    if bias.linear and not bias.learned:
-        none, one = bias.values(0, 2).unbind(dim=-1)
-        return LinearTerm(none - one)
-    return DiagonalTerm(bias.values(0, inputs.kv_length))
+    if not bias.linear:
+        return DiagonalTerm(bias.values(0, inputs.kv_length))
+    none, one = bias.values(0, 2).double().unbind(dim=-1)
+    linear = (one - none)[:, None] * torch.arange(inputs.kv_length, device=none.device)
+    return KeyTerm(linear[None] if sums is None else sums + linear)

@@ -43,7 +43,7 @@ def attend(inputs: AttentionInputs, call: Call) -> torch.Tensor:
     Distance is a difference of slots: key positions beside a single query are counted from it.
     """
     value, mask, slot = inputs.value, inputs.mask, int(inputs.query_start)
-    bias = None if inputs.bias is None else inputs.bias.values(0, slot + 1).flip(-1)  # by slot
+    bias = _by_slot(inputs, slot)
     invariant = all(region.translation_invariant for region in call.regions)
     position = slot if invariant else int(inputs.query_positions[0, 0])
     kernel = kernel_for(value, value, masked=mask is not None or bias is not None)
@@ -58,7 +58,7 @@ def attend(inputs: AttentionInputs, call: Call) -> torch.Tensor:
         tile = Tile(0, rows.shape[2], 0, keys.shape[2])
         hidden = _additive(mask, slots, rows)
         if bias is not None:
-            term = bias[None, :, slots].unflatten(1, (value.shape[1], -1))
+            term = bias[..., slots].unflatten(1, (value.shape[1], -1))
             hidden = term if hidden is None else term + hidden
         part, part_lse = kernel.forward(Work(rows, keys, value[:, :, slots], tile, inputs.scaling, hidden))
         if out is None or lse is None:
@@ -91,11 +91,23 @@ def attend_in_graph(inputs: AttentionInputs, call: Call) -> torch.Tensor:
         if inputs.bias is not None:
             term = inputs.bias.function((m - n)[:, 0]).transpose(0, 1)
             products = products + term.unflatten(1, (value.shape[1], -1))
+        if (running := inputs.running_bias) is not None:
+            products = products + running[:, :, 0, slots].to(products.dtype).unflatten(1, (value.shape[1], -1))
         scores.append(products.masked_fill(~seen, torch.finfo(products.dtype).min))
         values.append(value[:, :, slots])
     weights = torch.cat(scores, dim=-1).softmax(dim=-1).split([x.shape[-1] for x in scores], dim=-1)
     out = sum(weight @ wide(part) for weight, part in zip(weights, values, strict=True))
     return out.to(value.dtype).flatten(1, 2)[:, :, None]
+
+
+def _by_slot(inputs: AttentionInputs, slot: int) -> torch.Tensor | None:
+    """What is added to the scores of the keys up to the query's `slot`, `(batch or 1, heads, slot + 1)`."""
+    bias = None if inputs.bias is None else inputs.bias.values(0, slot + 1).flip(-1)[None]
+    if inputs.sums is None:
+        return bias
+    sums = inputs.sums[..., : slot + 1]
+    running = (sums[..., -1:] - sums).to(torch.promote_types(inputs.value.dtype, torch.float32))
+    return running if bias is None else bias + running
 
 
 def slots_of(region: Region, slot: int, position: int) -> slice:

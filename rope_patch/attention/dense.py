@@ -11,6 +11,7 @@ def applies(inputs: AttentionInputs) -> bool:
     """Whether scores are those of one rotation plus a bias, in a precision that the bias may be rounded to."""
     return (
         inputs.bias is not None
+        and inputs.sums is None
         and inputs.fits_kernels
         and len(inputs.branches) == 1
         and inputs.branches[0].region is None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from rope_patch.attention import chunked, decay, decode, dense, oracle, segmented
+from rope_patch.attention.bias import has_terms
 from rope_patch.attention.call import Call
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
 from rope_patch.attention.spans import Span
@@ -52,7 +53,7 @@ def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.
     if mode == "auto" and small and dense.applies(inputs):
         return dense.attend(inputs)
     in_order = not inputs.scattered and (inputs.causal or inputs.q_length == inputs.kv_length)
-    geometric = in_order and inputs.fits_kernels
+    geometric = in_order and inputs.fits_kernels and has_terms(inputs)
     if mode != "chunked" and geometric and not torch.compiler.is_compiling():
         found = spans(inputs) if not small or mode == "segmented" else None
         if found is not None and segmented.applies(inputs, found):

@@ -126,6 +126,7 @@ class AttentionInputs:
         scattered: whether distance is something else than a difference of slots for some cached key that can be seen.
         scaling: multiplies the scores.
         bias: by distance, added after scaling.
+        sums: c of a bias c_m - c_n, by slot: float64, `(batch or 1, heads, kv_len)`; None for none.
         content: whatever else the scheme brings; None for nothing.
         softcap: c in c tanh(s / c), applied to the scaled scores before any bias or mask; None for none.
         sinks: one extra score per head that takes part in the softmax and carries no value; None for none.
@@ -141,6 +142,7 @@ class AttentionInputs:
     query_start: int | torch.Tensor
     scaling: float
     bias: DistanceBias | None = None
+    sums: torch.Tensor | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     dropout: float = 0.0
@@ -175,6 +177,14 @@ class AttentionInputs:
             return self.key_positions[:, None, None, :]
         repeats = self.branches[0].query.shape[1] // self.key_positions.shape[1]
         return self.key_positions.repeat_interleave(repeats, dim=1)[:, :, None, :]
+
+    @property
+    def running_bias(self) -> torch.Tensor | None:
+        """c_m - c_n of all pairs, float64, `(batch or 1, heads, q_len, kv_len)`; None where there are no sums."""
+        if self.sums is None:
+            return None
+        queries = torch.arange(self.q_length, device=self.sums.device) + self.query_start
+        return self.sums[..., queries, None] - self.sums[..., None, :]
 
     @property
     def fits_kernels(self) -> bool:
@@ -217,5 +227,6 @@ class AttentionInputs:
             mask=None if self.mask is None else self.mask[:, :, start:stop],
             groups=None if self.groups is None else self.groups[:, keys],
             query_start=self.query_start + start,
+            sums=None if self.sums is None else self.sums[..., keys],
             content=None if self.content is None else self.content.rows(slice(start, stop), keys),
         )

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 import torch
 
-from rope_patch.attention.bias import DiagonalTerm, TileBias
+from rope_patch.attention.bias import TileBias
 from rope_patch.attention.inputs import wide
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tiles import Tile, clipped, in_rows, tiles_of
@@ -70,13 +70,15 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class Biased:
-    """A kernel under a bias by distance, which gives each tile its mask, or under none."""
+    """A kernel in one span under a bias, which gives each tile its mask, or under none."""
 
     kernel: Kernel
+    span: Span
     bias: TileBias | None
 
-    def tiles(self, region: Region, span: Span) -> Iterator[Tile]:
-        """The tiles of a region of a span, as the kernel and the bias want them."""
+    def tiles(self, region: Region) -> Iterator[Tile]:
+        """The tiles of a region of the span, as the kernel and the bias want them."""
+        span = self.span
         region = region.within(span.window)
         rows = self.kernel.band_rows(region.stop - (max(0, region.start) if span.causal else region.start))
         tiles = tiles_of(region, span.q_length, span.offset, span.first_position, rows, span.causal)
@@ -103,17 +105,16 @@ class Biased:
         return self._ordered(grad_q), grad_k, grad_v
 
     def bias_gradient(self, work: Work, merged: Merged, into: torch.Tensor) -> None:
-        """Add what a tile contributes to the gradients of the bias' values, `(heads, distances)`, a block of queries at
-        a time, `into` that tensor.
-        """
-        tile, bias = work.tile, cast(DiagonalTerm, self.bias)
+        """Add to `into` what a tile contributes to the gradient of the bias' `source`, by blocks of queries."""
+        tile, bias = work.tile, cast(TileBias, self.bias)
+        into = bias.place(self.span, into)
         for block in in_rows(tile, Dense.rows, as_bands=True):
             rows, keys = slice(block.q0 - tile.q0, block.q1 - tile.q0), slice(block.k0 - tile.k0, block.k1 - tile.k0)
-            mask = bias.mask(block).flip(2)
+            mask = self._ordered(bias.mask(block))
             part = Work(work.q[:, :, rows], work.k[:, :, keys], work.v[:, :, keys], block, work.scale, mask)
             of_part = Merged(merged.out[:, :, rows], merged.lse[:, :, rows], merged.grad[:, :, rows])
             _, inner = Dense().of_scores(part, of_part)
-            bias.gradient(block, inner.flatten(1, 2).sum(dim=0), into)
+            bias.gradient(block, inner.flatten(1, 2), into)
 
     def _masked(self, work: Work, bias: TileBias) -> Work:
         return Work(self._ordered(work.q), work.k, work.v, work.tile, work.scale, bias.mask(work.tile))

@@ -74,6 +74,8 @@ def _scores(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]
         total = total + bias.to(total.dtype)
     if inputs.bias is not None:
         total = total + _bias(inputs.bias, inputs).to(total.dtype)
+    if (running := inputs.running_bias) is not None:
+        total = total + running.to(total.dtype)
     if added is not None:
         total = total + added.to(total.dtype)
     if seen is None:

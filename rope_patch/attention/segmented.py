@@ -11,11 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from rope_patch.attention.bias import DiagonalTerm, TileBias, tile_bias
+from rope_patch.attention.bias import TileBias, tile_bias
 from rope_patch.attention.inputs import AttentionInputs, Branch
 from rope_patch.attention.kernels import Biased, Merged, Work, kernel_for
 from rope_patch.attention.spans import Span
@@ -31,8 +31,8 @@ def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
     regions = tuple(branch.region for branch in inputs.branches)
     states = [state for branch in inputs.branches for state in (branch.query, branch.key)]
     bias = tile_bias(inputs)
-    values = bias.values if isinstance(bias, DiagonalTerm) else None  # where a gradient may flow to
-    return _Segmented.apply(spans, regions, bias, inputs.scaling, values, inputs.value, *states)
+    source = None if bias is None else bias.source
+    return _Segmented.apply(spans, regions, bias, inputs.scaling, source, inputs.value, *states)
 
 
 LARGE = 2**25
@@ -54,12 +54,11 @@ class _Segmented(torch.autograd.Function):
         regions: tuple[Region | None, ...],
         bias: TileBias | None,
         scale: float,
-        bias_values: torch.Tensor | None,
+        source: torch.Tensor | None,
         value: torch.Tensor,
         *states: torch.Tensor,
     ) -> torch.Tensor:
         branches = _as_branches(regions, states)
-        kernel = Biased(kernel_for(states[0], value, bias is not None), bias)
         query = states[0]
         dtype = torch.promote_types(query.dtype, torch.float32)
         batch, heads, length = query.shape[:3]
@@ -67,17 +66,16 @@ class _Segmented(torch.autograd.Function):
         out = torch.empty(batch, length, heads, value.shape[-1], dtype=dtype, device=query.device).transpose(1, 2)
         lse = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
         touched = torch.zeros(batch, heads, length, dtype=torch.bool)
-        for span in spans:
-            for branch, tile, queries, keys in _work(span, branches, value, kernel):
-                part, part_lse = kernel.forward(Work(branch.query[queries], branch.key[keys], value[keys], tile, scale))
-                seen = touched[queries]
-                if not seen.any():
-                    out[queries], lse[queries] = part, part_lse
-                else:
-                    if not seen.all():
-                        out[queries].masked_fill_(~seen[..., None].to(out.device), 0)
-                    merge(out[queries], lse[queries], part, part_lse)
-                seen.fill_(True)
+        for kernel, branch, tile, queries, keys in _work(spans, branches, value, bias):
+            part, part_lse = kernel.forward(Work(branch.query[queries], branch.key[keys], value[keys], tile, scale))
+            seen = touched[queries]
+            if not seen.any():
+                out[queries], lse[queries] = part, part_lse
+            else:
+                if not seen.all():
+                    out[queries].masked_fill_(~seen[..., None].to(out.device), 0)
+                merge(out[queries], lse[queries], part, part_lse)
+            seen.fill_(True)
         if not touched.all():
             out.masked_fill_(~touched[..., None].to(out.device), 0)
         out = out.to(value.dtype)
@@ -89,13 +87,12 @@ class _Segmented(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         value, out, lse, *states = ctx.saved_tensors
         branches = _as_branches(ctx.regions, states)
-        kernel = Biased(kernel_for(states[0], value, ctx.bias is not None), ctx.bias)
-        work = [piece for span in ctx.spans for piece in _work(span, branches, value, kernel)]
-        of_value = _Sum(value, [(tile, keys) for _, tile, _, keys in work])
-        of_query = {id(b): _Sum(b.query, [(tile, queries) for x, tile, queries, _ in work if x is b]) for b in branches}
-        of_key = {id(b): _Sum(b.key, [(tile, keys) for x, tile, _, keys in work if x is b]) for b in branches}
-        of_bias = torch.zeros_like(cast(DiagonalTerm, ctx.bias).values) if ctx.needs_input_grad[4] else None
-        for branch, tile, queries, keys in work:
+        work = list(_work(ctx.spans, branches, value, ctx.bias))
+        of_value = _Sum(value, [(tile, keys) for *_, tile, _, keys in work])
+        of_query = {id(b): _Sum(b.query, [(t, queries) for _, x, t, queries, _ in work if x is b]) for b in branches}
+        of_key = {id(b): _Sum(b.key, [(t, keys) for _, x, t, _, keys in work if x is b]) for b in branches}
+        of_bias = torch.zeros_like(ctx.bias.source) if ctx.needs_input_grad[4] else None
+        for kernel, branch, tile, queries, keys in work:
             here = Work(branch.query[queries], branch.key[keys], value[keys], tile, ctx.scale)
             merged = Merged(out[queries], lse[queries], grad[queries])
             grad_q, grad_k, grad_v = kernel.backward(here, merged)
@@ -138,19 +135,22 @@ class _Sum:
 
 
 def _work(
-    span: Span, branches: list[Branch], value: torch.Tensor, kernel: Biased
-) -> Iterator[tuple[Branch, Tile, Index, Index]]:
-    """Every tile of a span with the places of its queries and keys in the batch; a large one by groups of heads."""
+    spans: tuple[Span, ...], branches: list[Branch], value: torch.Tensor, bias: TileBias | None
+) -> Iterator[tuple[Biased, Branch, Tile, Index, Index]]:
+    """Every tile, its kernel, and the places of its queries and keys in the batch; a large one by groups of heads."""
+    plain = kernel_for(branches[0].query, value, bias is not None)
     # the far region first: its one large tile is then the ground to which small ones are added while they are in cache
-    for branch in sorted(branches, key=lambda branch: -branch.region.start if branch.region else 0):
-        for tile in kernel.tiles(branch.region or ALL_PAIRS, span):
+    in_order = sorted(branches, key=lambda branch: -branch.region.start if branch.region else 0)
+    for span, branch in itertools.product(spans, in_order):
+        kernel = Biased(plain, span, None if bias is None else bias.of(span))
+        for tile in kernel.tiles(branch.region or ALL_PAIRS):
             queries = slice(span.queries.start + tile.q0, span.queries.start + tile.q1)
             keys = slice(span.keys.start + tile.k0, span.keys.start + tile.k1)
             rows = span.rows.stop - span.rows.start
             whole = kernel.bias is not None or not branch.query.is_cpu  # a bias has a mask for all heads
             groups = 1 if whole else _number_of_head_groups(rows, tile, branch.query)
             for of_queries, of_keys in _head_groups(groups, branch.query.shape[1], value.shape[1]):
-                yield branch, tile, (span.rows, of_queries, queries), (span.rows, of_keys, keys)
+                yield kernel, branch, tile, (span.rows, of_queries, queries), (span.rows, of_keys, keys)
 
 
 def _number_of_head_groups(rows: int, tile: Tile, query: torch.Tensor) -> int:

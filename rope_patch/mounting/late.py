@@ -40,6 +40,7 @@ from rope_patch.models.cached_keys import (
     signature_of,
 )
 from rope_patch.mounting.parameters import LearnedWeights
+from rope_patch.mounting.sums import running_sums
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import follow_on, joined, key_positions, query_start
@@ -120,6 +121,7 @@ class LateAttention:
 
     Attributes:
         frequencies: `late` where the scheme's frequencies are computed here; else the model's tables are read.
+        num_layers: how many layers of the stack keep keys in a cache.
         config: the config of the model, whose attention implementation is live.
     """
 
@@ -132,6 +134,7 @@ class LateAttention:
     attention: AttentionMode
     memo: StackMemo
     config: Any
+    num_layers: int
 
     def __post_init__(self) -> None:
         self.regions: tuple[Region, ...] = self.scheme.segments() if "segments" in self.scheme.slots else ()
@@ -186,6 +189,10 @@ class LateAttention:
         call = LateCall(self, self.memo.of(position_ids), hidden, position_ids, start)
         if cache is not None:
             call = self._with_past(call, cache, hidden.shape[1], kwargs.get("attention_mask"))
+        if "running_bias" in self.scheme.methods:
+            added = self.scheme.running_bias(hidden, self.weights())
+            slots = hidden.shape[1] if call.kv_length is None else call.kv_length
+            call = dataclasses.replace(call, sums=running_sums(added, cache, self.layer.index, self.num_layers, slots))
         if self.rotate and self.layer.rotary is not None:
             kwargs["position_embeddings"] = self._first_rotation(kwargs["position_embeddings"], call, hidden)
         kwargs["rope_patch"] = call
@@ -273,6 +280,7 @@ class LateCall:
             where there are none, or none that need be known.
         scattered: whether distance is something else than a difference of slots for some key that can be seen.
         seen: true on keys that some query can see, `(batch or 1, kv_len)`; None for all of them.
+        sums: running sums of the scheme's bias, `(batch, heads, kv_len)`; None where it has none.
     """
 
     state: LateAttention
@@ -286,6 +294,7 @@ class LateCall:
     past: torch.Tensor | None = None
     scattered: bool = False
     seen: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
 
     @property
     def start(self) -> int | torch.Tensor:

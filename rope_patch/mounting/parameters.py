@@ -112,7 +112,7 @@ def shape_of(stack: Stack, layer: AttentionLayer) -> ModelShape:
     """What learned parameters of a layer are sized by."""
     num_heads, head_dim, value_dim = measure_heads(layer.module, layer.rotary)
     sizes = stack.config.hidden_size, len(stack.layers), stack.config.vocab_size, stack.training_length
-    return ModelShape(num_heads, head_dim, *sizes, value_dim)
+    return ModelShape(num_heads, head_dim, *sizes, value_dim, layer.spec.dim)
 
 
 def _hold(module: nn.Module, values: dict[str, torch.Tensor], precise: tuple[str, ...], changes: Changes) -> None:

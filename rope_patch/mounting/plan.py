@@ -238,6 +238,7 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
             attention=attention,
             memo=memo,
             config=config,
+            num_layers=stack.layers[-1].index + 1,
         )
         live = copy.copy(config)
         live._attn_implementation_internal = IMPLEMENTATION

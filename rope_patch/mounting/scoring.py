@@ -109,6 +109,7 @@ def late_attention(
         query_start=call.start,
         scattered=call.scattered,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sums=call.sums,
         bias=call.memo.bias(scheme, query, learned) if "bias" in scheme.methods else None,
         content=Content(scheme, learned, call.states, projected, key) if by_content else None,
         softcap=kwargs.get("softcap"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rope_patch import get_scheme
 from rope_patch.attention import kernels, oracle, segmented
+from rope_patch.attention.bias import KeyTerm
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
 from rope_patch.attention.kernels import Dense, FlashCPU, agrees
 from rope_patch.attention.spans import Span, find_spans
@@ -114,7 +115,8 @@ def test_a_kernel_that_is_wrong_or_missing_is_not_trusted(kernel):
 def inputs_of(
     spec, mask_rows, q_length, kv_length, dtype=torch.float64, kv_heads=2, heads=4, dim=16, value_dim=16, causal=True
 ):
-    """A random call, and the rows of queries that are no pads."""
+    """A random call, and the rows of queries that are no pads; `spec` may end in `SUMS` for a bias of running sums."""
+    spec, has_sums = (spec or "").removesuffix(SUMS), (spec or "").endswith(SUMS)
     scheme = get_scheme(spec) if spec else None
     random = torch.Generator().manual_seed(0)
 
@@ -143,10 +145,12 @@ def inputs_of(
         0.3,
         bias,
         groups=groups,
+        sums=-states(heads, kv_length, 1)[..., 0].abs().double().cumsum(dim=-1) if has_sums else None,
     )
     return inputs, groups[:, start:] >= 0
 
 
+SUMS = " and sums"
 ROWS = [[0] * 45, [-1] * 9 + [0] * 36]
 SPECS = [
     "",
@@ -158,16 +162,21 @@ SPECS = [
     "sandwich:embedding_dim=16,base=100",
     "alibi+window:window=7",
     "sandwich+rerope:window=9",
+    SUMS,
+    "rerope:window=6" + SUMS,
+    "alibi+window:window=7" + SUMS,
 ]
 
 
 def gradients_of(attend, inputs, kept, grad):
     leaves = [inputs.value, *(x for branch in inputs.branches for x in (branch.query, branch.key))]
+    leaves += [] if inputs.sums is None else [inputs.sums]
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     branches = tuple(
         Branch(branch.region, leaves[2 * i + 1], leaves[2 * i + 2]) for i, branch in enumerate(inputs.branches)
     )
-    out = attend(dataclasses.replace(inputs, value=leaves[0], branches=branches))
+    sums = None if inputs.sums is None else leaves[-1]
+    out = attend(dataclasses.replace(inputs, value=leaves[0], branches=branches, sums=sums))
     (out * grad * kept[:, None, :, None]).sum().backward()
     return out.detach() * kept[:, None, :, None], [leaf.grad for leaf in leaves]
 
@@ -195,15 +204,16 @@ def test_output_and_gradients_are_those_of_the_oracle_in_float64(spec, q_length,
         monkeypatch.setattr(kernel, "band_rows", lambda self, width: 7)
     monkeypatch.setattr(segmented, "LARGE", 1000)
     monkeypatch.setattr(Dense, "rows", 5)
+    monkeypatch.setattr(KeyTerm, "rows", 15)
     inputs, kept = inputs_of(spec, rows, q_length, 45, dtype)
     grad = torch.randn(inputs.branches[0].query.shape, generator=torch.Generator().manual_seed(1))
     expected, slopes = gradients_of(lambda x: oracle.attend(x)[0], in_double(inputs), kept, grad)
     found, ours = gradients_of(run_segmented, inputs, kept, grad)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
-    if inputs.bias is not None:
+    if inputs.bias is not None or inputs.sums is not None:
         tolerance = max(tolerance, 1e-5)  # a bias is computed in float32
     for one, other in zip([found, *ours], [expected, *slopes], strict=True):
-        assert one.dtype == dtype or one is found
+        assert one is found or one.dtype == (torch.float64 if one.ndim == 3 else dtype)  # sums are float64
         error = (one.double() - other).norm() / other.norm().clamp(min=1e-9)
         assert error < tolerance
 

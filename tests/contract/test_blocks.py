@@ -3,7 +3,7 @@
 import pytest
 
 from rope_patch import get_scheme
-from rope_patch.attention.bias import DiagonalTerm, LinearTerm
+from rope_patch.attention.bias import DiagonalTerm, KeyTerm
 from rope_patch.attention.kernels import Dense, FlashCPU
 from tests.contract.test_definition import DEFINITIONS, patched
 from tests.definition import defined_logits
@@ -15,7 +15,7 @@ SEGMENTED = [spec for spec in DEFINITIONS if get_scheme(spec).slots & {"segments
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    for term in (LinearTerm, DiagonalTerm):
+    for term in (KeyTerm, DiagonalTerm):
         monkeypatch.setattr(term, "rows", 16)
     for kernel in (Dense, FlashCPU):
         monkeypatch.setattr(kernel, "band_rows", lambda self, width: 7)

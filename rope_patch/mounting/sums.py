@@ -1,0 +1,53 @@
+"""Running sums of a bias from hidden states, kept in the cache beside the keys that they belong to.
+
+What a token adds to the sums of a layer is kept in a cache layer of the same kind as the one that keeps its key, in the
+same slot: so it slides, is cropped, reordered for beams and repeated as the key is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from transformers import Cache
+
+from rope_patch.errors import UnsupportedPositions
+
+_OF = "_rope_patch_sums_of"
+
+
+def running_sums(added: torch.Tensor, cache: Cache | None, index: int, num_layers: int, kv_length: int) -> torch.Tensor:
+    """The sums up to each slot, float64, `(batch, heads, kv_length)`; what earlier tokens added is read from the cache.
+
+    Args:
+        added: by the new tokens, `(batch, length, heads)`.
+        index: of the layer, whose cache was not yet updated.
+        num_layers: how many layers of the model itself keep keys in the cache.
+
+    Raises:
+        UnsupportedPositions: keys were taken out of the cache, and what their tokens added was not.
+    """
+    if cache is not None:
+        layer = _beside(cache, index, num_layers)
+        added = layer.update(added[:, None], added[:, None, :, :0])[0][:, 0]
+        if added.shape[1] != kv_length:
+            raise UnsupportedPositions(
+                f"layer {index}: {kv_length} keys and the sums of {added.shape[1]} tokens; a bias from hidden states "
+                "needs every token that its keys came after: do not evict keys"
+            )
+    return added.transpose(1, 2).double().cumsum(dim=-1)
+
+
+def _beside(cache: Cache, index: int, num_layers: int) -> Any:
+    """The cache layer that keeps the sums of the layer `index`, behind those of the model itself."""
+    layers = cast(list[Any], cache.layers)
+    for layer in layers[num_layers:]:
+        if getattr(layer, _OF, None) == index:
+            return layer
+    while len(layers) < num_layers:  # which an empty cache makes as they come
+        layers.append(cast(Any, cache).layer_class_to_replicate())
+    keys = layers[index]
+    slots = getattr(keys, "max_cache_len", None)
+    layers.append(type(keys)(max_cache_len=slots, sliding_window=getattr(keys, "sliding_window", slots)))
+    setattr(layers[-1], _OF, index)
+    return layers[-1]
