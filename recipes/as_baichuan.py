@@ -1,7 +1,7 @@
 """Write the small Llama as a folder in the layout of Baichuan-7B: the same function under other names.
 
     python recipes/as_baichuan.py runs/tiny-baichuan
-    rope-patch perplexity --model runs/tiny-baichuan --scheme yarn:factor=auto --lengths 256,1024 --targets 128
+    rope-patch perplexity --model runs/tiny-baichuan --scheme yarn:target=auto --lengths 256,1024 --targets 128
 
 Queries, keys and values become one `W_pack`, and the config says what Baichuan's says. Perplexities are those of the
 small Llama, digit by digit; `--alibi` declares the layout of Baichuan-13B instead, whose positions are a penalty on

@@ -1,7 +1,7 @@
 """Fine-tune a checkpoint at a longer context under several schemes, and draw perplexity before and after.
 
     python recipes/finetune.py recipes/configs/finetune_tiny.yaml
-    rope-patch finetune --model DIR --scheme yarn:factor=auto --length 16384 --text books.jsonl --output runs/mine
+    rope-patch finetune --model DIR --scheme yarn:target=auto --length 16384 --text books.jsonl --output runs/mine
     accelerate launch --config_file recipes/configs/accelerate/ddp.yaml recipes/finetune.py CONFIG
 
 Each scheme is trained on its own from the same checkpoint, by `transformers.Trainer`. The same held-out tokens are
@@ -29,7 +29,7 @@ from rope_patch.cli.options import Measured, Names, Numbers, Specs, is_main, pri
 class Options(Measured):
     """What to train, on what, and where the results go."""
 
-    schemes: Specs  # each trained on its own; factor=auto is length / L; plain trains the checkpoint as it is
+    schemes: Specs  # each trained on its own; target=auto means the length; plain trains the checkpoint as it is
     length: int  # tokens of a training row
     dtype: str = "float32"  # of what is not trained; bfloat16 halves a checkpoint under adapters
     streaming: bool = False  # read the text while training on it
@@ -186,13 +186,14 @@ def finetune(options: Options, spec: str, corpus: Any, rows: Any, points: Any) -
             raise EvaluationError(f"{path} was saved under {handle.scheme}; training would lose what that learned")
         say(f"the checkpoint was saved under {handle.scheme}; it is trained under {spec} instead")
         unpatch(model)
-    language_model, trained = find_language_model(model), read_stacks(model)[0].training_length
+    language_model, stacks = find_language_model(model), read_stacks(model)
+    trained = stacks[0].training_length
     if "flash" in language_model.config._attn_implementation and options.layout != "padded":
         raise EvaluationError("flash attention would misread where the documents of a row begin; use attention=sdpa")
     row_length = trained if options.layout == "pose" else options.length
     data = training_rows(options, tokenizer, language_model.config.vocab_size, row_length)
 
-    scheme = scheme_at(spec, options.length, trained)
+    scheme = scheme_at(spec, options.length, [stack.checkpoint for stack in stacks])
     doublings = range(max(0, math.ceil(math.log2(options.length / trained))))
     perplexity = callbacks.PerplexityCallback(
         points,

@@ -1,6 +1,6 @@
 """Hide something at several depths and lengths, ask for it, and draw what each scheme finds again.
 
-    rope-patch passkey --task spans --scheme yarn:factor=auto --lengths 256,1024 --trials 2
+    rope-patch passkey --task spans --scheme yarn:target=auto --lengths 256,1024 --trials 2
     python recipes/passkey.py recipes/configs/passkey_tiny.yaml
     torchrun --nproc-per-node 4 recipes/passkey.py recipes/configs/passkey_tiny.yaml
 
@@ -23,7 +23,7 @@ from rope_patch.cli.options import Measured, Numbers, Specs, is_main, print_json
 @dataclass(kw_only=True)
 class Options(Measured):
     lengths: Numbers  # context lengths in tokens, ascending, of which no more is read
-    schemes: Specs = ()  # a heat map; factor=auto and group_size=auto follow each length
+    schemes: Specs = ()  # a heat map; target=auto means each length in turn
     references: bool = True  # add the heat maps of plain and window
     task: Literal["passkey", "spans"] = "passkey"  # in English, or synthetic, for small checkpoints
     depths: tuple[str, ...] = ("5",)  # how many from 0, the beginning of the context, to 1, or shares such as 0,0.5,1

@@ -1,6 +1,6 @@
 """Perplexity against context length, as a table, JSON lines and a chart.
 
-    rope-patch perplexity --scheme yarn:factor=auto --lengths 256,512,1024 --documents 4
+    rope-patch perplexity --scheme yarn:target=auto --lengths 256,512,1024 --documents 4
     rope-patch perplexity --protocol sliding --lengths 256,512 --documents 1 --tokens-per-document 1024
     python recipes/perplexity.py recipes/configs/demo.yaml
     torchrun --nproc-per-node 2 recipes/perplexity.py recipes/configs/demo.yaml
@@ -22,7 +22,7 @@ from rope_patch.cli.options import Measured, Numbers, Specs, is_main, print_json
 @dataclass(kw_only=True)
 class Options(Measured):
     lengths: Numbers  # context lengths in tokens, ascending
-    schemes: Specs = ()  # a line of the table; factor=auto and group_size=auto follow each length
+    schemes: Specs = ()  # a line of the table; target=auto means each length in turn
     references: bool = True  # add the lines plain and window
     protocol: str = "auto"  # last, by_position, span_corruption, sliding, disjoint, yarn_compat or yarn_truncate
     targets: int | None = None  # scored tokens per window; default min(L, 4096)

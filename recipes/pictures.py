@@ -292,20 +292,14 @@ def position_maps(schemes: Sequence[str | Scheme] = (), training_length: int = 6
 
 
 def mapping_schemes(training_length: int, length: int) -> list[Scheme]:
-    """RoPE and every registered scheme that fills `segments`, as a sweep would try it first, with its least factor."""
-    from rope_patch.schemes import Scheme, list_schemes, scheme_class
-    from rope_patch.schemes.base import Sweep
+    """RoPE and every registered scheme that fills `segments` to reach a length, as it reaches this one."""
+    from rope_patch.schemes import Checkpoint, Scheme, get_scheme, list_schemes, scheme_class
+    from rope_patch.schemes.target import takes_target
 
-    found = [as_scheme("rope")]
-    for kind in map(scheme_class, list_schemes()):
-        if kind.segments is not Scheme.segments:
-            sweep = (kind.sweep or (Sweep(),))[0]
-            window = int(sweep.window * training_length)
-            least = max(1, math.ceil((length - window) / (training_length - window)))
-            fields = {sweep.field: int(sweep.values[0] * training_length) if sweep.unit == "L" else least}
-            fields |= {"window": window} if window else {}
-            found.append(kind(**{name: value for name, value in fields.items() if name}))
-    return found
+    kinds = [kind for kind in map(scheme_class, list_schemes()) if kind.segments is not Scheme.segments]
+    reaching = [get_scheme(kind.name, target=length) for kind in kinds if takes_target(kind)]
+    checkpoint = Checkpoint(training_length, num_heads=1, max_length=length)
+    return [as_scheme("rope"), *(scheme.reach(checkpoint) for scheme in reaching)]
 
 
 def scores_by_distance(
@@ -396,7 +390,7 @@ def name_of(scheme: str | Scheme) -> str:
     """The name of a scheme with those of its fields that are not at their defaults."""
     words = []
     for part in as_scheme(scheme).parts():
-        set_fields = {f.name: v for f in dataclasses.fields(part) if (v := getattr(part, f.name)) != f.default}
+        set_fields = {name: value for name, value in part.fields().items() if value != getattr(type(part), name, None)}
         pairs = (f"{name}={f'{v:g}' if isinstance(v, float) else v}" for name, v in set_fields.items())
         words.append(" ".join([part.name, *pairs]))
     return " + ".join(word if len(word) < 60 else f"{word[:57]}..." for word in words)

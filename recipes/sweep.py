@@ -156,19 +156,19 @@ class Candidate:
 
     def line(self, trained: int, target: int) -> str:
         """As `get_scheme` spells it, such as `rerope:window=128+logn`."""
-        from rope_patch.schemes import scheme_class
+        from rope_patch.schemes import Checkpoint, scheme_class
+        from rope_patch.schemes.slots import Target
 
-        field, unit = self.sweep.field, self.sweep.unit
-        window = round(self.sweep.window * trained)
-        needed = (target - window) / (trained - window)
-        number = self.value * {"L": trained, "k": target / trained, "needed": needed, "one": 1.0}[unit]
-        fields = [f"window={window}"] if window else []
+        kind, field, unit, fields = scheme_class(self.scheme), self.sweep.field, self.sweep.unit, {}
+        window = {"window": round(self.sweep.window * trained)} if self.sweep.window else {}
         if unit == "L":
-            fields.insert(0, f"{field}={max(1, round(number))}")
+            fields[field] = max(1, round(self.value * trained))
         elif field:
-            whole = get_type_hints(scheme_class(self.scheme))[field] is int
-            fields.insert(0, f"{field}={math.ceil(number)}" if whole else f"{field}={number:.4g}")
-        return ":".join(filter(None, [self.scheme, ",".join(fields)])) + ("+logn" if self.logn else "")
+            goal = Target(self.scheme, target, Checkpoint(trained, num_heads=1, max_length=trained), window)
+            number = self.value * (kind.fields_for(goal)[field] if unit == "target" else 1)
+            fields[field] = math.ceil(number) if get_type_hints(kind)[field] is int else f"{number:.4g}"
+        spelled = ",".join(f"{name}={value}" for name, value in (fields | window).items())
+        return ":".join(filter(None, [self.scheme, spelled])) + ("+logn" if self.logn else "")
 
 
 def lengths_up_to(target: str, trained: int) -> list[int]:

@@ -50,21 +50,38 @@ def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> 
         ("state", f"patched, mounted {plan.mounts()}" if plan else "not patched; this is its native scheme"),
     ]
     resolved = asked.resolve(stack.checkpoint)
-    for part in resolved.parts():
-        rows.append(("scheme", str(part)))
-        rows.append(("  slot", ", ".join(sorted(part.slots))))
-        rows.append(("  equation", part.equation))
-        rows.append(("  needs", part.regime))
-        rows.append(("  source", f"{part.source.title} ({part.source.year}) {part.source.link}"))
+    by_layer = resolved.of_layers({layer.index: layer.kind for layer in stack.layers}, stack.config.num_hidden_layers)
+    for part, its_plan in plan.by_layer if plan else ():
+        chosen = by_layer[part.layers[0].index] or its_plan.scheme
+        rows.append((_numbered(layer.index for layer in part.layers), f"{chosen}, mounted {its_plan.mounts()}"))
+        rows += _under(chosen, part, its_plan)
+    if not (plan and plan.by_layer):
+        rows += _under(resolved, stack, plan)
     if plan:
-        rows += _own_positions(stack, resolved, plan)
-        if plan.embedding != "rows":
-            rows += [("learned", line) for line in inventory(plan.scheme, stack, plan.touched(stack))]
         rows += [("left alone", line) for line in _left_alone(plan)]
-    if stack.layers:
-        rows.append(("positions", _position_map(resolved, stack.training_length)))
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in rows)
+
+
+def _under(scheme: Scheme, stack: Stack, plan: Plan | None) -> Iterable[tuple[str, str]]:
+    """The rows of layers under one scheme, whose defaults are filled in."""
+    for part in scheme.parts():
+        yield "scheme", str(part)
+        yield "  slot", ", ".join(sorted(part.slots))
+        yield "  equation", part.equation
+        yield "  needs", part.regime
+        yield "  source", f"{part.source.title} ({part.source.year}) {part.source.link}"
+    if plan:
+        yield from _own_positions(stack, scheme, plan)
+        if plan.embedding != "rows":
+            yield from (("learned", line) for line in inventory(plan.scheme, stack, plan.touched(stack)))
+    if stack.layers:
+        yield "positions", _position_map(scheme, stack.training_length)
+
+
+def _numbered(indices: Iterable[int]) -> str:
+    listed = list(map(str, indices))
+    return f"layer{'s' * (len(listed) > 1)} {', '.join(listed)}"
 
 
 def _own_positions(stack: Stack, asked: Scheme, plan: Plan) -> Iterable[tuple[str, str]]:
@@ -88,7 +105,7 @@ def _left_alone(plan: Plan) -> Iterable[str]:
     reasons: dict[str, list[int]] = {}
     for index, reason in plan.left_alone.items():
         reasons.setdefault(reason, []).append(index)
-    return (f"layers {', '.join(map(str, indices))}: {reason}" for reason, indices in reasons.items())
+    return (f"{_numbered(indices)}: {reason}" for reason, indices in reasons.items())
 
 
 def _position_map(scheme: Scheme, training_length: int) -> str:

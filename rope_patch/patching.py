@@ -17,6 +17,7 @@ from rope_patch.mounting.undo import Changes
 from rope_patch.saving.rope_parameters import export_rope_parameters, is_expressible
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import as_scheme
+from rope_patch.schemes.target import reached
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -28,7 +29,7 @@ class PatchHandle:
 
     Attributes:
         model: the patched model.
-        scheme: the scheme as it was asked for.
+        scheme: the scheme as it was asked for, with the fields that a target fills.
         mounted: the parts of the model that it was mounted on, as they were read before, and where it went in each.
 
     Args:
@@ -88,7 +89,8 @@ def patch(
         *schemes: names (`"yarn"`, `"rerope:window=512+logn"`) or scheme objects; several are composed.
         mount: `"auto"`, or `"late"` to rotate inside attention whatever the scheme, the slow and literal way.
         attention: `"auto"`, `"oracle"` for the dense definition, `"chunked"` for the same with linear memory.
-        **fields: the scheme's fields, beside exactly one name.
+        **fields: the scheme's fields, beside exactly one name. `target`, a length in tokens, may stand beside several:
+            it fills the fields that are left open, so that the scheme reaches that length on this model.
 
     Returns:
         a handle with `remove()`, also usable in a `with` statement. Where anything is raised, the model is as it was.
@@ -112,7 +114,9 @@ def patch(
         raise AlreadyPatched(
             f"{type(model).__name__} was saved with the table of {record.get('scheme')}; `repatch` takes it up"
         )
-    mounted = tuple((stack, plan_mounts(scheme, stack, mount)) for stack in read_stacks(model))
+    stacks = read_stacks(model)
+    scheme = reached(scheme, (stack.checkpoint for stack in stacks))
+    mounted = tuple((stack, plan_mounts(scheme, stack, mount)) for stack in stacks)
     changes = Changes()
     handle = PatchHandle(model, scheme, mounted, changes)
     try:

@@ -17,10 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from rope_patch import get_scheme
 from rope_patch.mounting import parameters
-from tests.cases import REPRESENTATIVE, ROUTES, home_of
-from tests.families import FAMILIES, SAMPLE, SCALED, build
+from tests.cases import home_of
+from tests.families import build
+from tests.sampling import in_usual_run
 
 logging.set_verbosity_error()
 
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def runs(item: pytest.Item) -> bool:
         if scheme is not None and not _is_of(item, scheme):
             return False
-        return (every or not _is_nightly(item)) and (cuda or item.get_closest_marker("cuda") is None)
+        return (every or in_usual_run(item)) and (cuda or item.get_closest_marker("cuda") is None)
 
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
     items[:] = [item for item in items if runs(item)]
@@ -59,23 +59,6 @@ def _is_of(item: pytest.Item, scheme: str) -> bool:
     words = [part.partition(":")[0] for value in params.values() if isinstance(value, str) for part in value.split("+")]
     module = home_of(scheme).stem.removeprefix("test_")
     return item.path == home_of(scheme) or scheme in words or f"rope_patch.schemes.{module}" in words
-
-
-def _is_nightly(item: pytest.Item) -> bool:
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    family, spec = params.get("family"), params.get("spec")
-    if item.get_closest_marker("nightly") is not None or family in FAMILIES.keys() - SAMPLE:
-        return True
-    return family in SAMPLE - {"llama"} and spec in REPRESENTATIVE and not _is_in_half(family, spec)
-
-
-def _is_in_half(family: str, spec: str) -> bool:
-    """Every other square of the board, so that each family meets half of the schemes and each scheme half of them. What
-    a checkpoint scales is met by the schemes that leave it, and by one of each route.
-    """
-    if family in SCALED:
-        return spec in ROUTES or get_scheme(spec).slots <= {"segments", "query_scale"}
-    return (sorted(SAMPLE - set(SCALED)).index(family) + REPRESENTATIVE.index(spec)) % 2 == 0
 
 
 @pytest.fixture

@@ -51,12 +51,26 @@ _LATENT = {
     "v_head_dim": 16,
 }
 _PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_TEMPERATURE = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": TRAINING_LENGTH}
 _PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 # wider than the training length, narrower than the texts of these tests
 _WIDE_WINDOW = {"sliding_window": TRAINING_LENGTH + 4}
 _NARROW_WINDOW = {"sliding_window": 16}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _GEMMA = {**_HEAD, "query_pre_attn_scalar": 16}
+# layers with a state in place of keys, in turn with attention
+_HYBRID = {
+    **{**_DEEP, "layer_types": ["linear_attention", "full_attention"] * 2},
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+}
+# one complex table of rotations, and chunks that are wider than the training length; a temperature would count pads
+_LLAMA4 = {
+    **{**_MOE, **_DEEP, "intermediate_size_mlp": 96, "no_rope_layers": [1, 1, 0, 1]},
+    **{"attention_chunk_size": TRAINING_LENGTH + 4, "attn_temperature_tuning": False, "use_qk_norm": False},
+}
+# positions on three axes, of images: time, row and column
+_AXES = {"rope_parameters": {**_PARTIAL["rope_parameters"], "mrope_section": [2, 1, 1], "mrope_interleaved": True}}
 _GEMMA3 = {"model_type": "gemma3_text", **_GEMMA, **_NARROW_WINDOW}
 
 
@@ -92,6 +106,8 @@ _SAMPLED: dict[str, dict[str, Any]] = {
     "gemma3": {**_GEMMA3, **_DEEP, **_ALTERNATING},
     "smollm3": {**_GQA, **_DEEP, "no_rope_layers": [1, 0, 1, 0]},
     "olmo2": _GQA,
+    "qwen3_5_text": {**_HEAD, **_HYBRID, **_AXES},
+    "llama4_text": _LLAMA4,
     "baichuan": _SHARED,
     # positions are a penalty on distance, and nothing rotates until a scheme brings it
     "baichuan_alibi": {
@@ -118,6 +134,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "cohere2": {**_GQA, **_DEEP, **_WIDE_WINDOW, "logit_scale": 1.0},
     "cohere2_moe": {**_MOE, **_DEEP, **_WIDE_WINDOW, "logit_scale": 1.0},
     "cwm": {**_HEAD, **_PLAIN, **_WIDE_WINDOW, "bos_token_id": 1},
+    "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "dots1": _MOE,
     "ernie4_5": _HEAD,
@@ -141,21 +158,27 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "kolibri1": _MOE,
     "laguna": _MOE,
     "lfm2": {**_GQA, **_DEEP},
+    "llama4_normed": {"model_type": "llama4_text", **_LLAMA4, "use_qk_norm": True},
     "longcat_flash": _LATENT,
     "mellum": _MOE,
     "minicpm3": _LATENT,
     "minimax_m2": _MOE,
     "ministral": {**_HEAD, **_WIDE_WINDOW},
+    "ministral3": {**_HEAD, "rope_parameters": {**_PLAIN["rope_parameters"], **_TEMPERATURE}},
     "mixtral": _MOE,
+    "nanochat": _GQA,
     "nemotron": _GQA,
     "olmo": _GQA,
     "olmo3": {**_GQA, **_DEEP, **_NARROW_WINDOW, **_ALTERNATING},
+    "olmo_hybrid": {**_GQA, **_HYBRID, "linear_num_value_heads": 2},
     "olmoe": _MOE,
     "persimmon": {**_SHARED, **_PARTIAL},
     "phi": {**_GQA, **_PARTIAL},
     "qwen2": _GQA,
     "qwen2_moe": _MOE,
+    "qwen3_5_moe_text": {**_MOE, **_HYBRID, **_AXES},
     "qwen3_moe": _MOE,
+    "qwen3_next": {**_MOE, **_HYBRID, **_PARTIAL},
     "seed_oss": {**_HEAD, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "solar_open": _MOE,
     "stablelm": {**_GQA, **_PARTIAL},
@@ -202,8 +225,12 @@ BIASED = {"baichuan_alibi"}
 SHARED_TABLES = {"gemma2"}
 """Families whose rotary tables also serve layers that are left alone, so that no scheme can be mounted on them."""
 
-PACKED_ROWS_MIX = {"afmoe", "gpt_oss"} & FAMILIES.keys()
-"""Families that let the documents of a packed row see each other, also unpatched."""
+NORMED = {"llama4_normed", "nanochat"} & FAMILIES.keys()
+"""Families that norm queries and keys after they turned, so that tables cannot scale them."""
+
+_MIXING = {"afmoe", "gpt_oss", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+PACKED_ROWS_MIX = _MIXING & FAMILIES.keys()
+"""Families that let the documents of a packed row see each other, also unpatched: by a window, or by a state."""
 
 
 def config_of(family: str, **changes: Any) -> PreTrainedConfig:
@@ -218,11 +245,11 @@ def build(family: str = "llama", **changes: Any) -> PreTrainedModel:
     return copy.deepcopy(_prototype(family))
 
 
-def from_config(config: PreTrainedConfig) -> PreTrainedModel:
+def from_config(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """A model of this very config object, whose logits depend on positions as much as those of a trained model."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).eval()
+        model = auto.from_config(config).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name:

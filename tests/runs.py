@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache
 
 from rope_patch import Scheme, get_scheme, plan_mounts
 from rope_patch.models.reading import read_stack
-from tests.families import FOLLOW_THE_LENGTH, TRAINING_LENGTH, VOCABULARY, rope_types
+from tests.families import FOLLOW_THE_LENGTH, TRAINING_LENGTH, VOCABULARY, build, rope_types
 
 LENGTH = TRAINING_LENGTH + 8
 """Tokens of a usual text here: beyond the training length, and beyond every window."""
@@ -38,6 +38,12 @@ def follows_the_length(model: nn.Module, scheme: str | Scheme) -> bool:
         return scheme.length_dependent
     scheme = plan_mounts(scheme, read_stack(model)).scheme  # with `nope` where a bias stands in place of the rotation
     return scheme.length_dependent or "frequencies" not in scheme.slots
+
+
+def scales_tables(scheme: Scheme) -> bool:
+    """Whether static frequencies come with a factor on cos and sin, as YaRN's temperature."""
+    stack = read_stack(build("llama"))
+    return scheme.resolve(stack.checkpoint).frequencies(stack.layers[0].spec).attention_scaling != 1
 
 
 @torch.no_grad()

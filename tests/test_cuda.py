@@ -139,7 +139,7 @@ def test_the_loss_in_chunks_is_that_of_all_logits(scheme, dtype):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("scheme", ["yarn:factor=auto", "rerope:window=8"])
+@pytest.mark.parametrize("scheme", ["yarn:target=auto", "rerope:window=8"])
 def test_fine_tuning(scheme, precision, tmp_path):
     import json
 

@@ -163,6 +163,7 @@ def test_what_was_saved_comes_back_under_its_scheme(make, spec, tmp_path):
     assert torch.equal(logits(plain, IDS), logits(model, IDS))
 
 
+@pytest.mark.one_in(2)
 @TRAINERS
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"bf16": True}], ids=str)
 @schemes
@@ -184,6 +185,7 @@ def test_a_resumed_run_ends_as_an_unstopped_one_bit_for_bit(make, spec, settings
     assert_equal(weights(model), weights(unstopped.model))
 
 
+@pytest.mark.one_in(2)
 @TRAINERS
 @schemes
 def test_gradient_checkpointing_changes_nothing_but_memory(make, spec, tmp_path):
@@ -195,6 +197,7 @@ def test_gradient_checkpointing_changes_nothing_but_memory(make, spec, tmp_path)
     assert_equal(*ends)
 
 
+@pytest.mark.one_in(2)
 @TRAINERS
 @schemes
 def test_bfloat16_is_a_matter_of_computing_not_of_the_weights(make, spec, tmp_path):
@@ -240,6 +243,7 @@ APART = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("settings", APART.values(), ids=APART)
 @schemes

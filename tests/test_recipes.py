@@ -15,20 +15,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_patch
 from rope_patch import native_scheme
 from rope_patch.cli.options import load_recipe, parse
+from rope_patch.evaluation import corpora
+from rope_patch.evaluation.corpora import load_text
+from tests.recipes import run_recipe
 from tests.runs import assert_close, logits
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
+TEXTS = {"train": ROOT / "rope_patch" / "schemes", "held_out": ROOT / "rope_patch" / "cli"}
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT)
+def test_a_recipe_is_a_script():
+    words = [sys.executable, RECIPES / "as_baichuan.py", "--help"]
+    assert "usage: as_baichuan.py" in subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("kind", ["rope", "alibi"])
 def test_the_small_llama_in_the_layout_of_baichuan(kind, tmp_path):
-    done = run("recipes/as_baichuan.py", str(tmp_path), *["--alibi"] * (kind == "alibi"))
-    assert done.returncode == 0, done.stderr
+    assert run_recipe("as_baichuan", [tmp_path, *["--alibi"] * (kind == "alibi")]) == 0
     model = rope_patch.from_pretrained(tmp_path).eval()
     assert type(model).__name__ == ("BaichuanForCausalLM" if kind == "alibi" else "BaiChuanForCausalLM")
     assert native_scheme(model).name == kind
@@ -41,19 +45,17 @@ def test_the_small_llama_in_the_layout_of_baichuan(kind, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pretrain_tiny", "pretrain_tiny_t5"])
-def test_pretraining_takes_a_step_and_writes_a_checkpoint(name, tmp_path):
+def test_pretraining_takes_a_step_and_writes_a_checkpoint(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "load_corpus", lambda split: load_text(str(TEXTS[split])))  # read in a second
     config = yaml.safe_load((RECIPES / "configs" / f"{name}.yaml").read_text())
     config |= {"output": str(tmp_path), "steps": 2, "batch_size": 1, "evaluate_every": 2}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    if "tokenizer" not in config:  # training one takes half a minute
-        tokenizer = (RECIPES / "assets" / "tiny-llama" / "tokenizer.json").read_text()
-        (tmp_path / "tokenizer.json").write_text(tokenizer)
-    done = run(f"recipes/{name}.py", str(tmp_path / "config.yaml"))
-    assert done.returncode == 0, done.stderr
+    assert run_recipe(name, [tmp_path / "config.yaml"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "checkpoint" / "training_log.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 2
     model = rope_patch.from_pretrained(tmp_path / "checkpoint")
     assert sum(p.numel() for p in model.parameters()) > 1e6
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint")("def f(x):").input_ids
     assert (tmp_path / "checkpoint" / "loss.png").is_file()
 
 

@@ -29,6 +29,11 @@ class Call:
         """Disjoint; `ALL_PAIRS` alone where there is no other."""
         return (ALL_PAIRS,)
 
+    @property
+    def differentiable(self) -> bool:
+        """Whether a gradient is to flow through the call, into queries or into what turns or biases them."""
+        return torch.is_grad_enabled() and self.queries.requires_grad
+
     def query(self, region: Region) -> torch.Tensor:
         """The queries as a region wants them, `(batch, heads, q_len, head_dim)`."""
         return self.queries

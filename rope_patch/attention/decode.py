@@ -27,7 +27,7 @@ def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode) -> bool:
         and not inputs.scattered
         and inputs.fits_kernels
         and (inputs.mask is None or inputs.mask.dtype == torch.bool)
-        and not (torch.is_grad_enabled() and call.queries.requires_grad)
+        and not call.differentiable
         and (
             torch.compiler.is_compiling()
             or all(region.translation_invariant for region in call.regions)

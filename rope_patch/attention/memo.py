@@ -14,6 +14,11 @@ from rope_patch.schemes.base import Scheme
 from rope_patch.typing import NO_WEIGHTS, Weights
 
 
+def wants_gradient(weights: Weights) -> bool:
+    """Whether a gradient is to flow into learned parameters."""
+    return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values())
+
+
 class ForwardMemo:
     """What the layers of one forward have in common: they see the same mask and the same positions.
 
@@ -67,7 +72,7 @@ class ForwardMemo:
 
         def table(low: int, high: int) -> torch.Tensor:
             distances = torch.arange(low, high, device=device)
-            if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values()):
+            if wants_gradient(weights):
                 return bias(distances)  # of a graph of its own, which may be walked before another layer's
             key = ("bias", *map(id, weights.values()), heads, low, high)
             # the weights are kept beside what was found for them, so that their identities stay their own

@@ -40,7 +40,7 @@ comes with the recipes; then give the same command your own, with --model DIR --
 
 examples:
   rope-patch sweep --target 4x --documents 4
-  rope-patch perplexity --scheme yarn:factor=auto --lengths 256,1024 --documents 4
+  rope-patch perplexity --scheme yarn:target=auto --lengths 256,1024 --documents 4
   rope-patch COMMAND --help
 
 Results go to stdout, sentences, progress and errors to stderr. exit status: 0 done; 2 wrong input, in one line;

@@ -54,7 +54,7 @@ Numbers = Annotated[
 """Whole numbers: `256,512` or `256 512`."""
 
 Specs = Annotated[tuple[str, ...], tyro.conf.arg(name="scheme", metavar="SCHEME"), tyro.conf.UseAppendAction]
-"""Schemes, such as `yarn:factor=auto` or `rerope:window=128+logn`: the option `--scheme` is repeated."""
+"""Schemes, such as `yarn:target=auto` or `rerope:window=128+logn`: the option `--scheme` is repeated."""
 
 Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]
 """Words behind one option."""

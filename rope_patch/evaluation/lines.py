@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from rope_patch.errors import AlreadyPatched, EvaluationError, did_you_mean
+from rope_patch.errors import AlreadyPatched, EvaluationError
 from rope_patch.evaluation.measured_model import MeasuredModel
 from rope_patch.mounting.plan import plan_mounts
-from rope_patch.schemes import Scheme, get_scheme
+from rope_patch.schemes import Checkpoint, Scheme, get_scheme
+from rope_patch.schemes.target import reached
 
 PLAIN, CUT = "plain", "window"
 """The checkpoint as it is, and its attention cut at the training length."""
@@ -20,53 +19,25 @@ PLAIN, CUT = "plain", "window"
 REFERENCES = (PLAIN, CUT)
 """What a scheme has to beat to earn its place."""
 
-_AUTO = re.compile(r"(\w+)\s*=\s*auto\b")
-_WINDOW = re.compile(r"\bwindow\s*=\s*(\d+)")
-_ROUNDING: dict[str, Callable[[float], float]] = {"factor": float, "interpolation": float, "group_size": math.ceil}
 
-
-def scheme_at(spec: str, length: int, training_length: int) -> Scheme | None:
-    """The scheme of a line at one length.
-
-    `factor=auto`, `interpolation=auto` and `group_size=auto` become the smallest value that keeps every distance
-    within the training length: k = l / L, and k = (l - w) / (L - w) for a scheme that leaves the distances within a
-    window w alone.
+def scheme_at(spec: str, length: int, checkpoints: Iterable[Checkpoint] = ()) -> Scheme | None:
+    """The scheme of a line at one length, which `target=auto` means.
 
     Args:
-        spec: `plain`, which gives None, or what `get_scheme` reads, such as `yarn:factor=auto`.
+        spec: `plain`, which gives None, or what `get_scheme` reads, such as `yarn:target=auto`.
         length: l, the context length in tokens.
-        training_length: L in tokens.
+        checkpoints: of the parts of a model, from which fields that follow from a target are filled.
 
     Raises:
-        UnknownScheme, InvalidField, SlotConflict: the spec does not name a scheme.
-        EvaluationError: `auto` for another field, or beside a window that is not below L.
+        UnknownScheme, InvalidField, SlotConflict: the spec does not name a scheme, or it cannot reach its target.
 
     Example:
-        >>> str(scheme_at("pi:factor=auto", 1024, 256))
+        >>> str(scheme_at("pi:target=auto", 1024, [Checkpoint(training_length=256, num_heads=8, max_length=256)]))
         'pi:factor=4.0'
-        >>> scheme_at("self_extend:group_size=auto,window=128", 1024, 256).group_size
-        7
     """
     if spec == PLAIN:
         return None
-    return get_scheme("+".join(_fill_in(part, length, training_length) for part in spec.split("+")))
-
-
-def _fill_in(part: str, length: int, training_length: int) -> str:
-    def value(match: re.Match[str]) -> str:
-        field = match[1]
-        if field not in _ROUNDING:
-            allowed = did_you_mean(field, _ROUNDING)
-            raise EvaluationError(f"{part}: {field}=auto: only some fields can be auto; {allowed}")
-        window = int(found[1]) if (found := _WINDOW.search(part)) else 0
-        if window >= training_length:
-            raise EvaluationError(
-                f"{part}: {field}=auto needs a window below the training length of {training_length}, not {window}"
-            )
-        needed = (length - window) / (training_length - window)
-        return f"{field}={_ROUNDING[field](max(1.0, needed))}"
-
-    return _AUTO.sub(value, part)
+    return reached(get_scheme(spec.replace("target=auto", f"target={length}")), checkpoints)
 
 
 def with_references(schemes: Sequence[str], references: bool = True) -> tuple[str, ...]:
@@ -77,7 +48,7 @@ def with_references(schemes: Sequence[str], references: bool = True) -> tuple[st
     """
     lines = (*(line for line in REFERENCES if references and line not in schemes), *schemes)
     for line in lines:
-        scheme_at(line, 1, 2**62)
+        scheme_at(line, 1)
     return lines
 
 
@@ -133,8 +104,9 @@ def schemes_at_lengths(
 
 
 def _checked(spec: str | Scheme, length: int, model: MeasuredModel) -> SchemeAtLength:
-    scheme = spec if isinstance(spec, Scheme) else scheme_at(spec, length, model.training_length)
     stack, table, mount = model.stacks[0], model.stacks[0].absolute, "none"
+    checkpoints = [stack.checkpoint for stack in model.stacks]
+    scheme = reached(spec, checkpoints) if isinstance(spec, Scheme) else scheme_at(spec, length, checkpoints)
     if model.carried is not None and not model.carries(scheme):
         kind = type(model.carried.model).__name__
         raise AlreadyPatched(f"{kind} carries {model.carried.scheme}; unpatch it before measuring {spec}")

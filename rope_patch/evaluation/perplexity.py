@@ -59,7 +59,7 @@ def measure(
     Args:
         model: a language model of Transformers, causal or of T5's style, also inside PEFT or another wrapper.
         corpus: rows with `name` and `text`, such as `load_corpus()` gives.
-        schemes: scheme objects or strings; a string may be `plain`, and may contain `factor=auto` (see `scheme_at`).
+        schemes: scheme objects or strings; a string may be `plain`, and may contain `target=auto` (see `scheme_at`).
         lengths: context lengths in tokens, ascending.
         protocol: one of `PROTOCOLS`; `"auto"` chooses `"last"` or `"span_corruption"` by the model.
         targets: T, scored tokens per window, or the tokens among which spans are hidden; default min(L, 4096).

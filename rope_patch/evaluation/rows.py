@@ -70,7 +70,7 @@ class Measurement(JsonRow):
 
     Attributes:
         weights: fingerprint of the model's parameters.
-        line: the scheme as the table names it, such as `pi:factor=auto`.
+        line: the scheme as the table names it, such as `pi:target=auto`.
         scheme: the scheme that was measured, all fields filled in; `{"name": "plain"}` for none.
         length: of the context in tokens; for `by_position` the last position of the bin.
     """

@@ -86,7 +86,9 @@ class Grid:
 
 
 def display_name(line: str) -> str:
-    """`self_extend:group_size=auto,window=128` as `self_extend group_size=auto window=128`."""
+    """`self_extend:target=auto,window=128` as `self_extend target=auto window=128`; what is in brackets stays."""
+    if "[" in line:
+        return line
     return _NAMES.get(line) or line.replace(":", " ").replace(",", " ").replace("+", " + ")
 
 

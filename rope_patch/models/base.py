@@ -28,12 +28,16 @@ class RotaryTables:
         layer_type: such as `full_attention`; None where all layers share one set.
         base: `rope_theta` of the checkpoint, as it was read before any scheme was named in the config.
         as_declared: whether the module's frequencies are those that its config describes.
+        axes: on how many axes the module reads positions (mRoPE, for images); on text all of them are equal.
+        is_complex: whether its attention reads one complex table, cos + i sin, in place of two.
     """
 
     module: nn.Module
     layer_type: str | None
     base: float
     as_declared: bool = True
+    axes: int = 1
+    is_complex: bool = False
 
     def spec(self, training_length: int) -> RotarySpec:
         """What a frequency scheme may know of this set."""
@@ -53,8 +57,8 @@ class RotaryTables:
         """The model's own factor on cos and sin."""
         return getattr(self.module, self.attribute("attention_scaling"))
 
-    def tables(self, position_ids: torch.Tensor, like: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin as the model itself computes them, `(batch, length, width)`.
+    def given(self, position_ids: torch.Tensor, like: torch.Tensor | None = None) -> Any:
+        """What the module itself computes and hands to attention.
 
         Args:
             position_ids: `(batch, length)`, also fractional.
@@ -62,8 +66,19 @@ class RotaryTables:
         """
         if like is None:
             like = torch.zeros((), dtype=torch.float32, device=self.inv_freq.device)
+        if self.axes > 1:
+            position_ids = position_ids.expand(self.axes, -1, -1)
         extra = () if self.layer_type is None else (self.layer_type,)
         return self.module(like, position_ids.to(like.device), *extra)
+
+    def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of positions `(batch, length)` as the model itself computes them, `(batch, length, width)`."""
+        given = self.given(position_ids)
+        return (given.real, given.imag) if self.is_complex else given
+
+    def joined(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        """cos and sin in the form in which attention reads them."""
+        return torch.complex(cos.float(), sin.float()) if self.is_complex else (cos, sin)
 
 
 @dataclass(frozen=True)
@@ -73,10 +88,13 @@ class AttentionLayer:
     Attributes:
         index: `layer_idx`, the place in the cache.
         spec: its rotary embedding; where it has none, the one that a scheme would bring.
+        kind: its layer type in the config; without one, `full_attention` or `sliding_attention` by its window.
         layout: how it pairs dimensions, or would; None where the module rotates in other layers, but not in this one.
         rotary: the tables that the module rotates by; None where it takes none.
         sliding_window: its window in tokens; None where it attends to everything before.
         bias_table: the learned biases by bucket of distance, `(num_buckets, heads)`; None where it has none.
+        told: whether its block hands it the positions of its tokens.
+        normed: whether a norm without weights follows the rotation; it turns too, and undoes a scale of cos and sin.
     """
 
     name: str
@@ -87,6 +105,9 @@ class AttentionLayer:
     rotary: RotaryTables | None = None
     sliding_window: int | None = None
     bias_table: nn.Embedding | None = None
+    kind: str = "full_attention"
+    told: bool = True
+    normed: bool = False
 
     @property
     def layer_type(self) -> str | None:
@@ -129,7 +150,7 @@ class AbsoluteTable:
     @property
     def checkpoint(self) -> Checkpoint:
         """What a scheme's defaults are read from."""
-        return Checkpoint(self.capacity, self.config.num_attention_heads, self.capacity)
+        return Checkpoint(self.capacity, self.config.num_attention_heads, self.capacity, has_table=True)
 
     @property
     def config(self) -> Any:
@@ -153,6 +174,7 @@ class Stack:
         native: the scheme of the checkpoint itself; None where no scheme here stands for it.
         part: `encoder` or `decoder` where a model may have both.
         replacements: module, name and value of what wants to be set before schemes can be mounted in its attention.
+        others: further layers, which are under another scheme.
         absolute: its learned absolute positions; None where it has none, or where positions enter elsewhere too.
     """
 
@@ -164,11 +186,17 @@ class Stack:
     part: str = ""
     replacements: tuple[tuple[nn.Module, str, Any], ...] = ()
     absolute: AbsoluteTable | None = None
+    others: tuple[AttentionLayer, ...] = ()
 
     @property
     def config(self) -> Any:
         """The config of the stack, as it is now."""
         return self.module.config
+
+    @property
+    def num_cached(self) -> int:
+        """How many layers of a cache are for the layers of the stack, attention or not."""
+        return max(layer.index for layer in (*self.layers, *self.others)) + 1
 
     @property
     def training_length(self) -> int:

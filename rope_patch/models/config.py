@@ -18,7 +18,7 @@ BASE = 10_000.0
 _NUMBERS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 """What an entry says of the checkpoint, whatever its type; only the first has to be said."""
 
-_UNREAD = {"dynamic": {"original_max_position_embeddings", "length"}, "longrope": {"length"}}
+_UNREAD = {"dynamic": {"original_max_position_embeddings", "length"}, "longrope": {"length", "learned"}}
 """Fields of schemes that Transformers does not read in an entry of the type that means the same."""
 
 _LARGEST = 1e300

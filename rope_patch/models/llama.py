@@ -23,7 +23,7 @@ from rope_patch.models.config import (
     scheme_of_layer_type,
     training_length,
 )
-from rope_patch.models.probe import measure_layout
+from rope_patch.models.probe import is_told_positions, measure_layout, measure_tables
 from rope_patch.models.state import unchanged
 from rope_patch.schemes.base import Scheme
 
@@ -43,9 +43,9 @@ def read(stack: PreTrainedModel) -> Stack:
     modules = [module for module in stack.modules() if _is_rotary(module)]
     if len(modules) > 1:
         raise UnsupportedModel(f"{family} has {len(modules)} rotary modules; which layer uses which is not declared")
-    rotary = _tables_of(modules[0], stack.config)
     checkpoint = checkpoint_of_config(stack.config)
     with unchanged(modules[0]):
+        rotary = _tables_of(modules[0], stack.config)
         layers = tuple(
             _read_layer(name, module, rotary, stack, checkpoint.training_length)
             for name, module in _attention_modules(stack)
@@ -77,7 +77,7 @@ def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
     for layer_type in types:
         if not entries.get(layer_type, {}).get("rope_theta"):
             raise UnsupportedModel(f"{type(config).__name__} says no `rope_theta` for layer type {layer_type!r}")
-    found = (RotaryTables(module, layer_type, entries[layer_type]["rope_theta"]) for layer_type in types)
+    found = (measure_tables(RotaryTables(module, kind, entries[kind]["rope_theta"])) for kind in types)
     return tuple(dataclasses.replace(tables, as_declared=_as_declared(tables, config)) for tables in found)
 
 
@@ -127,12 +127,22 @@ def _read_layer(
         sliding = sliding or getattr(module.config, "sliding_window", None)
     elif layer_type == "full_attention":
         sliding = None
+    elif layer_type == "chunked_attention":  # no distance is as large as a chunk
+        sliding = getattr(module.config, "attention_chunk_size", None)
     elif sliding is None:
         # Mistral-like: the window stands in the config alone and holds for every layer
         sliding = getattr(module.config, "sliding_window", None) if _window_for_all(module) else None
-    layout = measure_layout(name, module, tables)
+    layout, normed = measure_layout(name, module, tables)
+    if normed and tables.attention_scaling != 1:
+        raise UnsupportedModel(
+            f"{type(stack).__name__}: {name} norms queries and keys after tables that scale them by "
+            f"{tables.attention_scaling:g}, which the norm undoes"
+        )
     spec = tables.spec(training_length)
-    return AttentionLayer(name, module, cast(int, module.layer_idx), spec, layout, tables, sliding)
+    kind = layer_type or ("full_attention" if sliding is None else "sliding_attention")
+    told = is_told_positions(stack.get_submodule(name.rpartition(".")[0]), module, tables)
+    index = cast(int, module.layer_idx)
+    return AttentionLayer(name, module, index, spec, layout, tables, sliding, kind=kind, told=told, normed=normed)
 
 
 def _layer_type(module: nn.Module) -> str | None:

@@ -2,14 +2,18 @@
 
 The module itself is run on four random tokens with tables chosen by us, and the queries and keys that reach its
 attention function are compared. With cos 1 and sin 0 nothing turns; with cos 0 and sin 1 every pair makes a quarter
-turn, which shows each dimension's partner and sign; with tables of zeros and ones that spell the binary digits of
-their own column, each dimension shows which column it reads. All of that is exact in any dtype.
+turn, which shows each dimension's partner and sign; with such tables that spell the binary digits of the frequency of
+each column, each dimension shows which frequency it reads. All of that is exact in any dtype.
+
+With cos 2 queries and keys double, unless a norm follows the rotation. A norm over whole heads without weights of its
+own turns with them, so the measurement comes out the same, up to rounding; weights are found out by changing them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 import itertools
 import threading
@@ -18,9 +22,11 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.errors import UnsupportedModel
+from rope_patch.models.arguments import by_name
 from rope_patch.models.base import RotaryTables
 from rope_patch.schemes.tools.rotary import RotaryLayout
 
@@ -29,43 +35,63 @@ _PROBING = threading.RLock()
 """The name is one for all threads, so they probe one after the other."""
 
 _TOKENS = 4
+_AXES = (2, 3, 4)
+"""How many axes of positions a rotary module may read; families of today read three, and HunYuan-VL up to four."""
+_ULPS = 4
+"""By how many units in the last place a norm may differ that sums the dimensions of a head in another order."""
 _FOLLOWED = "something follows the rotation of queries and keys (a norm, a scale)"
 
 
-def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> RotaryLayout | None:
-    """The rotary layout of a self-attention module; None where its queries and keys do not depend on the tables. Its
-    weights, mode and hooks are left as they were.
+def measure_tables(rotary: RotaryTables) -> RotaryTables:
+    """The same, with the form in which its module reads positions and gives tables."""
+    positions = torch.arange(1, 17)[None]
+
+    def shape_of(axes: int) -> tuple[Any, tuple[int, ...]]:
+        try:
+            given = dataclasses.replace(rotary, axes=axes).given(positions)
+        except Exception:  # whatever a family raises, it does not read as many axes
+            return None, ()
+        return given, tuple((given[0] if isinstance(given, tuple) else given).shape[:2])
+
+    # a module that reads one axis makes a table of each plane, or fails; on several, all become one table
+    axes = next((axes for axes in _AXES if shape_of(axes)[1] == positions.shape), 1)
+    given, _ = shape_of(axes)
+    return dataclasses.replace(rotary, axes=axes, is_complex=isinstance(given, torch.Tensor) and given.is_complex())
+
+
+def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> tuple[RotaryLayout | None, bool]:
+    """How a self-attention module rotates, which is left as it was.
+
+    Returns:
+        the rotary layout, None where queries and keys do not depend on the tables; and whether a norm follows that the
+        rotation commutes with.
 
     Raises:
-        UnsupportedModel: when the measurement does not come out clean, e.g. for a norm after the rotation.
+        UnsupportedModel: when the measurement does not come out clean, e.g. for a norm with weights after the rotation.
     """
-    columns = _frequency_of_column(name, rotary)
-    width = len(columns)
-    digits = torch.tensor([[column >> bit & 1 for column in range(width)] for bit in range(width.bit_length())])
-    one, zero = torch.ones(1, width), torch.zeros(1, width)
-    random = torch.Generator().manual_seed(0)
-    cos_check, sin_check = torch.randn(2, 1, len(set(columns)), generator=random)
-    cos_check, sin_check = cos_check[:, list(columns)], sin_check[:, list(columns)]
+    columns = torch.tensor(_frequency_of_column(name, rotary))
+    count = int(columns.max()) + 1
+    digits = torch.stack([columns >> bit & 1 for bit in range(max(1, (count - 1).bit_length()))]).float()
+    one, zero = torch.ones(1, len(columns)), torch.zeros(1, len(columns))
+    angles = torch.randn(1, count, generator=torch.Generator().manual_seed(0))
+    cos = torch.cat([one, zero, 1 - digits, angles.cos()[:, columns], 2 * one])
+    sin = torch.cat([zero, one, digits, angles.sin()[:, columns], zero])
 
-    cos = torch.cat([one, zero, digits, 0 * digits, cos_check])
-    sin = torch.cat([zero, one, 0 * digits, digits, sin_check])
-    query, key, _ = _run(module, cos, sin)
-
-    bits = len(digits)
-    layout = None
+    query, key = _run(module, rotary, cos, sin)[:2]
+    normed = not (_doubles(query) and _doubles(key))
+    if normed:
+        query, key = _run(module, rotary, cos, sin, with_other_vectors=True)[:2]
+    layouts = [_read_layout(name, states[:-2], normed) for states in (query, key)]
+    if layouts[0] != layouts[1]:
+        raise UnsupportedModel(f"{name}: queries and keys are rotated in different layouts")
+    if (layout := layouts[0]) is None:
+        return None, False
     for states in (query, key):
-        still, turned, by_cos, by_sin, checked = states.split([1, 1, bits, bits, 1])
-        found = _read_layout(name, still[0], turned[0], by_cos, by_sin, columns)
-        if states is key and found != layout:
-            raise UnsupportedModel(f"{name}: queries and keys are rotated in different layouts")
-        layout = found
-        if layout is not None:
-            order = [columns.index(frequency) for frequency in range(len(layout.first))]
-            expected = layout.rotate(still, cos_check[:, order].to(still), sin_check[:, order].to(still))
-            tolerance = 8 * torch.finfo(still.dtype).eps * float(still.abs().max() * cos_check.abs().max())
-            if (expected - checked).abs().max() > tolerance:
-                raise UnsupportedModel(f"{name}: {_FOLLOWED}")
-    return layout
+        expected = layout.rotate(states[:1], angles.cos().to(states), angles.sin().to(states))
+        tolerance = 8 * torch.finfo(states.dtype).eps * float(states[0].abs().max())
+        if (expected - states[-2]).abs().max() > tolerance:
+            raise UnsupportedModel(f"{name}: {_FOLLOWED}")
+    return layout, normed
 
 
 def measure_heads(module: nn.Module, rotary: RotaryTables | None) -> tuple[int, int, int]:
@@ -76,17 +102,47 @@ def measure_heads(module: nn.Module, rotary: RotaryTables | None) -> tuple[int, 
         UnsupportedModel: when the module does not call the attention interface of Transformers.
     """
     width = 1 if rotary is None else rotary.tables(torch.arange(1)[None])[0].shape[-1]
-    query, _, value = _run(module, torch.ones(1, width), torch.zeros(1, width))
+    query, _, value = _run(module, rotary, torch.ones(1, width), torch.zeros(1, width))
     return query.shape[1], query.shape[-1], value.shape[-1]
 
 
 def reaches_interface(module: nn.Module) -> bool:
     """Whether a self-attention module that takes no tables calls the attention interface of Transformers."""
     try:
-        _run(module, torch.ones(1, 1), torch.zeros(1, 1))
+        _run(module, None, torch.ones(1, 1), torch.zeros(1, 1))
     except UnsupportedModel:
         return False
     return True
+
+
+def is_told_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) -> bool:
+    """Whether a block hands its self-attention module the positions that it is given, as nearly all do; one that cannot
+    be run on its own is taken to.
+    """
+    hidden = _hidden(module)
+    handle = module.register_forward_pre_hook(_Reached.stop, with_kwargs=True)
+    try:
+        tables = rotary.given(torch.arange(_TOKENS)[None], like=hidden)
+        with torch.no_grad():
+            block.forward(**_arguments(block, hidden, tables))
+    except _Reached as reached:
+        return reached.is_told
+    except Exception:  # whatever a family raises, its block wants more
+        return True
+    finally:
+        handle.remove()
+    return True
+
+
+class _Reached(BaseException):  # not an Exception: nothing that a model catches
+    """Ends a forward where it comes to attention."""
+
+    def __init__(self, is_told: bool) -> None:
+        self.is_told = is_told
+
+    @classmethod
+    def stop(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise cls(by_name(module, args, kwargs).get("position_ids") is not None)
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -120,40 +176,31 @@ def _frequency_of_column(name: str, rotary: RotaryTables) -> tuple[int, ...]:
     """Which frequency each column of the model's own cos and sin tables belongs to."""
     count = rotary.inv_freq.shape[-1]
     positions = torch.arange(1, 17)[None]
-    if _reads_planes(rotary, positions):
-        raise UnsupportedModel(
-            f"{name}: its rotary module reads positions in several dimensions (mRoPE, for images), "
-            "and a scheme places tokens in one"
-        )
     try:
         tables = rotary.tables(positions)
+        cos, sin = (table[0] for table in tables)
     except Exception as error:  # a rotary module with another signature
         raise UnsupportedModel(f"{name}: its rotary tables cannot be read: {type(error).__name__}: {error}") from error
-    if isinstance(tables, torch.Tensor):
-        raise UnsupportedModel(f"{name}: its rotary module gives one complex table in place of cos and sin")
-    cos, sin = (table[0] for table in tables)
-    orders = {
-        count: [tuple(range(count))],
-        2 * count: [tuple(range(count)) * 2, tuple(i // 2 for i in range(2 * count))],
-    }
-    for order in orders.get(cos.shape[-1], []):
+    if cos.ndim != 2:
+        raise UnsupportedModel(f"{name}: its rotary module gives tables of shape {tuple(tables[0].shape)}")
+    orders = [tuple(range(count)), tuple(range(count)) * 2, tuple(i // 2 for i in range(2 * count))]
+    for order in (order for order in orders if len(order) == cos.shape[-1]):
         first = [order.index(i) for i in range(count)]
         if torch.equal(cos[:, first][:, list(order)], cos) and torch.equal(sin[:, first][:, list(order)], sin):
             return order
     raise UnsupportedModel(f"{name}: rotary tables of width {cos.shape[-1]} for {count} frequencies")
 
 
-def _reads_planes(rotary: RotaryTables, positions: torch.Tensor) -> bool:
-    """Whether three planes of positions become one table; any other module makes one of each plane, or fails."""
-    try:
-        tables = rotary.tables(positions[None].expand(3, -1, -1))
-    except Exception:  # whatever a family raises, it does not read them
-        return False
-    return isinstance(tables, tuple) and tables[0].shape[:2] == positions.shape
-
-
-def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values `(settings, heads, tokens, head_dim)` for tables `(settings, width)`."""
+def _run(
+    module: nn.Module,
+    rotary: RotaryTables | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    with_other_vectors: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values `(settings, heads, tokens, head_dim)` for tables `(settings, width)`, in the form of
+    those of `rotary`; also with other biases and weights of norms than the module has.
+    """
     captured: list[torch.Tensor] = []
 
     def capture(
@@ -162,26 +209,15 @@ def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch
         captured.extend(states.detach().clone() for states in (query, key, value))
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
+    hidden = _hidden(module).expand(len(cos), -1, -1)
+    cos, sin = (table[:, None].expand(-1, _TOKENS, -1).to(hidden) for table in (cos, sin))
+    vectors = {name: vector for name, vector in module.named_parameters() if vector.ndim == 1 and with_other_vectors}
     random = torch.Generator().manual_seed(0)
-    hidden_size = cast(Any, module.config).hidden_size
-    hidden = torch.randn(1, _TOKENS, hidden_size, generator=random)
-    hidden = hidden.expand(len(cos), -1, -1).to(device_of(module), dtype_of(module))
-    tables = [table[:, None].expand(-1, _TOKENS, -1).to(hidden) for table in (cos, sin)]
-    arguments = {
-        "hidden_states": hidden,
-        "position_embeddings": tuple(tables),
-        "attention_mask": None,
-        "position_ids": torch.arange(_TOKENS, device=hidden.device)[None],
-    }
-    accepted = inspect.signature(module.forward).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    arguments = {key: value for key, value in arguments.items() if takes_any or key in accepted}
-    needed = [name for name, p in accepted.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if unknown := [name for name in needed if name not in arguments]:
-        raise UnsupportedModel(f"{type(module).__name__} requires {', '.join(unknown)}, which is not understood here")
+    others = {name: v + 0.5 * torch.randn(v.shape, generator=random).to(v) for name, v in vectors.items()}
+    arguments = _arguments(module, hidden, (cos, sin) if rotary is None else rotary.joined(cos, sin))
     try:
         with probing(module, capture), torch.no_grad():
-            module(**arguments)
+            functional_call(module, others, (), arguments) if others else module(**arguments)
     except Exception as error:  # whatever a family raises, it means that the seam is not the one we know
         raise UnsupportedModel(
             f"{type(module).__name__} cannot be measured: {type(error).__name__}: {error}"
@@ -190,6 +226,33 @@ def _run(module: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch
         raise UnsupportedModel(f"{type(module).__name__} does not call the attention interface of Transformers")
     query, key, value = captured
     return query, key, value
+
+
+def _hidden(module: nn.Module) -> torch.Tensor:
+    """What enters an attention module: four random tokens, `(1, tokens, hidden)`."""
+    hidden_size = cast(Any, module.config).hidden_size
+    hidden = torch.randn(1, _TOKENS, hidden_size, generator=torch.Generator().manual_seed(0))
+    return hidden.to(device_of(module), dtype_of(module))
+
+
+def _arguments(module: nn.Module, hidden: torch.Tensor, tables: Any) -> dict[str, Any]:
+    """Those that a module with these states and tables is called with.
+
+    Raises:
+        UnsupportedModel: it requires others.
+    """
+    arguments = {
+        "hidden_states": hidden,
+        "position_embeddings": tables,
+        "attention_mask": None,
+        "position_ids": torch.arange(_TOKENS, device=hidden.device)[None],
+    }
+    accepted = inspect.signature(module.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    needed = [name for name, p in accepted.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if unknown := [name for name in needed if name not in arguments]:
+        raise UnsupportedModel(f"{type(module).__name__} requires {', '.join(unknown)}, which is not understood here")
+    return {key: value for key, value in arguments.items() if takes_any or key in accepted}
 
 
 @contextlib.contextmanager
@@ -211,45 +274,46 @@ def probing(module: nn.Module, capture: Any) -> Iterator[None]:
             del ALL_ATTENTION_FUNCTIONS[_PROBE]
 
 
-def _read_layout(
-    name: str,
-    still: torch.Tensor,
-    turned: torch.Tensor,
-    by_cos: torch.Tensor,
-    by_sin: torch.Tensor,
-    columns: tuple[int, ...],
-) -> RotaryLayout | None:
-    """The layout from `(heads, tokens, head_dim)` states and from those under binary tables."""
-    signature, quarter = still.flatten(0, 1), turned.flatten(0, 1)
-    rotated = [i for i in range(signature.shape[-1]) if not torch.equal(signature[:, i], quarter[:, i])]
+def _doubles(states: torch.Tensor) -> bool:
+    """Whether what turns is doubled by tables that are, `states[-1]`, and nothing else changes."""
+    turns = (states[1] != states[0]).flatten(0, 1).any(dim=0)
+    return torch.equal(states[-1], torch.where(turns, 2 * states[0], states[0]))
+
+
+def _read_layout(name: str, states: torch.Tensor, rounded: bool) -> RotaryLayout | None:
+    """The layout from states `(2 + bits, heads, tokens, head_dim)`: unturned, after quarter turns of all pairs, and of
+    those whose frequency has a bit.
+    """
+    tolerance = _ULPS * torch.finfo(states.dtype).eps if rounded else 0.0
+
+    def alike(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        """By channel, over `(heads * tokens, channels)`."""
+        return ((found - expected).abs() <= tolerance * expected.abs()).all(dim=0)
+
+    still, turned, *by_bit = states.flatten(1, 2)
+    rotated = (~alike(turned, still)).nonzero().flatten().tolist()
     if not rotated:
         return None
     firsts: dict[int, int] = {}
     seconds: dict[int, int] = {}
     for i in rotated:
-        plus = (signature == quarter[:, i, None]).all(0).nonzero().flatten().tolist()
-        minus = (signature == -quarter[:, i, None]).all(0).nonzero().flatten().tolist()
+        plus = alike(turned[:, i, None], still).nonzero().flatten().tolist()
+        minus = alike(turned[:, i, None], -still).nonzero().flatten().tolist()
         if len(plus) + len(minus) != 1:
             raise UnsupportedModel(f"{name}: dimension {i} of the heads has no clear partner: {_FOLLOWED}")
-        by_own = columns[_spelled(name, by_cos[..., i], still[..., i])]
-        if columns[_spelled(name, by_sin[..., i], turned[..., i])] != by_own:
-            raise UnsupportedModel(f"{name}: dimension {i} of the heads reads cos and sin of different frequencies")
+        frequency = 0
+        for bit, found in enumerate(by_bit):
+            if alike(found, turned)[i]:
+                frequency |= 1 << bit
+            elif not alike(found, still)[i]:
+                raise UnsupportedModel(
+                    f"{name}: dimension {i} reads cos and sin of several frequencies, or {_FOLLOWED}"
+                )
         # a quarter turn of the pair (a, b) is (-b, a): the dimension that turned negative is the first
         first, second = (i, minus[0]) if minus else (plus[0], i)
-        if firsts.setdefault(by_own, first) != first or seconds.setdefault(by_own, second) != second:
-            raise UnsupportedModel(f"{name}: frequency {by_own} turns more than one pair of dimensions")
+        if firsts.setdefault(frequency, first) != first or seconds.setdefault(frequency, second) != second:
+            raise UnsupportedModel(f"{name}: frequency {frequency} turns more than one pair of dimensions")
     order = sorted(firsts)
     if order != sorted(seconds) or order != list(range(len(order))) or 2 * len(order) != len(rotated):
         raise UnsupportedModel(f"{name}: the pairs of the rotation do not come out clean")
     return RotaryLayout(tuple(firsts[i] for i in order), tuple(seconds[i] for i in order))
-
-
-def _spelled(name: str, digits: torch.Tensor, reference: torch.Tensor) -> int:
-    """The column whose binary digits are spelled by where `(bits, heads, tokens)` equals the reference or zero."""
-    column = 0
-    for bit, values in enumerate(digits):
-        if torch.equal(values, reference):
-            column |= 1 << bit
-        elif values.any():
-            raise UnsupportedModel(f"{name}: {_FOLLOWED}")
-    return column

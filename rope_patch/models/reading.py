@@ -45,8 +45,10 @@ def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
             f"{type(model).__name__} has no stack with a rotary module of Transformers (a child with `inv_freq`), as "
             "Llama-style decoders have, none with the biases of T5, and no learned positions of a text"
         )
-    names = ", ".join(type(module).__name__ for _, module in found)
+    if len(found) > 1:  # beside the text, a tower for images may have a rotary module too
+        found = [(style, module) for style, module in found if hasattr(module.config, "vocab_size")] or found
     if len(found) > 1 and any(style is not t5 for style, _ in found):
+        names = ", ".join(type(module).__name__ for _, module in found)
         raise UnsupportedModel(f"{type(model).__name__} has several stacks ({names}); patch one of them itself")
     return found
 

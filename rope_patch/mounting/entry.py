@@ -55,7 +55,8 @@ class StackEntry:
             return (), kwargs
         if states is None:
             states = cast(Any, module).get_input_embeddings()(ids)
-        tokens = Tokens(states, kwargs["position_ids"], ids)
+        positions = kwargs["position_ids"]
+        tokens = Tokens(states, positions[0] if positions.ndim == 3 else positions, ids)  # of the text, see `OneAxis`
         placed = self._advance(tokens, module, kwargs) if self.scheme.stateful else self._embed(tokens)
         return (), {**kwargs, "input_ids": None, "inputs_embeds": placed}
 

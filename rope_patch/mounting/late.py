@@ -40,11 +40,12 @@ from rope_patch.models.cached_keys import (
     signature_of,
 )
 from rope_patch.mounting.parameters import LearnedWeights
+from rope_patch.mounting.positions import TOLD
 from rope_patch.mounting.sums import running_sums
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import follow_on, joined, key_positions, query_start
-from rope_patch.typing import Frequencies, PositionMap
+from rope_patch.typing import Frequencies, PositionMap, Weights
 
 IMPLEMENTATION = "rope_patch"
 """Name under which the attention function is registered while any patched model needs it."""
@@ -72,7 +73,7 @@ class LateForward:
         counts: whether the stack knows no positions, so that its tokens are to be counted here.
     """
 
-    memo: StackMemo
+    memos: tuple[StackMemo, ...]
     scorers: tuple[nn.Module, ...]
     counts: bool = False
 
@@ -87,7 +88,8 @@ class LateForward:
             changed["position_ids"] = counted_positions(kwargs)
         if torch.compiler.is_compiling():
             return ((), {**kwargs, **changed}) if changed else None
-        self.memo.forget()
+        for memo in self.memos:
+            memo.forget()
         chosen = cast(Any, module.config)._attn_implementation == "sdpa" and all(map(_is_ours, self.scorers))
         groups = _groups(kwargs, cast(Any, module.config)) if self.scorers and chosen else None
         if groups is not None:
@@ -101,6 +103,8 @@ def _groups(kwargs: dict[str, Any], config: Any) -> torch.Tensor | None:
     if tokens is None or tokens.shape[1] == 1:
         return None
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if isinstance(positions, torch.Tensor) and positions.ndim == 3:
+        positions = positions[0]  # of the text, see `OneAxis`
     if isinstance(mask, torch.Tensor):
         return groups_of_pads(mask) if mask.ndim == 2 and not mask.all() else None
     use_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
@@ -146,8 +150,15 @@ class LateAttention:
         if self.rotation == "anchored" and self.regions:
             self.anchor = max(self.regions, key=lambda region: region.start).key_map
         kept = "unrotated" if self.anchor is None else f"rotated by {self.anchor}"
-        self.written_by = signature_of(self.scheme, kept if self.rotate else OWN_ROTATION)
+        self.kept = kept if self.rotate else OWN_ROTATION
+        self.written_by = signature_of(self.scheme, self.kept)
         self.follows_positions = bool(self.rotate or self.regions or self.scheme.slots & {"bias", "values"})
+
+    @property
+    def reads_groups(self) -> bool:
+        """Whether pads and documents may come as groups of keys, and not as a mask."""
+        scores = self.scheme.slots & {"segments", "bias", "values"} or self.scheme.decays or self.attention != "auto"
+        return bool(scores) and self.layer.sliding_window is None
 
     def register(self) -> None:
         """Make the attention function known to Transformers under its own name; no other name is touched."""
@@ -179,7 +190,10 @@ class LateAttention:
         if isinstance(cache, QuantizedCache):
             raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
         start = None if cache is None else query_start(cache, self.layer.index, hidden.shape[1])
-        position_ids = kwargs.get("position_ids")
+        told = kwargs.pop(TOLD, None)
+        position_ids = kwargs.get("position_ids") if told is None else told
+        if position_ids is None and not self.layer.told:
+            raise UnsupportedPositions(f"{self.layer.name} is not told the positions of its tokens")
         if position_ids is None:
             position_ids = (torch.arange(hidden.shape[1], device=hidden.device) + (start or 0))[None]
         if position_ids.ndim != 2:
@@ -241,9 +255,11 @@ class LateAttention:
         )
         return dataclasses.replace(call, past=past)
 
-    def _first_rotation(self, given: Tables, call: LateCall, hidden: torch.Tensor) -> Tables:
-        """The tables that the module itself applies, to queries and keys alike."""
+    def _first_rotation(self, given: Any, call: LateCall, hidden: torch.Tensor) -> Any:
+        """The tables that the module itself applies, to queries and keys alike, in the form of those `given`."""
         if self.anchor is None:
+            if isinstance(given, torch.Tensor):  # cos + i sin
+                return torch.ones_like(given)
             cos, sin = given
             dtype, kind = cos.dtype, hidden.device.type
             if torch.is_autocast_enabled(kind):  # or the cache would hold keys in float32 beside values that are not
@@ -252,17 +268,17 @@ class LateAttention:
         anchor, rotary = self.anchor, cast(RotaryTables, self.layer.rotary)
         return call.memo.once(
             ("anchor", rotary.layer_type, anchor, hidden.dtype),
-            lambda: rotary.tables(anchor(call.position_ids), like=hidden),
+            lambda: rotary.given(anchor(call.position_ids), like=hidden),
         )
 
-    def frequencies_of(self, lengths: torch.Tensor) -> Frequencies:
-        """f of this layer for rows of these lengths, `(batch or 1,)`."""
+    def frequencies_of(self, lengths: torch.Tensor, weights: Weights) -> Frequencies:
+        """f of this layer for rows of these lengths, `(batch or 1,)`, by what it has learned."""
         if self.frequencies == "model":
             rotary = cast(RotaryTables, self.layer.rotary)
             if self.anchor is not None:
                 return Frequencies(rotary.inv_freq)  # the factor came in with the first rotation
             return Frequencies(rotary.inv_freq, rotary.attention_scaling)
-        found = self.scheme.frequencies(self.layer.spec, lengths if self.scheme.length_dependent else None)
+        found = self.scheme.frequencies(self.layer.spec, lengths if self.scheme.length_dependent else None, weights)
         return dataclasses.replace(found, inv_freq=found.inv_freq.to(lengths.device))
 
 

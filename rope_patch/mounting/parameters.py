@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from rope_patch.errors import SlotConflict
 from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.probe import device_of, dtype_of, measure_heads
 from rope_patch.mounting.undo import Changes
@@ -80,6 +81,11 @@ def install_parameters(
     names = _initial_values(scheme, stack, layers[0], seed=0) if scheme.learns else {}
     shared = tuple(name for name in names if name in scheme.shared)
     own = tuple(name for name in names if name not in scheme.shared)
+    if shared and hasattr(stack.module, NAME):
+        raise SlotConflict(
+            f"{scheme} learns {', '.join(shared)} for all its layers, and other layers share parameters already; give "
+            "one scheme to all of them, or one whose layers learn for themselves"
+        )
     if shared:
         _hold(stack.module, {name: names[name] for name in shared}, scheme.precise, changes)
     for layer in layers if own else ():
@@ -111,7 +117,12 @@ def _initial_values(scheme: Scheme, stack: Stack, layer: AttentionLayer, seed: i
 def shape_of(stack: Stack, layer: AttentionLayer) -> ModelShape:
     """What learned parameters of a layer are sized by."""
     num_heads, head_dim, value_dim = measure_heads(layer.module, layer.rotary)
-    sizes = stack.config.hidden_size, len(stack.layers), stack.config.vocab_size, stack.training_length
+    sizes = (
+        stack.config.hidden_size,
+        len(stack.layers) + len(stack.others),
+        stack.config.vocab_size,
+        stack.training_length,
+    )
     return ModelShape(num_heads, head_dim, *sizes, value_dim, layer.spec.dim)
 
 

@@ -8,6 +8,7 @@ the meaning; rotary equals it where it applies.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,11 @@ from rope_patch.attention.memo import StackMemo
 from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
 from rope_patch.models.cached_keys import OWN_ROTATION, Signing, signature_of
+from rope_patch.models.config import scheme_of_layer_type
 from rope_patch.mounting.entry import install_entry, install_table
 from rope_patch.mounting.late import IMPLEMENTATION, LateAttention, LateForward
 from rope_patch.mounting.parameters import install_parameters
+from rope_patch.mounting.positions import tell_positions
 from rope_patch.mounting.scoring import late_attention
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
@@ -35,6 +38,9 @@ Rotation = Literal["module", "late", "anchored"]
 the farthest region, in which keys are cached, and the second by the difference."""
 
 
+_UNROTATED = "layer without positions"
+
+
 @dataclass(frozen=True)
 class Plan:
     """What will be done to which layer.
@@ -47,6 +53,7 @@ class Plan:
         frequencies: whose tables they read there: those of the `model`, or their own (`late`).
         left_alone: index and reason of every layer that stays as it is.
         embedding: how positions join the tokens: by other `rows` in the model's own table, at the `entry`, or not.
+        by_layer: of a scheme by layer, the plan of each group of layers, with the stack of those alone.
     """
 
     scheme: Scheme
@@ -56,6 +63,7 @@ class Plan:
     frequencies: Literal["model", "late"] = "model"
     left_alone: dict[int, str] = field(default_factory=dict)
     embedding: Literal["rows", "entry"] | None = None
+    by_layer: tuple[tuple[Stack, Plan], ...] = ()
 
     def mounts(self) -> str:
         """The mounts in one phrase, for `describe`."""
@@ -82,15 +90,77 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
     if mount not in ("auto", "late"):
         raise InvalidField(f"mount={mount!r}: {did_you_mean(str(mount), ('auto', 'late'))}")
     scheme = scheme.resolve(stack.checkpoint)
+    if scheme.by_layer:
+        return _plan_by_layer(scheme, stack, mount)
     _check_fit(scheme, stack)
     if stack.absolute is not None:
         return Plan(scheme, embedding="rows")
-    scheme = (_beside_rotation if stack.rotary else _beside_bias)(scheme, stack)
     left_alone = {layer.index: reason for layer in stack.layers if (reason := _reason_to_leave(layer, stack))}
-    touched = [layer for layer in stack.layers if layer.index not in left_alone]
-    if not touched:
+    _check_change(scheme, stack, left_alone)
+    return _plan_layers(scheme, stack, mount, left_alone)
+
+
+def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
+    """A plan for each group of layers under one scheme. A layer that is named is not left alone for its window, and
+    one without a rotation is left alone only where the scheme would turn it.
+    """
+    if stack.absolute is not None:
+        raise UnsupportedModel(f"{type(stack.module).__name__} adds positions to its input, not in layers: {scheme}")
+    schemes = scheme.of_layers({layer.index: layer.kind for layer in stack.layers}, stack.config.num_hidden_layers)
+    groups: dict[tuple[Scheme, bool], list[AttentionLayer]] = {}
+    left_alone: dict[int, str] = {}
+    for layer in stack.layers:
+        chosen, rotates = schemes[layer.index], layer.layout is not None
+        if chosen is None:
+            left_alone[layer.index] = "as the scheme has it"
+        elif not rotates and (chosen := _without_rotation(chosen)) is None:
+            left_alone[layer.index] = _UNROTATED
+        else:
+            groups.setdefault((chosen, rotates), []).append(layer)
+    _check_change(scheme, stack, left_alone)
+    if not stack.rotary and left_alone:  # layers of T5 share what the first one computes: all are scored here, or none
+        native = cast(Scheme, stack.native).resolve(stack.checkpoint)
+        left = [layer for layer in stack.layers if layer.index in left_alone]
+        groups[native, True] = groups.get((native, True), []) + left
+    plans = []
+    for (chosen, rotates), layers in groups.items():
+        others = tuple(layer for layer in stack.layers if layer not in layers)
+        part = dataclasses.replace(stack, layers=tuple(layers), others=others)
+        _check_fit(chosen, part)
+        if "embedding" in chosen.slots:
+            raise InvalidField(
+                f"{chosen} joins positions to the input, which all layers share: list it beside {scheme}"
+            )
+        indices = tuple(layer.index for layer in layers)
+        plans.append((part, _plan_layers(chosen, part, mount, {}) if rotates else Plan(chosen, late=indices)))
+    return Plan(
+        scheme=scheme,
+        rotary=tuple(dict.fromkeys(layer_type for _, plan in plans for layer_type in plan.rotary)),
+        late=tuple(sorted(index for _, plan in plans for index in plan.late)),
+        left_alone=left_alone,
+        by_layer=tuple(plans),
+    )
+
+
+def _without_rotation(scheme: Scheme) -> Scheme | None:
+    """What a scheme does to a layer that does not rotate: None where that is nothing, or where it would turn it."""
+    parts = [part for part in scheme.parts() if part != NoPE()]
+    if not parts or _rotates_anew(scheme) or _moves_positions(scheme):
+        return None
+    return parts[0] if len(parts) == 1 else Compose(*parts)
+
+
+def _check_change(scheme: Scheme, stack: Stack, left_alone: dict[int, str]) -> None:
+    if len(left_alone) == len(stack.layers):
         reasons = "; ".join(sorted(set(left_alone.values())))
         raise NothingToPatch(f"{scheme} would change no layer of {type(stack.module).__name__}: {reasons}")
+
+
+def _plan_layers(scheme: Scheme, stack: Stack, mount: Mount, left_alone: dict[int, str]) -> Plan:
+    scheme = (_beside_rotation if stack.rotary else _beside_bias)(scheme, stack)
+    touched = [layer for layer in stack.layers if layer.index not in left_alone]
+    if stack.rotary and scheme.refines:
+        scheme = _refining_own(scheme, stack, touched)
     owns_frequencies = "frequencies" in scheme.slots
     by_tables = owns_frequencies and mount == "auto" and _fits_tables(scheme, stack, touched)
     frequencies: Literal["model", "late"] = "late" if owns_frequencies and not by_tables else "model"
@@ -108,11 +178,18 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
 
 
 def _fits_tables(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]) -> bool:
-    """Whether the rotary module can hold the frequencies: one table for all rows, read by no other layer."""
+    """Whether the rotary module can hold the frequencies: one table for all rows and layers, read by no other layer."""
     ours = {layer.rotary for layer in touched}
-    left = (layer for layer in stack.layers if layer not in touched and layer.layout is not None)
-    is_one = not (scheme.length_dependent or scheme.decays or _reads_unrotated(scheme))
-    return bool(stack.rotary) and is_one and all(layer.rotary not in ours for layer in left)
+    every = (*stack.layers, *stack.others)
+    shared = any(layer.rotary in ours for layer in every if layer not in touched and layer.layout is not None)
+    follows = scheme.length_dependent or scheme.learned_frequencies
+    is_one = not (follows or scheme.decays or _reads_unrotated(scheme))
+    return bool(stack.rotary) and is_one and not shared and not _is_undone(scheme, touched)
+
+
+def _is_undone(scheme: Scheme, layers: Sequence[AttentionLayer]) -> bool:
+    """Whether a norm after the rotation takes back by how much a scheme scales it."""
+    return any(layer.normed and scheme.frequencies(layer.spec).attention_scaling != 1 for layer in layers)
 
 
 def _rotation(scheme: Scheme, stack: Stack, frequencies: str, mount: Mount) -> Rotation:
@@ -165,6 +242,18 @@ def _beside_rotation(scheme: Scheme, stack: Stack) -> Scheme:
     return scheme
 
 
+def _refining_own(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]) -> Scheme:
+    """A scheme that refines frequencies, with those of the checkpoint beside it."""
+    own = {scheme_of_layer_type(stack.config, layer.layer_type) for layer in touched}
+    native = own.pop()
+    if native is None or own:
+        raise UnsupportedModel(
+            f"{type(stack.module).__name__} has layers of different rope_parameters, or of a rope_type that no scheme "
+            f"here stands for; list the scheme whose frequencies {scheme} is to refine"
+        )
+    return scheme if native == RoPE() else Compose(native.resolve(stack.checkpoint), scheme)
+
+
 def _beside_bias(scheme: Scheme, stack: Stack) -> Scheme:
     """What a checkpoint whose positions are a bias does under a scheme: whatever rotates, or joins at the input, stands
     in place of the bias, and what says nothing of positions leaves it.
@@ -189,7 +278,7 @@ def _moves_positions(scheme: Scheme) -> bool:
 
 def _reason_to_leave(layer: AttentionLayer, stack: Stack) -> str:
     if layer.layout is None:
-        return "layer without positions"
+        return _UNROTATED
     if layer.sliding_window is not None and layer.sliding_window <= stack.training_length:
         return f"sliding window of {layer.sliding_window} within the training length of {stack.training_length}"
     return ""
@@ -202,49 +291,68 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
         return
     for module in {rotary.module: None for rotary in stack.rotary}:
         changes.keep(module)
+    for module, name, value in stack.replacements if plan.late else ():
+        changes.set(module, name, value)
+    hooks = [
+        hook
+        for part, its_plan in plan.by_layer or ((stack, plan),)
+        for hook in _install_layers(its_plan, part, attention, changes)
+    ]
+    # one cache holds the keys of all layers
+    kept = dict.fromkeys(hook.kept for hook in hooks) or (OWN_ROTATION,)
+    signature = signature_of(plan.scheme, ", or ".join(kept))
+    if not hooks:
+        is_native = stack.native is not None and plan.scheme == stack.native.resolve(stack.checkpoint)
+        first = plan.touched(stack)[0]
+        changes.hook(first.module, Signing(first.index, signature, accepts_plain=is_native))
+        return
+    for hook in hooks:
+        hook.written_by = signature
+    # a layer that is left alone, slides or delegates wants the mask of all pairs
+    reads_groups = len(hooks) == stack.config.num_hidden_layers and all(hook.reads_groups for hook in hooks)
+    scorers = tuple(hook.layer.module for hook in hooks) if reads_groups else ()
+    counts = "position_ids" not in inspect.signature(stack.module.forward).parameters
+    changes.hook(
+        stack.module, LateForward(tuple({id(hook.memo): hook.memo for hook in hooks}.values()), scorers, counts)
+    )
+    for hook in hooks:
+        changes.hook(hook.layer.module, hook)
+        hook.register()
+
+
+def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> list[LateAttention]:
+    """Carry out what concerns layers under one scheme, but for the hooks on their attention, which are returned."""
     touched = plan.touched(stack)
     weights = install_parameters(plan.scheme, stack, touched, changes)
+    if plan.late or plan.embedding:
+        counts = plan.rotation == "module" and plan.scheme.slots <= {"frequencies", "query_scale"}
+        tell_positions(plan.scheme, stack, counts, plan.embedding == "entry", changes)
     if plan.embedding == "entry":
         install_entry(plan.scheme, stack, touched, weights, changes)
     for rotary in stack.rotary:
         if rotary.layer_type in plan.rotary:
             _install_rotary(plan.scheme, rotary, stack.training_length, changes)
-    if not plan.late:
-        is_native = stack.native is not None and plan.scheme == stack.native.resolve(stack.checkpoint)
-        signature = signature_of(plan.scheme, OWN_ROTATION)
-        changes.hook(touched[0].module, Signing(touched[0].index, signature, accepts_plain=is_native))
-        return
-    for module, name, value in stack.replacements:
-        changes.set(module, name, value)
-    memo = StackMemo()
-    # a layer that is left alone, slides or delegates wants the mask of all pairs
-    reads_groups = (
-        len(touched) == stack.config.num_hidden_layers
-        and all(layer.sliding_window is None for layer in touched)
-        and bool(plan.scheme.slots & {"segments", "bias", "values"} or plan.scheme.decays or attention != "auto")
-    )
-    scorers = tuple(layer.module for layer in touched) if reads_groups else ()
-    counts = "position_ids" not in inspect.signature(stack.module.forward).parameters
-    changes.hook(stack.module, LateForward(memo, scorers, counts))
-    for layer in touched:
+    memo, hooks = StackMemo(), []
+    for layer in touched if plan.late else ():
         config = cast(Any, layer.module.config)
-        hook = LateAttention(
-            function=late_attention,
-            scheme=plan.scheme,
-            layer=layer,
-            rotation=plan.rotation,
-            frequencies=plan.frequencies,
-            weights=weights[layer.index],
-            attention=attention,
-            memo=memo,
-            config=config,
-            num_layers=stack.layers[-1].index + 1,
-        )
         live = copy.copy(config)
         live._attn_implementation_internal = IMPLEMENTATION
         changes.set(layer.module, "config", live)
-        changes.hook(layer.module, hook)
-        hook.register()
+        hooks.append(
+            LateAttention(
+                function=late_attention,
+                scheme=plan.scheme,
+                layer=layer,
+                rotation=plan.rotation,
+                frequencies=plan.frequencies,
+                weights=weights[layer.index],
+                attention=attention,
+                memo=memo,
+                config=config,
+                num_layers=stack.num_cached,
+            )
+        )
+    return hooks
 
 
 def _install_rotary(scheme: Scheme, rotary: RotaryTables, training_length: int, changes: Changes) -> None:

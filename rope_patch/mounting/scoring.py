@@ -17,13 +17,14 @@ from rope_patch.attention.call import Call
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.inputs import AttentionInputs, Content
 from rope_patch.attention.masks import keys_seen, read_mask
+from rope_patch.attention.memo import wants_gradient
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.mounting.late import LateCall, Tables
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
-from rope_patch.typing import PositionMap
+from rope_patch.typing import PositionMap, Weights
 
 
 def late_attention(
@@ -86,7 +87,7 @@ def late_attention(
     if (scores or scheme.length_dependent) and not torch.compiler.is_compiling():
         _refuse_part_of_a_row(scheme, implementation)
     if not scores:
-        turned = TurningCall(query, key, call.memo, call)
+        turned = TurningCall(query, key, call.memo, call, learned)
         previous = _previous_attention(module, implementation)
         arguments = turned.query(ALL_PAIRS), turned.key(ALL_PAIRS), value, attention_mask
         return previous(module, *arguments, scaling=scaling, dropout=dropout, **kwargs)
@@ -117,15 +118,25 @@ def late_attention(
         dropout=dropout,
     )
     mode = "oracle" if implementation == "eager" else state.attention
-    output, weights = engine.score(inputs, TurningCall(query, key, call.memo, call), mode)
+    output, weights = engine.score(inputs, TurningCall(query, key, call.memo, call, learned), mode)
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
 
 
 @dataclass(eq=False)
 class TurningCall(Call):
-    """A call whose queries and keys are rotated for each region, where the scheme leaves that to attention."""
+    """A call whose queries and keys are rotated for each region, where the scheme leaves that to attention.
+
+    Attributes:
+        learned: what the scheme has learned in this layer.
+    """
 
     late: LateCall
+    learned: Weights
+
+    @property
+    def differentiable(self) -> bool:
+        """See `Call`."""
+        return wants_gradient({**self.learned, "queries": self.queries})
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -158,7 +169,7 @@ class TurningCall(Call):
         state = self.late.state
         if not state.scheme.decays:
             return None
-        rate = state.frequencies_of(self.late.lengths).decay
+        rate = state.frequencies_of(self.late.lengths, self.learned).decay
         return Decay(cast(RotaryLayout, state.layer.layout), cast(torch.Tensor, rate))
 
     def _turned(
@@ -169,18 +180,19 @@ class TurningCall(Call):
         place: tuple[Any, ...] | None,
         into_scratch: bool = False,
     ) -> torch.Tensor:
-        """R_f(phi(positions)) x, by tables that layers share under the name of a `place`."""
+        """R_f(phi(positions)) x, by tables that layers share under the name of a `place` where they have the same."""
         state, anchor = self.late.state, self.late.state.anchor
         if position_map == anchor:
             return x
 
         def tables() -> Tables:
             moved = position_map(positions) if anchor is None else position_map(positions) - anchor(positions)
-            found = state.frequencies_of(self.late.lengths)
+            found = state.frequencies_of(self.late.lengths, self.learned)
             return rotation_tables(moved, found.inv_freq, found.attention_scaling, x.dtype)
 
         key = (place, position_map, state.layer.layer_type, x.dtype)
-        cos, sin = tables() if place is None else self.memo.once(key, tables)
+        shares = place is not None and not state.scheme.learned_frequencies  # those are each layer's own
+        cos, sin = self.memo.once(key, tables) if shares else tables()
         layout = cast(RotaryLayout, state.layer.layout)
         return layout.rotate_into(state.memo.scratch(x), x, cos, sin) if into_scratch else layout.rotate(x, cos, sin)
 

@@ -19,7 +19,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from rope_patch.errors import AlreadyPatched, NotExpressible
-from rope_patch.models.config import training_length
+from rope_patch.models.config import checkpoint_of_config, training_length
 from rope_patch.saving.loading import make_loadable
 from rope_patch.saving.rope_parameters import export_rope_parameters
 from rope_patch.schemes.base import Scheme
@@ -137,6 +137,7 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
     if record is not None and "rope_parameters" in record:
         text.rope_parameters = copy.deepcopy(record["rope_parameters"])  # as they were before the patch
     parameters = _parameters(chosen, spelled, text)
+    chosen = chosen.reach(checkpoint_of_config(text))
     trained = training_length(text)
     length = _length(chosen, spelled, parameters, text, length)
     before = raw["text_config"] if nested else raw

@@ -14,8 +14,12 @@ from rope_patch.models.reading import read_stacks
 from rope_patch.schemes.base import Scheme
 from rope_patch.typing import RotarySpec
 
-# what an entry says of the checkpoint, whatever the scheme
-_KEPT = ("rope_theta", "partial_rotary_factor")
+# what an entry says of the scaling, so that a scheme says it anew; all else, as `mrope_section`, is the checkpoint's
+_SCALING = {
+    *("rope_type", "type", "factor", "alpha", "original_max_position_embeddings", "truncate"),
+    *("attention_factor", "mscale", "mscale_all_dim", "short_mscale", "long_mscale", "beta_fast", "beta_slow"),
+    *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
+}
 # a query scale that some checkpoints keep beside their frequencies, with the length it counts in
 _QUERY_SCALE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 
@@ -36,15 +40,16 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
     """
     if not getattr(config, "rope_parameters", None):
         raise NotExpressible(f"{type(config).__name__} has no `rope_parameters`: its positions are no rotation")
-    _check_not_shared(config)
+    if not scheme.by_layer:
+        _check_not_shared(config)
     scheme = scheme.resolve(checkpoint_of_config(config))
     exported = copy.deepcopy(config.rope_parameters)
-    for layer_type, entry in rope_entries(config).items():
-        if layer_type not in (None, "full_attention"):
-            continue
+    for layer_type, chosen in _by_entry(scheme, config).items():
+        entry = rope_entries(config)[layer_type]
         spec = RotarySpec(_rotary_dim(config, entry), entry["rope_theta"], training_length(config))
-        names = _KEPT + (_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())
-        kept, said = {key: entry[key] for key in names if key in entry}, scheme.rope_parameters(spec)
+        scaling = _SCALING - set(_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())
+        kept = {key: value for key, value in entry.items() if key not in scaling}
+        said = chosen.rope_parameters(spec)
         longest = getattr(config, "max_position_embeddings", None)
         if said.get("rope_type") == "dynamic" and longest != spec.training_length:
             raise NotExpressible(
@@ -68,6 +73,27 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
             exported[layer_type] = said
     _check_accepted(exported, config)
     return exported
+
+
+def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
+    """The scheme of each entry that changes, by layer type: that of full attention, unless layers are named."""
+    entries = rope_entries(config)
+    if not scheme.by_layer:
+        return {layer_type: scheme for layer_type in entries if layer_type in (None, "full_attention")}
+    number = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * number
+    found: dict[str | None, Scheme] = {}
+    schemes = scheme.of_layers(dict(enumerate(kinds)), number)
+    for layer_type in entries:
+        here = {schemes[index] for index, kind in enumerate(kinds) if layer_type in (None, kind)}
+        if len(here) > 1:
+            raise NotExpressible(
+                f"{scheme}: {type(config).__name__} has one entry of rope_parameters for "
+                f"{'all layers' if layer_type is None else f'layers of the type {layer_type}'}, which differ here"
+            )
+        if (chosen := here.pop()) is not None:
+            found[layer_type] = chosen
+    return found
 
 
 def _check_not_shared(config: Any) -> None:

@@ -8,14 +8,14 @@ o_m    = sum_n c(m,n) softmax_n(s(m,n)) (v_n + u(m,n))
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import torch
 
 from rope_patch.errors import InvalidField, NotExpressible, did_you_mean
-from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs, Region, Tokens
+from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs, Region, Target, Tokens
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, Regime, RotarySpec, Slot, Weights
 
 
@@ -35,14 +35,14 @@ class Sweep:
 
     Attributes:
         field: the main field; empty for a scheme whose defaults are tried.
-        unit: what the values count in: `L`, or `k`, the target length over L, or `needed`, which is
-            (target - w) / (L - w), the least factor at which no distance beyond the window w exceeds L, or `one`.
+        unit: what the values count in: `L`, or `target`, which is what the field is for the target, see
+            `Scheme.fields_for`, or `one`.
         values: in that unit, best guess first.
         window: w, a field beside the main one, in multiples of L; 0 for a scheme without one.
     """
 
     field: str = ""
-    unit: Literal["L", "k", "needed", "one"] = "one"
+    unit: Literal["L", "target", "one"] = "one"
     values: tuple[float, ...] = (1,)
     window: float = 0.0
 
@@ -68,6 +68,10 @@ def _most_demanding(regimes: list[Regime]) -> Regime:
     return max(regimes, key=get_args(Regime).index)
 
 
+def _any_and_all(values: list[bool]) -> bool:
+    return bool(values) and all(values)
+
+
 def _joined(names: list[tuple[str, ...]]) -> tuple[str, ...]:
     return sum(names, ())
 
@@ -90,6 +94,7 @@ class Scheme:
         regime: what a pretrained checkpoint needs before it makes sense under this scheme.
         length_dependent: whether the frequencies follow the length of the text.
         learned_frequencies: whether the frequencies follow learned parameters.
+        refines: whether it makes its frequencies of those of another scheme beside it, see `refine`.
         decays: whether the frequencies bring a decay, so that queries and keys are turned by different tables.
         linear: whether the bias is a multiple of the distance, so that beside a causal mask a term per key says it all.
         absolute: whether a shift of all positions changes the scores.
@@ -102,6 +107,7 @@ class Scheme:
         breaks_graph: whether it asks for the values of positions, which a compiler does not have.
         reads_ids: whether its `embedding` depends on token ids.
         stateful: whether its `embedding` carries a state from token to token, see `advance`.
+        by_layer: whether layers differ, see `of_layers`.
         sweep: what a search for the best scheme tries; None for what it leaves out.
     """
 
@@ -111,6 +117,7 @@ class Scheme:
     regime: ClassVar[Annotated[Regime, Composed(_most_demanding)]] = "training-free"
     length_dependent: ClassVar[IfAny] = False
     learned_frequencies: ClassVar[Annotated[bool, Composed(any, filling="frequencies")]] = False
+    refines: ClassVar[Annotated[bool, Composed(_any_and_all, filling="frequencies")]] = False
     decays: ClassVar[IfAny] = False
     linear: ClassVar[Annotated[bool, Composed(all, filling="bias")]] = False
     absolute: ClassVar[IfAny] = False
@@ -123,6 +130,7 @@ class Scheme:
     stateful: ClassVar[IfAny] = False
     breaks_graph: ClassVar[IfAny] = False
     reads_ids: ClassVar[IfAny] = False
+    by_layer: ClassVar[IfAny] = False
     sweep: ClassVar[Sweeps] = None
 
     # --- slots ---------------------------------------------------------------------------------------------------
@@ -139,6 +147,17 @@ class Scheme:
             InvalidField: a field does not fit this width.
         """
         raise NotImplementedError
+
+    def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
+        """f, made of the frequencies of another scheme by one that `refines`. Listed beside that scheme it does not own
+        the slot; listed alone it refines the checkpoint's own frequencies, and its `frequencies` are those of RoPE,
+        refined.
+
+        Args:
+            frequencies: of the other scheme, `(d/2,)` or `(batch, d/2)`.
+            rotary, weights: as of `frequencies`.
+        """
+        return frequencies
 
     def segments(self) -> tuple[Region, ...]:
         """phi: disjoint regions of (m, n); a pair in none of them is not attended."""
@@ -217,6 +236,28 @@ class Scheme:
         """
         raise NotImplementedError
 
+    # --- the length to reach -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        """The fields with which the scheme reaches a `target`, where they are open; those that are given win.
+
+        Overridden by schemes whose fields follow from a length, or that reach every length as they are.
+
+        Raises:
+            InvalidField: the length is out of reach on this checkpoint, or beside what is given.
+        """
+        raise NotImplementedError
+
+    def reach(self, checkpoint: Checkpoint) -> Scheme:
+        """The same scheme with the fields filled in that follow from a target on this `checkpoint`; without a target it
+        is as it was.
+
+        Raises:
+            InvalidField: see `fields_for`.
+        """
+        return self
+
     # --- learned parameters ----------------------------------------------------------------------------------------
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
@@ -272,6 +313,19 @@ class Scheme:
     def parts(self) -> tuple[Scheme, ...]:
         """The schemes of a composition; a plain scheme is its own only part."""
         return (self,)
+
+    def of_layers(self, kinds: Mapping[int, str], num_layers: int) -> dict[int, Scheme | None]:
+        """The scheme of each layer by its index; None for a layer that is left as it is.
+
+        Args:
+            kinds: index and type, such as `full_attention`, of the layers that attend.
+            num_layers: of the stack, among them those that do not attend.
+
+        Raises:
+            InvalidField: layers of this stack are chosen twice, or not at all, or do not exist.
+            SlotConflict: two schemes of one layer own the same slot.
+        """
+        return dict.fromkeys(kinds, self)
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         """The same scheme with the defaults that depend on the `checkpoint` filled in.

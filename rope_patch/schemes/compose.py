@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -11,13 +11,15 @@ import torch
 from rope_patch.errors import InvalidField, SlotConflict
 from rope_patch.schemes.base import COMPOSED, SLOTS, Composed, Scheme, Source
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs
-from rope_patch.typing import NO_WEIGHTS, RotarySpec, Slot, Weights
+from rope_patch.schemes.tools.rotary import inverse_frequencies
+from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Slot, Weights
 
 _SHARED: frozenset[Slot] = frozenset({"query_scale", "bias"})
 
 
 class Compose(Scheme):
-    """Schemes side by side: one owner per slot, except that query scales multiply and biases add.
+    """Schemes side by side: one owner per slot, except that query scales multiply, biases add, and what refines
+    frequencies is given those of their owner, in the order listed.
 
     Args:
         *schemes: two or more schemes; nested compositions are flattened.
@@ -28,7 +30,7 @@ class Compose(Scheme):
     """
 
     name = "compose"
-    equation = "each slot from its owner; query scales multiply, biases add"
+    equation = "each slot from its owner; query scales multiply, biases add, frequencies are refined in turn"
     source = Source("the one equation of this project", 2026, "")
     rope_type = None  # its parts are asked, see `rope_parameters`
     sweep = None  # a search tries plain schemes
@@ -44,7 +46,7 @@ class Compose(Scheme):
         self._parts = tuple(part for scheme in schemes for part in scheme.parts())
         owners: dict[Slot, Scheme] = {}
         for part in self._parts:
-            for slot in part.slots - _SHARED:
+            for slot in () if part.by_layer else part.slots - _SHARED - ({"frequencies"} if part.refines else set()):
                 if slot in owners:
                     raise SlotConflict(f"{owners[slot]} and {part} both own the slot {slot!r}; keep one of them")
                 owners[slot] = part
@@ -65,8 +67,27 @@ class Compose(Scheme):
     def learns(self) -> bool:
         return any(part.learns for part in self._parts)
 
+    def reach(self, checkpoint: Checkpoint) -> Scheme:
+        return Compose(*(part.reach(checkpoint) for part in self._parts))
+
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         return Compose(*(part.resolve(checkpoint) for part in self._parts))
+
+    def of_layers(self, kinds: Mapping[int, str], num_layers: int) -> dict[int, Scheme | None]:
+        by_part = [part.of_layers(kinds, num_layers) for part in self._parts]
+        found: dict[int, Scheme | None] = {}
+        for index in kinds:
+            here = [scheme for schemes in by_part if (scheme := schemes[index]) is not None]
+            found[index] = Compose(*here) if len(here) > 1 else next(iter(here), None)
+        return found
+
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
+        if (owner := self._owners.get("frequencies")) is None:
+            return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)
+        return self.refine(owner.frequencies(rotary, length, weights), rotary, weights)
+
+    def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
+        return reduce(lambda found, part: part.refine(found, rotary, weights), self._parts, frequencies)
 
     def query_scale(self, positions: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         return reduce(
@@ -126,5 +147,5 @@ def _of_the_owner(method: str, slot: Slot) -> Callable[..., Any]:
 for _name, _rule in COMPOSED.items():
     setattr(Compose, _name, _of_the_parts(_name, _rule))
 for _name, _slot in {**SLOTS, "advance": SLOTS["embedding"], "rows": SLOTS["embedding"]}.items():
-    if _slot not in _SHARED:
+    if _name not in vars(Compose):
         setattr(Compose, _name, _of_the_owner(_name, _slot))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source, Sweep
-from rope_patch.schemes.slots import Checkpoint, Region
+from rope_patch.schemes.slots import Checkpoint, Region, Target
 from rope_patch.schemes.tools.positions import Constant, Periodic
 
 
@@ -19,7 +20,7 @@ class DualChunkAttention(Scheme):
     min(r + s, chunk_size) for the one before, so that neighbours across the border keep their distance, and at
     min(2s - 1, chunk_size) for all earlier ones. No distance exceeds the chunk size. This is the released code. In the
     paper (section 3, equations 3 to 6) the chunk itself is the period, s = chunk_size, and the window lies behind it:
-    with c = s + local_window the query stands at min(r + s, c - 1) and at c - 1.
+    with c = s + local_window the query stands at min(r + s, c - 1) and at c - 1. It reaches any `target` as it is.
 
     Args:
         chunk_size: in tokens, at least 2; default three quarters of the training length.
@@ -51,6 +52,10 @@ class DualChunkAttention(Scheme):
         given = self.chunk_size is not None and self.local_window is not None
         if given and self.constants == "released" and self.local_window >= self.chunk_size:  # type: ignore[operator]
             raise InvalidField(f"dca: local_window={self.local_window} must be below chunk_size={self.chunk_size}")
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {}
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         trained = checkpoint.training_length

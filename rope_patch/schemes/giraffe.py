@@ -1,15 +1,25 @@
-"""Giraffe: the truncated basis."""
+"""Giraffe: the truncated basis, and power scaling."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
+from rope_patch.schemes.slots import Target
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
+
+_PAPER = Source(
+    "Giraffe: Adventures in Expanding Context Lengths in LLMs",
+    2023,
+    "https://arxiv.org/abs/2308.10882",
+    "https://github.com/abacusai/Long-Context",
+)
 
 
 @dataclass(frozen=True)
@@ -19,17 +29,12 @@ class TruncatedBasis(Scheme):
     The model meets no angle beyond t that it could not have met before, and no slow pair that it saw only part of.
 
     Args:
-        cutoff_length: t in tokens, at least 1; about the training length.
+        cutoff_length: t in tokens, at least 1; about the training length, and L with any `target`.
     """
 
     name = "giraffe"
     equation = "theta if theta >= 2pi/t; 2pi/(16t) if theta >= 2pi/(8t); else 0"
-    source = Source(
-        "Giraffe: Adventures in Expanding Context Lengths in LLMs",
-        2023,
-        "https://arxiv.org/abs/2308.10882",
-        "https://github.com/abacusai/Long-Context",
-    )
+    source = _PAPER
     regime = "fine-tune"
     sweep = (Sweep("cutoff_length", "L", (1, 1 / 2)),)
 
@@ -38,8 +43,45 @@ class TruncatedBasis(Scheme):
     def __post_init__(self) -> None:
         self._at_least("cutoff_length", 1, int)
 
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"cutoff_length": target.training_length}
+
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         inv_freq = inverse_frequencies(rotary.dim, rotary.base)
         turn = 2 * math.pi / self.cutoff_length
         slow = torch.where(inv_freq >= turn / 8, torch.full_like(inv_freq, turn / 16), torch.zeros_like(inv_freq))
         return Frequencies(torch.where(inv_freq >= turn, inv_freq, slow))
+
+
+@dataclass(frozen=True)
+class PowerScaling(Scheme):
+    """Pairs are slowed the more, the slower they are: the fastest not at all, the slowest by (d/2)^k.
+
+    It slows the frequencies of the scheme it is listed beside, of the checkpoint where it stands alone: in the released
+    code, too, it may follow a division by a common factor (`pi+giraffe_power`). The index counts from 0, as it does
+    there; so no pair stops, as the last one would if it counted from 1.
+
+    Args:
+        power: k, above 0.
+    """
+
+    name = "giraffe_power"
+    equation = "theta_i <- theta_i (1 - 2i/d)^k"
+    source = _PAPER
+    regime = "fine-tune"
+    refines = True
+    sweep = None  # an exponent that its authors chose by training
+
+    power: float
+
+    def __post_init__(self) -> None:
+        self._above_zero("power")
+
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
+        return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)
+
+    def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
+        given = frequencies.inv_freq
+        share = 1 - torch.arange(0, rotary.dim, 2, device=given.device).float() / rotary.dim
+        return dataclasses.replace(frequencies, inv_freq=given * share**self.power)

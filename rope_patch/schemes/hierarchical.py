@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
-from rope_patch.schemes.slots import ModelShape, Tokens
+from rope_patch.schemes.slots import ModelShape, Target, Tokens
 from rope_patch.schemes.tools.tables import require_positions
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -27,8 +28,9 @@ class Hierarchical(Scheme):
     Args:
         alpha: weight of the block against the place in it, above 0 and below 1. At 0.5 the positions (i, j) and
             (j, i) would be the same vector, so 0.5 is refused.
-        num_positions: how many positions there are, n to n^2; default n^2. In a model that keeps a table of them, 512
-            rows of 768 numbers make 262,144 or 0.8 GB in float32: ask for fewer where texts are shorter.
+        num_positions: how many positions there are, n to n^2; default n^2, with a `target` as many as that, at least n.
+            In a model that keeps a table of them, 512 rows of 768 numbers make 262,144 or 0.8 GB in float32: ask for
+            fewer where texts are shorter.
         initial_std: standard deviation of the rows that a model without a table starts with; default 0, which leaves
             the word vectors of a pretrained model as they are. Models that are trained from scratch start with 0.02.
     """
@@ -55,6 +57,16 @@ class Hierarchical(Scheme):
         self._require("alpha", float, between, "a number above 0 and below 1, and not 0.5")
         self._at_least("num_positions", 1, int, optional=True)
         self._at_least("initial_std", 0, float)
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        n = target.training_length
+        if target.tokens > n * n:
+            raise InvalidField(
+                f"hierarchical: target={target.tokens} is out of reach; {n} positions of the checkpoint decompose into "
+                f"{n * n} at most"
+            )
+        return {"num_positions": max(target.tokens, n)}
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         n = shape.training_length

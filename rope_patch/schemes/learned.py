@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
-from rope_patch.schemes.slots import ModelShape, Tokens
+from rope_patch.schemes.slots import ModelShape, Target, Tokens
 from rope_patch.schemes.tools.tables import rows_at
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -32,6 +33,8 @@ class Learned(Scheme):
         seed: of the random rows beside or in the place of the checkpoint's own.
         initial_std: standard deviation of the rows that a model without a table starts with. Models that are trained
             from scratch start with 0.02, as BERT and GPT-2 did; default 0.
+
+    With a `target` beyond the checkpoint's rows, `extend` is the target; `num_positions` where there is no table.
     """
 
     name = "learned"
@@ -62,6 +65,12 @@ class Learned(Scheme):
                 f"learned: num_positions={self.num_positions} and extend={self.extend} exclude each other: "
                 "the first replaces the checkpoint's rows, the second keeps them"
             )
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        if target.tokens <= target.training_length or "num_positions" in target.given:
+            return {}
+        return {"extend" if target.checkpoint.has_table else "num_positions": target.tokens}
 
     @property
     def keeps_rows(self) -> bool:  # type: ignore[override]

@@ -10,6 +10,7 @@ import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source, Sweep
+from rope_patch.schemes.slots import Target
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -19,7 +20,8 @@ class Llama3Scaling(Scheme):
     """Pairs with short wavelengths stay, those with long ones are divided by k, and a linear blend leads across.
 
     Args:
-        factor: k, at least 1; 8 in Llama 3.1.
+        factor: k, at least 1; with a `target` of l tokens l / L. Both took the checkpoint to 16 L: 8 in Llama 3.1, 32
+            in Llama 3.2.
         low_freq_factor: wavelengths above L / this are divided by k; 1 in Llama 3.1.
         high_freq_factor: wavelengths below L / this stay; 4 in Llama 3.1; above low_freq_factor.
         original_max_position_embeddings: L in tokens; default from the checkpoint; 8192 in Llama 3.1.
@@ -30,7 +32,7 @@ class Llama3Scaling(Scheme):
     source = Source("The Llama 3 Herd of Models", 2024, "https://arxiv.org/abs/2407.21783")
     regime = "fine-tune"
     rope_type = "llama3"
-    sweep = (Sweep("factor", "k", (1, 2)),)
+    sweep = (Sweep("factor", "target", (1, 2)),)
 
     factor: float
     low_freq_factor: float = 1.0
@@ -46,6 +48,10 @@ class Llama3Scaling(Scheme):
                 f"llama3: high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}"
             )
         self._at_least("original_max_position_embeddings", 1, int, optional=True)
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"factor": target.factor()}
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         low, high = self.low_freq_factor, self.high_freq_factor

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
-from rope_patch.schemes.slots import Region
+from rope_patch.schemes.slots import Region, Target
 from rope_patch.schemes.tools.positions import Constant, Identity
 
 
@@ -14,7 +15,7 @@ class LMInfinite(Scheme):
     """Attend a local window and the first few tokens, which carry what the softmax needs as a rest, and cap distances.
 
     Args:
-        local_window: w in tokens, at least 1.
+        local_window: w in tokens, at least 1; with any `target` L, the paper's limit of distances.
         n_global: how many tokens at the start stay visible, at least 0.
     """
 
@@ -35,6 +36,10 @@ class LMInfinite(Scheme):
     def __post_init__(self) -> None:
         self._at_least("local_window", 1, int)
         self._at_least("n_global", 0, int)
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"local_window": target.training_length}
 
     @property
     def absolute(self) -> bool:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Log-n scaling of the query."""
+"""Log-n scaling of the query, and the forms of it that models of 2025 and 2026 were trained with."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
+from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.slots import Checkpoint
 from rope_patch.typing import NO_WEIGHTS, Weights
+
+_FIELDS = {
+    "clip": ("training_length", "clip"),
+    "llama4": ("scale", "floor"),
+    "mistral": ("scale", "floor"),
+    "inkling": ("scale", "floor"),
+}
+"""The fields of each form."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +29,20 @@ class LogN(Scheme):
     Args:
         training_length: L in tokens, at least 2; default from the checkpoint. Positions below L are left alone.
         clip: max(1, ln(m+1) / ln L) for use without training; without it ln(m+1) / ln L, the form to train with.
+        form: `"clip"` is the above. The others are the temperatures of models: `"llama4"` grows in steps at m = n0 - 1,
+            2 n0 - 1, ...; `"mistral"` (Ministral 3, Mistral 4) at n0, 2 n0, ...; and `"inkling"` grows smoothly from
+            n0 on. Llama 4 has it on its layers without rotation alone.
+        scale: a of those models, above 0; default 0.1, which is theirs.
+        floor: n0 of those models in tokens, at least 1; default the checkpoint's L. Llama 4 has 8192.
+
+    The formulas of the models are those of Transformers 5.23.
     """
 
     name = "logn"
-    equation = "q_m max(1, ln(m + 1) / ln L)"
+    equation = (
+        "q_m max(1, ln(m + 1) / ln L); llama4: q_m (1 + a ln(1 + floor((m + 1) / n0))); "
+        "mistral: q_m (1 + a ln(1 + floor(m / n0))); inkling: q_m (1 + a ln max(1, (m + 1) / n0))"
+    )
     source = Source(
         "Entropy invariance and scaled attention; Overcoming a Theoretical Limitation of Self-Attention",
         2021,
@@ -35,17 +54,39 @@ class LogN(Scheme):
 
     training_length: int | None = None
     clip: bool = True
+    form: str = "clip"
+    scale: float | None = None
+    floor: int | None = None
 
     def __post_init__(self) -> None:
         self._at_least("training_length", 2, int, optional=True)
         self._require("clip", bool, True, "True or False")
+        self._one_of("form", tuple(_FIELDS))
+        self._above_zero("scale", optional=True)
+        self._at_least("floor", 1, int, optional=True)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "form" and field.name not in _FIELDS[self.form] and value != field.default:
+                allowed = ", ".join(_FIELDS[self.form])
+                raise InvalidField(f"logn: {field.name}={value!r} is not allowed; form={self.form!r} has {allowed}")
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
-        return self if self.training_length else dataclasses.replace(self, training_length=checkpoint.training_length)
+        trained = checkpoint.training_length
+        if self.form == "clip":
+            return dataclasses.replace(self, training_length=self.training_length or trained)
+        return dataclasses.replace(self, scale=self.scale or 0.1, floor=self.floor or trained)
 
     def query_scale(self, positions: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        if self.training_length is None:
-            raise ValueError("logn: resolve() has to fill in the training length first")
-        # pads may stand at negative positions; nobody attends from there
-        scale = (positions.clamp(min=0).float() + 1).log() / math.log(self.training_length)
-        return (scale.clamp(min=1.0) if self.clip else scale)[None]
+        count = positions + 1
+        if self.training_length is not None:
+            scale = count.float().log() / math.log(self.training_length)
+            return (scale.clamp(min=1.0) if self.clip else scale)[None]
+        if self.scale is None or self.floor is None:
+            raise ValueError("logn: resolve() has to fill in what depends on the training length first")
+        if self.form == "inkling":
+            grown = (count.float() / self.floor).clamp(min=1.0).log()
+        else:
+            # whole numbers: in float32 a position beyond 2^24 might fall on the other side of a step
+            steps = (count if self.form == "llama4" else positions).div(self.floor, rounding_mode="floor")
+            grown = steps.float().log1p()
+        return (1 + self.scale * grown)[None]

@@ -11,7 +11,7 @@ import torch
 
 from rope_patch.errors import InvalidField, NotExpressible
 from rope_patch.schemes.base import Scheme, Source
-from rope_patch.schemes.slots import Checkpoint
+from rope_patch.schemes.slots import Checkpoint, ModelShape, Target
 from rope_patch.schemes.tools.rotary import periods
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -22,10 +22,12 @@ class LongRoPE(Scheme):
 
     Args:
         short_factor, long_factor: one number above 0 per pair (d/2).
-        factor: k for the temperature, at least 1; default the checkpoint's longest length over L.
+        factor: k for the temperature, at least 1; default the checkpoint's longest length over L, with a `target` of l
+            tokens l / L. The lists are found by search and have to be given.
         attention_factor: multiplies cos and sin; default sqrt(1 + ln k / ln L).
         original_max_position_embeddings: L in tokens; default from the checkpoint.
         length: a length in tokens that decides between the lists for a whole request; default: follow each text.
+        learned: each layer trains the factors, from the given ones on; with `length` those of one list alone.
     """
 
     name = "longrope"
@@ -38,6 +40,7 @@ class LongRoPE(Scheme):
     )
     regime = "fine-tune"
     rope_type = "longrope"
+    precise = ("short_factor", "long_factor")
     sweep = None  # a factor for every pair, which its authors search for by themselves
 
     short_factor: tuple[float, ...]
@@ -46,6 +49,7 @@ class LongRoPE(Scheme):
     attention_factor: float | None = None
     original_max_position_embeddings: int | None = None
     length: int | None = None
+    learned: bool = False
 
     def __post_init__(self) -> None:
         for name in ("short_factor", "long_factor"):
@@ -58,6 +62,11 @@ class LongRoPE(Scheme):
         self._above_zero("attention_factor", optional=True)
         self._at_least("original_max_position_embeddings", 2, int, optional=True)
         self._at_least("length", 1, int, optional=True)
+        self._require("learned", bool, True, "True or False")
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"factor": target.factor()}
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         if self.factor is not None:
@@ -66,18 +75,33 @@ class LongRoPE(Scheme):
         return dataclasses.replace(self, factor=max(1.0, checkpoint.max_length / trained))
 
     @property
+    def learns(self) -> bool:
+        return self.learned
+
+    @property
+    def learned_frequencies(self) -> bool:  # type: ignore[override]
+        return self.learned
+
+    @property
     def length_dependent(self) -> bool:  # type: ignore[override]
-        return self.length is None and self.short_factor != self.long_factor
+        return self.length is None and (self.learned or self.short_factor != self.long_factor)
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        if not self.learned:
+            return {}
+        lists = {"short_factor": self.short_factor, "long_factor": self.long_factor}
+        if len(self.short_factor) != shape.pairs:
+            raise self._wrong_length(shape.pairs)
+        if self.length is not None:
+            is_long = self.length > (self.original_max_position_embeddings or shape.training_length)
+            del lists["short_factor" if is_long else "long_factor"]
+        return {name: torch.tensor(factors) for name, factors in lists.items()}
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         if len(self.short_factor) != rotary.dim // 2:
-            raise InvalidField(
-                f"longrope: short_factor has {len(self.short_factor)} numbers; "
-                f"this checkpoint has {rotary.dim // 2} pairs"
-            )
+            raise self._wrong_length(rotary.dim // 2)
         trained = self.original_max_position_embeddings or rotary.training_length
-        period = periods(rotary.dim, rotary.base)
-        short, long = (1.0 / (torch.tensor(factors) * period) for factors in (self.short_factor, self.long_factor))
+        short, long = (self._slowed(rotary, name, weights) for name in ("short_factor", "long_factor"))
         temperature = self._temperature(trained)
         if self.length is not None:
             return Frequencies(long if self.length > trained else short, temperature)
@@ -85,6 +109,16 @@ class LongRoPE(Scheme):
             return Frequencies(short, temperature)
         is_long = (length > trained)[:, None]
         return Frequencies(torch.where(is_long, long.to(length.device), short.to(length.device)), temperature)
+
+    def _slowed(self, rotary: RotarySpec, name: str, weights: Weights) -> torch.Tensor:
+        """theta_i / lambda_i by the list of this name, or what became of it in training."""
+        period = periods(rotary.dim, rotary.base)
+        factors = weights[name].float() if name in weights else torch.tensor(getattr(self, name))
+        return 1.0 / (factors * period.to(factors.device))
+
+    def _wrong_length(self, pairs: int) -> InvalidField:
+        numbers = len(self.short_factor)
+        return InvalidField(f"longrope: short_factor has {numbers} numbers; this checkpoint has {pairs} pairs")
 
     def _temperature(self, trained: int) -> float:
         if self.attention_factor is not None:
@@ -96,6 +130,9 @@ class LongRoPE(Scheme):
     def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
         if self.length is not None:
             raise NotExpressible("longrope: Transformers' longrope cannot be fixed to one length")
+        if self.learned:
+            raise NotExpressible("longrope: the factors of Transformers' longrope are the same in all layers")
         said = super().rope_parameters(rotary)
+        del said["learned"]
         trained = self.original_max_position_embeddings or rotary.training_length
         return {**said, "original_max_position_embeddings": trained}

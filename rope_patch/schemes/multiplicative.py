@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
-from rope_patch.schemes.slots import ModelShape, Tokens
+from rope_patch.schemes.slots import ModelShape, Target, Tokens
 from rope_patch.schemes.tools.tables import rows_at
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -23,7 +24,7 @@ class Multiplicative(Scheme):
     The post proposes the product beside the sum, without a start or an experiment of its own: the start is ours.
 
     Args:
-        num_positions: rows of the table; default L.
+        num_positions: rows of the table; default L, with a `target` as many as that, at least L.
     """
 
     name = "multiplicative"
@@ -42,6 +43,10 @@ class Multiplicative(Scheme):
 
     def __post_init__(self) -> None:
         self._at_least("num_positions", 1, int, optional=True)
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"num_positions": max(target.tokens, target.training_length)}
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         return {"position_factors": torch.ones(self.num_positions or shape.training_length, shape.hidden_size)}

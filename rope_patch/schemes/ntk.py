@@ -9,6 +9,7 @@ import torch
 
 from rope_patch.errors import InvalidField, NotExpressible
 from rope_patch.schemes.base import Scheme, Source, Sweep
+from rope_patch.schemes.slots import Target
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -21,7 +22,8 @@ class NTKScaling(Scheme):
     angles they were trained on. Changing the base does both, and spreads the change evenly between.
 
     Args:
-        factor: k, at least 1.
+        factor: k, at least 1; with a `target` of l tokens l / L, which keeps the slowest pair, and it alone, at the
+            angles of L tokens. A sweep tries 2 l / L first (docs/sweep.md).
         variant: `"fixed"` is b k^(d/(d-2)), the slowest pair divided by exactly k; `"old"` is b k, the first form of
             Su's posts, whose slowest pair is divided by k^((d-2)/d) only.
     """
@@ -34,7 +36,7 @@ class NTKScaling(Scheme):
         "https://kexue.fm/archives/9675",
         "https://github.com/bojone/rerope",
     )
-    sweep = (Sweep("factor", "k", (2, 1, 1.5, 3)),)
+    sweep = (Sweep("factor", "target", (2, 1, 1.5, 3)),)
 
     factor: float
     variant: str = "fixed"
@@ -42,6 +44,10 @@ class NTKScaling(Scheme):
     def __post_init__(self) -> None:
         self._at_least("factor", 1, float)
         self._one_of("variant", ("fixed", "old"))
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"factor": target.factor()}
 
     def base(self, rotary: RotarySpec) -> float:
         """The raised base, of the width and the base of `rotary`: all that `rope_parameters` need to say this scheme.
@@ -91,7 +97,7 @@ class DynamicNTK(Scheme):
 
     A pure function of the length: it holds no state between calls and couples no rows. Transformers' own `dynamic`
     keeps the largest base it ever saw. Decoding with a cache can still not equal recomputation in a deep model,
-    because older hidden states were made under the old base.
+    because older hidden states were made under the old base. It reaches any `target` as it is.
 
     Args:
         factor: f, at least 1.
@@ -118,6 +124,10 @@ class DynamicNTK(Scheme):
         self._at_least("factor", 1, float)
         self._at_least("original_max_position_embeddings", 1, int, optional=True)
         self._at_least("length", 1, int, optional=True)
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {}
 
     @property
     def length_dependent(self) -> bool:  # type: ignore[override]

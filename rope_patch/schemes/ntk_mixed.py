@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
+from rope_patch.schemes.slots import Target
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -20,7 +22,7 @@ class NTKMixed(Scheme):
     index below 1 spends more of them on the fast pairs than one common base does.
 
     Args:
-        factor: k, at least 1.
+        factor: k, at least 1; with a `target` of l tokens l / L, as in the post.
         exponent: of the index, above 0; 0.625 in the post, 0.75 in the released code.
     """
 
@@ -32,7 +34,7 @@ class NTKMixed(Scheme):
         "https://kexue.fm/archives/9706",
         "https://github.com/bojone/rerope",
     )
-    sweep = (Sweep("factor", "k", (1, 2, 1.5)),)
+    sweep = (Sweep("factor", "target", (1, 2, 1.5)),)
 
     factor: float
     exponent: float = 0.625
@@ -40,6 +42,10 @@ class NTKMixed(Scheme):
     def __post_init__(self) -> None:
         self._at_least("factor", 1, float)
         self._above_zero("exponent")
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"factor": target.factor()}
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         pairs = rotary.dim // 2

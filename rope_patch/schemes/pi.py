@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
+from rope_patch.schemes.slots import Target
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -14,7 +16,8 @@ class PositionInterpolation(Scheme):
     """Squeeze k L positions into the L that were trained: every angle has been seen, neighbours come k times closer.
 
     Args:
-        factor: k, the target length over the training length, at least 1.
+        factor: k, the target length over the training length, at least 1; with a `target` of l tokens l / L, as in the
+            paper (equation 4).
     """
 
     name = "pi"
@@ -26,12 +29,16 @@ class PositionInterpolation(Scheme):
     )
     regime = "fine-tune"
     rope_type = "linear"
-    sweep = (Sweep("factor", "k", (1,)),)
+    sweep = (Sweep("factor", "target", (1,)),)
 
     factor: float
 
     def __post_init__(self) -> None:
         self._at_least("factor", 1, float)
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"factor": target.factor()}
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return Frequencies(inverse_frequencies(rotary.dim, rotary.base) / self.factor)

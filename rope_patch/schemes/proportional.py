@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import Target
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -16,7 +18,8 @@ class Proportional(Scheme):
 
     Args:
         partial_rotary_factor: the share of pairs that turn, above 0 and at most 1.
-        factor: k, at least 1.
+        factor: k, at least 1; with a `target` of l tokens l / L, which position interpolation does to the pairs that
+            turn.
     """
 
     name = "proportional"
@@ -39,6 +42,10 @@ class Proportional(Scheme):
                 f"proportional: partial_rotary_factor={self.partial_rotary_factor} is not allowed; it is at most 1"
             )
         self._at_least("factor", 1, float)
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"factor": target.factor()}
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         turning = int(self.partial_rotary_factor * rotary.dim // 2)

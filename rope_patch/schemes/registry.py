@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rope_patch.errors import InvalidField, UnknownScheme, did_you_mean
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
+from rope_patch.schemes.target import Reaching, filled_for, takes_target
 
 _REGISTRY: dict[str, type[Scheme]] = {}
+_FORMS: dict[str, Callable[..., Scheme]] = {}
+_SAVED: dict[str, Callable[..., Scheme]] = {}
+"""Names of mixtures of schemes: what makes one from its fields or from text in brackets, and from a dict."""
 
 
 def register_scheme(cls: type[Scheme]) -> type[Scheme]:
@@ -32,6 +37,15 @@ def register_scheme(cls: type[Scheme]) -> type[Scheme]:
     return cls
 
 
+def register_form(name: str, make: Callable[..., Scheme], load: Callable[..., Scheme] | None = None) -> None:
+    """Let specs use a `name` for what `make` makes of their fields, or of a `text` in brackets; `load` reads what
+    `Scheme.to_dict` wrote under that name.
+    """
+    _FORMS[name] = make
+    if load is not None:
+        _SAVED[name] = load
+
+
 def list_schemes() -> list[str]:
     """The registered names, sorted."""
     return sorted(_REGISTRY)
@@ -47,7 +61,7 @@ def scheme_class(name: str) -> type[Scheme]:
         UnknownScheme: with the closest name and the list of all.
     """
     if not isinstance(name, str) or name not in _REGISTRY:
-        raise UnknownScheme(f"there is no scheme {name!r}; {did_you_mean(str(name), _REGISTRY)}")
+        raise UnknownScheme(f"there is no scheme {name!r}; {did_you_mean(str(name), [*_REGISTRY, *_FORMS])}")
     return _REGISTRY[name]
 
 
@@ -56,7 +70,11 @@ def get_scheme(name: str, **fields: Any) -> Scheme:
 
     Args:
         name: a registered name, or `name:field=value,...` and several of them joined by `+`.
-        **fields: the fields, beside exactly one plain name.
+        **fields: the fields, beside exactly one plain name. `target`, a length in tokens, is allowed beside any: it
+            fills the open fields of all schemes that it means something to, see `Scheme.fields_for`.
+
+    Returns:
+        the scheme; with a `target` it waits for a checkpoint, which `patch` or `Scheme.reach` gives it.
 
     Raises:
         UnknownScheme: no such name.
@@ -65,13 +83,17 @@ def get_scheme(name: str, **fields: Any) -> Scheme:
     Example:
         >>> get_scheme("yarn", factor=8) == get_scheme("yarn:factor=8")
         True
+        >>> str(get_scheme("yarn:beta_fast=16", target=8192))
+        'yarn:target=8192,beta_fast=16'
     """
     if not isinstance(name, str):
         raise UnknownScheme(f"{name!r} is not the name of a scheme; {did_you_mean(str(name), _REGISTRY)}")
-    parts = [_parse(part) for part in name.split("+")]
+    parts = [_parse(part) for part in split_outside_brackets(name, "+")]
+    if "target" in fields and (len(parts) > 1 or parts[0][1]):
+        _aim(parts, fields.pop("target"))
     if fields and (len(parts) > 1 or parts[0][1]):
         raise InvalidField(f"fields {', '.join(fields)} beside {name!r}: they are allowed beside one plain name only")
-    schemes = [_build(scheme_class(part), {**spelled, **fields}) for part, spelled in parts]
+    schemes = [_made(part, {**spelled, **fields}) for part, spelled in parts]
     return schemes[0] if len(schemes) == 1 else Compose(*schemes)
 
 
@@ -92,6 +114,8 @@ def scheme_from_dict(data: dict[str, Any]) -> Scheme:
         if not isinstance(parts, (list, tuple)) or len(fields) > 1:
             raise InvalidField(f"{data!r} is no composition: its name and a list of 'schemes' are expected")
         return Compose(*map(scheme_from_dict, parts))
+    if data["name"] in _SAVED:
+        return _called(data["name"], _SAVED[data["name"]], fields)
     return _build(scheme_class(data["name"]), fields)
 
 
@@ -100,24 +124,48 @@ def as_scheme(schemes: Iterable[str | Scheme], fields: dict[str, Any]) -> Scheme
 
     Args:
         schemes: names, spelled-out strings, or schemes.
-        fields: of the only name.
+        fields: of the only name; `target` may stand beside several.
 
     Raises:
         InvalidField: nothing was given, or fields do not stand beside exactly one name.
     """
     schemes = list(schemes)
+    if "target" in fields and len(schemes) > 1 and all(isinstance(scheme, str) for scheme in schemes):
+        schemes = ["+".join(map(str, schemes))]
     if not schemes:
         raise InvalidField(f"no scheme was given; {did_you_mean('', _REGISTRY)}")
     if fields and not (len(schemes) == 1 and isinstance(schemes[0], str)):
-        raise InvalidField(f"fields {', '.join(fields)} are allowed beside exactly one scheme name")
+        raise InvalidField(
+            f"fields {', '.join(fields)} are allowed beside exactly one scheme name, target beside names"
+        )
     built = [scheme if isinstance(scheme, Scheme) else get_scheme(scheme, **fields) for scheme in schemes]
     return built[0] if len(built) == 1 else Compose(*built)
 
 
+def _aim(parts: list[tuple[str, dict[str, Any]]], target: Any) -> None:
+    """Give a target to those of several parsed schemes that take one."""
+    aimed = [fields for name, fields in parts if name not in _FORMS and takes_target(scheme_class(name))]
+    if not aimed:
+        raise _means_nothing([name for name, _ in parts], target)
+    for fields in aimed:
+        if "target" in fields:
+            raise InvalidField(f"target={target!r} beside target={fields['target']!r}: it is allowed once")
+        fields["target"] = target
+
+
+def _means_nothing(names: list[str], target: Any) -> InvalidField:
+    takers = (name for name in list_schemes() if takes_target(_REGISTRY[name]))
+    return InvalidField(
+        f"target={target!r} means nothing to {' and '.join(names)}; schemes that take it: {', '.join(takers)}"
+    )
+
+
 def _parse(text: str) -> tuple[str, dict[str, Any]]:
     name, _, rest = text.strip().partition(":")
+    if rest.startswith("[") and name in _FORMS:
+        return name, {"text": rest}
     fields: dict[str, Any] = {}
-    for item in filter(None, _split_outside_brackets(rest)):
+    for item in filter(None, split_outside_brackets(rest)):
         key, equals, value = item.partition("=")
         if not equals:
             raise InvalidField(f"{item!r} in {text!r} is not of the form field=value")
@@ -127,11 +175,12 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
     return name.strip(), fields
 
 
-def _split_outside_brackets(text: str) -> list[str]:
+def split_outside_brackets(text: str, separator: str = ",") -> list[str]:
+    """A text cut at every separator that stands outside of all brackets."""
     items, depth = [""], 0
     for character in text:
         depth += (character in "[(") - (character in ")]")
-        if character == "," and depth == 0:
+        if character == separator and depth == 0:
             items.append("")
         else:
             items[-1] += character
@@ -151,13 +200,49 @@ def _value(text: str) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _made(name: str, fields: dict[str, Any]) -> Scheme:
+    return _called(name, _FORMS[name], fields) if name in _FORMS else _build(scheme_class(name), fields)
+
+
+def _called(name: str, make: Callable[..., Scheme], fields: dict[str, Any]) -> Scheme:
+    known = inspect.signature(make).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    for field in () if takes_any else fields:
+        if field not in known:
+            raise InvalidField(f"{name} has no field {field!r}; {did_you_mean(field, known)}")
+    if missing := [field for field, parameter in known.items() if _needed(parameter) and field not in fields]:
+        raise InvalidField(f"{name} needs {', '.join(missing)}, such as layers:[0-2=nope;rest=none]")
+    return make(**fields)
+
+
+def _needed(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+
+
 def _build(cls: type[Scheme], fields: dict[str, Any]) -> Scheme:
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for name in fields:
+    if "target" in fields and "target" not in known:
+        return _reaching(cls, {**fields})
+    allowed = [*known, "target"] if takes_target(cls) else list(known)
+    for name, value in fields.items():
         if name not in known:
-            raise InvalidField(f"{cls.name} has no field {name!r}; {did_you_mean(str(name), known)}")
+            raise InvalidField(f"{cls.name} has no field {name!r}; {did_you_mean(str(name), allowed)}")
+        if isinstance(value, str) and value == "auto":
+            raise InvalidField(
+                f"{cls.name}: {name}=auto is not allowed; target=TOKENS fills the open fields, and so does target=auto "
+                "for every length that is measured"
+            )
     required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
     missing = [name for name in required if name not in fields]
     if missing:
-        raise InvalidField(f"{cls.name} needs {', '.join(missing)}; its fields are {', '.join(known)}")
+        raise InvalidField(f"{cls.name} needs {', '.join(missing)}; its fields are {', '.join(allowed)}")
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+
+
+def _reaching(cls: type[Scheme], fields: dict[str, Any]) -> Scheme:
+    target = fields.pop("target")
+    if not takes_target(cls):
+        raise _means_nothing([cls.name], target)
+    like = _build(cls, {**filled_for(cls, target), **fields})  # what is wrong with the others is known now
+    given = (field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+    return Reaching(like, target, tuple(name for name in given if fields.get(name) is not None))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
-from rope_patch.schemes.slots import Region
+from rope_patch.schemes.slots import Region, Target
 from rope_patch.schemes.tools.positions import Constant, Identity, Interpolated
 
 _POST = Source(
@@ -23,7 +24,8 @@ class ReRoPE(Scheme):
     Near words keep their order; far words are all equally far, at a distance the model knows.
 
     Args:
-        window: w in tokens, at least 1; a quarter to a half of the training length works best.
+        window: w in tokens, at least 1; a quarter to a half of the training length works best. With any `target` L/2,
+            the first guess of a sweep (docs/sweep.md).
     """
 
     name = "rerope"
@@ -35,6 +37,10 @@ class ReRoPE(Scheme):
 
     def __post_init__(self) -> None:
         self._at_least("window", 1, int)
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"window": target.window}
 
     def segments(self) -> tuple[Region, ...]:
         w = self.window
@@ -50,14 +56,15 @@ class LeakyReRoPE(Scheme):
     """True positions within the window, distances that grow k times slower beyond: w + (m - n - w) / k.
 
     Args:
-        window: w in tokens, at least 1.
-        factor: k, at least 1; large enough that the longest distance stays within the training length.
+        window: w in tokens, at least 1; with a `target` L/2.
+        factor: k, at least 1; large enough that the longest distance stays within the training length. With a `target`
+            of l tokens (l - w) / (L - w), the least that does; a sweep tries twice as much first.
     """
 
     name = "leaky_rerope"
     equation = "distance = m - n if m - n < w else w + (m - n - w) / k"
     source = _POST
-    sweep = (Sweep("factor", "needed", (2, 1, 4), window=1 / 2),)
+    sweep = (Sweep("factor", "target", (2, 1, 4), window=1 / 2),)
 
     window: int
     factor: float
@@ -65,6 +72,10 @@ class LeakyReRoPE(Scheme):
     def __post_init__(self) -> None:
         self._at_least("window", 1, int)
         self._at_least("factor", 1, float)
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"window": target.window, "factor": target.factor(target.window)}
 
     def segments(self) -> tuple[Region, ...]:
         w, k = self.window, self.factor

@@ -1,12 +1,14 @@
-"""RoPE itself, and no position at all: the two baselines of every table."""
+"""RoPE itself, and no position at all, the two baselines of every table; and RoPE with frequencies that are trained."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import ModelShape
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -53,3 +55,35 @@ class NoPE(Scheme):
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return Frequencies(torch.zeros(rotary.dim // 2))
+
+
+@dataclass(frozen=True)
+class LearnedRoPE(Scheme):
+    """Every layer trains its frequencies, from those of the checkpoint on, or of the scheme it is listed beside.
+
+    What is learned is the logarithm of how much faster each pair turns, zero at first. The frequencies of a head lie
+    orders of magnitude apart; steps of the same size, such as Adam's, move all of them in proportion, where steps of
+    the frequencies themselves would throw the slow ones far off. The post trained the frequencies and found that they
+    barely moved.
+    """
+
+    name = "learned_rope"
+    equation = "theta_i <- theta_i exp(w_i), w learned per layer"
+    source = Source("Transformer upgrade 2: rotary position embedding", 2021, "https://kexue.fm/archives/8265")
+    regime = "fine-tune"
+    refines = True
+    learned_frequencies = True
+    precise = ("log_speed",)
+    sweep = None  # untrained it is RoPE
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"log_speed": torch.zeros(shape.pairs)}
+
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
+        return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)
+
+    def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
+        if not weights:
+            return frequencies  # as they start
+        speed = weights["log_speed"].float().exp()
+        return dataclasses.replace(frequencies, inv_freq=frequencies.inv_freq.to(speed.device) * speed)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
-from rope_patch.schemes.slots import Region
+from rope_patch.schemes.slots import Region, Target
 from rope_patch.schemes.tools.positions import Grouped, Identity
 
 
@@ -18,8 +20,9 @@ class SelfExtend(Scheme):
     function at every length.
 
     Args:
-        group_size: G, at least 1.
-        window: W in tokens, at least 1.
+        group_size: G, at least 1; with a `target` of l tokens the least with (L - W) G + W >= l, the longest text of
+            the paper.
+        window: W in tokens, at least 1; with a `target` L/2 (2.024 nats at 4 L, L/4 2.037: docs/sweep.md).
         shift: `"floor"` is the paper's and the later code's W - floor(W/G); `"fractional"` is W - W/G, as in the
             authors' patch for Transformers 4.38.
     """
@@ -33,8 +36,8 @@ class SelfExtend(Scheme):
         "https://github.com/datamllab/LongLM",
     )
     sweep = (
-        Sweep("group_size", "needed", (1, 1.5, 2), window=1 / 2),
-        Sweep("group_size", "needed", (1, 1.5, 2), window=1 / 4),
+        Sweep("group_size", "target", (1, 1.5, 2), window=1 / 2),
+        Sweep("group_size", "target", (1, 1.5, 2), window=1 / 4),
     )
 
     group_size: int
@@ -45,6 +48,10 @@ class SelfExtend(Scheme):
         self._at_least("group_size", 1, int)
         self._at_least("window", 1, int)
         self._one_of("shift", ("floor", "fractional"))
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"window": target.window, "group_size": math.ceil(target.factor(target.window))}
 
     def segments(self) -> tuple[Region, ...]:
         w, g = self.window, self.group_size

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
-from rope_patch.schemes.slots import Tokens
+from rope_patch.schemes.slots import Target, Tokens
 from rope_patch.schemes.tools.sinusoids import sinusoidal_rows
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -23,7 +24,8 @@ class Sinusoidal(Scheme):
 
     Args:
         base: b, which sets the longest wavelength; 10000 by default.
-        num_positions: rows in the place of a model's own table, by default 32 times as many as it has.
+        num_positions: rows in the place of a model's own table, by default 32 times as many as it has; with a
+            `target` as many as that, at least L.
         layout: `"interleaved"`, sine and cosine by turns, as the paper writes them; or `"split"`, all sines before
             all cosines, as Marian's and Transformers' code does.
         amplitude: multiplies the sinusoids. It is 1 in the paper, which multiplies its word vectors by the root of d;
@@ -55,6 +57,10 @@ class Sinusoidal(Scheme):
         self._one_of("layout", ("interleaved", "split"))
         self._above_zero("amplitude")
         self._at_least("grid_width", 1, int, optional=True)
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"num_positions": max(target.tokens, target.training_length)}
 
     def embedding(self, tokens: Tokens, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         x = tokens.states

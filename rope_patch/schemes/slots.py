@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from rope_patch.errors import InvalidField
 from rope_patch.schemes.tools.positions import Identity
 from rope_patch.typing import PositionMap
 
@@ -23,6 +26,7 @@ class Checkpoint:
         bidirectional: whether tokens see the keys after them.
         buckets: of its biases by bucket of distance, their number and the distance from which on the last one serves;
             None where it has no such biases.
+        has_table: whether it adds learned rows of positions to its input.
     """
 
     training_length: int
@@ -30,12 +34,54 @@ class Checkpoint:
     max_length: int
     bidirectional: bool = False
     buckets: tuple[int, int] | None = None
+    has_table: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """A length that a scheme is to reach, and what its open fields may be read from.
+
+    Attributes:
+        scheme: its name, for errors.
+        tokens: the length.
+        checkpoint: the one that is to reach it.
+        given: the fields that are not open, by name.
+    """
+
+    scheme: str
+    tokens: int
+    checkpoint: Checkpoint
+    given: Mapping[str, Any]
+
+    @property
+    def training_length(self) -> int:
+        """L in tokens: the checkpoint's, unless `original_max_position_embeddings` is given."""
+        return self.given.get("original_max_position_embeddings") or self.checkpoint.training_length
+
+    @property
+    def window(self) -> int:
+        """w in tokens: the given one, or L/2.
+
+        Raises:
+            InvalidField: the given one is not below L, so that no trained distance is left for what lies beyond it.
+        """
+        window = self.given.get("window") or max(1, self.training_length // 2)
+        if window >= self.training_length:
+            raise InvalidField(
+                f"{self.scheme}: window={window} is not allowed beside target={self.tokens}; it must be below the "
+                f"training length of {self.training_length} tokens"
+            )
+        return window
+
+    def factor(self, window: int = 0) -> float:
+        """k = max(1, (l - w) / (L - w)): the least by which distances beyond a window w < L have to shrink."""
+        return max(1.0, (self.tokens - window) / (self.training_length - window))
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """What the learned parameters of a scheme are sized by; `num_heads` counts query heads, `head_dim` is of queries
-    and keys, and `training_length` is L in tokens.
+    and keys, `training_length` is L in tokens, and `rotary_dim` is d of what rotates in a head; None for all of it.
     """
 
     num_heads: int
@@ -45,6 +91,12 @@ class ModelShape:
     vocab_size: int
     training_length: int
     value_dim: int
+    rotary_dim: int | None = None
+
+    @property
+    def pairs(self) -> int:
+        """d/2: how many pairs of dimensions turn in a head."""
+        return (self.rotary_dim or self.head_dim) // 2
 
 
 @dataclass(frozen=True)

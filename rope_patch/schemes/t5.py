@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
-from rope_patch.schemes.slots import Checkpoint, ModelShape
+from rope_patch.schemes.slots import Checkpoint, ModelShape, Target
 from rope_patch.schemes.tools.buckets import relative_buckets
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -27,7 +28,7 @@ class T5Bias(Scheme):
             extends the logarithmic buckets and leaves those of single distances as they are.
         bidirectional: half of the buckets for keys after the query; default whether the model sees them.
         interpolation: k, at least 1: buckets of (n - m) / k, cut to an integer, so that distances k times as long fall
-            into the buckets of trained ones.
+            into the buckets of trained ones. With a `target` of l tokens l / L, position interpolation for buckets.
         per_layer: a table for each layer, as in umT5, or one for all, as in T5.
 
     A checkpoint that has such tables keeps its own. On any other, tables start at zero, which adds nothing.
@@ -57,6 +58,10 @@ class T5Bias(Scheme):
             self._require("bidirectional", bool, True, "True, False or None")
         self._at_least("interpolation", 1, float)
         self._require("per_layer", bool, True, "True or False")
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"interpolation": target.factor()}
 
     @property
     def shared(self) -> tuple[str, ...]:  # type: ignore[override]

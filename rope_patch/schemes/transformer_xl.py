@@ -27,6 +27,8 @@ class TransformerXL(Scheme):
     Args:
         untied: whether each layer has u and v of its own, as in XLNet and as the `untie_r` of the released code does;
             by default all share them, as in Transformer-XL. The projection of distances is each layer's own.
+        clamp_len: distances beyond this many tokens, at least 1, have the sinusoid of this many, on either side, as in
+            XLNet; default none.
         initial_std: of the projection as it starts, above 0; default 0.001, which changes a pretrained model little.
             The released code draws it, u and v from normal(0, 0.02); u and v start at zero here.
     """
@@ -43,10 +45,12 @@ class TransformerXL(Scheme):
 
     untied: bool = False
     initial_std: float = 0.001
+    clamp_len: int | None = None
 
     def __post_init__(self) -> None:
         self._require("untied", bool, True, "True or False")
         self._above_zero("initial_std")
+        self._at_least("clamp_len", 1, int, optional=True)
 
     @property
     def shared(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -75,4 +79,11 @@ class TransformerXL(Scheme):
         # sin(m-n) = sin m cos n - cos m sin n, cos(m-n) = cos m cos n + sin m sin n
         (of_sin, of_cos), (sin, cos) = projected.chunk(2, dim=-1), at_m.chunk(2, dim=-1)
         turned = torch.cat([of_cos * sin - of_sin * cos, of_sin * sin + of_cos * cos], dim=-1)
-        return (by_key.transpose(-1, -2) + turned @ at_n.transpose(-1, -2)) * pairs.scaling
+        by_distance = turned @ at_n.transpose(-1, -2)
+        if self.clamp_len is not None:
+            ends = torch.tensor([-self.clamp_len, self.clamp_len], device=query.device)
+            at_ends = projected @ sinusoidal_rows(ends, hidden, layout="split").to(query.dtype).T
+            distance = pairs.distance[:, None]
+            by_distance = torch.where(distance < -self.clamp_len, at_ends[..., :1], by_distance)
+            by_distance = torch.where(distance > self.clamp_len, at_ends[..., 1:], by_distance)
+        return (by_key.transpose(-1, -2) + by_distance) * pairs.scaling

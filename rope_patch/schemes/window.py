@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from rope_patch.schemes.base import Scheme, Source
-from rope_patch.schemes.slots import Checkpoint, Region
+from rope_patch.schemes.slots import Checkpoint, Region, Target
 from rope_patch.schemes.tools.positions import Identity
 
 
@@ -15,7 +16,7 @@ class SlidingWindow(Scheme):
     """Only keys with m - n < w are attended. Nothing is out of range, and nothing beyond w is seen directly.
 
     Args:
-        window: w in tokens, at least 1; default the training length.
+        window: w in tokens, at least 1; default the training length, with any `target`.
     """
 
     name = "window"
@@ -27,6 +28,10 @@ class SlidingWindow(Scheme):
 
     def __post_init__(self) -> None:
         self._at_least("window", 1, int, optional=True)
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {}
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         return self if self.window else dataclasses.replace(self, window=checkpoint.training_length)

@@ -10,6 +10,7 @@ import torch
 
 from rope_patch.errors import NotExpressible
 from rope_patch.schemes.base import Scheme, Source, Sweep, Sweeps
+from rope_patch.schemes.slots import Target
 from rope_patch.schemes.tools.rotary import periods
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -30,7 +31,7 @@ class YaRN(Scheme):
     context spreads the softmax thinner.
 
     Args:
-        factor: k, at least 1.
+        factor: k, at least 1; with a `target` of l tokens l / L, the paper's s.
         beta_fast: pairs with more rotations than this within L are kept, 32 by default.
         beta_slow: pairs with fewer rotations than this are interpolated, 1 by default.
         attention_factor: multiplies cos and sin; default 0.1 ln k + 1.
@@ -46,7 +47,7 @@ class YaRN(Scheme):
     equation = "theta_i/k r_i + theta_i (1 - r_i), r = ramp(low, high); t = 0.1 ln k + 1"
     source = _PAPER
     rope_type: ClassVar[str | None] = "yarn"
-    sweep: ClassVar[Sweeps] = (Sweep("factor", "k", (1, 1.5, 2)),)
+    sweep: ClassVar[Sweeps] = (Sweep("factor", "target", (1, 1.5, 2)),)
 
     factor: float
     beta_fast: float = 32.0
@@ -68,6 +69,10 @@ class YaRN(Scheme):
         self._above_zero("mscale_all_dim", optional=True)
         self._at_least("original_max_position_embeddings", 1, int, optional=True)
         self._one_of("ramp", ("index", "rotations"))
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"factor": target.factor()}
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return Frequencies(self._blend(rotary, self.factor), self._attention_scaling(math.log(self.factor)))
@@ -127,7 +132,7 @@ class NTKByParts(Scheme):
     base of `ntk`. At L = 4096 and k = 32 the two differ by up to 0.62 of a frequency.
 
     Args:
-        factor: k, at least 1.
+        factor: k, at least 1; with a `target` of l tokens l / L, the paper's s.
         beta_fast: pairs with more rotations than this within L are kept, 32 by default.
         beta_slow: pairs with fewer rotations than this are interpolated, 1 by default.
     """
@@ -135,7 +140,7 @@ class NTKByParts(Scheme):
     name = "ntk_by_parts"
     equation = "theta_i/k r_i + theta_i (1 - r_i), r = ramp(low, high)"
     source = _PAPER
-    sweep = (Sweep("factor", "k", (1, 1.5, 2)),)
+    sweep = (Sweep("factor", "target", (1, 1.5, 2)),)
 
     factor: float
     beta_fast: float = 32.0
@@ -145,6 +150,10 @@ class NTKByParts(Scheme):
         self._at_least("factor", 1, float)
         self._above_zero("beta_slow")
         self._at_least("beta_fast", self.beta_slow, float)
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {"factor": target.factor()}
 
     def _as_yarn(self) -> YaRN:
         return YaRN(self.factor, self.beta_fast, self.beta_slow, attention_factor=1.0)
@@ -158,7 +167,8 @@ class NTKByParts(Scheme):
 
 @dataclass(frozen=True)
 class DynamicYaRN(YaRN):
-    """YaRN with the k that the current length l of each row needs: max(1, l/L), or `factor` where that is larger.
+    """YaRN with the k that the current length l of each row needs: max(1, l/L), or `factor` where that is larger. It
+    reaches any `target` as it is.
 
     Args:
         factor: the least k, at least 1, 1 by default.
@@ -177,6 +187,10 @@ class DynamicYaRN(YaRN):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least("length", 1, int, optional=True)
+
+    @classmethod
+    def fields_for(cls, target: Target) -> dict[str, Any]:
+        return {}
 
     @property
     def length_dependent(self) -> bool:  # type: ignore[override]

@@ -20,7 +20,7 @@ from rope_patch.schemes import PositionInterpolation, Scheme
 
 @dataclass(frozen=True)
 class Point(JsonRow):
-    """What was measured of `line`, such as `yarn:factor=auto`, after `step` steps, from contexts of `length` tokens.
+    """What was measured of `line`, such as `yarn:target=auto`, after `step` steps, from contexts of `length` tokens.
 
     `nll` is the mean in nats of `scored_tokens` tokens of so many `documents`, `perplexity` its exponential, and
     `training_length` is L. The fingerprint of the `weights` finds the full row among those of `measure`.

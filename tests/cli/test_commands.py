@@ -42,7 +42,7 @@ def test_importing_the_package_costs_what_transformers_costs():
     assert done.stdout.startswith("False ['ALiBi']")
     code = "import time; from transformers import LlamaForCausalLM; a = time.process_time()\n"
     code += "from rope_patch import patch; print(time.process_time() - a)"
-    assert min(float(cpu_seconds("-c", code)[1].stdout) for _ in range(2)) < 0.5  # 0.1 on a machine that is quiet
+    assert any(float(cpu_seconds("-c", code)[1].stdout) < 0.5 for _ in range(2))  # 0.1 on a machine that is quiet
 
 
 def test_the_public_names_are_all_that_dir_lists():

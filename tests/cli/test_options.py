@@ -33,12 +33,12 @@ def options(*words, file=None, text=""):
 
 def test_every_kind_of_option():
     found = options(
-        *("--lengths", "256,512", "--scheme", "yarn:factor=auto", "--scheme=rerope:window=128+logn"),
+        *("--lengths", "256,512", "--scheme", "yarn:target=auto", "--scheme=rerope:window=128+logn"),
         *("--only", "a", "b", "--no-references", "--targets", "8", "--learning-rate", "1e-3", "--seed", "3"),
     )
     assert found == Options(
         lengths=(256, 512),
-        schemes=("yarn:factor=auto", "rerope:window=128+logn"),
+        schemes=("yarn:target=auto", "rerope:window=128+logn"),
         only=("a", "b"),
         references=False,
         targets=8,
@@ -50,7 +50,7 @@ def test_every_kind_of_option():
 
 YAML = """
 lengths: [64, 128]
-schemes: [plain, "pi:factor=auto"]
+schemes: [plain, "pi:target=auto"]
 references: false
 targets: 4
 learning_rate: 1e-4
@@ -61,7 +61,7 @@ model: null
 def test_a_file_gives_the_same_and_the_command_line_overrules_it(tmp_path):
     found = options(file=tmp_path / "c.yaml", text=YAML)
     expected = Options(
-        lengths=(64, 128), schemes=("plain", "pi:factor=auto"), references=False, targets=4, learning_rate=1e-4
+        lengths=(64, 128), schemes=("plain", "pi:target=auto"), references=False, targets=4, learning_rate=1e-4
     )
     assert found == expected
     found = options("--scheme", "ntk:factor=2", "--references", "--lengths=32", file=tmp_path / "c.yaml", text=YAML)

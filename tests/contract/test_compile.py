@@ -22,6 +22,7 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", [*ROUTES, CASES["self_extend"], CASES["window"]])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_one_graph_gives_the_logits_of_eager_mode(model, spec):
@@ -31,6 +32,7 @@ def test_one_graph_gives_the_logits_of_eager_mode(model, spec):
         assert_close(logits(compiled, tokens()), expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", [spec for spec in CASES.values() if _traceable(get_scheme(spec))])
 def test_encodings_of_the_literature_compile_to_one_graph_too(llama, spec):
     batch, mask = left_padded([tokens(), tokens(33)])
@@ -40,6 +42,7 @@ def test_encodings_of_the_literature_compile_to_one_graph_too(llama, spec):
         assert_close(logits(compiled, batch, attention_mask=mask)[mask.bool()], expected[mask.bool()])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", ROUTES)
 def test_patching_after_compiling_takes_effect_and_goes_away(llama, spec):
     with patch(build(), spec) as handle:
@@ -69,6 +72,7 @@ def test_generated_code_gives_the_logits_of_eager_mode(llama, spec):
         assert_close(logits(compiled, tokens()), expected, 1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "spec", [CASES[name] for name in ("yarn", "rerope", "dca", "alibi", "shaw", "cope", "sinusoidal")]
 )

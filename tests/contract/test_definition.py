@@ -69,6 +69,7 @@ def left_padded_chunks(model, ids):
 PATHS = [full, cached_token_by_token, uneven_chunks, left_padded_full, left_padded_chunks]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", DEFINITIONS)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("family", ["llama", "llama_mha"])

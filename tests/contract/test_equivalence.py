@@ -8,7 +8,7 @@ import torch
 from rope_patch import get_scheme, native_scheme, patch
 from rope_patch.attention import chunked, engine
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
-from tests.families import BIASED, FAMILIES, SCALED, SHARED_TABLES
+from tests.families import BIASED, FAMILIES, FOLLOWING, NORMED, SCALED, SHARED_TABLES
 from tests.runs import (
     assert_close,
     assert_same_gradients,
@@ -16,13 +16,22 @@ from tests.runs import (
     left_padded,
     logits,
     positions_of,
+    scales_tables,
     tokens,
 )
 
 STATIC = [
     spec
     for spec in ALL
-    if (scheme := get_scheme(spec)).slots == {"frequencies"} and not scheme.length_dependent and not scheme.decays
+    if (scheme := get_scheme(spec)).slots == {"frequencies"}
+    and not (scheme.length_dependent or scheme.learned_frequencies or scheme.decays)
+]
+STATIC_ON_TABLES = [
+    (family, spec)
+    for family in sorted(FAMILIES.keys() - SHARED_TABLES - BIASED)
+    for spec in STATIC
+    if family not in FOLLOWING or not get_scheme(spec).refines  # it refines what follows the length
+    if family not in NORMED or not scales_tables(get_scheme(spec))
 ]
 MODES = ["oracle", "chunked", "segmented", "auto"]
 
@@ -34,8 +43,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(engine, "SMALL", 16)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - SHARED_TABLES - BIASED))
-@pytest.mark.parametrize("spec", STATIC)
+@pytest.mark.parametrize(("family", "spec"), STATIC_ON_TABLES)
 def test_rotary_mount_equals_late_mount(model, spec):
     with patch(model, spec) as handle:
         assert handle.plan.rotary

@@ -21,12 +21,18 @@ FIRST_NEIGHBOURS = tuple(range(0, 8, 2)), tuple(range(1, 8, 2))
 LAYOUTS = {
     **dict.fromkeys(FAMILIES, HALVES),
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "helium"), NEIGHBOURS),
+    **dict.fromkeys(("llama4_text", "llama4_normed"), NEIGHBOURS),
+    "nanochat": HALVES[::-1],
+    "deepseek_v2": (tuple(range(16, 24, 2)), tuple(range(17, 24, 2))),
     **dict.fromkeys(("gpt_neox", "glm4_moe", "laguna", "mimo_v2_flash", "nemotron"), QUARTERS),
-    **dict.fromkeys(("persimmon", "phi", "stablelm"), QUARTERS),
+    **dict.fromkeys(("persimmon", "phi", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "stablelm"), QUARTERS),
     **dict.fromkeys(("glm", "glm4"), FIRST_NEIGHBOURS),
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), BEHIND_THE_PLAIN_PART),
 }
-NO_POSITIONS = {"smollm3": [1, 3], "afmoe": [3], "cohere2": [3], "exaone4": [3], "exaone_moe": [3]}
+NO_POSITIONS = {
+    **{"smollm3": [1, 3], "afmoe": [3], "cohere2": [3], "exaone4": [3], "exaone_moe": [3]},
+    **{"llama4_text": [2], "llama4_normed": [2]},
+}
 NARROW = {"gemma2": [0], "gemma3": [0, 2], "gemma3_yarn": [0], "olmo3": [0, 2]}
 
 
@@ -214,7 +220,7 @@ class Spoilt(nn.Module):
 
 def spoilt(llama, spoil):
     module = Spoilt(llama.model.layers[0].self_attn, spoil)
-    return measure_layout("attention", module, read_stack(llama).rotary[0])
+    return measure_layout("attention", module, read_stack(llama).rotary[0])[0]
 
 
 def test_an_attention_of_the_same_form_that_spoils_nothing_is_measured(llama):

@@ -22,7 +22,7 @@ def metric(tmp_path, monkeypatch):
 
 
 def test_the_module_gives_the_figures_of_measure(metric, model, tokenizer):
-    schemes, settings = ["plain", "pi:factor=auto"], {"protocol": "sliding", "stride": 8}
+    schemes, settings = ["plain", "pi:target=auto"], {"protocol": "sliding", "stride": 8}
     expected = measure(model, tokenizer, CORPUS, schemes, [16, 32], **settings)
     found = metric.compute(
         predictions=TEXTS, model=model, tokenizer=tokenizer, lengths=[16, 32], schemes=schemes, **settings

@@ -77,7 +77,7 @@ def test_the_same_tokens_are_hidden_at_every_length(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["t5", "umt5"])
-@pytest.mark.parametrize("spec", ["plain", "t5:interpolation=auto", "alibi", "rerope:window=6"])
+@pytest.mark.parametrize("spec", ["plain", "t5:target=auto", "alibi", "rerope:window=6"])
 def test_rows_are_the_loss_on_the_hidden_tokens(family, spec):
     model, tokenizer = t5_model(family), t5_tokenizer()
     (row,) = measure(model, tokenizer, CORPUS, [spec], [96], targets=40, seed=3)
@@ -91,7 +91,7 @@ def test_rows_are_the_loss_on_the_hidden_tokens(family, spec):
         source, target, hidden = corrupt(
             tokens, [(56 + start, 56 + stop) for start, stop in spans], sentinels, tokenizer.eos_token_id
         )
-        scheme = spec.replace("auto", "3")
+        scheme = spec.replace("target=auto", "interpolation=3")
         with torch.no_grad(), nullcontext() if spec == "plain" else patch(model, scheme):
             logits = model(input_ids=source[None], labels=target[None]).logits[0]
         losses.append(torch.nn.functional.cross_entropy(logits[hidden], target[hidden], reduction="none"))
@@ -133,10 +133,10 @@ def test_the_recipe_chooses_the_protocol_by_the_model(tmp_path, capsys):
     for document in CORPUS:
         (tmp_path / f"{document['name']}.txt").write_text(document["text"])
     words = ["--model", tmp_path / "t5", "--text", tmp_path / "*.txt", "--lengths", "40,120", "--targets", 40]
-    words += ["--scheme", "t5:interpolation=auto", "--output", tmp_path / "out", "--json"]
+    words += ["--scheme", "t5:target=auto", "--output", tmp_path / "out", "--json"]
     assert run_recipe("perplexity", words) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["protocol"] for row in rows} == {"span_corruption"}
-    assert {row["line"] for row in rows} == {"plain", "window", "t5:interpolation=auto"}
+    assert {row["line"] for row in rows} == {"plain", "window", "t5:target=auto"}
     assert len(rows) == 6
     assert (tmp_path / "out" / "perplexity.png").is_file()

@@ -173,7 +173,7 @@ def test_what_a_checkpoint_learned_is_measured_where_a_line_names_its_scheme(wor
 # --- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def rows(lines=("plain", "window", "yarn:factor=auto"), control=0.25):
+def rows(lines=("plain", "window", "yarn:target=auto"), control=0.25):
     """A cell is 60 percent where it is near, 30 where it is far, and 0 at 1024 tokens and depth 0."""
     made = []
     for line in lines:
@@ -207,7 +207,7 @@ def drawn(monkeypatch, found, path, lengths=(256, 1024), depths=(0.0, 0.5, 1.0))
 @pytest.mark.parametrize("control", [0.25, None])
 def test_every_cell_of_every_map_is_named(monkeypatch, tmp_path, control):
     figure = drawn(monkeypatch, grids(rows(control=control)), tmp_path / "map.png")
-    assert [axes.get_title() for axes in figure.axes] == ["plain", "window", "yarn:factor=auto"]
+    assert [axes.get_title() for axes in figure.axes] == ["plain", "window", "yarn:target=auto"]
     below = "-" if control is None else "25"
     for axes in figure.axes:
         assert [text.get_text() for text in axes.texts] == ["60", "0", "60", "30", "60", "60", below, below]

@@ -17,7 +17,7 @@ from rope_patch.evaluation.rows import Rows
 from .conftest import TRAINING_LENGTH, documents
 
 CORPUS = documents(70, 80, 20)
-SCHEMES = ["plain", "window", "pi:factor=auto", "rerope:window=8+logn"]
+SCHEMES = ["plain", "window", "pi:target=auto", "rerope:window=8+logn"]
 
 
 def go(model, tokenizer, schemes=SCHEMES, lengths=(16, 32, 64), **settings):
@@ -43,7 +43,7 @@ def test_last_is_the_mean_over_the_last_targets_at_every_length(model, tokenizer
         expected = {
             "plain": reference(model, tokenizer, "rope", length, slice(-8, None)),
             "window": reference(model, tokenizer, f"window:window={TRAINING_LENGTH}", length, slice(-8, None)),
-            "pi:factor=auto": reference(model, tokenizer, f"pi:factor={length / 16}", length, slice(-8, None)),
+            "pi:target=auto": reference(model, tokenizer, f"pi:factor={length / 16}", length, slice(-8, None)),
             "rerope:window=8+logn": reference(model, tokenizer, "rerope:window=8+logn", length, slice(-8, None)),
         }
         for line, nll in expected.items():
@@ -67,7 +67,7 @@ def test_the_same_targets_are_scored_at_every_length(model, tokenizer, monkeypat
 
 
 def test_by_position_bins_one_pass(model, tokenizer):
-    rows = go(model, tokenizer, ["plain", "pi:factor=auto"], protocol="by_position", targets=None)
+    rows = go(model, tokenizer, ["plain", "pi:target=auto"], protocol="by_position", targets=None)
     assert [(row.length, row.targets) for row in rows[:3]] == [(16, 16), (32, 16), (64, 32)]
     bins = [slice(0, 16), slice(16, 32), slice(32, 64)]
     for row, span in zip(rows[:3], bins, strict=True):
@@ -265,8 +265,8 @@ def test_another_scheme_or_line_throws_no_row_away(model, tokenizer, tmp_path, m
     go(model, tokenizer, ["plain", "pi:factor=2.0", "rerope:window=8"], [32], results=results)
     assert len(results.path.read_text().splitlines()) == 3
     monkeypatch.setattr(perplexity, "chunked_nll", None)
-    (row,) = go(model, tokenizer, ["pi:factor=auto"], [32], results=results)  # the same scheme in other words
-    assert row.line == "pi:factor=auto"
+    (row,) = go(model, tokenizer, ["pi:target=auto"], [32], results=results)  # the same scheme in other words
+    assert row.line == "pi:target=auto"
 
 
 def test_rows_keep_what_a_paired_error_needs(model, tokenizer):

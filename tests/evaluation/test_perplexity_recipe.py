@@ -56,7 +56,7 @@ def test_the_configs_parse_and_show_what_they_must(name):
     if name == "demo":
         assert [length // 256 for length in options.lengths] == [1, 2, 4, 8, 16]
         for length in options.lengths:
-            names = [getattr(scheme_at(line, length, 256), "name", "plain") for line in lines]
+            names = [getattr(scheme_at(line, length), "name", "plain") for line in lines]
             assert {"plain", "window", "pi", "ntk", "yarn", "rerope", "compose", "self_extend"} <= set(names)
 
 

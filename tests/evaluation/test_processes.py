@@ -21,7 +21,7 @@ from ..processes import run_two
 from .conftest import byte_tokenizer, documents, tiny_llama
 
 CORPUS = documents(45, 50, 37, 20)
-SCHEMES = ["plain", "pi:factor=auto", "rerope:window=8+logn"]
+SCHEMES = ["plain", "pi:target=auto", "rerope:window=8+logn"]
 MEASUREMENTS = {
     "last": {"targets": 8},
     "by_position": {},

@@ -21,7 +21,7 @@ from .conftest import TRAINING_LENGTH, byte_tokenizer, documents
 from .retrieval_rows import row
 
 CORPUS = documents(90, 110, 20)
-SCHEMES = ["plain", "window", "pi:factor=auto", "rerope:window=8+logn"]
+SCHEMES = ["plain", "window", "pi:target=auto", "rerope:window=8+logn"]
 
 
 def make(**settings):
@@ -58,7 +58,7 @@ def test_every_cell_is_the_loss_of_its_prompts_under_its_scheme(model):
         (line, length, depth) for line in SCHEMES for length in (16, 64) for depth in (0.0, 1.0)
     ]
     for found in rows:
-        spelled = {"plain": "rope", "pi:factor=auto": f"pi:factor={found.length / TRAINING_LENGTH}"}
+        spelled = {"plain": "rope", "pi:target=auto": f"pi:factor={found.length / TRAINING_LENGTH}"}
         with patch(model, spelled.get(found.line, found.line)):
             for depth, nll in ((found.depth, found.nll), (None, found.control_nll)):
                 losses = []

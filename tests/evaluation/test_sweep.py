@@ -68,7 +68,8 @@ def test_what_is_left_out_is_known():
     left_out = {name for name in list_schemes() if not scheme_class(name).sweep}
     pretrained = {name for name in left_out if scheme_class(name).regime != "from-scratch"}
     learned = {"floater", "learned", "multiplicative", "rnn", "t5", "urpe"}
-    assert pretrained == {"rope", "window", "logn", "hierarchical", "abf", "longrope"} | learned
+    refining = {"resonance", "fope_cut", "giraffe_power", "learned_rope"}
+    assert pretrained == {"rope", "window", "logn", "hierarchical", "abf", "longrope"} | learned | refining
 
 
 @pytest.mark.parametrize(("length", "target"), [(256, 1024), (4096, 131072), (16, 24)])

@@ -16,10 +16,10 @@ from .rows import row
 NLL = {
     "plain": [1.1, 2.6, 3.4],
     "window": [1.1, 1.15, 1.15],
-    "pi:factor=auto": [1.1, 2.5, 3.2],
+    "pi:target=auto": [1.1, 2.5, 3.2],
     "rerope:window=128+logn": [1.11, 1.12, 1.13],
 }
-REGIMES = {"pi:factor=auto": "fine-tune"}
+REGIMES = {"pi:target=auto": "fine-tune"}
 ROWS = [
     row(line=line, length=256 * 2**i, nll=nll, regime=REGIMES.get(line, "training-free"))
     for line, values in NLL.items()
@@ -50,7 +50,7 @@ def test_the_table_has_every_cell_and_stars_the_best():
 def test_the_table_says_what_was_measured():
     text = printed(ROWS)
     assert "same last 128 tokens of 12 windows from 12 documents" in text
-    assert "pi factor=auto †" in text
+    assert "pi target=auto †" in text
     assert "† made to be fine-tuned" in text
     assert "too short" not in text
     assert "2 documents too short for 256 tokens and left out" in printed([row(short_documents=2)])
@@ -122,7 +122,7 @@ def test_the_legend_is_the_table_ordered_as_the_lines_end():
     texts = [text.get_text().split() for text in charts.figure(ROWS).axes[0].get_legend().get_texts()]
     assert [" ".join(words[:-3]) for words in texts] == [
         "plain checkpoint",
-        "pi factor=auto †",
+        "pi target=auto †",
         "attention cut at L",
         "rerope window=128 + logn",
     ]

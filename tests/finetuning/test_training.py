@@ -91,6 +91,7 @@ def test_training_moves_what_is_trained_and_nothing_else(method, scheme, finetun
 THRIFTY = {"gradient_checkpointing": True, "micro_batch_size": 1}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("scheme", "settings"),
     [

@@ -13,7 +13,18 @@ _NUMBERS = [0, -1, 1, 2**31, 2**63, 2**64, -(2**63), 10**400, 1e308, 1e-320, -0.
 _WORDS = ["", " ", "auto", "nan", "1e999", "-1", "0x10", "None", "true", "plain", "\0", "\ud800", "٣", "½", "a\nb"]
 _LONG = ["9" * 5000, "x" * 5000, "[" * 2000, "(" * 300, "{" * 300, "-" * 3000, "+" * 300, "[1," * 500]
 
-FRAGMENTS = [*_WORDS, *"[](){},=+:-.x\"'#&*!%@`|>~", "{[1]:2}", "{{}}", "factor=auto", "window=", "1_0", "1j"]
+FRAGMENTS = [
+    *_WORDS,
+    *"[](){},=+:-.x\"'#&*!%@`|>~",
+    "{[1]:2}",
+    "{{}}",
+    "target=auto",
+    "target=9",
+    "factor=auto",
+    "window=",
+    "1_0",
+    "1j",
+]
 """What damaged words are damaged with."""
 
 _rarely_long = st.sampled_from([*FRAGMENTS, *_LONG])

@@ -18,7 +18,7 @@ from rope_patch import RopePatchError, export_rope_parameters, get_scheme, list_
 from rope_patch.cli import load, main
 from rope_patch.cli.options import parse
 from rope_patch.evaluation.lines import scheme_at
-from rope_patch.schemes import scheme_class, scheme_from_dict
+from rope_patch.schemes import Checkpoint, scheme_class, scheme_from_dict
 from tests.cases import ALL, CASES
 from tests.families import build, config_of
 from tests.hardening.exploring import explore
@@ -65,7 +65,7 @@ def read_back(scheme):
 @exploring(usual=300, hard=2500)
 def test_words_for_schemes(part, number, count):
     def holds(words):
-        scheme_at(words, 64, 32)
+        scheme_at(words, 64, [Checkpoint(32, num_heads=4, max_length=32)])
         read_back(get_scheme(words))
 
     count(FUZZED, explore(st.text(max_size=30) | damaged_words(ALL), holds, number, part))
@@ -117,8 +117,8 @@ def test_numbers_that_a_scheme_takes_can_be_computed_with(part, number, count):
 # --- options -------------------------------------------------------------------------------------------------------
 
 COMMANDS: dict[str, list[str]] = {
-    "perplexity": ["--scheme", "yarn:factor=auto", "--lengths", "16,32", "--targets", "8", "--seed", "1"],
-    "passkey": ["--scheme", "yarn:factor=auto", "--lengths", "16,32", "--trials", "2"],
+    "perplexity": ["--scheme", "yarn:target=auto", "--lengths", "16,32", "--targets", "8", "--seed", "1"],
+    "passkey": ["--scheme", "yarn:target=auto", "--lengths", "16,32", "--trials", "2"],
     "sweep": ["--target", "4x", "--schemes", "yarn", "--budget-minutes", "2", "--dry-run"],
     "finetune": ["--scheme", "pi:factor=4", "--length", "64", "--steps", "4"],
     "compare": ["--only", "rope", "alibi", "--steps", "3"],

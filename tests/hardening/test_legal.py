@@ -27,7 +27,10 @@ def drawn_fields(name: str) -> dict[str, Scheme]:
             if getattr(scheme, field.name) != field.default:
                 found.setdefault(field.name, scheme)
 
-    explore(named(name, pairs=8, heads=4), look, cases(usual=60, hard=120))
+    for part in range(4):
+        explore(named(name, pairs=8, heads=4), look, cases(usual=15, hard=30), part)
+        if not left_out(name, found):
+            break
     return found
 
 

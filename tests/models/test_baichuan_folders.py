@@ -15,14 +15,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from rope_patch.errors import InvalidField
-from rope_patch.models.baichuan import (
-    BaichuanConfig,
-    BaichuanForCausalLM,
-    BaichuanModel,
-    is_baichuan_folder,
-    published_remote_code,
-    register_baichuan,
-)
+from rope_patch.models.baichuan import is_baichuan_folder, published_remote_code, register_baichuan
+from rope_patch.models.baichuan.configuration import BaichuanConfig
+from rope_patch.models.baichuan.modeling import BaichuanForCausalLM, BaichuanModel
 from tests.models.baichuan_folders import GENERATION, VARIANTS, write_folder
 from tests.runs import assert_close, logits, tokens
 

@@ -13,7 +13,8 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from rope_patch.models.baichuan import BaichuanTokenizer, register_baichuan
+from rope_patch.models.baichuan import register_baichuan
+from rope_patch.models.baichuan.tokenization import BaichuanTokenizer
 from tests.models.baichuan_folders import VARIANTS, write_folder
 
 USER, ASSISTANT, EOS = 195, 196, 2

@@ -168,6 +168,7 @@ MEANINGS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", MEANINGS)
 @pytest.mark.parametrize("family", ["t5", "umt5"])
 @pytest.mark.parametrize("attention", ["auto", "segmented", "oracle"])
@@ -184,6 +185,7 @@ def test_the_definition_is_t5():
     assert_close(logits(model, source, None, target)[0].double(), expected, 1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("family", ["t5", "byt5", "umt5"])
 def test_every_way_of_running_gives_the_same(model, spec):
@@ -201,6 +203,7 @@ def test_every_way_of_running_gives_the_same(model, spec):
             assert torch.equal(generated(model, ids, mask, cache_implementation="static"), recomputed)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_removal_restores_every_bit(model, spec):
@@ -216,6 +219,7 @@ def test_removal_restores_every_bit(model, spec):
         handle.remove()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("family", ["t5", "umt5"])
 def test_half_precision_is_no_worse_than_by_definition(model, spec):
@@ -334,6 +338,7 @@ def test_no_bias_of_all_pairs_is_made(model, spec):
     assert ours.largest <= 2 * per_head
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("family", ["t5", "umt5"])
 def test_a_cache_that_the_model_makes_itself_is_read_on(model, spec):
@@ -353,6 +358,7 @@ def test_a_cache_that_the_model_makes_itself_is_read_on(model, spec):
 # --- saving, and what is refused ------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "spec", ["t5:interpolation=4", "alibi", "yarn:factor=4+logn", "shaw:max_distance=6", "rnn:width=16"]

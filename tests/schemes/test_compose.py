@@ -3,12 +3,14 @@
 from typing import ClassVar
 
 import pytest
+import torch
 
-from rope_patch import ALiBi, Compose, Learned, LogN, ReRoPE, RoPE, Scheme, get_scheme
+from rope_patch import ALiBi, Compose, Learned, LogN, ReRoPE, RoPE, Scheme, SlotConflict, get_scheme
 from rope_patch.schemes.base import COMPOSED
+from rope_patch.typing import RotarySpec
 
-FOLLOWING = {"slots", "to_dict"}
-"""What follows from `methods` and `fields`."""
+FOLLOWING = {"slots", "to_dict", "fields_for"}
+"""What follows from `methods` and `fields`, and what `reach` asks the parts."""
 
 
 def not_composed(cls: type[Scheme]) -> set[str]:
@@ -79,3 +81,37 @@ def test_names_of_parameters_are_those_of_all_parts():
 )
 def test_a_composition_needs_what_its_most_demanding_part_needs(spec, regime):
     assert get_scheme(spec).regime == regime
+
+
+@pytest.mark.parametrize("spec", ["yarn:factor=4+ntk:factor=4", "pi:factor=2+resonance+yarn:factor=4"])
+def test_frequencies_have_one_owner(spec):
+    with pytest.raises(SlotConflict, match="both own the slot 'frequencies'"):
+        get_scheme(spec)
+
+
+@pytest.mark.parametrize("spec", ["yarn:factor=4+giraffe_power:power=2+fope_cut", "giraffe_power:power=2+fope_cut"])
+def test_what_refines_is_given_what_stands_before_it(spec):
+    rotary = RotarySpec(64, 10000.0, 512)
+    found, *parts = (get_scheme(spec), *get_scheme(spec).parts())
+    expected = (parts.pop(0) if len(parts) == 3 else RoPE()).frequencies(rotary)
+    for part in parts:
+        expected = part.refine(expected, rotary)
+    assert torch.equal(found.frequencies(rotary).inv_freq, expected.inv_freq)
+    other = get_scheme("+".join(reversed(spec.split("+")))).frequencies(rotary).inv_freq
+    assert not torch.equal(other, expected.inv_freq)  # cut before they are slowed
+
+
+def test_where_an_owner_stands_among_what_refines_it_does_not_matter():
+    rotary, lengths = RotarySpec(64, 10000.0, 512), torch.tensor([100, 2000])
+    first, last = (get_scheme(spec) for spec in ("dynamic_ntk:factor=2+resonance", "resonance+dynamic_ntk:factor=2"))
+    assert first.length_dependent
+    assert not first.refines
+    assert torch.equal(first.frequencies(rotary, lengths).inv_freq, last.frequencies(rotary, lengths).inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("spec", "refines"),
+    [("resonance", True), ("resonance+fope_cut+logn", True), ("rope+resonance", False), ("rerope:window=6", False)],
+)
+def test_a_composition_refines_where_no_part_owns_the_frequencies(spec, refines):
+    assert get_scheme(spec).refines == get_scheme(f"{spec}+alibi").refines == refines

@@ -13,6 +13,7 @@ SPECS = [
     "shaw:values=False",
     "xl",
     "xl:untied=True",
+    "xl:clamp_len=3",
     "deberta:max_distance=4",
     "deberta:max_distance=16,buckets=8,scaled=False",
     "cope:max_positions=5",

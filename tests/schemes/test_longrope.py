@@ -11,7 +11,10 @@ from rope_patch.schemes import Checkpoint
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition
 
-CASES = ["longrope:short_factor=[1,1,1,1,1.5,1.5,2,2],long_factor=[1,1.5,2,3,4,5,6,8],factor=4"]
+CASES = [
+    "longrope:short_factor=[1,1,1,1,1.5,1.5,2,2],long_factor=[1,1.5,2,3,4,5,6,8],factor=4",
+    "longrope:short_factor=[1,1,1,1,1.5,1.5,2,2],long_factor=[1,1.5,2,3,4,5,6,8],factor=4,length=64,learned=true",
+]
 
 SHORT, LONG = (1.0, 1.0, 1.0, 1.0, 1.5, 1.5, 2.0, 2.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 SPELLED = f"longrope:short_factor={list(SHORT)},long_factor={list(LONG)},factor=4"
@@ -23,6 +26,10 @@ DEFINITIONS = {
     ),
     f"{SPELLED},attention_factor=1.0,length=16": Definition(
         frequencies=lambda theta, length: theta / np.array(SHORT),
+    ),
+    CASES[1]: Definition(
+        learned_frequencies=lambda theta, learned: theta / learned["long_factor"],
+        temperature=math.sqrt(1 + math.log(4) / math.log(32)),
     ),
 }
 

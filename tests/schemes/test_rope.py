@@ -7,12 +7,23 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from rope_patch import NoPE, RoPE
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition, no_rotation
+from tests.schemes.test_yarn import yarn
 
-CASES = ["rope", "nope"]
+CASES = ["rope", "nope", "learned_rope"]
+
+
+def sped_up(theta, learned):
+    return theta * np.exp(learned["log_speed"])
+
 
 DEFINITIONS = {
     "rope": Definition(),
     "nope": Definition(distance=no_rotation),
+    "learned_rope": Definition(learned_frequencies=sped_up),
+    "yarn:factor=4+learned_rope": Definition(
+        frequencies=yarn, learned_frequencies=sped_up, temperature=0.1 * np.log(4) + 1
+    ),
+    "rerope:window=6+learned_rope": Definition(distance=lambda m, n: np.minimum(m - n, 6), learned_frequencies=sped_up),
 }
 
 

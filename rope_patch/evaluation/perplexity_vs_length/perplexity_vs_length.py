@@ -25,7 +25,7 @@ Args:
     model: a loaded causal or T5-style language model of Transformers, or the folder of a checkpoint.
     tokenizer: its tokenizer; only needed beside a loaded model.
     lengths: context lengths in tokens, ascending.
-    schemes: such as "plain", "window" (attention cut at the training length) or "yarn:factor=auto".
+    schemes: such as "plain", "window" (attention cut at the training length) or "yarn:target=auto".
     **settings: others of `rope_patch.evaluation.perplexity.measure`, such as protocol, targets and documents.
 Returns:
     perplexities and nll: by scheme and length; rows: everything that each figure depends on.

@@ -45,8 +45,8 @@ register_checkpoint_conversion_mapping(
 
 
 class BaichuanAttention(LlamaAttention):
-    """Llama's self-attention, whose three projections may be one module; `layer_idx` is its place in the stack and in
-    the cache.
+    """Llama's self-attention, whose three projections may be one module, and whose positions may be a penalty on
+    distance; `layer_idx` is its place in the stack and in the cache.
     """
 
     def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
@@ -64,40 +64,18 @@ class BaichuanAttention(LlamaAttention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`(batch, length, hidden)` to the same, and the attention weights where the attention function gives them;
-        `position_embeddings` are cos and sin, `(batch or 1, length, head_dim)`.
+        `position_embeddings` are cos and sin, `(batch or 1, length, head_dim)`, or a `ForwardMemo` where none rotates.
         """
-        query, key, value = self._project(hidden_states)
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        score = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, weights = score(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
-        return self.o_proj(output.flatten(2)), weights
-
-    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values, each `(batch, heads, length, head_dim)`."""
         if self.config.fused_qkv:
             states = self.W_pack(hidden_states).chunk(3, dim=-1)
         else:
             states = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        return tuple(x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in states)
-
-
-class BaichuanAlibiAttention(BaichuanAttention):
-    """Self-attention with a penalty on distance."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: Any = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As of the other kind; `position_embeddings` are a `ForwardMemo`, as nothing rotates."""
-        query, key, value = self._project(hidden_states)
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in states)
         implementation = self.config._attn_implementation
-        if implementation.startswith("rope_patch"):  # a scheme is mounted, which brings a bias of its own
+        if not self.config.uses_alibi:
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+            score = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        elif implementation.startswith("rope_patch"):  # a scheme is mounted, which brings a bias of its own
             score = ALL_ATTENTION_FUNCTIONS[implementation]
         else:
             score, kwargs["shared"] = alibi_attention_forward, position_embeddings
@@ -113,12 +91,11 @@ class BaichuanAlibiAttention(BaichuanAttention):
 
 
 class BaichuanDecoderLayer(LlamaDecoderLayer):
-    """Llama's layer around the attention of this kind, with the same `layer_idx`."""
+    """Llama's layer around this attention, with the same `layer_idx`."""
 
     def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        attention = BaichuanAlibiAttention if config.uses_alibi else BaichuanAttention
-        self.self_attn = attention(config, layer_idx)
+        self.self_attn = BaichuanAttention(config, layer_idx)
 
 
 class BaichuanPreTrainedModel(LlamaPreTrainedModel):

@@ -1,0 +1,119 @@
+"""What a stack tells its layers about where tokens stand, for schemes that look at positions.
+
+Positions on several axes (mRoPE): models of images and text place a patch of an image by time, row and column. Tokens
+of text stand on all axes alike, and there the rotation is the ordinary one. A scheme that the model's own tables hold
+never looks at positions, so it is exact on images too. Any other places a token on one axis.
+
+Source: Qwen2-VL, 2409.12191, section 2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import Cache
+
+from rope_patch.errors import UnsupportedPositions
+from rope_patch.models.arguments import Arguments, by_name, counted_positions, tokens_of
+from rope_patch.models.base import Stack
+from rope_patch.mounting.undo import Changes
+from rope_patch.schemes.base import Scheme
+
+TOLD = "rope_patch_positions"
+"""The argument with positions for attention that is not told them by its block."""
+
+
+@dataclass(eq=False)
+class OneAxis:
+    """Pre-hook of a stack that reads positions on `axes` axes, before all others: it says where the tokens of the text
+    stand in the row before them, `(1 + axes, batch, length)`, which the stack hands to its layers.
+
+    Attributes:
+        counts: whether the scheme counts tokens alone and leaves the rotation to the model, as log-n does.
+        enters: whether positions join at the input, where they are counted without pads.
+    """
+
+    scheme: Scheme
+    axes: int
+    counts: bool
+    enters: bool
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """The arguments with positions of the text, `(batch, length)`, in front.
+
+        Raises:
+            UnsupportedPositions: a token stands on the axes at different positions.
+        """
+        kwargs = by_name(module, args, kwargs)
+        tokens = tokens_of(kwargs)
+        if tokens is None:
+            return None  # the model itself says what is missing
+        given = kwargs.get("position_ids")
+        if given is None:
+            given = _tokens_before(kwargs, tokens) if self.enters else _slots(kwargs, tokens)
+        if given.ndim == 2:
+            given = given[None].expand(1 + self.axes, -1, -1)
+        has_text = given.shape[0] == 1 + self.axes
+        on_axes = (given[1:] if has_text else given).expand(self.axes, -1, -1)
+        if not self.counts:
+            text = self._only(on_axes, module)
+        else:
+            text = given[0] if has_text else _tokens_before(kwargs, tokens)
+        return (), {**kwargs, "position_ids": torch.cat([text.expand(1, *on_axes.shape[1:]), on_axes])}
+
+    def _only(self, on_axes: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        """The positions that all axes agree on: looked at once in a forward, and while compiling when it is run."""
+        if on_axes.stride(0) == 0:
+            return on_axes[0]
+        agree = (on_axes == on_axes[0]).all()
+        said = (
+            f"{type(module).__name__}: position_ids of shape {tuple(on_axes.shape)} place tokens differently on "
+            f"each axis (mRoPE, for images), and {self.scheme} places them on one; with images you can use schemes of "
+            "static frequencies (pi, ntk, yarn) and query scales (logn)"
+        )
+        if torch.compiler.is_compiling():
+            torch._assert_async(agree, f"rope_patch: {said}")
+        elif not agree:
+            raise UnsupportedPositions(said)
+        return on_axes[0]
+
+
+def _slots(kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
+    """Positions as such stacks count them themselves, pads included, `(batch, length)`."""
+    cache = kwargs.get("past_key_values")
+    start = cache.get_seq_length() if isinstance(cache, Cache) else 0
+    return (torch.arange(tokens.shape[1], device=tokens.device) + start).expand(tokens.shape[:2])
+
+
+def _tokens_before(kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
+    """How many tokens that are no pads stand before each, `(batch, length)`."""
+    return cast(torch.Tensor, counted_positions(kwargs)).clamp(min=0).expand(tokens.shape[:2])
+
+
+@dataclass(eq=False)
+class Telling:
+    """Pre-hook of a stack whose blocks keep positions from their attention, as those of Llama 4; `enters` as there."""
+
+    enters: bool
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """The arguments with positions under a name that blocks hand on."""
+        kwargs = by_name(module, args, kwargs)
+        if (tokens := tokens_of(kwargs)) is None:
+            return None
+        given = kwargs.get("position_ids")
+        if given is None:
+            given = _tokens_before(kwargs, tokens) if self.enters else _slots(kwargs, tokens)
+        return (), {**kwargs, TOLD: given[0] if given.ndim == 3 else given}
+
+
+def tell_positions(scheme: Scheme, stack: Stack, counts: bool, enters: bool, changes: Changes) -> None:
+    """Hook a stack where its layers would not be told positions as a scheme reads them; see `OneAxis` for the flags."""
+    axes = max((tables.axes for tables in stack.rotary), default=1)
+    if axes > 1:
+        changes.hook(stack.module, OneAxis(scheme, axes, counts, enters))
+    if not all(layer.told for layer in stack.layers):
+        changes.hook(stack.module, Telling(enters))

@@ -1,0 +1,67 @@
+"""The Forgetting Transformer: each token says how much of all earlier ones to forget."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import ModelShape
+from rope_patch.typing import NO_WEIGHTS, Weights
+
+
+@dataclass(frozen=True)
+class FoX(Scheme):
+    """A forget gate between 0 and 1 for each token and head; a key's weight is multiplied by all gates after it.
+
+    The product of the gates from n + 1 to m is exp(c_m - c_n), c being the running sum of their logarithms, so it is a
+    bias that reads the text: a head keeps what it needs while its gates stay near 1, and drops the past at one token
+    whose gate is near 0. With the same gate at every token it is ALiBi with slope 1 / `horizon`. No position enters,
+    hence no length is beyond what was trained; the paper uses no rotation, and `RoPE()` may be listed beside it.
+
+    Args:
+        horizon: after how many tokens weights have fallen by e as the gates start, at least 1; default the training
+            length, so that a pretrained model changes little. All heads start with it.
+        initial_std: of the gate weights as they start; default 0, from which their gradient leads away.
+
+    The released code starts with gate weights of normal(0, 0.02) and offsets of zero, gates of 1/2:
+    `horizon=1.4427, initial_std=0.02`, for training from scratch. Its gates that do not read the text start with
+    horizons in geometric progression over the heads, which is left out, and so are the norms, output gates and
+    shifts of its "Pro" block, and the pruning of forgotten keys.
+    """
+
+    name = "fox"
+    equation = "sum_(l=n+1..m) ln sigmoid(w_h . x_l + b_h)"
+    source = Source(
+        "Forgetting Transformer: Softmax Attention with a Forget Gate",
+        2025,
+        "https://arxiv.org/abs/2503.02130",
+        "https://github.com/zhixuan-lin/forgetting-transformer",
+    )
+    regime = "from-scratch"
+    causal_only = True
+    precise = ("gate_offset",)  # a long horizon lies in the last digits of a gate near 1
+
+    horizon: float | None = None
+    initial_std: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._at_least("horizon", 1, float, optional=True)
+        self._at_least("initial_std", 0, float)
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        rate = 1 / (self.horizon or shape.training_length)
+        # sigmoid(offset) = exp(-rate)
+        offset = -rate - math.log(-math.expm1(-rate))
+        return {
+            "gate_weight": self.initial_std * torch.randn(shape.num_heads, shape.hidden_size, generator=random),
+            "gate_offset": torch.full((shape.num_heads,), offset),
+        }
+
+    def running_bias(self, states: torch.Tensor, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        weight, offset = weights["gate_weight"], weights["gate_offset"]
+        dtype = torch.promote_types(offset.dtype, torch.float32)
+        gates = (states.to(dtype) @ weight.to(dtype).T).to(dtype) + offset.to(dtype)
+        return torch.nn.functional.logsigmoid(gates)

@@ -1,0 +1,246 @@
+"""A scheme for each layer, and the mixtures of layers that have names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rope_patch.errors import InvalidField, did_you_mean
+from rope_patch.schemes.base import COMPOSED, Composed, Scheme, Source
+from rope_patch.schemes.registry import as_scheme, get_scheme, register_form, scheme_from_dict, split_outside_brackets
+from rope_patch.schemes.slots import Checkpoint
+
+REST = "rest"
+"""The selector of all layers that no other one selects."""
+
+_SLICE = re.compile(r"-?\d*:-?\d*(:\d*)?")
+_RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+
+
+class PerLayer(Scheme):
+    """A scheme for each layer of a stack.
+
+    Layers that are named are changed even where `patch` leaves such layers alone: inside a sliding window, and where
+    they do not rotate, as far as the scheme needs no rotation.
+
+    Args:
+        schemes: selector to a scheme, or its name, a list of them to compose, or None for layers to leave as they are.
+            A selector is a slice (`"3::4"`), indices and ranges (`"0-2,5"`, both ends included), a layer type of the
+            config (`"full_attention"`; without types in the config, that or `"sliding_attention"`) or `"rest"`.
+
+    As text it is `layers:[3::4=nope+logn;rest=rerope:window=512]`, with `none` for None.
+
+    Raises:
+        InvalidField: something is no selector or no scheme. Whether selectors are disjoint and complete is known, and
+            checked, where there is a model.
+
+    Example:
+        >>> patch(model, PerLayer({"3::4": [NoPE(), LogN()], "rest": ReRoPE(window=512)}))
+    """
+
+    name = "layers"
+    equation = "each layer under the scheme of its selector"
+    source = Source(
+        "Rope to Nope and Back Again: A New Hybrid Attention Strategy", 2025, "https://arxiv.org/abs/2501.18795"
+    )
+    by_layer = True
+    sweep = None  # a mixture is designed
+
+    def __init__(self, schemes: Mapping[str | int, str | Scheme | Sequence[str | Scheme] | None]) -> None:
+        if not isinstance(schemes, Mapping) or not schemes:
+            raise InvalidField(f"PerLayer: {schemes!r} is not allowed; a dict of selectors and schemes is expected")
+        self._schemes = {_selector(selector): _scheme(scheme) for selector, scheme in schemes.items()}
+        if len(self._schemes) < len(schemes):
+            raise InvalidField(f"PerLayer: a selector is given twice: {', '.join(map(str, schemes))}")
+        if not self._inner:
+            raise InvalidField(f"PerLayer: every selector of {self} has None, which leaves the model as it is")
+
+    @property
+    def _inner(self) -> tuple[Scheme, ...]:
+        return tuple(scheme for scheme in self._schemes.values() if scheme is not None)
+
+    @classmethod
+    def from_text(cls, text: str) -> PerLayer:
+        """The mixture that `[selector=scheme;...]` spells.
+
+        Raises:
+            InvalidField, UnknownScheme, SlotConflict: it spells none.
+        """
+        if not (text.startswith("[") and text.endswith("]")):
+            raise InvalidField(f"layers:{text} is not of the form layers:[selector=scheme;...]")
+        schemes: dict[str | int, str | Scheme | Sequence[str | Scheme] | None] = {}
+        for item in filter(None, split_outside_brackets(text[1:-1], ";")):
+            selector, equals, spec = (part.strip() for part in item.partition("="))
+            if not equals:
+                raise InvalidField(f"{item!r} in layers:{text} is not of the form selector=scheme")
+            if selector in schemes:
+                raise InvalidField(f"layers:{text} gives the selector {selector!r} twice; each is allowed once")
+            schemes[selector] = None if spec.lower() in ("none", "null") else spec
+        return cls(schemes)
+
+    @classmethod
+    def from_fields(cls, layers: Any = None) -> PerLayer:
+        """The mixture of a saved dict.
+
+        Raises:
+            InvalidField, UnknownScheme, SlotConflict: it describes none.
+        """
+        if not isinstance(layers, dict):
+            raise InvalidField(f"layers={layers!r} describes no schemes by layer; a dict by selector is expected")
+        return cls({key: None if value is None else scheme_from_dict(value) for key, value in layers.items()})
+
+    def of_layers(self, kinds: Mapping[int, str], num_layers: int) -> dict[int, Scheme | None]:
+        found: dict[int, tuple[str, Scheme | None]] = {}
+        for selector, scheme in self._schemes.items():
+            chosen = _chosen(selector, kinds, num_layers)
+            if twice := [index for index in chosen if index in found]:
+                others = ", ".join(dict.fromkeys(repr(found[index][0]) for index in twice))
+                raise InvalidField(f"{self}: {_named(twice)} chosen by {others} and by {selector!r}; choose each once")
+            found |= dict.fromkeys(chosen, (selector, scheme))
+        rest = [index for index in kinds if index not in found]
+        if rest and REST not in self._schemes:
+            raise InvalidField(f"{self}: {_named(rest)} chosen by no selector; add one, or 'rest' (None leaves them)")
+        return {index: found[index][1] if index in found else self._schemes[REST] for index in kinds}
+
+    def reach(self, checkpoint: Checkpoint) -> Scheme:
+        return self._each(lambda scheme: scheme.reach(checkpoint))
+
+    def resolve(self, checkpoint: Checkpoint) -> Scheme:
+        return self._each(lambda scheme: scheme.resolve(checkpoint))
+
+    def _each(self, change: Callable[[Scheme], Scheme]) -> PerLayer:
+        return PerLayer({key: None if value is None else change(value) for key, value in self._schemes.items()})
+
+    @property
+    def methods(self) -> frozenset[str]:
+        return frozenset().union(*(scheme.methods for scheme in self._inner))
+
+    @property
+    def learns(self) -> bool:
+        return any(scheme.learns for scheme in self._inner)
+
+    def fields(self) -> dict[str, Any]:
+        return {"layers": {key: None if value is None else value.to_dict() for key, value in self._schemes.items()}}
+
+    def __str__(self) -> str:
+        spelled = (f"{key}={'none' if value is None else value}" for key, value in self._schemes.items())
+        return f"layers:[{';'.join(spelled)}]"
+
+    def __repr__(self) -> str:
+        return f"PerLayer({self._schemes!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PerLayer) and self._schemes == other._schemes
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._schemes.items()))
+
+
+def _of_the_layers(name: str, rule: Composed) -> property:
+    return property(lambda self: rule.of(name, self._inner))
+
+
+for _name, _rule in COMPOSED.items():
+    if _name != "by_layer":
+        setattr(PerLayer, _name, _of_the_layers(_name, _rule))
+
+
+def _selector(selector: Any) -> str:
+    text = str(selector).strip() if isinstance(selector, (str, int)) and not isinstance(selector, bool) else ""
+    allowed = _SLICE.fullmatch(text) or _RANGES.fullmatch(text) or re.fullmatch(r"[A-Za-z]\w*", text)
+    if not allowed or text.endswith(":0"):
+        raise InvalidField(
+            f"PerLayer: {selector!r} selects no layers; a slice ('3::4'), indices and ranges ('0-2,5'), a layer type "
+            "of the config ('full_attention') and 'rest' do"
+        )
+    return text
+
+
+def _scheme(given: Any) -> Scheme | None:
+    if given is None:
+        return None
+    schemes = [given] if isinstance(given, (str, Scheme)) else given
+    if not isinstance(schemes, Sequence) or not all(isinstance(scheme, (str, Scheme)) for scheme in schemes):
+        raise InvalidField(f"PerLayer: {given!r} is not allowed; a scheme, its name, a list of them, or None is")
+    scheme = as_scheme(schemes, {})
+    if scheme.by_layer:
+        raise InvalidField(f"PerLayer: {scheme} is a scheme by layer itself; give its layers here")
+    return scheme
+
+
+def _chosen(selector: str, kinds: Mapping[int, str], num_layers: int) -> list[int]:
+    """The layers that attend and that a selector other than `rest` chooses."""
+    if selector == REST:
+        return []
+    if _SLICE.fullmatch(selector):
+        bounds = (int(bound) if bound else None for bound in selector.split(":"))
+        chosen: Iterable[int] = range(num_layers)[slice(*bounds)]
+    elif _RANGES.fullmatch(selector):
+        ends = (item.partition("-") for item in selector.split(","))
+        chosen = [index for first, _, last in ends for index in range(int(first), int(last or first) + 1)]
+    else:
+        chosen = [index for index, kind in kinds.items() if kind == selector]
+        if not chosen:
+            allowed = did_you_mean(selector, list(dict.fromkeys(kinds.values())))
+            raise InvalidField(f"PerLayer: no layer of this model is of the type {selector!r}; {allowed}")
+    found = [index for index in chosen if index in kinds]
+    if missing := [index for index in chosen if index >= num_layers]:
+        raise InvalidField(
+            f"PerLayer: {selector!r} names layers {_listed(missing)}; the stack has {num_layers}, from 0"
+        )
+    if not found:
+        raise InvalidField(f"PerLayer: {selector!r} selects no layer that attends; those are {_listed(kinds)}")
+    return found
+
+
+def _named(indices: Sequence[int]) -> str:
+    return f"layer {indices[0]} is" if len(indices) == 1 else f"layers {_listed(indices)} are"
+
+
+def _listed(indices: Iterable[int]) -> str:
+    return ", ".join(map(str, indices))
+
+
+def hwfa(every: int = 4, window: int | None = None) -> PerLayer:
+    """Windows with RoPE, and every k-th layer full, without a rotation, under log-n (HWFA).
+
+    Positions come from the windows; the full layers, which see no position, have no distance to extrapolate. For models
+    that are trained so. Source: kexue.fm/archives/9603 (the last layer full) and 9731 (every k-th).
+
+    Args:
+        every: k, at least 2.
+        window: in tokens; default the training length.
+    """
+    return _every(every, [get_scheme("nope"), get_scheme("logn", clip=False)], get_scheme("window", window=window))
+
+
+def rnope_swa(every: int = 4, window: int = 4096) -> PerLayer:
+    """Windows with RoPE, and every k-th layer full without a rotation (RNoPE-SWA; 2501.18795, section 4).
+
+    Args:
+        every: k, at least 2; 4 in the paper.
+        window: in tokens; 4096 in the paper.
+    """
+    return _every(every, [get_scheme("nope")], get_scheme("window", window=window))
+
+
+def full_layers(**fields: Any) -> PerLayer:
+    """YaRN on the layers of full attention alone; those with a sliding window, and without a rotation, stay.
+
+    Args:
+        **fields: of `yarn`, such as `factor` or `target`.
+    """
+    return PerLayer({"full_attention": get_scheme("yarn", **fields), REST: None})
+
+
+def _every(every: int, full: list[Scheme], local: Scheme) -> PerLayer:
+    if not isinstance(every, int) or isinstance(every, bool) or every < 2:
+        raise InvalidField(f"every={every!r} is not allowed; every must be an integer of at least 2")
+    return PerLayer({f"{every - 1}::{every}": full, REST: local})
+
+
+register_form("layers", PerLayer.from_text, PerLayer.from_fields)
+register_form("hwfa", hwfa)
+register_form("rnope_swa", rnope_swa)
+register_form("yarn_full", full_layers)

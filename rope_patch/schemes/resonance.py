@@ -1,0 +1,47 @@
+"""Resonance RoPE: wavelengths are whole numbers of tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.tools.rotary import inverse_frequencies
+from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
+
+
+@dataclass(frozen=True)
+class Resonance(Scheme):
+    """Each pair completes a turn in a whole number of tokens.
+
+    A pair whose wavelength is no whole number meets a new angle at every position, however long the text. With a whole
+    wavelength of at most L tokens it meets the same few angles again and again, so a longer text brings no angle that
+    training did not show. The paper fine-tunes with it: the fastest pair of RoPE turns in 6 tokens instead of 6.28, and
+    so is out of phase soon.
+
+    It rounds the frequencies of the scheme it is listed beside (the paper's "Resonance YaRN" is `yarn+resonance`), of
+    the checkpoint where it stands alone. A frequency of 0 stays 0, and no wavelength becomes shorter than 1 token. A
+    learned frequency is rounded as it is used, and gets the gradient of the rounded one.
+    """
+
+    name = "resonance"
+    equation = "theta_i <- 2 pi / round(2 pi / theta_i)"
+    source = Source(
+        "Resonance RoPE: Improving Context Length Generalization of Large Language Models",
+        2024,
+        "https://arxiv.org/abs/2403.00071",
+        "https://github.com/sheryc/resonance_rope",
+    )
+    regime = "fine-tune"
+    refines = True
+    sweep = None  # rounds what another scheme gives; alone it lengthens nothing
+
+    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
+        return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)
+
+    def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
+        given = frequencies.inv_freq.double()
+        whole = 2 * math.pi / (2 * math.pi / given).round().clamp(min=1)
+        rounded = given + (whole - given).detach()
+        return dataclasses.replace(frequencies, inv_freq=rounded.to(frequencies.inv_freq.dtype))

@@ -1,0 +1,49 @@
+"""Scalable-Softmax: a scale of the query that grows with the log of the context and that each head learns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import ModelShape
+from rope_patch.typing import NO_WEIGHTS, Weights
+
+
+@dataclass(frozen=True)
+class SSMax(Scheme):
+    """Each head of each layer learns how fast its attention sharpens as the context grows.
+
+    With n = m + 1 visible keys, the softmax of s ln(n) z weighs a key by n^(s z). So the largest weight need not vanish
+    when keys are added, as it does under a plain softmax. Packed documents are counted one by one, each from its own
+    first token.
+
+    Args:
+        initial_scale: s as it starts, above 0; default one over the mean of ln n for n = 1 to L, with which a trained
+            model is scaled by 1 on average: 0.168 at L = 1024. Axolotl starts at 0.43 (the figure 1 of the paper),
+            OLMo-core at 1.
+    """
+
+    name = "ssmax"
+    equation = "q_m s_h ln(m + 1)"
+    source = Source("Scalable-Softmax Is Superior for Attention", 2025, "https://arxiv.org/abs/2501.19399")
+    regime = "fine-tune"
+    absolute = True
+    sweep = None  # learned: there is nothing to measure before it is trained
+    causal_only = True  # m + 1 counts what a query sees only where later keys are hidden
+
+    initial_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        self._above_zero("initial_scale", optional=True)
+
+    def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
+        length = max(2, shape.training_length)
+        mean_log = math.lgamma(length + 1) / length
+        return {"scale": torch.full((shape.num_heads,), self.initial_scale or 1 / mean_log)}
+
+    def query_scale(self, positions: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        scale = weights["scale"].to(torch.promote_types(weights["scale"].dtype, torch.float32))
+        return scale.view(-1, *[1] * positions.ndim) * (positions + 1).to(scale.dtype).log()

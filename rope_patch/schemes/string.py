@@ -1,0 +1,79 @@
+"""STRING: the positions that were trained best take the place of those that were trained least."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from rope_patch.errors import InvalidField
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.slots import Checkpoint, Region
+from rope_patch.schemes.tools.positions import Identity, Interpolated
+from rope_patch.typing import NO_WEIGHTS, Weights
+
+
+@dataclass(frozen=True)
+class STRING(Scheme):
+    """True distances below S; from there on distances start again at W.
+
+    A text of L tokens has L - 1 pairs at the distance 1 and one at the distance L - 1, so a model knows long distances
+    least, even those that it was trained at. Here the farthest S - W of them are never used. It acts within the trained
+    length, on models that are long already; beyond 2 L - W tokens no S keeps all distances below L.
+
+    Args:
+        shift: S in tokens, at least 1; default a third of the longest text that the checkpoint is made for. The
+            authors suggest a quarter to two fifths.
+        window: W in tokens, from 0 to S; S itself is RoPE. Default 128, or S / 2 where that is less. It keeps the
+            keys beyond S apart from the nearest ones; the authors suggest up to 512.
+        attention_factor: scores are multiplied by its square. 1 is the equation; the released code multiplies cos and
+            sin by 0.1 ln 2 + 1.
+
+    The released code decodes by this function, but its prefill counts the key at the distance S twice, as S and as W.
+    In the released vLLM the far keys are whole blocks of the cache when it decodes, so S is up to a block larger.
+    """
+
+    name = "string"
+    equation = "distance = m - n if m - n < S else m - n - S + W"
+    source = Source(
+        "Why Does the Effective Context Length of LLMs Fall Short?",
+        2024,
+        "https://arxiv.org/abs/2410.18745",
+        "https://github.com/HKUNLP/STRING",
+    )
+    sweep = None  # it is for texts within the trained length, and a sweep measures beyond it
+
+    shift: int | None = None
+    window: int | None = None
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._at_least("shift", 1, int, optional=True)
+        self._at_least("window", 0, int, optional=True)
+        self._above_zero("attention_factor")
+        if self.shift is not None and self.window is not None and self.window > self.shift:
+            raise InvalidField(f"string: window={self.window} is not allowed; it must be at most shift={self.shift}")
+
+    @property
+    def methods(self) -> frozenset[str]:
+        return frozenset({"segments"} | ({"query_scale"} if self.attention_factor != 1 else set()))
+
+    def resolve(self, checkpoint: Checkpoint) -> Scheme:
+        shift = self.shift or max(1, checkpoint.max_length // 3)
+        window = min(128, shift // 2) if self.window is None else self.window
+        return dataclasses.replace(self, shift=shift, window=window)
+
+    def segments(self) -> tuple[Region, ...]:
+        if self.shift is None or self.window is None:
+            raise ValueError("string: resolve() has to fill in the shift first")
+        s, back = self.shift, self.shift - self.window
+        # queries alone are moved, so that keys are cached in the rotation of the model
+        return (
+            Region(Identity(), Identity(), start=1 - s, stop=s),
+            Region(Interpolated(1, shift=-back), Identity(), start=s),
+            Region(Interpolated(1, shift=back), Identity(), stop=1 - s),
+        )
+
+    def query_scale(self, positions: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
+        return torch.full_like(positions, self.attention_factor**2, dtype=torch.float32)[None]

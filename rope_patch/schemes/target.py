@@ -1,0 +1,88 @@
+"""Schemes that are to reach a length: `yarn:target=8192` waits for a checkpoint, from which its fields follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rope_patch.errors import InvalidField
+from rope_patch.schemes.base import COMPOSED, Scheme
+from rope_patch.schemes.slots import Checkpoint, Target
+
+LONGEST = 10**15
+"""The longest target in tokens."""
+
+_VAST = Checkpoint(LONGEST, num_heads=1, max_length=LONGEST)
+
+
+@dataclass(frozen=True)
+class Reaching(Scheme):
+    """A scheme whose open fields follow from a length, as soon as there is a checkpoint.
+
+    It declares what the scheme declares that it becomes, and computes nothing before it is resolved.
+
+    Args:
+        like: that scheme, as it would be on a checkpoint that was trained at every length.
+        target: the length in tokens.
+        given: names of the fields that are not open.
+    """
+
+    like: Scheme
+    target: int
+    given: tuple[str, ...]
+
+    def reach(self, checkpoint: Checkpoint) -> Scheme:
+        given = {name: getattr(self.like, name) for name in self.given}
+        filled = self.like.fields_for(Target(self.like.name, self.target, checkpoint, given))
+        return type(self.like)(**{**filled, **given})
+
+    def resolve(self, checkpoint: Checkpoint) -> Scheme:
+        return self.reach(checkpoint).resolve(checkpoint)
+
+    def fields(self) -> dict[str, Any]:
+        plain = self.like.fields()
+        return {"target": self.target, **{name: plain[name] for name in self.given}}
+
+
+def _declared(name: str) -> property:
+    return property(lambda self: getattr(self.like, name))
+
+
+for _name in ("name", "equation", "source", "methods", "is_table", "learns", *COMPOSED):
+    setattr(Reaching, _name, _declared(_name))
+
+
+def takes_target(kind: type[Scheme]) -> bool:
+    """Whether a length says something of the fields of a scheme."""
+    return kind.fields_for.__func__ is not Scheme.fields_for.__func__  # type: ignore[attr-defined]
+
+
+def filled_for(kind: type[Scheme], target: Any) -> dict[str, Any]:
+    """The fields of a scheme that a length fills, with values that do for a check of the others.
+
+    Raises:
+        InvalidField: that is no length.
+    """
+    if not isinstance(target, int) or isinstance(target, bool) or not 1 <= target <= LONGEST:
+        raise InvalidField(
+            f"{kind.name}: target={target!r} is not allowed; target must be a whole number of tokens from 1 to "
+            f"{LONGEST:g}, or auto where lengths are measured"
+        )
+    return kind.fields_for(Target(kind.name, target, _VAST, {}))
+
+
+def reached(scheme: Scheme, checkpoints: Iterable[Checkpoint]) -> Scheme:
+    """The scheme with a target's fields filled in, the same for all parts of a model.
+
+    Raises:
+        InvalidField: they were trained at lengths that need different ones, or see `Scheme.fields_for`.
+    """
+    found: Sequence[Scheme] = [scheme.reach(checkpoint) for checkpoint in checkpoints]
+    for other in found[1:]:
+        if other != found[0]:
+            raise InvalidField(
+                f"{scheme}: parts of this model need {found[0]} and {other}, because they were trained at different "
+                "lengths; give the fields instead of the target"
+            )
+    return found[0] if found else scheme

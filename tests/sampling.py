@@ -1,0 +1,74 @@
+"""Which cases belong to the usual run: a few of every scheme and of every family. The long run takes all of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+from rope_patch import get_scheme
+from tests.cases import REPRESENTATIVE, ROUTES
+from tests.families import FAMILIES, SAMPLE, SCALED
+
+ONE_IN = 4
+"""Of the squares of a board of families and schemes."""
+
+
+def in_usual_run(item: pytest.Item) -> bool:
+    """Whether a test is not for the long run alone.
+
+    What is tried on every family is tried on Llama under every scheme, and on the other families of the sample by
+    `is_sampled`. Of any other test that is marked `one_in(n)`, each n-th combination of its parameters.
+    """
+    callspec = getattr(item, "callspec", None)
+    if item.get_closest_marker("nightly") is not None:
+        return False
+    if callspec is None:
+        return True
+    family, spec = callspec.params.get("family"), callspec.params.get("spec")
+    if family in FAMILIES and family not in SAMPLE:
+        return False
+    places = {mark.args[0]: _place(mark, callspec.params) for mark in item.iter_markers("parametrize")}
+    if mark := item.get_closest_marker("one_in"):
+        return sum(places.values()) % mark.args[0] == 0
+    if family in SAMPLE - {"llama"} and spec in REPRESENTATIVE:
+        others = sum(place for names, place in places.items() if not {"family", "spec"} & set(_split(names)))
+        return is_sampled(family, spec, zlib.crc32(item.originalname.encode()) + others)
+    return True
+
+
+def is_sampled(family: str, spec: str, turn: int) -> bool:
+    """Whether a square of the board is one of the usual run, at this turn of the board: every fourth square, so that
+    each family meets several schemes and each scheme several families.
+
+    Tests differ in their turns, so that together they take every square. What a checkpoint scales is met by the schemes
+    that leave it and by one of each route, every other square of them.
+    """
+    if family in SCALED:
+        met = [each for each in REPRESENTATIVE if each in ROUTES or _leaves_frequencies(each)]
+        return spec in met and (SCALED.index(family) + met.index(spec) + turn) % 2 == 0
+    others = [each for each in FAMILIES if each in SAMPLE and each not in SCALED]
+    return (others.index(family) + REPRESENTATIVE.index(spec) + turn) % ONE_IN == 0
+
+
+def _leaves_frequencies(spec: str) -> bool:
+    return get_scheme(spec).slots <= {"segments", "query_scale"}
+
+
+def _split(names: str | Sequence[str]) -> list[str]:
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+
+def _place(mark: pytest.Mark, params: dict[str, Any]) -> int:
+    """Which of the values of a parametrisation these are."""
+    names, values = mark.args
+    given = [params[name] for name in _split(names)]
+    return next(place for place, value in enumerate(values) if given in ([value], list(_several(value))))
+
+
+def _several(value: Any) -> Sequence[Any]:
+    """The values of several parameters, or of one that carries marks."""
+    return value.values if isinstance(value, ParameterSet) else value if isinstance(value, (tuple, list)) else ()

@@ -1,0 +1,109 @@
+"""The sums of the paper's equation as loops over single tokens, and the constant gates that are ALiBi."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rope_patch import ALiBi, FoX, InvalidField, patch
+from rope_patch.schemes.slots import ModelShape
+from tests.definition import Definition, no_rotation
+from tests.families import build
+from tests.runs import assert_close, logits, tokens
+from tests.schemes.pairs import SHAPE, at_start, random, trained
+
+CASES = ["fox:horizon=4,initial_std=0.1"]
+
+
+def log_gate(x, weight, offset):
+    return math.log(1 / (1 + math.exp(-(sum(a * b for a, b in zip(x, weight, strict=True)) + offset))))
+
+
+def forgotten(head):
+    """ln of the product of all gates after the key, up to the query's own, `(length, length)`."""
+    weight, offset = head.learned["gate_weight"][head.index], head.learned["gate_offset"][head.index]
+    gates = [log_gate(x, weight, offset) for x in head.x]
+    return np.array([[sum(gates[n + 1 : m + 1]) for n in head.n[0]] for m in head.m[:, 0]])
+
+
+DEFINITIONS = {
+    "fox:horizon=4,initial_std=0.1": Definition(distance=no_rotation, content_bias=forgotten),
+    "rope+fox:horizon=4,initial_std=0.1": Definition(content_bias=forgotten),
+    "fox:horizon=4,initial_std=0.1+logn:training_length=8": Definition(
+        distance=no_rotation,
+        content_bias=forgotten,
+        query_scale=lambda m: np.maximum(1, np.log(m + 1) / np.log(8)),
+    ),
+    "alibi+fox:horizon=4,initial_std=0.1": Definition(
+        distance=no_rotation, bias=lambda head, m, n: -(4.0 ** -(head + 1)) * (m - n), content_bias=forgotten
+    ),
+    "rerope:window=6+fox:horizon=4,initial_std=0.1": Definition(
+        distance=lambda m, n: np.minimum(m - n, 6), content_bias=forgotten
+    ),
+}
+
+
+def biases(states, gate_weight, gate_offset):
+    """c_m - c_n of all pairs, `(batch, heads, length, length)`."""
+    added = FoX().running_bias(states, {"gate_weight": gate_weight, "gate_offset": gate_offset})
+    sums = added.cumsum(dim=1).transpose(1, 2)
+    return sums[..., :, None] - sums[..., None, :]
+
+
+@pytest.mark.parametrize("shape", [SHAPE, ModelShape(5, 4, 7, 2, 50, 16, 4), ModelShape(1, 2, 3, 2, 50, 16, 2)])
+def test_differences_of_the_sums_are_those_of_the_paper(shape):
+    weights, states = trained(FoX(), shape), random(2, 9, shape.hidden_size, seed=4)
+    found = biases(states, **weights).detach().numpy()
+    weight, offset = (weights[name].tolist() for name in ("gate_weight", "gate_offset"))
+    assert found.shape == (2, shape.num_heads, 9, 9)
+    for b, h, m, n in np.ndindex(*found.shape):
+        if m >= n:
+            gates = [log_gate(states[b, i].tolist(), weight[h], offset[h]) for i in range(n + 1, m + 1)]
+            np.testing.assert_allclose(found[b, h, m, n], sum(gates), atol=1e-12)
+
+
+@pytest.mark.parametrize("start", [at_start, trained])
+def test_gradients_are_those_of_finite_differences_and_leave_the_start(start):
+    weights, states = start(FoX()), random(2, 5, SHAPE.hidden_size, seed=4).requires_grad_()
+    assert torch.autograd.gradcheck(biases, (states, weights["gate_weight"], weights["gate_offset"]))
+    seen = torch.ones(5, 5, dtype=torch.bool).tril()
+    (biases(states, **weights).masked_fill(~seen, -torch.inf).softmax(-1) @ random(5, 3)).square().sum().backward()
+    for weight in weights.values():
+        assert weight.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("horizon", [1, 1.4427, 32.5, 4096, 1e6])
+def test_weights_fall_by_e_over_the_horizon_whatever_the_text(horizon):
+    found = FoX(horizon=horizon).running_bias(random(2, 3, SHAPE.hidden_size), at_start(FoX(horizon=horizon)))
+    torch.testing.assert_close(found * horizon, torch.full_like(found, -1), rtol=2e-6, atol=0)
+
+
+def test_the_default_horizon_is_the_training_length_and_the_published_gates_start_at_half():
+    assert torch.equal(at_start(FoX())["gate_offset"], at_start(FoX(horizon=16))["gate_offset"])
+    assert not at_start(FoX())["gate_weight"].any()
+    published = at_start(FoX(horizon=1.4427, initial_std=0.02), ModelShape(40, 4, 500, 2, 50, 16, 4))
+    assert published["gate_offset"].abs().max() < 1e-4
+    assert abs(published["gate_weight"].std().item() - 0.02) < 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_mha"])
+def test_gates_that_do_not_read_the_text_are_alibi(family):
+    model, expected = build(family), build(family)
+    patch(model, FoX(horizon=8))
+    patch(expected, ALiBi(slopes=(0.125,) * 4))
+    assert_close(logits(model, tokens(rows=2)), logits(expected, tokens(rows=2)))
+
+
+def test_half_precision_is_computed_with_in_float32():
+    weights = {name: value.detach().bfloat16() for name, value in trained(FoX()).items()}
+    states = random(2, 9, SHAPE.hidden_size).bfloat16()
+    found = FoX().running_bias(states, weights)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, FoX().running_bias(states.float(), {k: v.float() for k, v in weights.items()}))
+
+
+@pytest.mark.parametrize("fields", [{"horizon": 0.5}, {"horizon": math.inf}, {"initial_std": -1}])
+def test_wrong_fields_are_named(fields):
+    with pytest.raises(InvalidField, match=next(iter(fields))):
+        FoX(**fields)

@@ -1,0 +1,49 @@
+"""What the usual run leaves to the long one: no scheme, no family, and of a marked test no value of a parameter."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from tests.cases import REPRESENTATIVE
+from tests.families import FAMILIES, SAMPLE, SCALED
+from tests.sampling import in_usual_run, is_sampled
+
+OTHERS = sorted((SAMPLE & FAMILIES.keys()) - {"llama"} - set(SCALED))
+PLAIN, LISTED = pytest.mark.parametrize("one", [{}, {"a": 1}, "b"]), pytest.mark.parametrize("x, y", [(1, 2), (3, 4)])
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_every_family_meets_schemes_and_every_scheme_families(turn):
+    for family in OTHERS:
+        assert sum(is_sampled(family, spec, turn) for spec in REPRESENTATIVE) >= len(REPRESENTATIVE) // 4
+    for spec in REPRESENTATIVE:
+        assert sum(is_sampled(family, spec, turn) for family in OTHERS) >= 3
+    for family in SCALED:
+        assert sum(is_sampled(family, spec, turn) for spec in REPRESENTATIVE) >= 4
+
+
+def test_four_turns_take_every_square_once():
+    for family, spec in itertools.product(OTHERS, REPRESENTATIVE):
+        assert sum(is_sampled(family, spec, turn) for turn in range(4)) == 1
+
+
+def item(one, x, *marks):
+    """A case of a test with these two parametrisations."""
+    found = {mark.name: mark.mark for mark in marks}
+    return SimpleNamespace(
+        callspec=SimpleNamespace(params={"one": one, "x": x, "y": x + 1}),
+        originalname="test",
+        get_closest_marker=found.get,
+        iter_markers=lambda name: [PLAIN.mark, LISTED.mark],
+    )
+
+
+def test_every_other_combination_has_every_value():
+    cases = list(itertools.product(PLAIN.args[1], (1, 3)))
+    taken = [case for case in cases if in_usual_run(item(*case, pytest.mark.one_in(2)))]
+    assert taken == [({}, 1), ({"a": 1}, 3), ("b", 1)]
+    assert all(in_usual_run(item(*case)) for case in cases)
+    assert not any(in_usual_run(item(*case, pytest.mark.nightly)) for case in cases)
