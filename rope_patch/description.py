@@ -90,6 +90,8 @@ def _own_positions(stack: Stack, asked: Scheme, plan: Plan) -> Iterable[tuple[st
     if stack.absolute is not None:
         return [("rows", "the checkpoint's own come first" if asked.keeps_rows else "in place of the checkpoint's own")]
     if stack.rotary:
+        if asked.refines and added:
+            return [("frequencies", f"{part}, the checkpoint's own, refined") for part in added]
         stand_in = "the bias" if "bias" in asked.slots else "positions that join at the input"
         return [("rotation", f"replaced by {stand_in}; list RoPE() beside it to keep both")] if NoPE() in added else []
     if "bias" in plan.scheme.slots:

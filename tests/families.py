@@ -170,7 +170,6 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "nemotron": _GQA,
     "olmo": _GQA,
     "olmo3": {**_GQA, **_DEEP, **_NARROW_WINDOW, **_ALTERNATING},
-    "olmo_hybrid": {**_GQA, **_HYBRID, "linear_num_value_heads": 2},
     "olmoe": _MOE,
     "persimmon": {**_SHARED, **_PARTIAL},
     "phi": {**_GQA, **_PARTIAL},
@@ -228,7 +227,7 @@ SHARED_TABLES = {"gemma2"}
 NORMED = {"llama4_normed", "nanochat"} & FAMILIES.keys()
 """Families that norm queries and keys after they turned, so that tables cannot scale them."""
 
-_MIXING = {"afmoe", "gpt_oss", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+_MIXING = {"afmoe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 PACKED_ROWS_MIX = _MIXING & FAMILIES.keys()
 """Families that let the documents of a packed row see each other, also unpatched: by a window, or by a state."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -31,12 +30,13 @@ def in_usual_run(item: pytest.Item) -> bool:
     family, spec = callspec.params.get("family"), callspec.params.get("spec")
     if family in FAMILIES and family not in SAMPLE:
         return False
-    places = {mark.args[0]: _place(mark, callspec.params) for mark in item.iter_markers("parametrize")}
+    marks = list(item.iter_markers("parametrize"))
     if mark := item.get_closest_marker("one_in"):
-        return sum(places.values()) % mark.args[0] == 0
+        return sum(_place(each, callspec.params) for each in marks) % mark.args[0] == 0
     if family in SAMPLE - {"llama"} and spec in REPRESENTATIVE:
-        others = sum(place for names, place in places.items() if not {"family", "spec"} & set(_split(names)))
-        return is_sampled(family, spec, zlib.crc32(item.originalname.encode()) + others)
+        others = [each for each in marks if not {"family", "spec"} & set(_names(each))]
+        turn = zlib.crc32(item.originalname.encode()) + sum(_place(each, callspec.params) for each in others)
+        return is_sampled(family, spec, turn)
     return True
 
 
@@ -58,17 +58,16 @@ def _leaves_frequencies(spec: str) -> bool:
     return get_scheme(spec).slots <= {"segments", "query_scale"}
 
 
-def _split(names: str | Sequence[str]) -> list[str]:
-    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+def _names(mark: pytest.Mark) -> list[str]:
+    names = mark.args[0]
+    return [names] if isinstance(names, str) else list(names)
 
 
 def _place(mark: pytest.Mark, params: dict[str, Any]) -> int:
-    """Which of the values of a parametrisation these are."""
-    names, values = mark.args
-    given = [params[name] for name in _split(names)]
-    return next(place for place, value in enumerate(values) if given in ([value], list(_several(value))))
-
-
-def _several(value: Any) -> Sequence[Any]:
-    """The values of several parameters, or of one that carries marks."""
-    return value.values if isinstance(value, ParameterSet) else value if isinstance(value, (tuple, list)) else ()
+    """Which of the values of a parametrisation a test was given: these very objects."""
+    given = [params[name] for name in _names(mark)]
+    for place, value in enumerate(mark.args[1]):
+        values = value.values if isinstance(value, ParameterSet) else [value] if len(given) == 1 else value
+        if all(one is other for one, other in zip(given, values, strict=True)):
+            return place
+    raise AssertionError(f"{given} is none of the values of {_names(mark)}")

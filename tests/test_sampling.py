@@ -12,7 +12,10 @@ from tests.families import FAMILIES, SAMPLE, SCALED
 from tests.sampling import in_usual_run, is_sampled
 
 OTHERS = sorted((SAMPLE & FAMILIES.keys()) - {"llama"} - set(SCALED))
-PLAIN, LISTED = pytest.mark.parametrize("one", [{}, {"a": 1}, "b"]), pytest.mark.parametrize("x, y", [(1, 2), (3, 4)])
+PLAIN, LISTED = (
+    pytest.mark.parametrize("one", [{}, {"a": 1}, "b"]),
+    pytest.mark.parametrize(("x", "y"), [(1, 2), (3, 4)]),
+)
 
 
 @pytest.mark.parametrize("turn", range(4))

@@ -55,11 +55,17 @@ class KeyTerm:
         return term.masked_fill(~tile.mask(term.device), -torch.inf) if tile.kind == "band" else term
 
     def gradient(self, tile: Tile, inner: torch.Tensor, into: torch.Tensor) -> None:
-        """Add up the gradients of the scores for each key of a tile: `inner`, `(batch, heads, rows, keys)`, zero where
-        pairs are hidden, `into` those of the sums. Those of a row add up to zero, so c_m has none.
+        """Add up the gradients of the scores for each key and query of a tile: `inner`, `(batch, heads, rows, keys)`,
+        zero where pairs are hidden, `into` those of the sums. Those of a whole row would add up to zero, but for the
+        rounding that all sums after it would inherit.
         """
-        of_keys = inner.sum(dim=-2)
-        into[..., tile.k0 : tile.k1] -= of_keys if len(into) > 1 else of_keys.sum(dim=0, keepdim=True)
+        of_keys, of_queries = inner.sum(dim=-2), inner.sum(dim=-1)
+        if len(into) == 1:
+            of_keys, of_queries = of_keys.sum(dim=0, keepdim=True), of_queries.sum(dim=0, keepdim=True)
+        into[..., tile.k0 : tile.k1] -= of_keys
+        first = tile.k0 + tile.distance
+        of_tokens = into[..., first : first + tile.q1 - tile.q0]  # and not of the pads behind them
+        of_tokens += of_queries[..., : of_tokens.shape[-1]]
 
 
 @dataclass(frozen=True)

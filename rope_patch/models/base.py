@@ -77,7 +77,7 @@ class RotaryTables:
         return (given.real, given.imag) if self.is_complex else given
 
     def joined(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        """cos and sin in the form in which attention reads them."""
+        """cos and sin, `(batch, length, width)`, in the form in which attention reads them."""
         return torch.complex(cos.float(), sin.float()) if self.is_complex else (cos, sin)
 
 

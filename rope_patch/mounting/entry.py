@@ -104,7 +104,8 @@ def _history(cache: Cache, num_layers: int) -> StateHistory:
     for layer in cache.layers:
         if isinstance(layer, StateHistory):
             return layer
-    while len(cache.layers) < num_layers:  # which an empty cache makes as they come
+    # an empty cache makes them as they come; one with fewer layers than the model is that of an early exit
+    while len(cache.layers) < num_layers and cache.layer_class_to_replicate is not None:
         cache.layers.append(cast(Any, cache).layer_class_to_replicate())
     cache.layers.append(StateHistory())
     return cast(StateHistory, cache.layers[-1])

@@ -95,7 +95,12 @@ def _tokens_before(kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor
 
 @dataclass(eq=False)
 class Telling:
-    """Pre-hook of a stack whose blocks keep positions from their attention, as those of Llama 4; `enters` as there."""
+    """Pre-hook of a stack whose blocks keep positions from their attention, as those of Llama 4, or hand on those of all
+    axes, as those of GLM-4.5V.
+
+    Attributes:
+        enters: as of `OneAxis`.
+    """
 
     enters: bool
 
@@ -115,5 +120,7 @@ def tell_positions(scheme: Scheme, stack: Stack, counts: bool, enters: bool, cha
     axes = max((tables.axes for tables in stack.rotary), default=1)
     if axes > 1:
         changes.hook(stack.module, OneAxis(scheme, axes, counts, enters))
-    if not all(layer.told for layer in stack.layers):
+    layers = (*stack.layers, *stack.others)
+    # where there are blocks of other kinds, they may take no argument more
+    if not all(layer.told for layer in layers) or (axes > 1 and len(layers) == stack.config.num_hidden_layers):
         changes.hook(stack.module, Telling(enters))

@@ -35,16 +35,17 @@ def running_sums(added: torch.Tensor, cache: Cache | None, index: int, num_layer
                 f"layer {index}: {kv_length} keys and the sums of {added.shape[1]} tokens; a bias from hidden states "
                 "needs every token that its keys came after: do not evict keys"
             )
-    return added.transpose(1, 2).double().cumsum(dim=-1)
+    return added.transpose(1, 2).contiguous().double().cumsum(dim=-1)
 
 
 def _beside(cache: Cache, index: int, num_layers: int) -> Any:
     """The cache layer that keeps the sums of the layer `index`, behind those of the model itself."""
     layers = cast(list[Any], cache.layers)
-    for layer in layers[num_layers:]:
+    for layer in layers:
         if getattr(layer, _OF, None) == index:
             return layer
-    while len(layers) < num_layers:  # which an empty cache makes as they come
+    # an empty cache makes them as they come; one with fewer layers than the model is that of an early exit
+    while len(layers) < num_layers and cache.layer_class_to_replicate is not None:
         layers.append(cast(Any, cache).layer_class_to_replicate())
     keys = layers[index]
     slots = getattr(keys, "max_cache_len", None)

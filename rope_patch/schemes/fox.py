@@ -18,12 +18,12 @@ class FoX(Scheme):
 
     The product of the gates from n + 1 to m is exp(c_m - c_n), c being the running sum of their logarithms, so it is a
     bias that reads the text: a head keeps what it needs while its gates stay near 1, and drops the past at one token
-    whose gate is near 0. With the same gate at every token it is ALiBi with slope 1 / `horizon`. No position enters,
-    hence no length is beyond what was trained; the paper uses no rotation, and `RoPE()` may be listed beside it.
+    whose gate is near 0. With the same gate at every token it is ALiBi with slope 1 / `horizon`. The paper uses no
+    rotation; `RoPE()` may be listed beside it.
 
     Args:
         horizon: after how many tokens weights have fallen by e as the gates start, at least 1; default the training
-            length, so that a pretrained model changes little. All heads start with it.
+            length, within which a pretrained model loses no key. All heads start with it.
         initial_std: of the gate weights as they start; default 0, from which their gradient leads away.
 
     The released code starts with gate weights of normal(0, 0.02) and offsets of zero, gates of 1/2:
@@ -40,7 +40,7 @@ class FoX(Scheme):
         "https://arxiv.org/abs/2503.02130",
         "https://github.com/zhixuan-lin/forgetting-transformer",
     )
-    regime = "from-scratch"
+    regime = "from-scratch"  # without `RoPE()`, nothing is left of the positions that a checkpoint knows
     causal_only = True
     precise = ("gate_offset",)  # a long horizon lies in the last digits of a gate near 1
 

@@ -16,9 +16,9 @@ class Inkling(Scheme):
     """The query's token chooses, head by head, how its scores depend on distance: a mixture of learned profiles.
 
     A layer learns `rank` profiles over the nearest `extent` distances; the state that enters attention is projected to
-    `rank` numbers per head, which mix them. Farther keys get no bias, so there is no distance that was not trained,
-    and nothing rotates. Products are made for `extent` distances per query and head and then picked out by distance,
-    so no pair has a vector of its own.
+    `rank` numbers per head, which mix them. Farther keys get no bias, so no distance is new in a longer text where
+    `extent` is below the training length; and nothing rotates. Products are made for `extent` distances per query and
+    head and then picked out by distance, so no pair has a vector of its own.
 
     Args:
         extent: nearest distances that have a bias, in tokens; 1024 by default, as in Transformers' config.
@@ -43,7 +43,7 @@ class Inkling(Scheme):
         "https://huggingface.co/thinkingmachines/Inkling",
         "https://github.com/huggingface/transformers",
     )
-    regime = "from-scratch"
+    regime = "from-scratch"  # without `RoPE()`, nothing is left of the positions that a checkpoint knows
     causal_only = True
 
     extent: int = 1024

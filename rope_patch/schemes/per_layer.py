@@ -62,7 +62,10 @@ class PerLayer(Scheme):
 
     @classmethod
     def from_text(cls, text: str) -> PerLayer:
-        """The mixture that `[selector=scheme;...]` spells.
+        """The mixture that a text spells.
+
+        Args:
+            text: `[selector=scheme;...]`, with `none` for layers to leave as they are.
 
         Raises:
             InvalidField, UnknownScheme, SlotConflict: it spells none.
@@ -82,6 +85,9 @@ class PerLayer(Scheme):
     @classmethod
     def from_fields(cls, layers: Any = None) -> PerLayer:
         """The mixture of a saved dict.
+
+        Args:
+            layers: selector to the dict of a scheme, or to None.
 
         Raises:
             InvalidField, UnknownScheme, SlotConflict: it describes none.

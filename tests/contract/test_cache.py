@@ -52,6 +52,7 @@ def assert_chunks_equal_the_full_forward(model, spec, **options):
         assert_close(cached_logits(model, ids, [17, 1, 1, 9, ids.shape[1] - 28]), expected, 4e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", ALL)
 @pytest.mark.parametrize("mount", ["auto", "late"])
 @pytest.mark.parametrize("attention", ["auto", "oracle", "chunked", "segmented"])

@@ -68,8 +68,9 @@ def test_what_is_left_out_is_known():
     left_out = {name for name in list_schemes() if not scheme_class(name).sweep}
     pretrained = {name for name in left_out if scheme_class(name).regime != "from-scratch"}
     learned = {"floater", "learned", "multiplicative", "rnn", "t5", "urpe"}
+    inside = {"string", "ssmax"}  # acts within L; learns
     refining = {"resonance", "fope_cut", "giraffe_power", "learned_rope"}
-    assert pretrained == {"rope", "window", "logn", "hierarchical", "abf", "longrope"} | learned | refining
+    assert pretrained == {"rope", "window", "logn", "hierarchical", "abf", "longrope"} | learned | refining | inside
 
 
 @pytest.mark.parametrize(("length", "target"), [(256, 1024), (4096, 131072), (16, 24)])

@@ -48,7 +48,8 @@ def schemes(draw: DrawFn, pairs: int, heads: int) -> Scheme:
     found: list[Scheme] = []
     for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
         scheme = draw(single(pairs, heads))
-        if not any(scheme.slots & other.slots & _OWNED or scheme.name == other.name for other in found):
+        owned = _OWNED - ({"frequencies"} if scheme.refines else set())
+        if not any(scheme.slots & other.slots & owned or scheme.name == other.name for other in found):
             found.append(scheme)
     return found[0] if len(found) == 1 else Compose(*found)
 

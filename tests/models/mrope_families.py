@@ -50,13 +50,17 @@ FAMILIES = [family for family in _TEXTS if family in CONFIG_MAPPING]
 
 def build(family: str, **entry: Any) -> PreTrainedModel:
     """A fresh model in evaluation mode, the same weights every time; with values of its `rope_parameters` changed."""
-    return copy.deepcopy(_prototype(family, tuple(entry.items())))
+    return _made(family, entry) if entry else copy.deepcopy(_prototype(family))
 
 
 @functools.cache
-def _prototype(family: str, entry: tuple[tuple[str, Any], ...]) -> PreTrainedModel:
+def _prototype(family: str) -> PreTrainedModel:
+    return _made(family, {})
+
+
+def _made(family: str, entry: dict[str, Any]) -> PreTrainedModel:
     text = {key: value for key, value in _TEXTS[family].items() if key != "model_type"}
-    text["rope_parameters"] = {**text["rope_parameters"], **dict(entry)}
+    text["rope_parameters"] = {**text["rope_parameters"], **entry}
     config = AutoConfig.for_model(family, text_config=text, vision_config=_VISION, **_TOKENS)
     return from_config(config, AutoModelForImageTextToText)
 

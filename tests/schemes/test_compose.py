@@ -49,7 +49,7 @@ def test_what_one_part_does_a_composition_does(name):
 
 def test_what_a_composition_does_if_any_part_does():
     assert set(IF_ANY) == {
-        *("length_dependent", "learned_frequencies", "decays", "absolute", "causal_only"),
+        *("length_dependent", "learned_frequencies", "decays", "absolute", "causal_only", "by_layer"),
         *("every_block", "stateful", "breaks_graph", "reads_ids"),
     }
 

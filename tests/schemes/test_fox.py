@@ -1,16 +1,18 @@
 """The sums of the paper's equation as loops over single tokens, and the constant gates that are ALiBi."""
 
+import copy
 import math
 
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from rope_patch import ALiBi, FoX, InvalidField, patch
 from rope_patch.schemes.slots import ModelShape
 from tests.definition import Definition, no_rotation
 from tests.families import build
-from tests.runs import assert_close, logits, tokens
+from tests.runs import assert_close, generated, greedy, left_padded, logits, positions_of, tokens
 from tests.schemes.pairs import SHAPE, at_start, random, trained
 
 CASES = ["fox:horizon=4,initial_std=0.1"]
@@ -93,6 +95,66 @@ def test_gates_that_do_not_read_the_text_are_alibi(family):
     patch(model, FoX(horizon=8))
     patch(expected, ALiBi(slopes=(0.125,) * 4))
     assert_close(logits(model, tokens(rows=2)), logits(expected, tokens(rows=2)))
+
+
+# --- sums of a whole text, as each way of scoring reads them -------------------------------------------------------
+
+
+def loss_gradients(attention, dtype, ids, **inputs):
+    """Logits and gradients of a model whose gates differ from token to token and from layer to layer."""
+    model = build("llama").to(dtype)
+    patch(model, "rerope:window=6+fox:horizon=4", attention=attention)
+    with torch.no_grad():
+        for index, layer in enumerate(model.model.layers):
+            weight = layer.self_attn.rope_patch.gate_weight
+            weight.copy_(0.2 * random(*weight.shape, seed=index))
+    found = model(ids, use_cache=False, labels=ids.masked_fill(ids == 0, -100), **inputs)
+    found.loss.backward()
+    return found.logits.detach(), {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("attention", ["segmented", "chunked"])
+@pytest.mark.parametrize("kind", ["long", "padded", "packed"])
+def test_long_texts_have_the_gradients_of_float64(attention, kind):
+    rows = [tokens(size, seed=size) for size in ((1500,) if kind == "long" else (70, 400, 230))]
+    ids, mask = left_padded(rows)
+    inputs = {"attention_mask": mask, "position_ids": positions_of(mask)} if kind == "padded" else {}
+    if kind == "packed":
+        ids = torch.cat(rows, dim=1)
+        inputs = {"position_ids": torch.cat([torch.arange(row.shape[1]) for row in rows])[None]}
+    found, gradients = loss_gradients(attention, torch.float32, ids, **inputs)
+    expected, exact = loss_gradients("oracle", torch.float64, ids, **inputs)
+    assert (found - expected)[ids > 0].abs().max() < 1e-4
+    for name, gradient in exact.items():
+        assert (gradients[name] - gradient).norm() < 2e-4 * gradient.norm(), name
+
+
+def test_what_is_kept_of_the_sums_is_cropped_copied_and_reordered_with_the_keys(llama):
+    ids = tokens(20, rows=3)
+    with patch(llama, CASES[0]), torch.no_grad():
+        expected, cache = logits(llama, ids), DynamicCache(config=llama.config)
+        llama(ids[:, :11], past_key_values=cache)
+        llama(tokens(6, rows=3, seed=9), past_key_values=cache)
+        cache.crop(-8)
+        order = torch.tensor([2, 0, 1])
+        for change, rows in (
+            (lambda cache: None, ids),
+            (lambda cache: cache.reorder_cache(order), ids[order]),
+            (lambda cache: cache.batch_select_indices(order[:2]), ids[order[:2]]),
+            (lambda cache: cache.batch_repeat_interleave(2), ids.repeat_interleave(2, dim=0)),
+        ):
+            branch = copy.deepcopy(cache)
+            change(branch)
+            wanted = logits(llama, rows)[:, 9:]
+            assert_close(llama(rows[:, 9:], past_key_values=branch).logits, wanted)
+        assert_close(llama(ids[:, 9:], past_key_values=cache).logits, expected[:, 9:])
+
+
+@pytest.mark.parametrize("drafts", [{"prompt_lookup_num_tokens": 4}, {"assistant_early_exit": 1}])
+def test_rejected_drafts_leave_no_sums(llama, drafts):
+    ids = tokens(14).repeat(1, 2)
+    with patch(llama, CASES[0]):
+        assert torch.equal(generated(llama, ids, 12, **drafts), greedy(llama, ids, 12))
 
 
 def test_half_precision_is_computed_with_in_float32():

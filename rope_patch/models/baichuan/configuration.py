@@ -16,12 +16,10 @@ TRAINING_LENGTH = 4096
 _ROTARY_ARCHITECTURE = "BaiChuanForCausalLM"
 _ROTARY_HIDDEN_SIZE = 4096
 _NORM_HEAD_VOCABULARY = 125696
-_SAID_ONLY_WHERE_SET = (
-    "max_position_embeddings",
-    "model_max_length",
-    "normalize_lm_head",
-    "position_embedding_type",
-)
+_LEFT_OUT = {  # of files, where it says nothing that a published config would say
+    **dict.fromkeys(("max_position_embeddings", "model_max_length", "normalize_lm_head", "position_embedding_type")),
+    "fused_qkv": False,
+}
 
 
 class BaichuanConfig(PreTrainedConfig):
@@ -117,8 +115,5 @@ class BaichuanConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """All fields; those that a published config may lack only where they say something."""
-        fields = super().to_dict()
-        unsaid = {name for name in _SAID_ONLY_WHERE_SET if fields.get(name) is None}
-        if not fields.get("fused_qkv"):
-            unsaid.add("fused_qkv")
-        return {name: value for name, value in fields.items() if name not in unsaid}
+        fields = super().to_dict().items()
+        return {name: value for name, value in fields if name not in _LEFT_OUT or value != _LEFT_OUT[name]}
