@@ -239,7 +239,7 @@ def test_a_patch_of_the_text_alone_is_that_of_the_whole(model):
         assert torch.equal(logits(model, tokens()), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "cosmos3_edge"])  # has no types
 def test_exported_parameters_keep_the_sections(family):
     config = build(family).config.get_text_config()
     exported = export_rope_parameters(rope_patch.get_scheme("yarn:factor=4"), config)
