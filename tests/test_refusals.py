@@ -7,7 +7,7 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
-    AutoModelForImageTextToText,
+    AutoModelForCausalLM,
     Cache,
     DynamicLayer,
     QuantizedCache,
@@ -21,8 +21,6 @@ from tests.snapshots import snapshot
 
 LATE = [spec for spec in ROUTES if spec != CASES["yarn"]]
 """The schemes that come to see the cache and the positions of a call."""
-
-SEVERAL_DIMENSIONS = "positions in several dimensions"
 
 
 @contextlib.contextmanager
@@ -40,10 +38,6 @@ def refused(model, error, said):
     ("model_type", "said"),
     [
         ("hunyuan_v1_dense", "a norm"),
-        ("nanochat", "a norm"),
-        ("deepseek_v2", "one complex table in place of cos and sin"),
-        ("llama4_text", "one complex table in place of cos and sin"),
-        ("qwen3_5_text", SEVERAL_DIMENSIONS),
         ("granite_swa", "2 rotary modules"),
         ("deepseek_v32", "DeepseekV32Indexer requires q_resid"),
         ("diffllama", "DiffLlamaAttention does not call the attention interface"),
@@ -57,17 +51,12 @@ def test_a_family_that_is_not_understood(model_type, said, spec):
         patch(model, spec)
 
 
-def test_positions_of_images():
-    text = {**GENERIC, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    text["rope_parameters"]["mrope_section"] = [2, 3, 3]
-    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2}
-    model = AutoModelForImageTextToText.from_config(
-        AutoConfig.for_model("qwen2_vl", text_config=text, vision_config=vision)
-    ).eval()
-    with refused(model, UnsupportedModel, "several stacks"):
-        patch(model, "rerope:window=6")
-    with refused(model, UnsupportedModel, SEVERAL_DIMENSIONS):
-        patch(model.model.language_model, "rerope:window=6")
+def test_a_norm_after_the_rotation_whose_weights_are_all_one_as_yet():
+    config = AutoConfig.for_model("hunyuan_v1_dense", **GENERIC)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert all((layer.self_attn.query_layernorm.weight == 1).all() for layer in model.model.layers)
+    with refused(model, UnsupportedModel, "a norm"):
+        patch(model, "rerope", window=6)
 
 
 @pytest.mark.parametrize("spec", LATE)

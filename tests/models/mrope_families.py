@@ -61,7 +61,8 @@ def _prototype(family: str) -> PreTrainedModel:
 def _made(family: str, entry: dict[str, Any]) -> PreTrainedModel:
     text = {key: value for key, value in _TEXTS[family].items() if key != "model_type"}
     text["rope_parameters"] = {**text["rope_parameters"], **entry}
-    config = AutoConfig.for_model(family, text_config=text, vision_config=_VISION, **_TOKENS)
+    # some classes of configs write into what they are given
+    config = AutoConfig.for_model(family, text_config=copy.deepcopy(text), vision_config=dict(_VISION), **_TOKENS)
     return from_config(config, AutoModelForImageTextToText)
 
 

@@ -18,7 +18,7 @@ from tests.runs import tokens as any_tokens
 from tests.snapshots import snapshot
 
 LATE = [spec for spec in ROUTES if spec not in (CASES["yarn"], CASES["logn"])]
-WITH_TOWER = [family for family in FAMILIES if family not in ("paddleocr_vl", "cosmos3_edge")]
+WITH_TOWER = [family for family in FAMILIES if family not in ("paddleocr_vl", "cosmos3_edge", "cosmos3_omni")]
 """Families whose towers take pixels in the form of Qwen's."""
 
 of_each_kind = pytest.mark.parametrize("family", [f for f in ("qwen2_vl", "qwen3_5", "glm4v_moe") if f in FAMILIES])
