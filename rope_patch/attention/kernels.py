@@ -105,7 +105,7 @@ class Biased:
         return self._ordered(grad_q), grad_k, grad_v
 
     def bias_gradient(self, work: Work, merged: Merged, into: torch.Tensor) -> None:
-        """Add to `into` the share of a tile in the gradient of the bias' `source`, of its shape, by blocks of queries."""
+        """Add to `into` a tile's share of the gradient of the bias' `source`, of its shape, by blocks of queries."""
         tile, bias = work.tile, cast(TileBias, self.bias)
         into = bias.place(self.span, into)
         for block in in_rows(tile, Dense.rows, as_bands=True):

@@ -23,6 +23,7 @@ class Options:
     length: int | None = None  # context to serve in tokens; default factor times L
     output: str | None = None  # the folder to write; default none, and only tell what it would be
     link: bool = False  # hard links instead of copies of weights and tokenizer
+    dry_run: bool = False  # write nothing, even with --output
     json: bool = False  # print one JSON document
 
 
@@ -30,7 +31,7 @@ def main(options: Options) -> None:
     """Write the copy, or tell what it would be, and who reads it."""
     from rope_patch.saving.export import describe_serving, export_checkpoint
 
-    if options.output is None:
+    if options.output is None or options.dry_run:
         serving = describe_serving(options.checkpoint, options.scheme, options.length)
     else:
         serving = export_checkpoint(

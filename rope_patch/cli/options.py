@@ -195,7 +195,7 @@ def _read(path: Path, flags: dict[str, tuple[str, ...]]) -> dict[str, list[str]]
     """The words of a command line that a YAML file stands for, by option."""
     try:
         found = yaml.safe_load(path.read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise EvaluationError(f"{path} is no YAML: {error}") from error
     if not isinstance(found, dict):
         raise EvaluationError(f"{path}: a mapping of options is wanted, not {found!r:.80}")

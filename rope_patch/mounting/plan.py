@@ -128,9 +128,7 @@ def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
         part = dataclasses.replace(stack, layers=tuple(layers), others=others)
         _check_fit(chosen, part)
         if "embedding" in chosen.slots:
-            raise InvalidField(
-                f"{chosen} joins positions to the input, which all layers share: list it beside {scheme}"
-            )
+            raise InvalidField(f"{scheme}: {chosen} joins positions to the input, which layers share; it has no layers")
         indices = tuple(layer.index for layer in layers)
         plans.append((part, _plan_layers(chosen, part, mount, {}) if rotates else Plan(chosen, late=indices)))
     return Plan(

@@ -95,8 +95,8 @@ def _tokens_before(kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor
 
 @dataclass(eq=False)
 class Telling:
-    """Pre-hook of a stack whose blocks keep positions from their attention, as those of Llama 4, or hand on those of all
-    axes, as those of GLM-4.5V.
+    """Pre-hook of a stack whose blocks keep positions from their attention, as those of Llama 4, or pass on those of
+    all axes, as those of GLM-4.5V.
 
     Attributes:
         enters: as of `OneAxis`.

@@ -114,8 +114,8 @@ def scheme_from_dict(data: dict[str, Any]) -> Scheme:
         if not isinstance(parts, (list, tuple)) or len(fields) > 1:
             raise InvalidField(f"{data!r} is no composition: its name and a list of 'schemes' are expected")
         return Compose(*map(scheme_from_dict, parts))
-    if data["name"] in _SAVED:
-        return _called(data["name"], _SAVED[data["name"]], fields)
+    if isinstance(name := data["name"], str) and name in _SAVED:
+        return _called(name, _SAVED[name], fields)
     return _build(scheme_class(data["name"]), fields)
 
 

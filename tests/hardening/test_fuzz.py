@@ -122,7 +122,7 @@ COMMANDS: dict[str, list[str]] = {
     "sweep": ["--target", "4x", "--schemes", "yarn", "--budget-minutes", "2", "--dry-run"],
     "finetune": ["--scheme", "pi:factor=4", "--length", "64", "--steps", "4"],
     "compare": ["--only", "rope", "alibi", "--steps", "3"],
-    "export": ["--scheme", "yarn:factor=4", "--length", "128", "--json"],
+    "export": ["--scheme", "yarn:factor=4", "--length", "128", "--dry-run", "--json"],
     "plot": ["position_maps", "--scheme", "rerope:window=8", "--training-length", "16"],
     "list": ["--json"],
     "describe": ["--scheme", "yarn:factor=2"],
