@@ -91,8 +91,7 @@ def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
                 f"{scheme}: {type(config).__name__} has one entry of rope_parameters for "
                 f"{'all layers' if layer_type is None else f'layers of the type {layer_type}'}, which differ here"
             )
-        if (chosen := here.pop()) is not None:
-            found[layer_type] = chosen
+        found |= {layer_type: chosen for chosen in here if chosen is not None}  # noqa: B035 - one at most
     return found
 
 
