@@ -49,6 +49,6 @@ class NTKMixed(Scheme):
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         pairs = rotary.dim // 2
-        slope = math.log(self.factor) / pairs**self.exponent
-        slowed = (-slope * torch.arange(1, pairs + 1).double() ** self.exponent).exp().float()
+        share = (torch.arange(1, pairs + 1).double() / pairs) ** self.exponent
+        slowed = (-math.log(self.factor) * share).exp().float()
         return Frequencies(inverse_frequencies(rotary.dim, rotary.base) * slowed)
