@@ -228,6 +228,14 @@ def test_a_composition_reaches_every_layer():
     assert get_scheme(str(both)) == both
 
 
+def test_layers_that_do_not_attend_need_no_scheme():
+    hybrid = {3: "full_attention", 7: "full_attention"}  # of eight layers
+    assert PerLayer({"3::4": LogN(8)}).of_layers(hybrid, 8) == dict.fromkeys(hybrid, LogN(8))
+    assert PerLayer({"0-3": NoPE(), "-1:": LogN(8)}).of_layers(hybrid, 8) == {3: NoPE(), 7: LogN(8)}
+    with pytest.raises(InvalidField, match="'0-2' selects no layer that attends; those are 3, 7"):
+        PerLayer({"0-2": NoPE(), "rest": None}).of_layers(hybrid, 8)
+
+
 WRONG = {
     "layers:[1::2=nope]": "layer 0 is chosen by no selector",
     "layers:[0=nope;0-1=logn]": "layer 0 is chosen by '0' and by '0-1'",
