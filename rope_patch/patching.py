@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any, TypeVar, get_args
 
+import torch
 from torch import nn
 
 from rope_patch.attention.inputs import AttentionMode
@@ -114,16 +115,26 @@ def patch(
         raise AlreadyPatched(
             f"{type(model).__name__} was saved with the table of {record.get('scheme')}; `repatch` takes it up"
         )
+    with torch.device("cpu"):  # whatever the default is, as within `with torch.device("meta")`
+        return _mount(model, scheme, mount, attention)
+
+
+def _mount(model: nn.Module, scheme: Scheme, mount: Mount, attention: AttentionMode) -> PatchHandle:
     stacks = read_stacks(model)
     scheme = reached(scheme, (stack.checkpoint for stack in stacks))
     mounted = tuple((stack, plan_mounts(scheme, stack, mount)) for stack in stacks)
+    rotary = {tables.module: stack.module for stack in stacks for tables in stack.rotary}
     changes = Changes()
     handle = PatchHandle(model, scheme, mounted, changes)
     try:
+        for module, its_stack in rotary.items():  # while the configs are those of the checkpoint
+            changes.fill_tables(module, its_stack)
         _name_in_config(model, scheme, mounted, changes)
         for stack, plan in mounted:
             install(plan, stack, attention, changes)
             changes.set(stack.module, _HANDLE, handle)
+        for module, its_stack in rotary.items():
+            changes.keep_filled(module, its_stack)
     except BaseException:
         _take_back(mounted, changes)
         raise

@@ -117,8 +117,8 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float =
 
 
 def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Equal to 1e-4 of each gradient's norm."""
+    """Equal to 1e-4 of each gradient's norm, or to 1e-7 where that is lost in rounding."""
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
+        error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-3)
         assert error < 1e-4, f"{name}: relative error {error:g}"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import fine_tuning, report, run
+from benchmarks import attention, fine_tuning, launches, peers, report, run
 from benchmarks.attention import SEGMENTS, regions, spec
-from benchmarks.catalogue import comparisons, growth_makers, growth_shapes
-from benchmarks.comparison import Comparison, Shape, Side
+from benchmarks.catalogue import growth_makers, growth_shapes, rows
+from benchmarks.comparison import Comparison, Figure, Shape, Side
 from benchmarks.dense import two_matrices
 from benchmarks.measure import Patience, in_turn, peak_bytes
 from benchmarks.results import Point, ResultFile, Row
@@ -20,8 +21,9 @@ from rope_patch.attention import oracle
 from rope_patch.attention.inputs import AttentionInputs, Branch
 from rope_patch.schemes.registry import as_scheme
 
+ROOT = Path(__file__).parents[1]
 ONCE = Patience(0.0, least=1)
-ROWS = comparisons("cpu")
+ROWS = rows("cpu")
 FACTS = {
     "machine": {"device": "cpu", "processor": "a", "cores": 2, "threads": 1, "memory_gib": 1.0, "gpu": None},
     "versions": {"torch": "2"},
@@ -78,9 +80,9 @@ def test_segment_schemes_are_measured_on_the_path_of_long_texts(scheme, monkeypa
 def test_the_rows_of_a_device_have_names_of_their_own(monkeypatch):
     monkeypatch.setattr("benchmarks.catalogue.memory_bytes", lambda device: 2**36)
     for device in ("cpu", "cuda"):
-        names = [row.name for row in comparisons(device)]
+        names = [row.name for row in rows(device)]
         assert len(set(names)) == len(names)
-        assert all(row.shape.device == device for row in comparisons(device))
+        assert all(row.shape.device == device for row in rows(device))
         for shape in growth_shapes(device):
             assert shape.device == device
             assert len(growth_makers(shape)) in (2, 3)
@@ -133,6 +135,52 @@ def test_a_row_says_what_was_measured_and_whether_it_is_enough():
     assert row.met is False
     assert Row.of(comparison(), [[1.0], [1.0]]).met is True
     assert Row.of(comparison(target=None), [[1.0], [1.0]]).met is None
+
+
+def test_a_figure_says_what_was_read_and_whether_it_is_little_enough():
+    figure = Figure("patch/a", "patching", "", "s", lambda shape: (0.5, None), Shape(8), 0.3)
+    row = Row.of_figure(figure, [(0.2, None), (0.1, None), (0.9, None)])
+    assert (row.value, row.spread, row.met) == (0.2, pytest.approx((0.15, 0.55)), True)
+    assert report.cells(row)[2:4] == ("0.2 s [0.150, 0.55]", "0.3")
+    count = Row.of_figure(dataclasses.replace(figure, unit="a layer", target=8), [(29, 36)])
+    assert report.cells(count)[2:4] == ("29 a layer, beyond 36", "8")
+    assert count.met is False
+
+
+def test_kernels_are_counted_by_layer_and_views_are_none(monkeypatch):
+    def decoding(shape: Shape, scheme: str | None, layers: int) -> Side:
+        def run() -> None:
+            x = torch.ones(2, 2)
+            for _ in range(layers):
+                x = (x.mT @ x).view(4)[None].reshape(2, 2).add_(1)
+                x = -x if scheme else x
+            bool(x.any())
+            x.tolist() if scheme else None
+
+        return Side(run)
+
+    monkeypatch.setattr(launches, "decoding", decoding)
+    assert launches.per_layer(Shape(8), "a") == (1, 2)
+    assert launches.waits(Shape(8), "a") == (1, 1)
+
+
+def test_biases_of_a_table_are_those_of_every_pair():
+    gradients = []
+    for maker in (attention.t5_encoder, attention.materialised_encoder):
+        torch.manual_seed(0)
+        gradients.append(maker(Shape(640, 2, 2, 16), backward=True).run())
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("page", "table"),
+    [
+        ("docs/benchmarks.md", lambda: report.markdown(ResultFile.read(report.RESULTS / "cpu.json"))),
+        ("benchmarks/peers.md", lambda: peers.table(json.loads(peers.RESULTS.read_text())["rows"])),
+    ],
+)
+def test_pages_have_the_figures_of_the_files(page, table):
+    assert report.TABLE.search((ROOT / page).read_text())[0].strip() == table()
 
 
 def test_results_come_back_from_disk(tmp_path):
@@ -201,7 +249,7 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path, monkeypatch, ca
 def test_a_quick_run_from_the_command_line(tmp_path, capsys):
     assert run.main(["--quick", "--only", "forward/rerope", "growth", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "forward/rerope/16384/float32" in shown
+    assert "forward/rerope/8192/float32" in shown
     assert (tmp_path / "cpu.png").stat().st_size > 10_000
     assert {point.line for point in ResultFile.read(tmp_path / "cpu.json").points} == set(
         growth_makers(Shape(8).small())

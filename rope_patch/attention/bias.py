@@ -36,11 +36,15 @@ class KeyTerm:
 
     def of(self, span: Span) -> KeyTerm:
         """The term of the keys of a span."""
-        return KeyTerm(self.place(span, self.sums))
+        return KeyTerm(self.place(span, slice(None), self.sums))
 
-    def place(self, span: Span, source: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor like `source` that belongs to a span, a view."""
-        return source[span.rows if len(source) > 1 else slice(None), :, span.keys]
+    def of_heads(self, heads: slice) -> KeyTerm:
+        """The term of some heads."""
+        return KeyTerm(self.sums[:, heads])
+
+    def place(self, span: Span, heads: slice, source: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor like `source` that belongs to some heads of a span, a view."""
+        return source[span.rows if len(source) > 1 else slice(None), heads, span.keys]
 
     def pieces(self, tile: Tile) -> Iterator[Tile]:
         """The tile in parts that each lie within one block of rows."""
@@ -55,11 +59,11 @@ class KeyTerm:
         return term.masked_fill(~tile.mask(term.device), -torch.inf) if tile.kind == "band" else term
 
     def gradient(self, tile: Tile, inner: torch.Tensor, into: torch.Tensor) -> None:
-        """Add up the gradients of the scores for each key and query of a tile: `inner`, `(batch, heads, rows, keys)`,
-        zero where pairs are hidden, `into` those of the sums. Those of a whole row would add up to zero, but for the
-        rounding that all sums after it would inherit.
+        """Add up the gradients of the scores for each key and query of a tile: `inner`,
+        `(batch, heads, rows, keys + rows)`, zero where pairs are hidden and behind the keys, `into` those of the sums.
+        Those of a whole row would add up to zero, but for the rounding that all sums after it would inherit.
         """
-        of_keys, of_queries = inner.sum(dim=-2), inner.sum(dim=-1)
+        of_keys, of_queries = inner.sum(dim=-2)[..., : tile.k1 - tile.k0], inner.sum(dim=-1)
         if len(into) == 1:
             of_keys, of_queries = of_keys.sum(dim=0, keepdim=True), of_queries.sum(dim=0, keepdim=True)
         into[..., tile.k0 : tile.k1] -= of_keys
@@ -80,7 +84,7 @@ class DiagonalTerm:
     values: torch.Tensor
     first: int = 0
     reverses_queries = True
-    rows = 1024
+    rows = 256
 
     @property
     def source(self) -> torch.Tensor:
@@ -91,9 +95,13 @@ class DiagonalTerm:
         """The same for every span."""
         return self
 
-    def place(self, span: Span, source: torch.Tensor) -> torch.Tensor:
-        """All of it belongs to every span."""
-        return source
+    def of_heads(self, heads: slice) -> DiagonalTerm:
+        """The biases of some heads."""
+        return DiagonalTerm(self.values[heads], self.first)
+
+    def place(self, span: Span, heads: slice, source: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor like `source` that belongs to some heads, a view."""
+        return source[heads]
 
     def pieces(self, tile: Tile) -> Iterator[Tile]:
         """The tile in bands of rows: the hidden pairs of each are few, and its mask hides them."""
@@ -113,14 +121,14 @@ class DiagonalTerm:
         return diagonals.as_strided((1, heads, rows, keys), (heads * length, length, 1, 1))
 
     def gradient(self, tile: Tile, inner: torch.Tensor, into: torch.Tensor) -> None:
-        """Add up the gradients of the scores along the diagonals of a tile: `inner`, `(batch, heads, rows, keys)`, zero
-        where pairs are hidden, `into` those of `values`.
+        """Add up the gradients of the scores along the diagonals of a tile: `inner`,
+        `(batch, heads, rows, keys + rows)`, contiguous, its rows in the order of `mask`, zero where pairs are hidden
+        and behind the keys, `into` those of `values`.
         """
-        inner = inner.sum(dim=0)
-        _, rows, keys = inner.shape
-        # with every row one longer than the one before it is read, diagonals become columns
-        skewed = torch.nn.functional.pad(inner.flip(-1), (0, rows)).flatten(1)[:, :-rows]
-        sums = skewed.unflatten(1, (rows, keys + rows - 1)).sum(dim=1)
+        rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
+        # with every row read one number shorter than it is, diagonals are columns
+        skewed = inner.flatten(2)[..., :-rows].unflatten(2, (rows, keys + rows - 1))
+        sums = skewed.sum(dim=(0, 2)).flip(-1)
         nearest = tile.distance - keys + 1 - self.first
         into[:, max(nearest, 0) : nearest + keys + rows - 1] += sums[:, max(-nearest, 0) :]
 

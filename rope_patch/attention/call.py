@@ -12,6 +12,8 @@ from rope_patch.attention.memo import ForwardMemo
 from rope_patch.attention.spans import Span
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 
+EVERY = slice(None)
+
 
 @dataclass(eq=False)
 class Call:
@@ -38,12 +40,13 @@ class Call:
         """The queries as a region wants them, `(batch, heads, q_len, head_dim)`."""
         return self.queries
 
-    def key(self, region: Region, slots: slice | torch.Tensor | None = None) -> torch.Tensor:
-        """The keys of some `slots`, or of all, as a region wants them, `(batch, kv_heads, slots, head_dim)`.
+    def key(self, region: Region, slots: slice | torch.Tensor = EVERY, rows: slice = EVERY) -> torch.Tensor:
+        """The keys of some `slots` and `rows` as a region wants them, `(batch, kv_heads, slots, head_dim)`."""
+        return self.keys[rows, :, slots]
 
-        Those of a slice may live in memory that the next layer overwrites.
-        """
-        return self.keys if slots is None else self.keys[:, :, slots]
+    def turns_keys(self, region: Region) -> bool:
+        """Whether `key` computes anything."""
+        return False
 
     def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
         """See `find_spans`; asked only where they help."""

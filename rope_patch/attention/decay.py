@@ -33,14 +33,14 @@ class Decay:
     layout: RotaryLayout
     rate: torch.Tensor
 
-    def scale(self, x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-        """x with each pair times exp(rate * exponent): a rotation whose cosine is the factor and whose sine is zero.
+    def factor(self, exponent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """exp(rate * exponent) for each dimension of states `like` `(batch, heads, length, head_dim)`.
 
         Shape:
-            x `(batch, heads, length, head_dim)`, exponent `(batch or 1, length)`.
+            exponent `(batch or 1, length)`; returns `(batch or 1, 1, length, head_dim)`.
         """
-        factor = (exponent[..., None] * self.rate.to(x.device)).clamp(max=LARGEST_EXPONENT).exp()[:, None].to(x.dtype)
-        return self.layout.rotate(x, factor, torch.zeros_like(factor))
+        factor = (exponent[..., None] * self.rate.to(like.device)).clamp(max=LARGEST_EXPONENT).exp()
+        return self.layout.wide(factor[:, None].to(like.dtype), like.shape[-1])
 
 
 def attend(inputs: AttentionInputs, decay: Decay, score: Callable[[AttentionInputs], Output]) -> Output:
@@ -72,4 +72,6 @@ def _faded(branch: Branch, block: AttentionInputs, decay: Decay) -> Branch:
         m, n = branch.region.query_map(m), branch.region.key_map(n)
     last = m.amax(dim=-1, keepdim=True)
     # keys after the last query are hidden: they need no more than to stay finite
-    return Branch(branch.region, decay.scale(branch.query, last - m), decay.scale(branch.key, (n - last).clamp(max=0)))
+    keys = (n[:, branch.first :] - last).clamp(max=0)
+    query = branch.query * decay.factor(last - m, branch.query)
+    return Branch(branch.region, query, branch.key * decay.factor(keys, branch.key), branch.first)

@@ -1,72 +1,234 @@
-"""One query against a long cache, without rotating the cache.
+"""A few queries against a long cache, without rotating the cache.
 
-The query is rotated once per region. Each region is a run of slots, and only where its rotation differs from the one
+Queries are rotated once per region. Each region is a run of slots, and only where its rotation differs from the one
 the cache already has are keys turned: the near window, a few out of many. `attend` cuts those runs out of the cache;
-`attend_in_graph` does the same with shapes that do not depend on the step, for a compiler.
+`attend_in_graph` does the same for one query with shapes that do not depend on the step, for a compiler.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
-from rope_patch.attention.call import Call
+from rope_patch.attention.call import EVERY, Call
+from rope_patch.attention.decay import Decay
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, wide
 from rope_patch.attention.kernels import Work, kernel_for
 from rope_patch.attention.segmented import merge
 from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.slots import Region
 
+QUERIES = 32
+"""As many are scored like one, whatever the cache holds: tiles are for more."""
 
-def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode) -> bool:
-    """Whether a call, its branches not yet rotated, is one decoding step of the kind that `attend` computes."""
+SMALL = 2**18
+"""Or as many that there are no more pairs a row: one dense block is then faster than many tiles."""
+
+BLOCK = 2**21
+"""Bytes of keys that are turned and scored at once, while the processor has them in its cache."""
+
+
+def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode, fades: Decay | None) -> bool:
+    """Whether a call, its branches not yet rotated, is one step of decoding of the kind that `attend` computes."""
+    one = inputs.q_length == 1
     return (
         mode in ("auto", "segmented")
-        and inputs.q_length == 1
         and not inputs.scattered
         and inputs.fits_kernels
         and (inputs.mask is None or inputs.mask.dtype == torch.bool)
         and not call.differentiable
-        and (
-            torch.compiler.is_compiling()
-            or all(region.translation_invariant for region in call.regions)
-            or len(inputs.query_positions) == 1  # or chunks would begin at other slots in other rows
-            or bool((inputs.query_positions == inputs.query_positions[0]).all())
-        )
+        and (one or (mode == "auto" and fades is None and _is_block(inputs, call)))
+        and (fades is None or not (torch.compiler.is_compiling() or inputs.by_head))
     )
 
 
-def attend(inputs: AttentionInputs, call: Call) -> torch.Tensor:
-    """Attention of one query, `(batch, heads, 1, value_dim)`; without gradients.
+def _is_block(inputs: AttentionInputs, call: Call) -> bool:
+    """Whether several queries stand one after the other, after keys of a cache."""
+    few = inputs.q_length <= QUERIES or inputs.q_length * inputs.kv_length <= SMALL
+    after_keys = few and inputs.q_length < inputs.kv_length
+    if torch.compiler.is_compiling() or not after_keys or not (inputs.causal or inputs.mask is not None):
+        return False
+    return call.memo.once("consecutive", lambda: bool((inputs.query_positions.diff(dim=-1) == 1).all()))
 
-    Distance is a difference of slots: key positions beside a single query are counted from it.
+
+@dataclass(frozen=True)
+class Piece:
+    """What some queries have to do with a run of slots in one region.
+
+    Attributes:
+        rows: queries, those that share keys together: `(batch * kv_heads, group * q_len, head_dim)`.
+        keys: as the region wants them, `(batch * kv_heads, slots, head_dim)`.
+        added: to the scores, to which it broadcasts, `(batch * kv_heads or 1, group * q_len or 1, slots)`; None for
+            nothing.
     """
-    value, mask, slot = inputs.value, inputs.mask, int(inputs.query_start)
-    bias = _by_slot(inputs, slot)
-    invariant = all(region.translation_invariant for region in call.regions)
-    position = slot if invariant else int(inputs.query_positions[0, 0])
-    kernel = kernel_for(value, value, masked=mask is not None or bias is not None)
+
+    slots: slice
+    rows: torch.Tensor
+    keys: torch.Tensor
+    added: torch.Tensor | None
+
+
+def attend(inputs: AttentionInputs, call: Call, fades: Decay | None = None) -> torch.Tensor:
+    """Attention of a few queries, `(batch, heads, q_len, value_dim)`; without gradients.
+
+    Distance is a difference of slots: the positions of keys are counted from the queries.
+    """
+    # scores of half precision are kept in float32 by the kernel alone
+    score = _by_one_softmax if inputs.value.dtype in (torch.float32, torch.float64) else _by_kernel
+    heads, q_length = call.queries.shape[1:3]
+    outputs = []
+    for rows, position in _rows_alike(inputs, call):
+        value = inputs.value[rows]
+        out = score(list(_pieces(inputs, call, fades, rows, position)), value.flatten(0, 1), inputs.scaling)
+        outputs.append(out.view(len(value), heads, q_length, value.shape[-1]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _rows_alike(inputs: AttentionInputs, call: Call) -> Iterator[tuple[slice, int]]:
+    """Runs of rows whose regions begin at the same slots, and the position of their first query."""
+    if all(region.translation_invariant for region in call.regions):
+        yield EVERY, int(inputs.query_start)  # any position will do
+        return
+    positions = call.memo.once("first positions", lambda: inputs.query_positions[:, 0].tolist())
+    start = 0
+    for position, run in itertools.groupby(positions):
+        stop = start + len(list(run))
+        yield EVERY if len(positions) == 1 else slice(start, stop), position
+        start = stop
+
+
+def _pieces(inputs: AttentionInputs, call: Call, fades: Decay | None, rows: slice, position: int) -> Iterator[Piece]:
+    """Oldest slots first, as far as regions allow."""
+    slot, last = int(inputs.query_start), inputs.q_length - 1
+    kv_heads, key_bytes = inputs.value.shape[1], call.keys[rows, :, 0].nbytes
+    for region in sorted(call.regions, key=lambda region: -region.start):
+        oldest = slots_of(region, slot, position).start
+        newest = slots_of(region, slot + last, position + last).stop
+        # where keys are turned, a few at a time
+        turns = fades is not None or call.turns_keys(region)
+        step = max(1, BLOCK // key_bytes) if turns and call.keys.is_cpu else max(1, newest - oldest)
+        queries = call.query(region)[rows].unflatten(1, (kv_heads, -1)).flatten(2, 3).flatten(0, 1)
+        for start in range(oldest, newest, step):
+            slots = slice(start, min(start + step, newest))
+            keys = call.key(region, slots, rows)
+            if fades is not None:
+                keys = keys * _faded(inputs, call, fades, region, slots, rows)
+            yield Piece(slots, queries, keys.flatten(0, 1), _added(inputs, call, region, slots, rows, position))
+
+
+def _faded(
+    inputs: AttentionInputs, call: Call, fades: Decay, region: Region, slots: slice, rows: slice
+) -> torch.Tensor:
+    """By how much each pair of dimensions of the keys counts for the only query, `(batch or 1, 1, slots, head_dim)`."""
+
+    def factors() -> torch.Tensor:
+        m, n = inputs.query_positions.float(), inputs.key_positions[:, slots].float()
+        distance = region.query_map(m) - region.key_map(n)
+        return fades.factor(-(distance if len(distance) == 1 else distance[rows]), call.keys)
+
+    return call.memo.once(("faded", fades, region, slots.start, rows.start), factors)
+
+
+def _added(
+    inputs: AttentionInputs, call: Call, region: Region, slots: slice, rows: slice, position: int
+) -> torch.Tensor | None:
+    """What comes on top of scaled products, in the shape of `Piece.added`: biases, and the lowest number where a query
+    does not see a key in this region.
+    """
+    if inputs.q_length == 1 and inputs.mask is None and inputs.bias is None and inputs.sums is None:
+        return None
+    shared = inputs.mask, inputs.groups, inputs.bias
+
+    def compute() -> torch.Tensor:
+        value, slot = inputs.value[rows], int(inputs.query_start)
+        i = torch.arange(inputs.q_length, device=value.device)[:, None]
+        distance = (slot + i) - torch.arange(slots.start, slots.stop, device=value.device)
+        seen = inputs.visible() if inputs.mask is None else inputs.mask
+        if seen is not None:
+            seen = (seen if len(seen) == 1 else seen[rows])[..., slots]
+        if inputs.q_length > 1:
+            inside = region.contains(position + i, position + i - distance)
+            seen = inside if seen is None else seen & inside
+        added = torch.zeros((), dtype=torch.promote_types(value.dtype, torch.float32), device=value.device)
+        if inputs.bias is not None:
+            values = inputs.bias.values(0, slot + inputs.q_length)
+            added = values[:, distance.clamp(min=0)][None].to(added.dtype)
+        if inputs.sums is not None:
+            running = inputs.running_bias
+            assert running is not None  # for the type checker: there are sums
+            added = added + (running if len(running) == 1 else running[rows])[..., slots].to(added.dtype)
+        if seen is not None:
+            added = torch.where(seen, added, torch.finfo(added.dtype).min)
+        return _by_kv_head(added, len(value), value.shape[1], call.queries.shape[1])
+
+    if inputs.sums is not None:
+        return compute()
+    return call.memo.derived(
+        ("added", region, slots.start, slots.stop, rows.start, inputs.query_start), compute, *shared
+    )
+
+
+def _by_kv_head(added: torch.Tensor, batch: int, kv_heads: int, heads: int) -> torch.Tensor:
+    """`(batch or 1, heads or 1, q_len, slots)` in the shape of `Piece.added`."""
+    if added.ndim == 2:
+        added = added[None, None]
+    if added.shape[:3] == (1, 1, 1):
+        return added[0]
+    group = heads // kv_heads
+    if added.shape[1] == 1:  # the same for all heads
+        added = added[:, :, None].expand(-1, kv_heads if len(added) > 1 else 1, group, -1, -1)
+    else:
+        added = added.unflatten(1, (kv_heads, group)).expand(batch if kv_heads > 1 else len(added), -1, -1, -1, -1)
+    return added.flatten(2, 3).flatten(0, 1)
+
+
+def _by_one_softmax(pieces: list[Piece], value: torch.Tensor, scale: float) -> torch.Tensor:
+    """`(batch * kv_heads, group * q_len, value_dim)`: the scores of all pieces side by side."""
+    nothing = value[:1, :1, :1]  # of which baddbmm takes no more than the dtype
+    scores = [
+        torch.baddbmm(nothing, piece.rows, piece.keys.mT, beta=0, alpha=scale)
+        if piece.added is None
+        else torch.baddbmm(piece.added, piece.rows, piece.keys.mT, alpha=scale)
+        for piece in pieces
+    ]
+    weights = (scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)).softmax(dim=-1)
+    out, start = None, 0
+    for slots in _joined([piece.slots for piece in pieces]):
+        stop = start + slots.stop - slots.start
+        part, start = torch.bmm(weights[..., start:stop], value[:, slots]), stop
+        out = part if out is None else out + part
+    assert out is not None  # for the type checker: the query itself is in some region
+    return out
+
+
+def _joined(runs: list[slice]) -> Iterator[slice]:
+    """Runs of slots, those that follow on to each other as one."""
+    start = runs[0].start
+    for run, following in itertools.zip_longest(runs, runs[1:]):
+        if following is None or following.start != run.stop:
+            yield slice(start, run.stop)
+            start = None if following is None else following.start
+
+
+def _by_kernel(pieces: list[Piece], value: torch.Tensor, scale: float) -> torch.Tensor:
+    """The same by the kernel of the platform for each piece, merged by log-sum-exp."""
+    kernel = kernel_for(value, value, masked=any(piece.added is not None for piece in pieces))
     out = lse = None
-    for region in call.regions:
-        slots = slots_of(region, slot, position)
-        if slots.stop <= slots.start:
-            continue
-        # the heads that share keys are the rows of one product: keys are read once
-        rows = call.query(region).unflatten(1, (value.shape[1], -1))[:, :, :, 0]
-        keys = call.key(region, slots)
-        tile = Tile(0, rows.shape[2], 0, keys.shape[2])
-        hidden = _additive(mask, slots, rows)
-        if bias is not None:
-            term = bias[..., slots].unflatten(1, (value.shape[1], -1))
-            hidden = term if hidden is None else term + hidden
-        part, part_lse = kernel.forward(Work(rows, keys, value[:, :, slots], tile, inputs.scaling, hidden))
+    for piece in pieces:
+        tile = Tile(0, piece.rows.shape[1], 0, piece.keys.shape[1])
+        added = None if piece.added is None else piece.added[:, None]
+        states = piece.rows[:, None], piece.keys[:, None], value[:, None, piece.slots]
+        part, part_lse = kernel.forward(Work(*states, tile, scale, added))
         if out is None or lse is None:
             out, lse = wide(part), part_lse
         else:
             merge(out, lse, part, part_lse)
     assert out is not None  # for the type checker: the query itself is in some region
-    return out.to(value.dtype).flatten(1, 2)[:, :, None]
+    return out.to(value.dtype)
 
 
 def attend_in_graph(inputs: AttentionInputs, call: Call) -> torch.Tensor:
@@ -100,16 +262,6 @@ def attend_in_graph(inputs: AttentionInputs, call: Call) -> torch.Tensor:
     return out.to(value.dtype).flatten(1, 2)[:, :, None]
 
 
-def _by_slot(inputs: AttentionInputs, slot: int) -> torch.Tensor | None:
-    """What is added to the scores of the keys up to the query's `slot`, `(batch or 1, heads, slot + 1)`."""
-    bias = None if inputs.bias is None else inputs.bias.values(0, slot + 1).flip(-1)[None]
-    if inputs.sums is None:
-        return bias
-    sums = inputs.sums[..., : slot + 1]
-    running = (sums[..., -1:] - sums).to(torch.promote_types(inputs.value.dtype, torch.float32))
-    return running if bias is None else bias + running
-
-
 def slots_of(region: Region, slot: int, position: int) -> slice:
     """The slots of a region for the query at this `slot` and `position`, none of them after the query."""
     behind = slot - position  # slot of a key minus its position
@@ -118,13 +270,3 @@ def slots_of(region: Region, slot: int, position: int) -> slice:
     oldest = -behind if region.stop == math.inf else (here - int(region.stop) + 1) * region.chunk
     stop = min(newest, position, region.keys_below - 1) + 1
     return slice(max(0, oldest + behind), max(0, int(stop) + behind))
-
-
-def _additive(mask: torch.Tensor | None, slots: slice, like: torch.Tensor) -> torch.Tensor | None:
-    if mask is None:
-        return None
-    # the lowest number and not -inf: a region that holds nothing but pads must stay finite to be merged
-    hidden = ~mask[..., slots]
-    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
-        hidden, torch.finfo(like.dtype).min
-    )

@@ -6,15 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from rope_patch.attention import chunked, decay, decode, dense, oracle, segmented
+from rope_patch.attention import chunked, decay, decode, dense, oracle, products, segmented
 from rope_patch.attention.bias import has_terms
 from rope_patch.attention.call import Call
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
 from rope_patch.attention.spans import Span
-from rope_patch.schemes.slots import ALL_PAIRS
-
-SMALL = 2**18
-"""Below this many pairs a row, one dense block is faster than many tiles."""
+from rope_patch.schemes.slots import ALL_PAIRS, Region
 
 Spans = Callable[[AttentionInputs], "tuple[Span, ...] | None"]
 
@@ -29,18 +26,26 @@ def score(
         `(batch, heads, q_len, kv_len)`.
     """
     fades = call.decay()
-    if fades is None and decode.applies(inputs, call, mode):
-        step = decode.attend_in_graph if torch.compiler.is_compiling() else decode.attend
-        return step(inputs, call), None
-    only = call.regions == (ALL_PAIRS,)
-    inputs = inputs.with_branches(
-        tuple(Branch(None if only else region, call.query(region), call.key(region)) for region in call.regions)
-    )
+    if decode.applies(inputs, call, mode, fades):
+        if torch.compiler.is_compiling():
+            return decode.attend_in_graph(inputs, call), None
+        return decode.attend(inputs, call, fades), None
+    inputs = inputs.with_branches(tuple(_branch(inputs, call, region) for region in call.regions))
 
     def attend_block(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         return oracle.attend(inputs) if mode == "oracle" else (attend(inputs, mode, call.spans), None)
 
     return attend_block(inputs) if fades is None else decay.attend(inputs, fades, attend_block)
+
+
+def _branch(inputs: AttentionInputs, call: Call, region: Region) -> Branch:
+    """Queries and keys of one region, the keys from the oldest on that a query may have there."""
+    if region == ALL_PAIRS:
+        return Branch(None, call.query(region), call.key(region))
+    first, known = 0, isinstance(inputs.query_start, int) and not inputs.scattered
+    if known and region.translation_invariant and not torch.compiler.is_compiling():
+        first = decode.slots_of(region, int(inputs.query_start), int(inputs.query_start)).start
+    return Branch(region, call.query(region), call.key(region, slice(first, None)), first)
 
 
 def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.Tensor:
@@ -49,7 +54,7 @@ def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.
     """
     if mode == "oracle":
         return oracle.attend(inputs)[0]
-    small = inputs.q_length * inputs.kv_length <= SMALL
+    small = inputs.q_length * inputs.kv_length <= decode.SMALL
     if mode == "auto" and small and dense.applies(inputs):
         return dense.attend(inputs)
     in_order = not inputs.scattered and (inputs.causal or inputs.q_length == inputs.kv_length)
@@ -57,5 +62,7 @@ def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.
     if mode != "chunked" and geometric and not torch.compiler.is_compiling():
         found = spans(inputs) if not small or mode == "segmented" else None
         if found is not None and segmented.applies(inputs, found):
+            if mode == "auto" and products.applies(inputs):
+                return products.attend(inputs, found)
             return segmented.attend(inputs, found)
     return chunked.attend(inputs)

@@ -25,12 +25,18 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Branch:
     """Queries and keys as they are rotated for one region, `(batch, heads or kv_heads, length, head_dim)`; all pairs
-    where the `region` is None.
+    where the `region` is None. Keys begin at the slot `first`: no query has an older one in this region.
     """
 
     region: Region | None
     query: torch.Tensor
     key: torch.Tensor
+    first: int = 0
+
+    def rows(self, start: int, stop: int, newest: int | None) -> Branch:
+        """The same for the queries `start` to `stop` alone, and the keys in slots before `newest`, or all."""
+        keys = slice(None) if newest is None else slice(0, max(0, newest - self.first))
+        return Branch(self.region, self.query[:, :, start:stop], self.key[:, :, keys], self.first)
 
 
 @dataclass(frozen=True)
@@ -215,9 +221,7 @@ class AttentionInputs:
         keys = slice(None)
         if self.mask is None and self.causal and isinstance(self.query_start, int):
             keys = slice(0, self.query_start + stop)
-        branches = tuple(
-            Branch(branch.region, branch.query[:, :, start:stop], branch.key[:, :, keys]) for branch in self.branches
-        )
+        branches = tuple(branch.rows(start, stop, keys.stop) for branch in self.branches)
         return dataclasses.replace(
             self,
             branches=branches,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol, cast
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -54,12 +55,11 @@ class Kernel(Protocol):
     tile's backward yields its exact share of the gradients.
     """
 
-    @property
-    def rows(self) -> int | None:
-        """The most queries of a tile; None for any number."""
-
     def band_rows(self, width: float) -> int:
         """The queries of a tile of a band that is `width` tokens wide."""
+
+    def cut(self, tile: Tile, masked: bool) -> Iterator[Tile]:
+        """A tile in parts of the shapes that suit the kernel; `masked` where it will bring a mask."""
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         """Output `(batch, heads, q_len, value_dim)` and log-sum-exp `(batch, heads, q_len)`, float32."""
@@ -70,11 +70,16 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class Biased:
-    """A kernel in one span under a bias, which gives each tile its mask, or under none."""
+    """A kernel in one span under a bias, which gives each tile its mask, or under none, for some of the heads."""
 
     kernel: Kernel
     span: Span
     bias: TileBias | None
+    heads: slice = field(default_factory=lambda: slice(None))
+
+    def of_heads(self, heads: slice) -> Biased:
+        """The same for some of all heads."""
+        return self if self.bias is None else Biased(self.kernel, self.span, self.bias.of_heads(heads), heads)
 
     def tiles(self, region: Region) -> Iterator[Tile]:
         """The tiles of a region of the span, as the kernel and the bias want them."""
@@ -87,7 +92,7 @@ class Biased:
             tiles = (part for tile in tiles for part in clipped(tile, span.before, stop))
         for tile in tiles:
             for part in (tile,) if self.bias is None else self.bias.pieces(tile):
-                yield from (part,) if self.kernel.rows is None else in_rows(part, self.kernel.rows, as_bands=True)
+                yield from self.kernel.cut(part, masked=self.bias is not None)
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`."""
@@ -96,25 +101,53 @@ class Biased:
         out, lse = self.kernel.forward(self._masked(work, self.bias))
         return self._ordered(out), self._ordered(lse)
 
-    def backward(self, work: Work, merged: Merged) -> Tensors:
-        """See `Kernel.backward`."""
+    def backward(self, work: Work, merged: Merged, of_bias: torch.Tensor | None) -> Tensors:
+        """See `Kernel.backward`; a tile's share of the gradient of the bias' `source` is added to `of_bias`, of its
+        shape, where that is given.
+        """
         if self.bias is None:
             return self.kernel.backward(work, merged)
+        if of_bias is not None:
+            return self._backward_of_all(work, merged, self.bias, self.bias.place(self.span, self.heads, of_bias))
         in_order = Merged(*map(self._ordered, (merged.out, merged.lse, merged.grad)))
         grad_q, grad_k, grad_v = self.kernel.backward(self._masked(work, self.bias), in_order)
         return self._ordered(grad_q), grad_k, grad_v
 
-    def bias_gradient(self, work: Work, merged: Merged, into: torch.Tensor) -> None:
-        """Add to `into` a tile's share of the gradient of the bias' `source`, of its shape, by blocks of queries."""
-        tile, bias = work.tile, cast(TileBias, self.bias)
-        into = bias.place(self.span, into)
-        for block in in_rows(tile, Dense.rows, as_bands=True):
-            rows, keys = slice(block.q0 - tile.q0, block.q1 - tile.q0), slice(block.k0 - tile.k0, block.k1 - tile.k0)
-            mask = self._ordered(bias.mask(block))
-            part = Work(work.q[:, :, rows], work.k[:, :, keys], work.v[:, :, keys], block, work.scale, mask)
-            of_part = Merged(merged.out[:, :, rows], merged.lse[:, :, rows], merged.grad[:, :, rows])
-            _, inner = Dense().of_scores(part, of_part)
-            bias.gradient(block, inner.flatten(1, 2), into)
+    def _backward_of_all(self, work: Work, merged: Merged, bias: TileBias, into: torch.Tensor) -> Tensors:
+        """The gradient of the bias is a sum of those of the scores. Kernels keep these to themselves, so everything is
+        made of them here, in blocks of queries that stay in cache.
+        """
+        tile, (batch, heads) = work.tile, work.q.shape[:2]
+        keys, values = _by_kv_head(wide(work.k)), _by_kv_head(wide(work.v))
+        grad_q = torch.empty_like(work.q)
+        grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
+        most = max(LEAST_ROWS, SCORES_IN_CACHE // (batch * heads * keys.shape[1]))
+        room = keys.new_empty(2, batch * heads * min(most, tile.q1 - tile.q0) * (keys.shape[1] + most))
+        for block in in_rows(tile, most, as_bands=True):
+            rows, seen = slice(block.q0 - tile.q0, block.q1 - tile.q0), slice(block.k0 - tile.k0, block.k1 - tile.k0)
+            q, grad, out, lse = (
+                self._ordered(wide(x[:, :, rows])) for x in (work.q, merged.grad, merged.out, merged.lse)
+            )
+            delta = (grad * out).sum(dim=-1, keepdim=True)
+            q, grad = (x.reshape(len(keys), -1, x.shape[-1]) for x in (q * work.scale, grad))
+            k, v = keys[:, seen], values[:, seen]
+            # as many zeros behind each row as there are rows
+            shape = batch, heads, block.q1 - block.q0, k.shape[1]
+            padded = room[0, : math.prod(shape[:3]) * sum(shape[2:])].view(*shape[:3], -1)
+            padded[..., shape[3] :] = 0
+            weights, inner = room[1, : math.prod(shape)].view(shape), padded[..., : shape[3]]
+            torch.sub(bias.mask(block), lse[..., None], out=weights)
+            weights = weights.view(len(keys), -1, shape[3])
+            weights.baddbmm_(q, k.mT).exp_()
+            inner.copy_(delta.neg_())
+            inner = padded.view(len(keys), -1, sum(shape[2:]))[..., : shape[3]]
+            inner.baddbmm_(grad, v.mT).mul_(weights)
+            bias.gradient(block, padded, into)
+            grad_k[:, seen].baddbmm_(inner.mT, q)
+            grad_v[:, seen].baddbmm_(weights.mT, grad)
+            of_rows = torch.bmm(inner, k).mul_(work.scale).view(*shape[:3], -1)
+            grad_q[:, :, rows] = self._ordered(of_rows)
+        return grad_q, grad_k.unflatten(0, (batch, -1)), grad_v.unflatten(0, (batch, -1))
 
     def _masked(self, work: Work, bias: TileBias) -> Work:
         return Work(self._ordered(work.q), work.k, work.v, work.tile, work.scale, bias.mask(work.tile))
@@ -124,14 +157,42 @@ class Biased:
         return x.flip(2) if self.bias is not None and self.bias.reverses_queries else x
 
 
+SCORES_IN_CACHE = 2**19
+"""How many scores of all heads a block of `Biased` may hold at once."""
+
+LEAST_ROWS = 64
+"""Queries of such a block: fewer make its products slow."""
+
+
+def _by_kv_head(x: torch.Tensor) -> torch.Tensor:
+    """`(batch, kv_heads, length, dim)` as the matrices of one batched product."""
+    return x.flatten(0, 1).contiguous()
+
+
 class FlashCPU:
     """The flash kernel behind `scaled_dot_product_attention` on CPU, which hands out its log-sum-exp."""
 
-    rows = None
+    rows = 768
+    """Queries of a tile: from this many on, the kernel works in its largest blocks, of which each thread takes some."""
+
+    scale = 1
+
+    def __init__(self, heads: int = 1, threads: int = 1) -> None:
+        self.scale = math.ceil(threads / (3 * heads))
 
     def band_rows(self, width: float) -> int:
         """Fewer waste less at the edges; from 192 on, the kernel works in larger blocks."""
-        return 192 if width < 1024 else 256
+        return 192 * self.scale
+
+    def cut(self, tile: Tile, masked: bool) -> Iterator[Tile]:
+        """Blocks of queries. Under a causal mask the kernel computes up to 512 keys in vain for every query, so that
+        the end of each block is a band.
+        """
+        if masked:
+            yield tile
+            return
+        for part in in_rows(tile, self.rows * self.scale):
+            yield from in_rows(part, self.band_rows(math.inf), as_bands=True) if part.kind == "causal" else (part,)
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
@@ -165,13 +226,14 @@ def _additive(work: Work) -> torch.Tensor | None:
     tile = work.tile
     if work.mask is not None or tile.kind != "band":
         return work.mask
-    return _band(tile.q1 - tile.q0, tile.k1 - tile.k0, tile.low, tile.high, tile.distance, work.q.dtype)
+    low, high = tile.low - tile.distance, tile.high - tile.distance
+    return _band(tile.q1 - tile.q0, tile.k1 - tile.k0, low, high, work.q.dtype)
 
 
-@functools.lru_cache(maxsize=8)
-def _band(rows: int, columns: int, low: int, high: int, distance: int, dtype: torch.dtype) -> torch.Tensor:
-    """The same mask serves every tile inside a band: only the first and the last differ."""
-    seen = Tile(0, rows, 0, columns, "band", low, high, distance).mask(torch.device("cpu"))
+@functools.lru_cache(maxsize=16)
+def _band(rows: int, columns: int, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
+    """The same mask serves every tile inside a band, and the last tiles of all blocks: only the ends differ."""
+    seen = Tile(0, rows, 0, columns, "band", low, high).mask(torch.device("cpu"))
     return torch.zeros(rows, columns, dtype=dtype).masked_fill(~seen, -torch.inf)
 
 
@@ -182,11 +244,13 @@ class FlashCUDA:
     Its windows are aligned with the last query and the last key (FlashAttention-2, from version 2.1). It takes no mask.
     """
 
-    rows = None
-
     def band_rows(self, width: float) -> int:
         """All of them: the kernel itself knows windows."""
         return 2**62
+
+    def cut(self, tile: Tile, masked: bool) -> Iterator[Tile]:
+        """As few launches as can be."""
+        yield tile
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
@@ -221,7 +285,11 @@ def _window(tile: Tile) -> dict[str, int]:
 
 
 class Dense:
-    """Plain products in float32 at least: on any device, in any dtype; the measure of the other kernels."""
+    """Plain products in float32 at least: on any device, in any dtype; the measure of the other kernels.
+
+    The query heads that share a key head are rows of one product: as a batch of products that broadcasts, they would
+    have the keys copied for each of them.
+    """
 
     rows = 256
 
@@ -229,34 +297,39 @@ class Dense:
         """No more than any other tile has."""
         return self.rows
 
+    def cut(self, tile: Tile, masked: bool) -> Iterator[Tile]:
+        """Blocks of queries, whose scores fit into memory."""
+        return in_rows(tile, self.rows, as_bands=True)
+
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
-        scores = self._scores(work)
+        scores, kv_heads = self._scores(work), work.k.shape[1]
         lse = scores.logsumexp(dim=-1)
         weights = (scores - lse[..., None]).exp().to(work.v.dtype)
-        return (weights @ work.v[:, :, None]).flatten(1, 2), lse.flatten(1, 2)
+        return (_folded(weights, kv_heads) @ work.v).reshape(*lse.shape, -1), lse
 
     def backward(self, work: Work, merged: Merged) -> Tensors:
         """See `Kernel`."""
-        q, k, group = work.q, work.k, (work.k.shape[1], -1)
+        q, k, kv_heads = work.q, work.k, work.k.shape[1]
         weights, inner = self.of_scores(work, merged)
-        weights, inner = weights.to(q.dtype), (inner * work.scale).to(q.dtype)
-        grad_q = (inner @ k[:, :, None]).flatten(1, 2)
-        grad_k = (inner.mT @ q.unflatten(1, group)).sum(dim=2)
-        grad_v = (weights.mT @ merged.grad.unflatten(1, group)).sum(dim=2)
-        return grad_q, grad_k, grad_v
+        weights = _folded(weights.to(q.dtype), kv_heads)
+        inner = _folded((inner * work.scale).to(q.dtype), kv_heads)
+        grad_k = inner.mT @ _folded(q, kv_heads)
+        return (inner @ k).reshape(q.shape), grad_k, weights.mT @ _folded(merged.grad, kv_heads)
 
     def of_scores(self, work: Work, merged: Merged) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention weights, and gradients of the scores: `(batch, kv_heads, group, q_len, kv_len)`, float32."""
-        group, grad = (work.k.shape[1], -1), merged.grad
-        weights = (self._scores(work) - merged.lse.unflatten(1, group)[..., None]).exp()
-        delta = (wide(grad) * wide(merged.out)).sum(dim=-1, keepdim=True).unflatten(1, group)
-        return weights, weights * ((wide(grad.unflatten(1, group)) @ wide(work.v)[:, :, None].mT) - delta)
+        """Attention weights, and gradients of the scores: `(batch, heads, q_len, kv_len)`, float32."""
+        grad = wide(merged.grad)
+        weights = (self._scores(work) - merged.lse[..., None]).exp()
+        delta = (grad * wide(merged.out)).sum(dim=-1, keepdim=True)
+        products = (_folded(grad, work.v.shape[1]) @ wide(work.v).mT).reshape(weights.shape)
+        return weights, weights * (products - delta)
 
     def _scores(self, work: Work) -> torch.Tensor:
-        """`(batch, kv_heads, group, q_len, kv_len)`, float32."""
-        group, tile = (work.k.shape[1], -1), work.tile
-        scores = (wide(work.q).unflatten(1, group) @ wide(work.k)[:, :, None].mT).flatten(1, 2) * work.scale
+        """`(batch, heads, q_len, kv_len)`, float32."""
+        tile = work.tile
+        products = _folded(wide(work.q), work.k.shape[1]) @ wide(work.k).mT
+        scores = products.reshape(*work.q.shape[:3], -1) * work.scale
         if tile.kind == "causal":
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(hidden, -torch.inf)
@@ -264,7 +337,12 @@ class Dense:
             scores = scores + work.mask
         elif tile.kind == "band":
             scores = scores.masked_fill(~tile.mask(scores.device), -torch.inf)
-        return scores.unflatten(1, group)
+        return scores
+
+
+def _folded(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """`(batch, heads, rows, ...)` to `(batch, kv_heads, heads per kv head * rows, ...)`."""
+    return x.reshape(x.shape[0], kv_heads, -1, x.shape[-1])
 
 
 def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel:
@@ -273,7 +351,7 @@ def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
     if query.device.type == "cpu" and (half or query.dtype == torch.float32):
-        return FlashCPU()
+        return FlashCPU(query.shape[0] * query.shape[1], torch.get_num_threads())
     head_dim = query.shape[-1]
     fits = half and not masked and head_dim == value.shape[-1] and head_dim % 8 == 0 and head_dim <= 256
     if query.device.type == "cuda" and fits and agrees(FlashCUDA(), query.device, query.dtype, head_dim):

@@ -37,13 +37,13 @@ class ForwardMemo:
             self._known[key] = compute()
         return self._known[key]
 
-    def derived(self, what: Any, source: Any, compute: Callable[[], Any]) -> Any:
-        """`compute()` of `what` follows from the object `source`, or what it returned for this very object before; the
-        object is kept beside it, so that its identity stays its own.
+    def derived(self, what: Any, compute: Callable[[], Any], *sources: Any) -> Any:
+        """`compute()` of `what` follows from the objects `sources`, or what it returned for these very objects before;
+        they are kept beside it, so that their identities stay their own.
         """
         if torch.compiler.is_compiling():
-            return compute()  # the compiled graph would hold for this identity alone
-        return self.once((what, id(source)), lambda: (source, compute()))[1]
+            return compute()  # the compiled graph would hold for these identities alone
+        return self.once((what, *map(id, sources)), lambda: (sources, compute()))[1]
 
     def same(self, key: Any, value: torch.Tensor) -> torch.Tensor:
         """The tensor that an earlier layer had under this `key` if it is equal to this layer's `value`, of any shape,
@@ -61,10 +61,12 @@ class ForwardMemo:
             positions, rows = inputs.query_positions, inputs.value.shape[0]
             return groups, find_spans(positions, mask, groups, start, rows, inputs.causal)
 
-        return self.derived(("spans", *place), mask, find)[1]
+        return self.derived(("spans", *place), find, mask)[1]
 
     def bias(self, scheme: Scheme, like: torch.Tensor, weights: Weights = NO_WEIGHTS) -> DistanceBias:
-        """The bias of a scheme for queries `like` `(batch, heads, q_len, head_dim)`, found once for all layers."""
+        """The bias of a scheme for queries `like` `(batch, heads, q_len, head_dim)`: one object for all layers with
+        the same `weights`, which computes its values once.
+        """
         heads, device = like.shape[1], like.device
 
         def bias(distance: torch.Tensor) -> torch.Tensor:
@@ -74,15 +76,13 @@ class ForwardMemo:
             distances = torch.arange(low, high, device=device)
             if wants_gradient(weights):
                 return bias(distances)  # of a graph of its own, which may be walked before another layer's
-            key = ("bias", *map(id, weights.values()), heads, low, high)
-            # the weights are kept beside what was found for them, so that their identities stay their own
-            return self.once(key, lambda: (weights, bias(distances)))[1]
+            return self.derived(("bias", heads, low, high), lambda: bias(distances), *weights.values())
 
-        return DistanceBias(bias, scheme.linear, table)
+        return self.derived(("bias", heads), lambda: DistanceBias(bias, scheme.linear, table), *weights.values())
 
 
 class StackMemo(threading.local):
-    """The `ForwardMemo` of the forward that a stack is in, and memory that its layers overwrite.
+    """The `ForwardMemo` of the forward that a stack is in.
 
     Each thread has its own, so that several may read one model.
     """
@@ -90,7 +90,6 @@ class StackMemo(threading.local):
     def __init__(self) -> None:
         self._position_ids: torch.Tensor | None = None
         self._forward = ForwardMemo()
-        self._scratches: dict[Any, torch.Tensor] = {}
 
     def forget(self) -> None:
         """Start a forward."""
@@ -103,16 +102,6 @@ class StackMemo(threading.local):
         if self._position_ids is not position_ids:
             self._position_ids, self._forward = position_ids, ForwardMemo()
         return self._forward
-
-    def scratch(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory of the shape of `like` to be overwritten by the next layer.
-
-        A fresh temporary of some megabytes is mapped and faulted in at every step, which costs more than filling it.
-        """
-        key = (like.shape, like.dtype, like.device)
-        if key not in self._scratches:
-            self._scratches = {key: torch.empty_like(like, memory_format=torch.contiguous_format)}
-        return self._scratches[key]
 
     def __reduce__(self) -> tuple[type[StackMemo], tuple[()]]:
         return StackMemo, ()  # a copy of a model remembers nothing

@@ -40,7 +40,8 @@ def attend(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
     if content is not None and (factor := content.factor(distance)) is not None:
         weights = weights * factor.to(weights.dtype)
     value = inputs.value.to(weights.dtype)
-    output = (_per_kv_head(weights, value.shape[1]) @ value[:, :, None]).flatten(1, 2)
+    grouped = _per_kv_head(weights, value.shape[1])
+    output = (grouped.flatten(2, 3) @ value).unflatten(2, grouped.shape[2:4]).flatten(1, 2)
     if content is not None and (relative := content.values(weights, distance)) is not None:
         output = output + relative.to(output.dtype)
     return output.to(inputs.value.dtype), weights
@@ -52,7 +53,7 @@ def _scores(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]
     """
     scores, covered = None, None
     for branch in inputs.branches:
-        products = _products(branch.query, branch.key) * inputs.scaling
+        products = torch.nn.functional.pad(_products(branch.query, branch.key) * inputs.scaling, (branch.first, 0))
         if branch.region is None:
             scores = products
             continue
@@ -92,9 +93,10 @@ def _bias(bias: DistanceBias, inputs: AttentionInputs) -> torch.Tensor:
 
 
 def _products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """<q_m, k_n>, each key head serving its group of query heads without being repeated."""
+    """<q_m, k_n>: the queries that share keys are the rows of one product."""
     grouped = _per_kv_head(wide(query), key.shape[1])
-    return (grouped @ wide(key)[:, :, None].transpose(-1, -2)).flatten(1, 2)
+    products = grouped.flatten(2, 3) @ wide(key).mT
+    return products.unflatten(2, grouped.shape[2:4]).flatten(1, 2)
 
 
 def _per_kv_head(x: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -4,20 +4,24 @@ The regions of a scheme are disjoint, so softmax over their union is a weighted 
 weights that their log-sum-exps give. In the backward pass each region's kernel is called with the merged output and
 the merged log-sum-exp and then yields its exact share of the gradients (the identity behind ring attention, Liu et
 al., 2310.01889): no gradient flows through the merge.
+
+Work goes by groups of heads and blocks of queries, so that what the tiles of one block give is added up while it is in
+cache, and nothing but the results is as long as the text.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rope_patch.attention.bias import TileBias, tile_bias
-from rope_patch.attention.inputs import AttentionInputs, Branch
-from rope_patch.attention.kernels import Biased, Merged, Work, kernel_for
+from rope_patch.attention.inputs import AttentionInputs, Branch, wide
+from rope_patch.attention.kernels import Biased, Kernel, Merged, Work, kernel_for
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.slots import ALL_PAIRS, Region
@@ -28,15 +32,17 @@ def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
 
     The caller has made sure that there is no softcap, sink or dropout. Queries outside every span (pads) give zeros.
     """
-    regions = tuple(branch.region for branch in inputs.branches)
+    places = tuple((branch.region, branch.first) for branch in inputs.branches)
     states = [state for branch in inputs.branches for state in (branch.query, branch.key)]
     bias = tile_bias(inputs)
     source = None if bias is None else bias.source
-    return _Segmented.apply(spans, regions, bias, inputs.scaling, source, inputs.value, *states)
+    return _Segmented.apply(spans, places, bias, inputs.scaling, source, inputs.value, *states)
 
 
-LARGE = 2**25
-"""Bytes. A larger temporary is mapped and faulted in anew at every call: the C library does not keep it."""
+LARGE = 2**23
+"""Bytes of what tiles give for one group of heads: more leaves the cache, and the C library does not keep it, so that
+it is mapped and faulted in anew at every call.
+"""
 
 
 def applies(inputs: AttentionInputs, spans: tuple[Span, ...]) -> bool:
@@ -51,131 +57,236 @@ class _Segmented(torch.autograd.Function):
     def forward(
         ctx: Any,
         spans: tuple[Span, ...],
-        regions: tuple[Region | None, ...],
+        places: tuple[tuple[Region | None, int], ...],
         bias: TileBias | None,
         scale: float,
         source: torch.Tensor | None,
         value: torch.Tensor,
         *states: torch.Tensor,
     ) -> torch.Tensor:
-        branches = _as_branches(regions, states)
-        query = states[0]
-        dtype = torch.promote_types(query.dtype, torch.float32)
+        branches, query = _as_branches(places, states), states[0]
+        blocks = blocks_of(spans, branches, kernel_for(query, value, bias is not None), bias)
         batch, heads, length = query.shape[:3]
         # laid out as the kernels lay theirs out, and as the model wants it next
-        out = torch.empty(batch, length, heads, value.shape[-1], dtype=dtype, device=query.device).transpose(1, 2)
-        lse = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
-        touched = torch.zeros(batch, heads, length, dtype=torch.bool)
-        for kernel, branch, tile, queries, keys in _work(spans, branches, value, bias):
-            part, part_lse = kernel.forward(Work(branch.query[queries], branch.key[keys], value[keys], tile, scale))
-            seen = touched[queries]
-            if not seen.any():
-                out[queries], lse[queries] = part, part_lse
-            else:
-                if not seen.all():
-                    out[queries].masked_fill_(~seen[..., None].to(out.device), 0)
-                merge(out[queries], lse[queries], part, part_lse)
-            seen.fill_(True)
-        if not touched.all():
-            out.masked_fill_(~touched[..., None].to(out.device), 0)
-        out = out.to(value.dtype)
-        ctx.save_for_backward(value, out, lse, *states)
-        ctx.spans, ctx.regions, ctx.bias, ctx.scale = spans, regions, bias, scale
+        out = torch.empty(batch, length, heads, value.shape[-1], dtype=value.dtype, device=value.device).transpose(1, 2)
+        if sum(len(range(batch)[block.rows]) * block.q_length for block in blocks) < batch * length:
+            out.zero_()
+        lse = torch.full(query.shape[:3], -torch.inf, dtype=wide(query[:0]).dtype, device=query.device)
+        longest = max((block.q_length for block in blocks), default=0)
+        for group, block in itertools.product(head_groups(query, value, longest), blocks):
+            place = block.rows, group.heads, block.queries
+            out[place], lse[place] = _attend(block, group, branches, value, scale)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(value, out, lse, *states)
+        ctx.spans, ctx.places, ctx.bias, ctx.scale = spans, places, bias, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         value, out, lse, *states = ctx.saved_tensors
-        branches = _as_branches(ctx.regions, states)
-        work = list(_work(ctx.spans, branches, value, ctx.bias))
-        of_value = _Sum(value, [(tile, keys) for *_, tile, _, keys in work])
-        of_query = {id(b): _Sum(b.query, [(t, queries) for _, x, t, queries, _ in work if x is b]) for b in branches}
-        of_key = {id(b): _Sum(b.key, [(t, keys) for _, x, t, _, keys in work if x is b]) for b in branches}
+        branches = _as_branches(ctx.places, states)
+        blocks = blocks_of(ctx.spans, branches, kernel_for(states[0], value, ctx.bias is not None), ctx.bias)
+        of_value, *of_states = (torch.zeros_like(state) for state in (value, *states))
+        shares = _as_branches(ctx.places, of_states)
         of_bias = torch.zeros_like(ctx.bias.source) if ctx.needs_input_grad[4] else None
-        for kernel, branch, tile, queries, keys in work:
-            here = Work(branch.query[queries], branch.key[keys], value[keys], tile, ctx.scale)
-            merged = Merged(out[queries], lse[queries], grad[queries])
-            grad_q, grad_k, grad_v = kernel.backward(here, merged)
-            if of_bias is not None:
-                kernel.bias_gradient(here, merged, into=of_bias)
-            of_query[id(branch)].add(queries, grad_q)
-            of_key[id(branch)].add(keys, grad_k)
-            of_value.add(keys, grad_v)
-        shares = [sums[id(branch)].total() for branch in branches for sums in (of_query, of_key)]
-        return (None, None, None, None, of_bias, of_value.total(), *shares)
+        for group in head_groups(states[0], value, value.shape[2]):
+            to_keys = _to_keys(group, blocks, of_value, shares)
+            for block in blocks:
+                kernel, to_queries = block.kernel.of_heads(group.heads), _to_queries(group, block, shares)
+                for piece in block.pieces:
+                    place = block.rows, group.heads, piece.queries
+                    work = block.work(piece, group, branches, value, ctx.scale)
+                    merged = Merged(out[place], lse[place], grad[place])
+                    of_query, of_key, of_values = kernel.backward(work, merged, of_bias)
+                    to_queries[piece.branch].add(EVERY, piece.queries, of_query)
+                    to_keys[piece.branch].add(block.rows, piece.keys, of_key)
+                    to_keys[-1].add(block.rows, piece.keys, of_values)
+                for sums in to_queries:
+                    sums.close()
+            while to_keys:
+                to_keys.pop().close()  # and free it before those of the next heads are made
+        return (None, None, None, None, of_bias, of_value, *of_states)
 
 
-Index = tuple[slice, slice, slice]
+EVERY = slice(None)
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Query heads and the key heads that they share."""
+
+    heads: slice
+    kv_heads: slice
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tile of the region of the branch with this number, and its queries and keys in a row of the batch."""
+
+    branch: int
+    tile: Tile
+    queries: slice
+    keys: slice
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tiles whose queries overlap, the largest first, and all of their queries."""
+
+    kernel: Biased
+    rows: slice
+    queries: slice
+    pieces: list[Piece]
+
+    @property
+    def q_length(self) -> int:
+        """Number of queries in a row."""
+        return self.queries.stop - self.queries.start
+
+    def work(
+        self, piece: Piece, group: HeadGroup, branches: Sequence[Branch], value: torch.Tensor, scale: float
+    ) -> Work:
+        """A tile as a kernel wants it, for some heads."""
+        branch = branches[piece.branch]
+        in_branch = slice(piece.keys.start - branch.first, piece.keys.stop - branch.first)
+        query = branch.query[self.rows, group.heads, piece.queries]
+        key = branch.key[self.rows, group.kv_heads, in_branch]
+        return Work(query, key, value[self.rows, group.kv_heads, piece.keys], piece.tile, scale)
+
+
+def _attend(
+    block: Block, group: HeadGroup, branches: Sequence[Branch], value: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of the queries of a block, `(rows, heads, queries, value_dim)` and
+    `(rows, heads, queries)`.
+    """
+    kernel, (first, *others) = block.kernel.of_heads(group.heads), block.pieces
+    out, lse = kernel.forward(block.work(first, group, branches, value, scale))
+    if not others:
+        return out, lse
+    start = block.queries.start
+    before, after = first.queries.start - start, block.queries.stop - first.queries.stop
+    out = wide(out)
+    if before or after:
+        out = torch.nn.functional.pad(out, (0, 0, before, after))
+        lse = torch.nn.functional.pad(lse, (before, after), value=-torch.inf)
+    for piece in others:
+        part, part_lse = kernel.forward(block.work(piece, group, branches, value, scale))
+        queries = slice(piece.queries.start - start, piece.queries.stop - start)
+        merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
+    return out, lse
 
 
 class _Sum:
     """What tiles contribute to one gradient: written to its place where each place has one tile, else added up in
     float32, because half precision would lose what many tiles add up.
+
+    Args:
+        into: where it goes, `(batch, heads, length, dim)`; zeros, of which the first are in the slot `first`.
+        runs: rows and slots of every tile.
     """
 
-    def __init__(self, like: torch.Tensor, work: list[tuple[Tile, Index]]) -> None:
-        # the groups of heads of one tile do not meet
-        runs = {(id(tile), rows.start): (rows.start, run.start, run.stop) for tile, (rows, _, run) in work}
-        in_order = itertools.pairwise(sorted(runs.values()))
+    def __init__(self, into: torch.Tensor, runs: list[tuple[slice, slice]], first: int = 0) -> None:
+        in_order = itertools.pairwise(sorted((rows.start, run.start, run.stop) for rows, run in runs))
         self._disjoint = all(a[0] != b[0] or a[2] <= b[1] for a, b in in_order)
-        self._dtype = like.dtype
-        dtype = like.dtype if self._disjoint else torch.promote_types(like.dtype, torch.float32)
-        self._sum = torch.zeros_like(like, dtype=dtype)
+        exact = self._disjoint or wide(into[:0]).dtype == into.dtype
+        self._into, self._first = into, first
+        self._sum = into if exact else torch.zeros_like(into, dtype=torch.float32)
 
-    def add(self, place: Index, share: torch.Tensor) -> None:
+    def add(self, rows: slice, slots: slice, share: torch.Tensor) -> None:
         """The contribution of one tile."""
+        here = self._sum[rows, :, slots.start - self._first : slots.stop - self._first]
         if self._disjoint:
-            self._sum[place] = share
+            here.copy_(share)
         else:
-            self._sum[place] += share.to(self._sum.dtype)
+            here.add_(share)
 
-    def total(self) -> torch.Tensor:
-        """The gradient in the dtype of its tensor."""
-        return self._sum.to(self._dtype)
-
-
-def _work(
-    spans: tuple[Span, ...], branches: list[Branch], value: torch.Tensor, bias: TileBias | None
-) -> Iterator[tuple[Biased, Branch, Tile, Index, Index]]:
-    """Every tile, its kernel, and the places of its queries and keys in the batch; a large one by groups of heads."""
-    plain = kernel_for(branches[0].query, value, bias is not None)
-    # the far region first: its one large tile is then the ground to which small ones are added while they are in cache
-    in_order = sorted(branches, key=lambda branch: -branch.region.start if branch.region else 0)
-    for span, branch in itertools.product(spans, in_order):
-        kernel = Biased(plain, span, None if bias is None else bias.of(span))
-        for tile in kernel.tiles(branch.region or ALL_PAIRS):
-            queries = slice(span.queries.start + tile.q0, span.queries.start + tile.q1)
-            keys = slice(span.keys.start + tile.k0, span.keys.start + tile.k1)
-            rows = span.rows.stop - span.rows.start
-            whole = kernel.bias is not None or not branch.query.is_cpu  # a bias has a mask for all heads
-            groups = 1 if whole else _number_of_head_groups(rows, tile, branch.query)
-            for of_queries, of_keys in _head_groups(groups, branch.query.shape[1], value.shape[1]):
-                yield kernel, branch, tile, (span.rows, of_queries, queries), (span.rows, of_keys, keys)
+    def close(self) -> None:
+        """Write the sum to where it goes."""
+        if self._sum is not self._into:
+            self._into.copy_(self._sum)
 
 
-def _number_of_head_groups(rows: int, tile: Tile, query: torch.Tensor) -> int:
-    """As many as keep the output of each below `LARGE` bytes, and every thread at work."""
-    _, heads, _, head_dim = query.shape
-    size = rows * heads * (tile.q1 - tile.q0) * head_dim * query.element_size()
-    return max(1, min(math.ceil(size / LARGE), rows * heads // torch.get_num_threads()))
+def _to_queries(group: HeadGroup, block: Block, shares: list[Branch]) -> list[_Sum]:
+    """The gradients of the queries of a block, one for each branch."""
+    place = block.rows, group.heads, block.queries
+    return [
+        _Sum(share.query[place], [(slice(0, 1), p.queries) for p in block.pieces if p.branch == n], place[2].start)
+        for n, share in enumerate(shares)
+    ]
 
 
-def _head_groups(number: int, heads: int, kv_heads: int) -> Iterator[tuple[slice, slice]]:
-    """Query heads and the key heads that they share, in `number` groups at most."""
-    size, shared = math.ceil(kv_heads / number), heads // kv_heads
-    for start in range(0, kv_heads, size):
-        stop = min(start + size, kv_heads)
-        yield slice(start * shared, stop * shared), slice(start, stop)
+def _to_keys(group: HeadGroup, blocks: list[Block], of_value: torch.Tensor, shares: list[Branch]) -> list[_Sum]:
+    """The gradients of the keys of some heads, one for each branch, and that of the values."""
+    runs = [(piece.branch, (block.rows, piece.keys)) for block in blocks for piece in block.pieces]
+    of_branches = [
+        _Sum(share.key[:, group.kv_heads], [run for branch, run in runs if branch == number], share.first)
+        for number, share in enumerate(shares)
+    ]
+    return [*of_branches, _Sum(of_value[:, group.kv_heads], [run for _, run in runs])]
+
+
+def blocks_of(
+    spans: tuple[Span, ...], branches: Sequence[Branch], kernel: Kernel, bias: TileBias | None
+) -> list[Block]:
+    """All tiles of a call, by the queries that they share."""
+    return [
+        block
+        for span in spans
+        for block in _in_span(span, branches, Biased(kernel, span, None if bias is None else bias.of(span)))
+    ]
+
+
+def _in_span(span: Span, branches: Sequence[Branch], kernel: Biased) -> Iterator[Block]:
+    def piece(number: int, tile: Tile) -> Piece:
+        queries = slice(span.queries.start + tile.q0, span.queries.start + tile.q1)
+        keys = slice(span.keys.start + tile.k0, span.keys.start + tile.k1)
+        return Piece(number, tile, queries, keys)
+
+    pieces = [
+        piece(number, tile)
+        for number, branch in enumerate(branches)
+        for tile in kernel.tiles(branch.region or ALL_PAIRS)
+    ]
+    together: list[Piece] = []
+    stop = 0
+    for one in sorted(pieces, key=lambda one: one.tile.q0):
+        if together and one.queries.start >= stop:
+            yield _block(kernel, together)
+            together = []
+        together.append(one)
+        stop = max(stop if len(together) > 1 else 0, one.queries.stop)
+    if together:
+        yield _block(kernel, together)
+
+
+def _block(kernel: Biased, pieces: list[Piece]) -> Block:
+    start, stop = min(p.queries.start for p in pieces), max(p.queries.stop for p in pieces)
+    in_order = sorted(pieces, key=lambda piece: piece.tile.q0 - piece.tile.q1)
+    return Block(kernel, kernel.span.rows, slice(start, stop), in_order)
+
+
+def head_groups(query: torch.Tensor, value: torch.Tensor, length: int) -> Iterator[HeadGroup]:
+    """As many groups as keep what a tile of `length` queries or keys gives for each below `LARGE` bytes, and every
+    thread at work; one where a call costs more than memory.
+    """
+    batch, heads, *_ = query.shape
+    kv_heads, shared = value.shape[1], heads // value.shape[1]
+    size = 4 * batch * heads * length * max(query.shape[-1], value.shape[-1])
+    number = max(1, min(math.ceil(size / LARGE), batch * heads // torch.get_num_threads())) if query.is_cpu else 1
+    step = math.ceil(kv_heads / number)
+    for start in range(0, kv_heads, step):
+        stop = min(start + step, kv_heads)
+        yield HeadGroup(slice(start * shared, stop * shared), slice(start, stop))
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Fold another part of the keys into output and log-sum-exp, `(batch, heads, q_len, value_dim)` and
     `(batch, heads, q_len)`, in place.
     """
-    merged = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - merged).exp_()[..., None]).addcmul_(part, (part_lse - merged).exp_()[..., None].to(part.dtype))
-    lse.copy_(merged)
+    out.lerp_(part.to(out.dtype), (part_lse - lse).sigmoid_()[..., None].to(out.dtype))
+    torch.logaddexp(lse, part_lse, out=lse)
 
 
-def _as_branches(regions: tuple[Region | None, ...], states: Any) -> list[Branch]:
-    return [Branch(region, states[2 * i], states[2 * i + 1]) for i, region in enumerate(regions)]
+def _as_branches(places: tuple[tuple[Region | None, int], ...], states: Any) -> list[Branch]:
+    return [Branch(region, states[2 * i], states[2 * i + 1], first) for i, (region, first) in enumerate(places)]

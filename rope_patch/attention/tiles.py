@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -116,8 +117,9 @@ def _tiles_of(region: Region, q_length: int, offset: int, first_position: int, b
     open_until = q_length if region.stop == math.inf else min(max(int(region.stop) - offset, first), q_length)
     if open_until > first:
         yield from _wedge(first, open_until, 0, offset + first - low)
-    for q0 in range(open_until, q_length, band_rows):
-        q1 = min(q0 + band_rows, q_length)
+    # cut at multiples, as other regions are
+    cuts = range((open_until // band_rows + 1) * band_rows, q_length, band_rows)
+    for q0, q1 in itertools.pairwise([open_until, *cuts, q_length] if open_until < q_length else []):
         k0, k1 = max(0, offset + q0 - int(region.stop) + 1), offset + q1 - low
         yield Tile(q0, q1, k0, k1, "band", low, int(region.stop))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -81,6 +81,20 @@ class RotaryTables:
         return torch.complex(cos.float(), sin.float()) if self.is_complex else (cos, sin)
 
 
+class Heads(NamedTuple):
+    """The queries of one attention module.
+
+    Attributes:
+        num: how many heads there are of them.
+        dim: dimensions of a head.
+        value_dim: dimensions of one head's values.
+    """
+
+    num: int
+    dim: int
+    value_dim: int
+
+
 @dataclass(frozen=True)
 class AttentionLayer:
     """One self-attention module.
@@ -88,6 +102,7 @@ class AttentionLayer:
     Attributes:
         index: `layer_idx`, the place in the cache.
         spec: its rotary embedding; where it has none, the one that a scheme would bring.
+        heads: their number and sizes.
         kind: its layer type in the config; without one, `full_attention` or `sliding_attention` by its window.
         layout: how it pairs dimensions, or would; None where the module rotates in other layers, but not in this one.
         rotary: the tables that the module rotates by; None where it takes none.
@@ -102,6 +117,7 @@ class AttentionLayer:
     index: int
     spec: RotarySpec
     layout: RotaryLayout | None
+    heads: Heads
     rotary: RotaryTables | None = None
     sliding_window: int | None = None
     bias_table: nn.Embedding | None = None

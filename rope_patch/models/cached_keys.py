@@ -78,12 +78,17 @@ def _names(*names: str) -> set[Any]:
 
 
 _GATHERING = _names("gather", "take_along_dim")
+_JOINING = _names("cat")
 _MOVING = _names("to", "cpu", "cuda", "contiguous", "clone", "detach")
-_FOLLOWED = _GATHERING | _MOVING | _names("__getitem__", "index_select", "narrow", "repeat_interleave", "cat", "flip")
+_FOLLOWED = (
+    _GATHERING | _JOINING | _MOVING | _names("__getitem__", "index_select", "narrow", "repeat_interleave", "flip")
+)
 
 
 def _followed(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.Tensor | None:
     """What the same operation makes of the positions; None where that does not say which keys were taken."""
+    if func in _JOINING and not all(isinstance(x, CachedKeys) for x in (args[0] if args else kwargs["tensors"])):
+        return None  # what is joined to them has no positions yet
     if func in _MOVING:
         keys = next(x for x in args if isinstance(x, CachedKeys))
         return keys.positions.to(result.device)

@@ -23,7 +23,8 @@ from rope_patch.models.config import (
     scheme_of_layer_type,
     training_length,
 )
-from rope_patch.models.probe import is_told_positions, measure_layout, measure_tables
+from rope_patch.models.meta import filled
+from rope_patch.models.probe import Measuring, measure_tables
 from rope_patch.models.state import unchanged
 from rope_patch.schemes.base import Scheme
 
@@ -44,10 +45,11 @@ def read(stack: PreTrainedModel) -> Stack:
     if len(modules) > 1:
         raise UnsupportedModel(f"{family} has {len(modules)} rotary modules; which layer uses which is not declared")
     checkpoint = checkpoint_of_config(stack.config)
-    with unchanged(modules[0]):
+    with filled(modules[0], stack), unchanged(modules[0]):
         rotary = _tables_of(modules[0], stack.config)
+        measuring = Measuring()
         layers = tuple(
-            _read_layer(name, module, rotary, stack, checkpoint.training_length)
+            _read_layer(name, module, rotary, stack, checkpoint.training_length, measuring)
             for name, module in _attention_modules(stack)
         )
     if not layers:
@@ -114,7 +116,12 @@ def _attention_modules(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _read_layer(
-    name: str, module: nn.Module, rotary: tuple[RotaryTables, ...], stack: PreTrainedModel, training_length: int
+    name: str,
+    module: nn.Module,
+    rotary: tuple[RotaryTables, ...],
+    stack: PreTrainedModel,
+    training_length: int,
+    measuring: Measuring,
 ) -> AttentionLayer:
     if getattr(module, "is_kv_shared_layer", False):
         raise UnsupportedModel(f"{type(stack).__name__}: {name} shares the keys of another layer")
@@ -132,7 +139,8 @@ def _read_layer(
     elif sliding is None:
         # Mistral-like: the window stands in the config alone and holds for every layer
         sliding = getattr(module.config, "sliding_window", None) if _window_for_all(module) else None
-    layout, normed = measure_layout(name, module, tables)
+    block = stack.get_submodule(name.rpartition(".")[0])
+    (layout, normed, heads), told = measuring.turning(name, block, module, tables)
     if normed and tables.attention_scaling != 1:
         raise UnsupportedModel(
             f"{type(stack).__name__}: {name} norms queries and keys after tables that scale them by "
@@ -140,9 +148,10 @@ def _read_layer(
         )
     spec = tables.spec(training_length)
     kind = layer_type or ("full_attention" if sliding is None else "sliding_attention")
-    told = is_told_positions(stack.get_submodule(name.rpartition(".")[0]), module, tables)
     index = cast(int, module.layer_idx)
-    return AttentionLayer(name, module, index, spec, layout, tables, sliding, kind=kind, told=told, normed=normed)
+    return AttentionLayer(
+        name, module, index, spec, layout, heads, tables, sliding, kind=kind, told=told, normed=normed
+    )
 
 
 def _layer_type(module: nn.Module) -> str | None:

@@ -7,6 +7,10 @@ each column, each dimension shows which frequency it reads. All of that is exact
 
 With cos 2 queries and keys double, unless a norm follows the rotation. A norm over whole heads without weights of its
 own turns with them, so the measurement comes out the same, up to rounding; weights are found out by changing them.
+
+Layers of one kind are measured once, on a stand-in with random weights. So neither the width nor the number of layers
+costs much, and no weights are needed. What a stand-in cannot run as the module would, or what does not come out clean
+on it, is measured on the module itself.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ import dataclasses
 import inspect
 import itertools
 import threading
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -27,7 +31,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.arguments import by_name
-from rope_patch.models.base import RotaryTables
+from rope_patch.models.base import Heads, RotaryTables
+from rope_patch.models.stand_in import StandIns, kind_of, part_of
 from rope_patch.schemes.tools.rotary import RotaryLayout
 
 _PROBE = "rope_patch_probe"
@@ -37,9 +42,74 @@ _PROBING = threading.RLock()
 _TOKENS = 4
 _AXES = (2, 3, 4)
 """How many axes of positions a rotary module may read; families of today read three, and HunYuan-VL up to four."""
+_ROWS = 16
+"""By how many vectors the partner of a dimension is looked for."""
 _ULPS = 4
 """By how many units in the last place a norm may differ that sums the dimensions of a head in another order."""
 _FOLLOWED = "something follows the rotation of queries and keys (a norm, a scale)"
+
+Found = TypeVar("Found")
+
+
+class Turning(NamedTuple):
+    """What an attention module does with its tables.
+
+    Attributes:
+        layout: None where queries and keys do not depend on the tables.
+        normed: whether a norm follows that the rotation commutes with.
+        heads: their number and sizes.
+    """
+
+    layout: RotaryLayout | None
+    normed: bool
+    heads: Heads
+
+
+class Measuring:
+    """Measures the layers of a stack, each kind of them once."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Any] = {}
+
+    def turning(self, name: str, block: nn.Module, module: nn.Module, rotary: RotaryTables) -> tuple[Turning, bool]:
+        """`measure_layout` and `is_told_positions`, of this layer and its block or of others of their kind.
+
+        A block that cannot be run on its own is taken to tell, as nearly all do.
+        """
+        kind = (rotary.layer_type, kind_of(module))
+        turning = self._once(kind, module, module, lambda tried, _: measure_layout(name, tried, rotary))
+        around = (part_of(block), *map(type, block.children()))
+        try:
+            told = self._once(
+                (kind, around), block, module, lambda tried, inner: is_told_positions(tried, inner, rotary)
+            )
+        except UnsupportedModel:
+            told = True
+        return turning, told
+
+    def heads(self, module: nn.Module) -> Heads:
+        """`measure_heads`, of this layer, which is given no tables, or of another one of its kind."""
+        return self._once(kind_of(module), module, module, lambda tried, _: measure_heads(tried))
+
+    def _once(
+        self, kind: Hashable, outer: nn.Module, inner: nn.Module, measure: Callable[[nn.Module, nn.Module], Found]
+    ) -> Found:
+        """What `measure` finds of a module and of one inside it."""
+        if kind in self._found:
+            return self._found[kind]
+        device = _device_of(inner)
+        stand_ins = StandIns(device or torch.device("cpu"))
+        try:
+            found = measure(stand_ins.of(outer), stand_ins.of(inner))
+        except Exception as error:  # whatever a family does that a copy of it cannot
+            if device is None:
+                raise UnsupportedModel(
+                    f"{error} (tried without its weights, which are on the device meta: load them before it is patched)"
+                ) from error
+            return measure(outer, inner)
+        if not stand_ins.index_was_read:  # else another layer of this kind may be another thing
+            self._found[kind] = found
+        return found
 
 
 def measure_tables(rotary: RotaryTables) -> RotaryTables:
@@ -59,12 +129,8 @@ def measure_tables(rotary: RotaryTables) -> RotaryTables:
     return dataclasses.replace(rotary, axes=axes, is_complex=isinstance(given, torch.Tensor) and given.is_complex())
 
 
-def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> tuple[RotaryLayout | None, bool]:
+def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> Turning:
     """How a self-attention module rotates, which is left as it was.
-
-    Returns:
-        the rotary layout, None where queries and keys do not depend on the tables; and whether a norm follows that the
-        rotation commutes with.
 
     Raises:
         UnsupportedModel: when the measurement does not come out clean, e.g. for a norm with weights after the rotation.
@@ -77,7 +143,8 @@ def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> tuple[
     cos = torch.cat([one, zero, 1 - digits, angles.cos()[:, columns], 2 * one])
     sin = torch.cat([zero, one, digits, angles.sin()[:, columns], zero])
 
-    query, key = _run(module, rotary, cos, sin)[:2]
+    query, key, value = _run(module, rotary, cos, sin)
+    heads = Heads(query.shape[1], query.shape[-1], value.shape[-1])
     normed = not (_doubles(query) and _doubles(key))
     if normed:
         query, key = _run(module, rotary, cos, sin, with_other_vectors=True)[:2]
@@ -85,39 +152,30 @@ def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> tuple[
     if layouts[0] != layouts[1]:
         raise UnsupportedModel(f"{name}: queries and keys are rotated in different layouts")
     if (layout := layouts[0]) is None:
-        return None, False
+        return Turning(None, False, heads)
     for states in (query, key):
         expected = layout.rotate(states[:1], angles.cos().to(states), angles.sin().to(states))
         tolerance = 8 * torch.finfo(states.dtype).eps * float(states[0].abs().max())
         if (expected - states[-2]).abs().max() > tolerance:
             raise UnsupportedModel(f"{name}: {_FOLLOWED}")
-    return layout, normed
+    return Turning(layout, normed, heads)
 
 
-def measure_heads(module: nn.Module, rotary: RotaryTables | None) -> tuple[int, int, int]:
-    """Number of query heads, their dimension, and the dimension of one head's values, of a module that is given the
-    tables `rotary`, or none.
+def measure_heads(module: nn.Module) -> Heads:
+    """The sizes of the heads of a self-attention module that is given no tables.
 
     Raises:
         UnsupportedModel: when the module does not call the attention interface of Transformers.
     """
-    width = 1 if rotary is None else rotary.tables(torch.arange(1)[None])[0].shape[-1]
-    query, _, value = _run(module, rotary, torch.ones(1, width), torch.zeros(1, width))
-    return query.shape[1], query.shape[-1], value.shape[-1]
-
-
-def reaches_interface(module: nn.Module) -> bool:
-    """Whether a self-attention module that takes no tables calls the attention interface of Transformers."""
-    try:
-        _run(module, None, torch.ones(1, 1), torch.zeros(1, 1))
-    except UnsupportedModel:
-        return False
-    return True
+    query, _, value = _run(module, None, torch.ones(1, 1), torch.zeros(1, 1))
+    return Heads(query.shape[1], query.shape[-1], value.shape[-1])
 
 
 def is_told_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) -> bool:
-    """Whether a block hands its self-attention module the positions that it is given, as nearly all do; one that cannot
-    be run on its own is taken to.
+    """Whether a block hands its self-attention module the positions that it is given.
+
+    Raises:
+        UnsupportedModel: when the block cannot be run on its own.
     """
     hidden = _hidden(module)
     handle = module.register_forward_pre_hook(_Reached.stop, with_kwargs=True)
@@ -127,11 +185,11 @@ def is_told_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables)
             block.forward(**_arguments(block, hidden, tables))
     except _Reached as reached:
         return reached.is_told
-    except Exception:  # whatever a family raises, its block wants more
-        return True
+    except Exception as error:  # whatever a family raises, its block wants more
+        raise UnsupportedModel(f"{type(block).__name__} cannot be run on its own: {error}") from error
     finally:
         handle.remove()
-    return True
+    raise UnsupportedModel(f"{type(block).__name__} does not call its {type(module).__name__}")
 
 
 class _Reached(BaseException):  # not an Exception: nothing that a model catches
@@ -152,14 +210,20 @@ def device_of(module: nn.Module) -> torch.device:
     Raises:
         UnsupportedModel: its weights are nowhere.
     """
+    if (device := _device_of(module)) is None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} has no weights yet (device meta); load them before it is patched"
+        )
+    return device
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
     device = next((tensor.device for tensor in _tensors(module)), torch.device("cpu"))
     if device.type != "meta":
         return device
-    for child in module.modules():
-        place = getattr(getattr(child, "_hf_hook", None), "execution_device", None)
-        if place is not None:
-            return torch.device(place)
-    raise UnsupportedModel(f"{type(module).__name__} has no weights yet (device meta); load them before it is patched")
+    hooks = (getattr(child, "_hf_hook", None) for child in module.modules())
+    places = (getattr(hook, "execution_device", None) for hook in hooks)
+    return next((torch.device(place) for place in places if place is not None), None)
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
@@ -290,27 +354,27 @@ def _read_layout(name: str, states: torch.Tensor, rounded: bool) -> RotaryLayout
         """By channel, over `(heads * tokens, channels)`."""
         return ((found - expected).abs() <= tolerance * expected.abs()).all(dim=0)
 
-    still, turned, *by_bit = states.flatten(1, 2)
+    still, turned, *by_bit = states.cpu().flatten(1, 2)
     rotated = (~alike(turned, still)).nonzero().flatten().tolist()
     if not rotated:
         return None
+    few = slice(None, None, max(1, len(still) // _ROWS))  # to find partners by; all rows have to agree on them
+    plus, minus = (alike(turned[few, :, None], sign * still[few, None]) for sign in (1, -1))
+    of_plus, of_minus = plus.int().argmax(dim=1), minus.int().argmax(dim=1)
+    agrees = torch.where(minus.any(dim=1), alike(turned, -still[:, of_minus]), alike(turned, still[:, of_plus]))
+    is_clear = ((plus.sum(dim=1) + minus.sum(dim=1) == 1) & agrees).tolist()
+    turns = [alike(found, turned).tolist() for found in by_bit]
+    stays = [alike(found, still).tolist() for found in by_bit]
     firsts: dict[int, int] = {}
     seconds: dict[int, int] = {}
     for i in rotated:
-        plus = alike(turned[:, i, None], still).nonzero().flatten().tolist()
-        minus = alike(turned[:, i, None], -still).nonzero().flatten().tolist()
-        if len(plus) + len(minus) != 1:
+        if not is_clear[i]:
             raise UnsupportedModel(f"{name}: dimension {i} of the heads has no clear partner: {_FOLLOWED}")
-        frequency = 0
-        for bit, found in enumerate(by_bit):
-            if alike(found, turned)[i]:
-                frequency |= 1 << bit
-            elif not alike(found, still)[i]:
-                raise UnsupportedModel(
-                    f"{name}: dimension {i} reads cos and sin of several frequencies, or {_FOLLOWED}"
-                )
+        if not all(turn[i] or stay[i] for turn, stay in zip(turns, stays, strict=True)):
+            raise UnsupportedModel(f"{name}: dimension {i} reads cos and sin of several frequencies, or {_FOLLOWED}")
+        frequency = sum(turn[i] << bit for bit, turn in enumerate(turns))
         # a quarter turn of the pair (a, b) is (-b, a): the dimension that turned negative is the first
-        first, second = (i, minus[0]) if minus else (plus[0], i)
+        first, second = (i, int(of_minus[i])) if minus[i].any() else (int(of_plus[i]), i)
         if firsts.setdefault(frequency, first) != first or seconds.setdefault(frequency, second) != second:
             raise UnsupportedModel(f"{name}: frequency {frequency} turns more than one pair of dimensions")
     order = sorted(firsts)

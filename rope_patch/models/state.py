@@ -54,6 +54,14 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         state.restore()
 
 
+def remove_hook(module: nn.Module, hook: Any) -> None:
+    """Take a pre-hook off a module, if it is there."""
+    for key, registered in list(module._forward_pre_hooks.items()):
+        if registered is hook:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
 def _own(module: nn.Module) -> dict[str, Any]:
     named = {**vars(module), **module._buffers}
     kinds = (torch.Tensor, int, float)

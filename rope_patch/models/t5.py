@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.config import BASE
-from rope_patch.models.probe import reaches_interface
+from rope_patch.models.probe import Measuring
 from rope_patch.schemes.slots import Checkpoint
 from rope_patch.schemes.t5 import T5Bias
 from rope_patch.schemes.tools.rotary import half_split
@@ -45,18 +45,18 @@ def read(stack: PreTrainedModel) -> Stack:
         raise UnsupportedModel(f"{family}: the local attention of LongT5 bypasses the attention interface")
     if hasattr(stack, "relative_bias"):
         raise UnsupportedModel(f"{family} has biases for the layout of a page, which no scheme here stands for")
-    own = list(_attention_modules(stack.block, "SelfAttention"))
-    for name, module in own:
-        if not reaches_interface(module):
-            raise UnsupportedModel(f"{family}: {name} does not call the attention interface of Transformers")
+    own, measuring = list(_attention_modules(stack.block, "SelfAttention")), Measuring()
     tables = [getattr(module, "relative_attention_bias", None) for _, module in own]
     length = int(getattr(config, "n_positions", None) or TRAINING_LENGTH)
     buckets = (config.relative_attention_num_buckets, config.relative_attention_max_distance)
     both_sides = not config.is_decoder
     spec = RotarySpec(config.d_kv, BASE, length)
+    layout = half_split(config.d_kv)
     layers = tuple(
         # where the first layer alone has a table, it serves all
-        AttentionLayer(f"block.{name}", module, index, spec, half_split(config.d_kv), bias_table=table or tables[0])
+        AttentionLayer(
+            f"block.{name}", module, index, spec, layout, measuring.heads(module), bias_table=table or tables[0]
+        )
         for index, ((name, module), table) in enumerate(zip(own, tables, strict=True))
     )
     across = [module for _, module in _attention_modules(stack.block, "EncDecAttention")]

@@ -41,14 +41,18 @@ from rope_patch.models.cached_keys import (
 )
 from rope_patch.mounting.parameters import LearnedWeights
 from rope_patch.mounting.positions import TOLD
+from rope_patch.mounting.still import Still
 from rope_patch.mounting.sums import running_sums
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Region
-from rope_patch.schemes.tools.positions import follow_on, joined, key_positions, query_start
+from rope_patch.schemes.tools.positions import Constant, follow_on, joined, key_positions, query_start
 from rope_patch.typing import Frequencies, PositionMap, Weights
 
 IMPLEMENTATION = "rope_patch"
 """Name under which the attention function is registered while any patched model needs it."""
+
+STILL = Constant(0)
+"""Where states stand that are not turned."""
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -115,6 +119,24 @@ def _groups(kwargs: dict[str, Any], config: Any) -> torch.Tensor | None:
     return None
 
 
+LONG = 64
+"""From so many tokens on, what `Still` spares is more than what it takes."""
+
+
+def _identity(given: Any, device_type: str) -> Any:
+    """Tables in the form of those `given` that turn nothing."""
+    if isinstance(given, torch.Tensor):  # cos + i sin
+        return torch.ones_like(given)
+    cos, sin = given
+    dtype = cos.dtype
+    if torch.is_autocast_enabled(device_type):  # or the cache would hold keys in float32 beside values that are not
+        dtype = torch.get_autocast_dtype(device_type)
+    one, zero = torch.ones_like(cos, dtype=dtype), torch.zeros_like(sin, dtype=dtype)
+    if torch.compiler.is_compiling() or cos.shape[-2] < LONG:
+        return one, zero
+    return Still.of(one, 1), Still.of(zero, 0)
+
+
 def _is_ours(module: nn.Module) -> bool:
     return cast(Any, module.config)._attn_implementation == IMPLEMENTATION
 
@@ -141,7 +163,8 @@ class LateAttention:
     num_layers: int
 
     def __post_init__(self) -> None:
-        self.regions: tuple[Region, ...] = self.scheme.segments() if "segments" in self.scheme.slots else ()
+        slots = self.scheme.slots
+        self.regions: tuple[Region, ...] = self.scheme.segments() if "segments" in slots else ()
         # keys after the query lie in regions of negative distance, which a causal model never looks at
         if self.layer.is_causal:
             self.regions = tuple(region for region in self.regions if region.stop > 0)
@@ -152,13 +175,21 @@ class LateAttention:
         kept = "unrotated" if self.anchor is None else f"rotated by {self.anchor}"
         self.kept = kept if self.rotate else OWN_ROTATION
         self.written_by = signature_of(self.scheme, self.kept)
-        self.follows_positions = bool(self.rotate or self.regions or self.scheme.slots & {"bias", "values"})
+        self.follows_positions = bool(self.rotate or self.regions or slots & {"bias", "values"} or self.scheme.decays)
+        # what a scheme is asked for at every call
+        self.methods, self.decays, self.scales = self.scheme.methods, self.scheme.decays, "query_scale" in slots
+        self.scores = bool(slots & {"segments", "bias", "values"}) or self.decays or self.attention != "auto"
 
     @property
     def reads_groups(self) -> bool:
         """Whether pads and documents may come as groups of keys, and not as a mask."""
-        scores = self.scheme.slots & {"segments", "bias", "values"} or self.scheme.decays or self.attention != "auto"
-        return bool(scores) and self.layer.sliding_window is None
+        return self.scores and self.layer.sliding_window is None
+
+    def anchor_for(self, cache: Cache | None) -> PositionMap | None:
+        """What the module is to turn queries and keys by. Where no cache keeps them, nothing is the least work."""
+        if self.anchor is None or (cache is not None and self.anchor != STILL):
+            return self.anchor
+        return STILL if cast(RotaryTables, self.layer.rotary).attention_scaling == 1 else None
 
     def register(self) -> None:
         """Make the attention function known to Transformers under its own name; no other name is touched."""
@@ -200,86 +231,83 @@ class LateAttention:
             raise UnsupportedPositions(
                 f"{self.layer.name}: position_ids of shape {tuple(position_ids.shape)}; (batch, length) is allowed"
             )
-        call = LateCall(self, self.memo.of(position_ids), hidden, position_ids, start)
+        call = LateCall(self, self.memo.of(position_ids), hidden, position_ids, start, self.anchor_for(cache))
         if cache is not None:
-            call = self._with_past(call, cache, hidden.shape[1], kwargs.get("attention_mask"))
-        if "running_bias" in self.scheme.methods:
+            self._look_back(call, cache, hidden.shape[1], kwargs.get("attention_mask"))
+        if "running_bias" in self.methods:
             added = self.scheme.running_bias(hidden, self.weights())
             slots = hidden.shape[1] if call.kv_length is None else call.kv_length
-            call = dataclasses.replace(call, sums=running_sums(added, cache, self.layer.index, self.num_layers, slots))
+            call.sums = running_sums(added, cache, self.layer.index, self.num_layers, slots)
         if self.rotate and self.layer.rotary is not None:
             kwargs["position_embeddings"] = self._first_rotation(kwargs["position_embeddings"], call, hidden)
         kwargs["rope_patch"] = call
         return (), kwargs
 
-    def _with_past(self, call: LateCall, cache: Cache, q_length: int, mask: Any) -> LateCall:
-        """The call with what its cache tells: how many keys will arrive, and where those stand that are there."""
-        kv_length = cache.get_mask_sizes(q_length, self.layer.index)[0]
-        call = dataclasses.replace(call, cache=cache, kv_length=kv_length)
+    def _look_back(self, call: LateCall, cache: Cache, q_length: int, mask: Any) -> None:
+        """Tell the call what its cache does: how many keys will arrive, and where those stand that are there."""
+        call.cache, call.kv_length = cache, cache.get_mask_sizes(q_length, self.layer.index)[0]
+        kv_length = call.kv_length
         is_first = isinstance(call.start, int) and call.start == 0
         if not self.follows_positions or (is_first and not is_static(cache, self.layer.index)):
-            return call
+            return
 
         def look() -> torch.Tensor | None:
             if not isinstance(mask, torch.Tensor):
                 return None  # a module that chooses its mask itself: all keys are taken to be seen
             return keys_seen(*read_mask(mask, call.position_ids, q_length, kv_length, call.start, self.config))
 
-        seen = call.memo.derived(("seen", kv_length), mask, look)
-        call = dataclasses.replace(call, seen=seen)
+        call.seen = seen = call.memo.derived(("seen", kv_length), look, mask)
         if is_first:
-            return call
+            return
         if torch.compiler.is_compiling():
-            return self._with_past_in_graph(call, cache, seen)
+            self._look_back_in_graph(call, cache, seen)
+            return
         start = int(call.start)
         if start == 0:
-            return call
+            return
         past = positions_in(cache, self.layer.index, start, self.layer.name)
-        past = call.memo.same(("past", start), past)
-        scattered = call.memo.derived(
-            ("scattered", start), past, lambda: not bool(follow_on(past, call.position_ids, seen))
+        call.past = past = call.memo.same(("past", start), past)
+        call.scattered = call.memo.derived(
+            ("scattered", start), lambda: not bool(follow_on(past, call.position_ids, seen)), past
         )
-        return dataclasses.replace(call, past=past, scattered=scattered)
 
-    def _with_past_in_graph(self, call: LateCall, cache: Cache, seen: torch.Tensor | None) -> LateCall:
-        """`_with_past` where values cannot be looked at: keys follow on, or the graph stops when it is run."""
+    def _look_back_in_graph(self, call: LateCall, cache: Cache, seen: torch.Tensor | None) -> None:
+        """`_look_back` where values cannot be looked at: keys follow on, or the graph stops when it is run."""
         index, name = self.layer.index, self.layer.name
         if is_static(cache, index):
-            past = positions_in_graph(cache, index, call.position_ids, name)
-            return dataclasses.replace(call, past=past, scattered=past is not None)
-        past = positions_in(cache, index, cast(int, call.start), name)
-        if past.ndim == 3:
-            return dataclasses.replace(call, past=past, scattered=True)
-        torch._assert_async(
-            follow_on(past, call.position_ids, seen), "rope_patch: a gap before position_ids; run eagerly"
-        )
-        return dataclasses.replace(call, past=past)
+            call.past = positions_in_graph(cache, index, call.position_ids, name)
+            call.scattered = call.past is not None
+            return
+        call.past = positions_in(cache, index, cast(int, call.start), name)
+        call.scattered = call.past.ndim == 3
+        if not call.scattered:
+            follows = follow_on(call.past, call.position_ids, seen)
+            torch._assert_async(follows, "rope_patch: a gap before position_ids; run eagerly")
 
     def _first_rotation(self, given: Any, call: LateCall, hidden: torch.Tensor) -> Any:
         """The tables that the module itself applies, to queries and keys alike, in the form of those `given`."""
-        if self.anchor is None:
-            if isinstance(given, torch.Tensor):  # cos + i sin
-                return torch.ones_like(given)
-            cos, sin = given
-            dtype, kind = cos.dtype, hidden.device.type
-            if torch.is_autocast_enabled(kind):  # or the cache would hold keys in float32 beside values that are not
-                dtype = torch.get_autocast_dtype(kind)
-            return torch.ones_like(cos, dtype=dtype), torch.zeros_like(sin, dtype=dtype)
-        anchor, rotary = self.anchor, cast(RotaryTables, self.layer.rotary)
+        if call.anchor in (None, STILL):
+            return call.memo.derived("identity", lambda: _identity(given, hidden.device.type), given)
+        anchor, rotary = call.anchor, cast(RotaryTables, self.layer.rotary)
         return call.memo.once(
             ("anchor", rotary.layer_type, anchor, hidden.dtype),
             lambda: rotary.given(anchor(call.position_ids), like=hidden),
         )
 
-    def frequencies_of(self, lengths: torch.Tensor, weights: Weights) -> Frequencies:
-        """f of this layer for rows of these lengths, `(batch or 1,)`, by what it has learned."""
+    def frequencies_of(self, call: LateCall, weights: Weights) -> Frequencies:
+        """f of this layer for the rows of a call, by what it has learned."""
         if self.frequencies == "model":
             rotary = cast(RotaryTables, self.layer.rotary)
-            if self.anchor is not None:
+            if call.anchor is not None:
                 return Frequencies(rotary.inv_freq)  # the factor came in with the first rotation
             return Frequencies(rotary.inv_freq, rotary.attention_scaling)
-        found = self.scheme.frequencies(self.layer.spec, lengths if self.scheme.length_dependent else None, weights)
-        return dataclasses.replace(found, inv_freq=found.inv_freq.to(lengths.device))
+        return self.own_frequencies(call, weights)
+
+    def own_frequencies(self, call: LateCall, weights: Weights) -> Frequencies:
+        """f as the scheme has it, with its decay."""
+        lengths = call.lengths if self.scheme.length_dependent else None
+        found = self.scheme.frequencies(self.layer.spec, lengths, weights)
+        return dataclasses.replace(found, inv_freq=found.inv_freq.to(call.position_ids.device))
 
 
 @dataclass(eq=False)
@@ -290,6 +318,8 @@ class LateCall:
         states: what entered the module, `(batch, q_len, hidden)`.
         position_ids: `(batch or 1, q_len)`, positions of the queries.
         query_start: slot of the first query among the keys; None without a cache.
+        anchor: where the module has turned queries and keys to already, `STILL` for nowhere; None where it turned
+            nothing, and no factor of attention went in either.
         tokens: `(batch or 1, kv_len)`, true on keys that are no pads; None where no pads are known of.
         kv_length: how many keys the cache is going to return.
         past: positions of the keys before the first query, `(batch or 1, start)` or `(batch, kv_heads, start)`; None
@@ -304,6 +334,7 @@ class LateCall:
     states: torch.Tensor
     position_ids: torch.Tensor
     query_start: int | torch.Tensor | None
+    anchor: PositionMap | None = None
     tokens: torch.Tensor | None = None
     cache: Cache | None = None
     kv_length: int | None = None
@@ -339,10 +370,10 @@ class LateCall:
         if static and torch.compiler.is_compiling():
             return
         if past is not None:
-            positions = memo.derived("all", past, lambda: joined(past, self.position_ids))
+            positions = memo.derived("all", lambda: joined(past, self.position_ids), past)
         in_order = True
         if static and not torch.compiler.is_compiling():
-            in_order = memo.derived("in order", positions, lambda: self._in_order(positions))
+            in_order = memo.derived("in order", lambda: self._in_order(positions), positions)
         remember(self.cache, index, positions, in_order)
 
     def _in_order(self, positions: torch.Tensor) -> bool:
@@ -363,5 +394,5 @@ class LateCall:
 
         if self.scattered:
             past = cast(torch.Tensor, self.past)
-            return self.memo.derived(place, past, lambda: joined(past, counted()[:, past.shape[-1] :]))
+            return self.memo.derived(place, lambda: joined(past, counted()[:, past.shape[-1] :]), past)
         return self.memo.once((*place, start), counted) if self.shareable else counted()

@@ -11,7 +11,7 @@ from torch import nn
 
 from rope_patch.errors import SlotConflict
 from rope_patch.models.base import AttentionLayer, Stack
-from rope_patch.models.probe import device_of, dtype_of, measure_heads
+from rope_patch.models.probe import device_of, dtype_of
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import ModelShape
@@ -116,14 +116,13 @@ def _initial_values(scheme: Scheme, stack: Stack, layer: AttentionLayer, seed: i
 
 def shape_of(stack: Stack, layer: AttentionLayer) -> ModelShape:
     """What learned parameters of a layer are sized by."""
-    num_heads, head_dim, value_dim = measure_heads(layer.module, layer.rotary)
     sizes = (
         stack.config.hidden_size,
         len(stack.layers) + len(stack.others),
         stack.config.vocab_size,
         stack.training_length,
     )
-    return ModelShape(num_heads, head_dim, *sizes, value_dim, layer.spec.dim)
+    return ModelShape(layer.heads.num, layer.heads.dim, *sizes, layer.heads.value_dim, layer.spec.dim)
 
 
 def _hold(module: nn.Module, values: dict[str, torch.Tensor], precise: tuple[str, ...], changes: Changes) -> None:

@@ -163,7 +163,8 @@ def _plan_layers(scheme: Scheme, stack: Stack, mount: Mount, left_alone: dict[in
     by_tables = owns_frequencies and mount == "auto" and _fits_tables(scheme, stack, touched)
     frequencies: Literal["model", "late"] = "late" if owns_frequencies and not by_tables else "model"
     rotation = _rotation(scheme, stack, frequencies, mount)
-    needs_late = rotation != "module" or not stack.rotary or scheme.slots - {"frequencies", "embedding"}
+    scores = scheme.slots - {"frequencies", "embedding"} or scheme.decays
+    needs_late = rotation != "module" or not stack.rotary or scores
     return Plan(
         scheme=scheme,
         rotary=tuple(dict.fromkeys(layer.layer_type for layer in touched)) if by_tables else (),
@@ -181,7 +182,7 @@ def _fits_tables(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]
     every = (*stack.layers, *stack.others)
     shared = any(layer.rotary in ours for layer in every if layer not in touched and layer.layout is not None)
     follows = scheme.length_dependent or scheme.learned_frequencies
-    is_one = not (follows or scheme.decays or _reads_unrotated(scheme))
+    is_one = not (follows or _reads_unrotated(scheme))
     return bool(stack.rotary) and is_one and not shared and not _is_undone(scheme, touched)
 
 

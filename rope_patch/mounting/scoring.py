@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import engine
-from rope_patch.attention.call import Call
+from rope_patch.attention.call import EVERY, Call
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.inputs import AttentionInputs, Content
 from rope_patch.attention.masks import keys_seen, read_mask
@@ -73,17 +74,27 @@ def late_attention(
     scheme, implementation = state.scheme, state.config._attn_implementation
     projected = query
     learned = state.weights()
-    if "query_scale" in scheme.slots:
-        scale = scheme.query_scale(call.position_ids.clamp(min=0), query.shape[1], learned)
-        query = query * scale.transpose(0, 1)[..., None].to(query.dtype)
+    if state.scales:
+
+        def scale() -> torch.Tensor:
+            found = scheme.query_scale(call.position_ids.clamp(min=0), projected.shape[1], learned)
+            return found.transpose(0, 1)[..., None].to(projected.dtype)
+
+        query = query * (scale() if learned else call.memo.once(("query scale", query.shape[1], query.dtype), scale))
 
     def masked() -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        lengths = query.shape[2], key.shape[2]
-        return read_mask(attention_mask, call.position_ids, *lengths, call.start, state.config)
+        lengths = projected.shape[2], key.shape[2]
+
+        def read() -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            return read_mask(attention_mask, call.position_ids, *lengths, call.start, state.config)
+
+        # an object that layers share tells later that what follows from it is shared
+        return call.memo.derived(("mask", *lengths, call.start), read, attention_mask) if call.shareable else read()
 
     if scheme.length_dependent and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
         call = dataclasses.replace(call, tokens=keys_seen(*masked()))
-    scores = state.regions or scheme.slots & {"bias", "values"} or scheme.decays or state.attention != "auto"
+    # where the keys of a whole cache turn anew at every step, they are turned and scored a few at a time
+    scores = state.scores or (scheme.length_dependent and query.shape[2] == 1 and implementation == "sdpa")
     if (scores or scheme.length_dependent) and not torch.compiler.is_compiling():
         _refuse_part_of_a_row(scheme, implementation)
     if not scores:
@@ -97,7 +108,7 @@ def late_attention(
         query, key, value, projected = (x.to(dtype) for x in (query, key, value, projected))
     causal = kwargs.get("is_causal")
     mask, groups = masked()
-    by_content = scheme.methods & {"content_bias", "weight_factor", "relative_values"}
+    by_content = state.methods & {"content_bias", "weight_factor", "relative_values"}
     inputs = AttentionInputs(
         branches=(),
         value=value,
@@ -111,7 +122,7 @@ def late_attention(
         scattered=call.scattered,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sums=call.sums,
-        bias=call.memo.bias(scheme, query, learned) if "bias" in scheme.methods else None,
+        bias=call.memo.bias(scheme, query, learned) if "bias" in state.methods else None,
         content=Content(scheme, learned, call.states, projected, key) if by_content else None,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
@@ -128,10 +139,12 @@ class TurningCall(Call):
 
     Attributes:
         learned: what the scheme has learned in this layer.
+        turned_keys: those of all slots that are known already, for regions that want the same.
     """
 
     late: LateCall
     learned: Weights
+    turned_keys: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     @property
     def differentiable(self) -> bool:
@@ -147,54 +160,102 @@ class TurningCall(Call):
         """See `Call`."""
         if not self.late.state.rotate:
             return self.queries
+        if self.queries.shape[2] == 1 and self.late.state.regions and not torch.compiler.is_compiling():
+            return self._one_query[self.regions.index(region)]
         return self._turned(self.queries, self.late.position_ids, region.query_map, place=("q",))
 
-    def key(self, region: Region, slots: slice | torch.Tensor | None = None) -> torch.Tensor:
+    @functools.cached_property
+    def _one_query(self) -> tuple[torch.Tensor, ...]:
+        """The only query as each region wants it: one product with the rotations of all of them."""
+        queries, positions, state = self.queries, self.late.position_ids, self.late.state
+
+        def rotations() -> torch.Tensor:
+            """`(batch or 1, head_dim, regions * head_dim)`."""
+            layout = cast(RotaryLayout, state.layer.layout)
+            moved = [self._moved(positions, region.query_map) for region in self.regions]
+            cos, sin = self._computed(torch.cat(moved, dim=-1), queries.dtype)
+            return layout.matrix(layout.wide(cos, queries.shape[-1]), sin)[:, 0].transpose(1, 2).flatten(2)
+
+        found = self._shared(("one query", state.layer.layer_type, queries.dtype), rotations)
+        turned = queries[:, :, 0] @ (found[0] if len(found) == 1 else found)
+        return turned.unflatten(-1, (-1, queries.shape[-1]))[:, :, None].unbind(dim=3)
+
+    def key(self, region: Region, slots: slice | torch.Tensor = EVERY, rows: slice = EVERY) -> torch.Tensor:
         """See `Call`."""
-        late, keys = self.late, super().key(region, slots)
-        if not late.state.rotate:
-            return keys
+        if not self.turns_keys(region):
+            return super().key(region, slots, rows)
+        if not isinstance(slots, slice) or slots.stop is not None or rows != EVERY:
+            return self._turned_key(region.key_map, slots, rows)
+        known, name = self.turned_keys, (region.key_map, slots.start or 0)
+        if name not in known:
+            known[name] = self._turned_key(region.key_map, slots, rows)
+        return known[name]
+
+    def _turned_key(self, key_map: PositionMap, slots: slice | torch.Tensor, rows: slice) -> torch.Tensor:
+        late = self.late
         positions = late.key_positions(self.keys.shape[2])
-        positions = positions if slots is None else positions[..., slots]
+        positions = (positions if len(positions) == 1 else positions[rows])[..., slots]
         place: tuple[Any, ...] | None = None
         if late.shareable and not isinstance(slots, torch.Tensor):
             # layers may keep different keys; what follows from `past` keeps it, see `LateCall.key_positions`
             kept = id(late.past) if late.scattered and not torch.compiler.is_compiling() else None
-            bounds = None if slots is None else (slots.start, slots.stop)
-            place = ("k", self.keys.shape[2], late.query_start, kept, bounds)
-        return self._turned(keys, positions, region.key_map, place, into_scratch=isinstance(slots, slice))
+            place = ("k", self.keys.shape[2], late.query_start, kept, slots.start, slots.stop, rows.start, rows.stop)
+        return self._turned(self.keys[rows, :, slots], positions, key_map, place)
+
+    def turns_keys(self, region: Region) -> bool:
+        """See `Call`."""
+        return self.late.state.rotate and region.key_map != self.late.anchor
 
     def decay(self) -> Decay | None:
         """See `Call`."""
         state = self.late.state
-        if not state.scheme.decays:
+        if not state.decays:
             return None
-        rate = state.frequencies_of(self.late.lengths, self.learned).decay
-        return Decay(cast(RotaryLayout, state.layer.layout), cast(torch.Tensor, rate))
+        layout = cast(RotaryLayout, state.layer.layout)
+        return cast(Decay, self._shared(("decay", state.layer.layer_type), lambda: Decay(layout, self._rate())))
+
+    def _rate(self) -> torch.Tensor:
+        return cast(torch.Tensor, self.late.state.own_frequencies(self.late, self.learned).decay)
 
     def _turned(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        position_map: PositionMap,
-        place: tuple[Any, ...] | None,
-        into_scratch: bool = False,
+        self, x: torch.Tensor, positions: torch.Tensor, position_map: PositionMap, place: tuple[Any, ...] | None
     ) -> torch.Tensor:
-        """R_f(phi(positions)) x, by tables that layers share under the name of a `place` where they have the same."""
-        state, anchor = self.late.state, self.late.state.anchor
-        if position_map == anchor:
+        """R_f(phi(positions)) x."""
+        if position_map == self.late.anchor:
             return x
+        layout = cast(RotaryLayout, self.late.state.layer.layout)
+        # without regions, to the bits that the attention module would have computed
+        rotate = layout.turn if self.late.state.regions else layout.rotate
+        return rotate(x, *self._tables(positions, position_map, place, x))
+
+    def _tables(
+        self, positions: torch.Tensor, position_map: PositionMap, place: tuple[Any, ...] | None, like: torch.Tensor
+    ) -> Tables:
+        """The tables that turn states `like`, which layers share under the name of a `place` where they have the same;
+        for regions, cos is `wide`.
+        """
+        state = self.late.state
 
         def tables() -> Tables:
-            moved = position_map(positions) if anchor is None else position_map(positions) - anchor(positions)
-            found = state.frequencies_of(self.late.lengths, self.learned)
-            return rotation_tables(moved, found.inv_freq, found.attention_scaling, x.dtype)
+            cos, sin = self._computed(self._moved(positions, position_map), like.dtype)
+            return cast(RotaryLayout, state.layer.layout).wide(cos, like.shape[-1]) if state.regions else cos, sin
 
-        key = (place, position_map, state.layer.layer_type, x.dtype)
-        shares = place is not None and not state.scheme.learned_frequencies  # those are each layer's own
-        cos, sin = self.memo.once(key, tables) if shares else tables()
-        layout = cast(RotaryLayout, state.layer.layout)
-        return layout.rotate_into(state.memo.scratch(x), x, cos, sin) if into_scratch else layout.rotate(x, cos, sin)
+        if place is None:
+            return tables()
+        return cast(Tables, self._shared((place, position_map, state.layer.layer_type, like.dtype), tables))
+
+    def _moved(self, positions: torch.Tensor, position_map: PositionMap) -> torch.Tensor:
+        """By how much states at these positions are still to be turned."""
+        anchor = self.late.anchor
+        return position_map(positions) if anchor is None else position_map(positions) - anchor(positions)
+
+    def _computed(self, moved: torch.Tensor, dtype: torch.dtype) -> Tables:
+        found = self.late.state.frequencies_of(self.late, self.learned)
+        return rotation_tables(moved, found.inv_freq, found.attention_scaling, dtype)
+
+    def _shared(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """What layers compute once, but for what each of them has learned itself."""
+        return compute() if self.late.state.scheme.learned_frequencies else self.memo.once(key, compute)
 
 
 def _refuse_part_of_a_row(scheme: Scheme, implementation: str) -> None:

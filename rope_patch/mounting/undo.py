@@ -11,7 +11,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_patch.errors import UnsupportedModel
-from rope_patch.models.state import ModuleState
+from rope_patch.models.meta import EmptyTables, Refilling
+from rope_patch.models.state import ModuleState, remove_hook
 
 _HOOK, _STATE = "(hook)", "(state)"
 """What the log has in place of the name of an attribute."""
@@ -40,6 +41,21 @@ class Changes:
     def keep(self, module: nn.Module) -> None:
         """Remember the state of a module that changes it in its own forward."""
         self._log.append((module, _STATE, True, ModuleState(module)))
+
+    def fill_tables(self, module: nn.Module, stack: nn.Module) -> None:
+        """Let a rotary module of a `stack` on the meta device compute its tables, remembered.
+
+        Raises:
+            UnsupportedModel: it cannot.
+        """
+        if tables := EmptyTables(module, stack):
+            self._log.append((module, _STATE, True, tables))
+            tables.fill()
+
+    def keep_filled(self, module: nn.Module, stack: nn.Module) -> None:
+        """Let the tables that were put into such a module outlive the arrival of memory for its stack."""
+        if any(isinstance(value, EmptyTables) and target is module for target, _, _, value in self._log):
+            self.hook(module, Refilling(module))
 
     def fork_configs(self, modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
         """Give these modules configs of their own; those that shared one still do.
@@ -80,7 +96,7 @@ class Changes:
         while self._log:
             target, name, existed, value = self._log.pop()
             if name == _HOOK:
-                _remove_hook(target, value)
+                remove_hook(target, value)
             elif name == _STATE:
                 value.restore()
             elif not existed:
@@ -124,10 +140,3 @@ class ConfigFork:
                     vars(self.original)[name] = value
         vars(self.fork).clear()
         vars(self.fork).update(vars(self.original))
-
-
-def _remove_hook(module: nn.Module, hook: Any) -> None:
-    for key, registered in list(module._forward_pre_hooks.items()):
-        if registered is hook:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)

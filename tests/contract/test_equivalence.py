@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rope_patch import get_scheme, native_scheme, patch
-from rope_patch.attention import chunked, engine
+from rope_patch.attention import chunked, decode
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
 from tests.families import BIASED, FAMILIES, FOLLOWING, NORMED, SCALED, SHARED_TABLES
 from tests.runs import (
@@ -40,7 +40,7 @@ MODES = ["oracle", "chunked", "segmented", "auto"]
 def small_blocks(monkeypatch):
     """Let tiny texts take the ways that are meant for long ones."""
     monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 300)
-    monkeypatch.setattr(engine, "SMALL", 16)
+    monkeypatch.setattr(decode, "SMALL", 16)
 
 
 @pytest.mark.parametrize(("family", "spec"), STATIC_ON_TABLES)

@@ -49,4 +49,6 @@ def test_no_factor_leaves_the_range_of_its_dtype(dtype):
     layout = RotaryLayout(tuple(range(32)), tuple(range(32, 64)))
     x = torch.ones(1, 1, 2, 64, dtype=dtype)
     for exponent in (float(decay.ROWS), -1e6):
-        assert Decay(layout, rate).scale(x, torch.full((1, 2), exponent)).isfinite().all()
+        factor = Decay(layout, rate).factor(torch.full((1, 2), exponent), x)
+        assert factor.dtype == dtype
+        assert factor.isfinite().all()

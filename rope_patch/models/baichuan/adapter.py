@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import nn
 from transformers import PreTrainedModel
 
-from rope_patch.models.base import AttentionLayer, Stack
+from rope_patch.models.base import AttentionLayer, Heads, Stack
 from rope_patch.models.config import BASE
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.slots import Checkpoint
@@ -31,9 +31,9 @@ def read(stack: PreTrainedModel) -> Stack:
     """The layers of a stack that is recognised, with the rotation that a scheme would bring: Baichuan-7B's."""
     config = cast(Any, stack.config)
     length, head_dim = config.model_max_length, config.hidden_size // config.num_attention_heads
-    spec = RotarySpec(head_dim, BASE, length)
+    spec, heads = RotarySpec(head_dim, BASE, length), Heads(config.num_attention_heads, head_dim, head_dim)
     layers = tuple(
-        AttentionLayer(f"layers.{index}.self_attn", layer.self_attn, index, spec, half_split(head_dim))
+        AttentionLayer(f"layers.{index}.self_attn", layer.self_attn, index, spec, half_split(head_dim), heads)
         for index, layer in enumerate(stack.layers)
     )
     return Stack(stack, Checkpoint(length, config.num_attention_heads, length), ALiBi(), layers)

@@ -62,7 +62,7 @@ def alibi_attention_forward(
     of_keys, scattered = key_positions(position_ids, kv_length, start), False
     if positions is not None and (length := positions.shape[-1] - q_length):
         seen, past = keys_seen(mask, groups), positions[..., :length]
-        scattered = memo.derived("scattered", positions, lambda: not bool(follow_on(past, position_ids, seen)))
+        scattered = memo.derived("scattered", lambda: not bool(follow_on(past, position_ids, seen)), positions)
         of_keys = joined(past, of_keys[:, length:]) if scattered else of_keys
     bias = memo.bias(ALiBi(), query)
     inputs = AttentionInputs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 
@@ -55,28 +56,20 @@ class RotaryLayout:
 
     Attributes:
         first, second: indices of the two dimensions of each pair, ordered by frequency index.
-        half_split_offset: start of the rotated dimensions when they are [first half, second half], as in Llama; None
-            otherwise.
-        interleaved_offset: start of them when pairs are neighbours, as in GPT-J and Cohere; None otherwise.
+        halves: the same two as slices where they can be: halves in Llama, neighbours in GPT-J and Cohere.
     """
 
     first: tuple[int, ...]
     second: tuple[int, ...]
-    half_split_offset: int | None = field(init=False, compare=False)
-    interleaved_offset: int | None = field(init=False, compare=False)
+    halves: tuple[slice | list[int], slice | list[int]] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        pairs, start = len(self.first), self.first[0]
-        stop, end = start + pairs, start + 2 * pairs
-        halves = (tuple(range(start, stop)), tuple(range(stop, end)))
-        neighbours = (tuple(range(start, end, 2)), tuple(range(start + 1, end, 2)))
-        found = (self.first, self.second)
         # known from here on: a compiler does not trace the lock of a `cached_property`
-        object.__setattr__(self, "half_split_offset", start if found == halves else None)
-        object.__setattr__(self, "interleaved_offset", start if found == neighbours else None)
+        object.__setattr__(self, "halves", (_as_slice(self.first), _as_slice(self.second)))
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """R x: every pair (a, b) becomes (a cos - b sin, b cos + a sin); other dimensions pass.
+        """R x: every pair (a, b) becomes (a cos - b sin, b cos + a sin); other dimensions pass. Each product is rounded
+        by itself, as it is in Transformers, so that the same tables give the same bits.
 
         Args:
             x: `(batch, heads, length, head_dim)`.
@@ -85,45 +78,68 @@ class RotaryLayout:
         Returns:
             the shape and dtype of `x`.
         """
-        pairs = len(self.first)
-        if (start := self.half_split_offset) is not None:
-            a, b = x[..., start : start + pairs], x[..., start + pairs : start + 2 * pairs]
-            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-            return _between(x, turned, start)
-        if (start := self.interleaved_offset) is not None:
-            a, b = x[..., start : start + 2 * pairs : 2], x[..., start + 1 : start + 2 * pairs : 2]
-            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-            return _between(x, turned, start)
-        a, b = x[..., list(self.first)], x[..., list(self.second)]
-        rotated = x.clone()
-        rotated[..., list(self.first)] = a * cos - b * sin
-        rotated[..., list(self.second)] = b * cos + a * sin
-        return rotated
-
-    def rotate_into(self, out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """`rotate` without temporaries, into memory `out` of the shape of `x`; for use without gradients."""
-        pairs = len(self.first)
-        if (start := self.half_split_offset) is not None:
-            first, second = slice(start, start + pairs), slice(start + pairs, start + 2 * pairs)
-        elif (start := self.interleaved_offset) is not None:
-            first, second = slice(start, start + 2 * pairs, 2), slice(start + 1, start + 2 * pairs, 2)
-        else:
-            return out.copy_(self.rotate(x, cos, sin))
-        if 2 * pairs < x.shape[-1]:
-            out.copy_(x)
+        first, second = self.halves
         a, b = x[..., first], x[..., second]
-        torch.mul(a, cos, out=out[..., first]).addcmul_(b, sin, value=-1)
-        torch.mul(b, cos, out=out[..., second]).addcmul_(a, sin)
-        return out
+        found = x.clone()
+        found[..., first] = a * cos - b * sin
+        found[..., second] = b * cos + a * sin
+        return found
+
+    def wide(self, cos: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """cos for every dimension, `(..., head_dim)`, 1 where nothing turns, from that of every pair, `(..., d/2)`."""
+        found = cos.new_ones(*cos.shape[:-1], head_dim)
+        for half in self.halves:
+            found[..., half] = cos
+        return found
+
+    def turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """`rotate`, up to rounding, with a cos that is `wide`: three kernels, and no temporary of the size of `x`."""
+        learned = cos.requires_grad or sin.requires_grad
+        if torch.is_grad_enabled() and x.requires_grad and not learned and not torch.compiler.is_compiling():
+            return cast(torch.Tensor, _Turn.apply(x, cos, sin, self))
+        return self.turned(x, cos, sin)
+
+    def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """What `turn` returns, with a gradient that follows each step."""
+        found = x * cos
+        first, second = self.halves
+        for half, partner, sign in ((first, second, -1), (second, first, 1)):
+            part = found[..., half].addcmul_(x[..., partner], sin, value=sign)
+            if isinstance(half, list):  # a copy
+                found[..., half] = part
+        return found
+
+    def matrix(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """M, `(..., head_dim, head_dim)`, with x M = R x for the one token of a `wide` cos, `(..., head_dim)`, and
+        sin, `(..., d/2)`.
+        """
+        found = torch.diag_embed(cos)
+        found[..., self.second, self.first] = -sin
+        found[..., self.first, self.second] = sin
+        return found
+
+
+class _Turn(torch.autograd.Function):
+    """A rotation, whose gradient is turned back by the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.layout = layout
+        return layout.turned(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return ctx.layout.turn(grad, cos, -sin), None, None, None
+
+
+def _as_slice(indices: tuple[int, ...]) -> slice | list[int]:
+    step = indices[1] - indices[0] if len(indices) > 1 else 1
+    found = range(indices[0], indices[0] + step * len(indices), step or 1)
+    return slice(found.start, found.stop, found.step) if step > 0 and tuple(found) == indices else list(indices)
 
 
 def half_split(dim: int) -> RotaryLayout:
     """The layout of Llama on all of a head: dimension i turns with i + d/2."""
     return RotaryLayout(tuple(range(dim // 2)), tuple(range(dim // 2, dim)))
-
-
-def _between(x: torch.Tensor, turned: torch.Tensor, start: int) -> torch.Tensor:
-    stop = start + turned.shape[-1]
-    if start == 0 and stop == x.shape[-1]:
-        return turned
-    return torch.cat([x[..., :start], turned, x[..., stop:]], dim=-1)

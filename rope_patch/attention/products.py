@@ -1,0 +1,124 @@
+"""bfloat16 by the processor's own matrix products: a block of queries against all keys that it sees.
+
+A processor with instructions for bfloat16 multiplies matrices several times faster than flash attention, which computes
+in float32 on any processor. Scores are rounded to bfloat16 on the way to their softmax, which is float32: the error of
+the output is about twice that of flash, or four times as small as the step between two numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from rope_patch.attention.inputs import AttentionInputs, wide
+from rope_patch.attention.kernels import Dense
+from rope_patch.attention.segmented import Block, HeadGroup, Piece, blocks_of, head_groups
+from rope_patch.attention.spans import Span
+from rope_patch.attention.tiles import Tile
+
+
+def applies(inputs: AttentionInputs) -> bool:
+    """Whether this is faster than flash for a call to which `segmented` applies, and exact enough: no gradient is
+    wanted, and no bias would be rounded with the scores.
+    """
+    states = [inputs.value, *(state for branch in inputs.branches for state in (branch.query, branch.key))]
+    wanted = torch.is_grad_enabled() and any(state.requires_grad for state in states)
+    fits = all(state.is_cpu and state.dtype == torch.bfloat16 for state in states)
+    return fits and not wanted and inputs.bias is None and inputs.sums is None and multiplies_bfloat16()
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for products of bfloat16 matrices."""
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
+    """Output of `oracle.attend` for a call made of spans, `(batch, heads, q_len, value_dim)`."""
+    query, value = inputs.branches[0].query, inputs.value
+    batch, heads, length = query.shape[:3]
+    out = value.new_zeros(batch, length, heads, value.shape[-1]).transpose(1, 2)
+    blocks = blocks_of(spans, inputs.branches, Dense(), None)
+    groups = list(head_groups(query, value, value.shape[2]))
+    # one for all: a large temporary is mapped and faulted in anew at every call
+    room = value.new_empty(max((math.prod(_shape(block, groups[0], batch)) for block in blocks), default=0))
+    for group in groups:
+        # the products want matrices without gaps
+        values = value[:, group.kv_heads].contiguous()
+        keys = [branch.key[:, group.kv_heads].contiguous() for branch in inputs.branches]
+        for block in blocks:
+            shape = _shape(block, group, batch)
+            scores = room[: math.prod(shape)].view(shape)
+            _fill(scores, block, group, inputs, keys)
+            torch.softmax(scores, dim=-1, out=scores)
+            out[block.rows, group.heads, block.queries] = _mean(scores, block, values)
+    return out
+
+
+def _shape(block: Block, group: HeadGroup, batch: int) -> tuple[int, ...]:
+    """Rows, heads, queries, and keys of all tiles beside each other: the scores of a block."""
+    width = sum(piece.tile.k1 - piece.tile.k0 for piece in block.pieces)
+    return len(range(batch)[block.rows]), group.heads.stop - group.heads.start, block.q_length, width
+
+
+def _fill(
+    scores: torch.Tensor, block: Block, group: HeadGroup, inputs: AttentionInputs, keys: list[torch.Tensor]
+) -> None:
+    """Write the scores of a block, of its `_shape`."""
+    for piece, columns in _columns(block):
+        branch, tile, here = inputs.branches[piece.branch], piece.tile, scores[..., columns]
+        slots = slice(piece.keys.start - branch.first, piece.keys.stop - branch.first)
+        k = keys[piece.branch][block.rows, :, slots].flatten(0, 1)
+        q = branch.query[block.rows, group.heads, piece.queries].reshape(len(k), -1, k.shape[-1])
+        if piece.queries == block.queries:
+            into = _per_kv_head(scores, len(k))[..., columns]
+            torch.baddbmm(into, q, k.mT, beta=0, alpha=inputs.scaling, out=into)
+        else:
+            here.fill_(-torch.inf)
+            here = here[:, :, piece.queries.start - block.queries.start : piece.queries.stop - block.queries.start]
+            here.copy_((q @ k.mT).view(here.shape)).mul_(inputs.scaling)
+        if tile.kind == "band":
+            _hide(here, tile)
+
+
+def _mean(weights: torch.Tensor, block: Block, values: torch.Tensor) -> torch.Tensor:
+    """The values that a block sees by their weights, `(rows, heads, queries, value_dim)`."""
+    values = values[block.rows]
+    weights_of = _per_kv_head(weights, values.shape[0] * values.shape[1])
+    out = None
+    for piece, columns in _columns(block):
+        part = torch.bmm(weights_of[..., columns], values[:, :, piece.keys].flatten(0, 1))
+        out = part if out is None else wide(out).add_(part)
+    assert out is not None  # for the type checker: a block has a tile
+    return out.view(*weights.shape[:3], -1)
+
+
+def _columns(block: Block) -> Iterator[tuple[Piece, slice]]:
+    """Each tile of a block and its place among the scores."""
+    start = 0
+    for piece in block.pieces:
+        stop = start + piece.tile.k1 - piece.tile.k0
+        yield piece, slice(start, stop)
+        start = stop
+
+
+def _per_kv_head(x: torch.Tensor, number: int) -> torch.Tensor:
+    """`(rows, heads, queries, columns)` as one matrix for every key head, `(number, ..., columns)`, a view."""
+    return x.view(number, -1, x.shape[-1])
+
+
+def _hide(scores: torch.Tensor, tile: Tile) -> None:
+    """Write -inf where a band hides keys: to the left of what all queries see, and to the right of it."""
+    rows, width = tile.q1 - tile.q0, tile.k1 - tile.k0
+    left = min(max(0, tile.distance + rows - tile.high), width)
+    right = min(max(left, tile.distance - tile.low + 1), width)
+    for start, stop in ((0, left), (right, width)):
+        if start < stop:
+            edge = dataclasses.replace(tile, k0=start, k1=stop, distance=tile.distance - start)
+            scores[..., start:stop].masked_fill_(~edge.mask(scores.device), -torch.inf)

@@ -1,0 +1,90 @@
+"""Rotary modules on the meta device: their buffers have no values yet, and no checkpoint brings any.
+
+What their class computes from the config takes their place before a scheme does, as when Transformers loads weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from rope_patch.errors import UnsupportedModel
+from rope_patch.models.state import remove_hook
+
+
+class EmptyTables:
+    """The buffers of a rotary module that are on the meta device, if any, in a `stack` that may have weights."""
+
+    def __init__(self, module: nn.Module, stack: nn.Module) -> None:
+        self.module = module
+        self.stack = stack
+        self.is_without_weights = _without_weights(stack)
+        self._empty = {name: tensor for name, tensor in module.named_buffers(recurse=False) if tensor.is_meta}
+
+    def __bool__(self) -> bool:
+        return bool(self._empty)
+
+    def fill(self) -> None:
+        """Compute them where the weights are, on the CPU where there are none yet.
+
+        Raises:
+            UnsupportedModel: its class does not make them from the config.
+        """
+        family = type(self.module).__name__
+        device = next((weight.device for weight in self.stack.parameters() if not weight.is_meta), torch.device("cpu"))
+        try:
+            with torch.device(device):
+                made = cast(Any, type(self.module))(cast(Any, self.module).config)
+            filled = {name: made.get_buffer(name).to(device, tensor.dtype) for name, tensor in self._empty.items()}
+            if any(filled[name].shape != tensor.shape for name, tensor in self._empty.items()):
+                raise ValueError("tensors of other shapes come of its config")
+        except Exception as error:  # whatever a family wants to make one
+            raise UnsupportedModel(
+                f"{family}: its frequencies have no values yet (device meta) and cannot be computed from its config "
+                f"({type(error).__name__}: {error}); load the model before it is patched"
+            ) from error
+        for name, tensor in filled.items():
+            setattr(self.module, name, tensor)
+
+    def restore(self) -> None:
+        """Empty them again, unless weights have come meanwhile."""
+        if _without_weights(self.stack) == self.is_without_weights:
+            for name, tensor in self._empty.items():
+                setattr(self.module, name, tensor)
+
+
+@contextmanager
+def filled(module: nn.Module, stack: nn.Module) -> Iterator[None]:
+    """Give a rotary module the values that it should have, within the block."""
+    tables = EmptyTables(module, stack)
+    try:
+        if tables:
+            tables.fill()
+        yield
+    finally:
+        tables.restore()
+
+
+class Refilling:
+    """Pre-hook of a rotary module that got its tables before its stack had weights: `to_empty` drops what is in them.
+
+    The first forward puts it back, and removes this hook where that would not break the graph of a compiler.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tables = {name: tensor.clone() for name, tensor in module.named_buffers(recurse=False)}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """No other arguments than those given."""
+        for name, tensor in self._tables.items():
+            module.get_buffer(name).copy_(tensor)
+        if not torch.compiler.is_compiling():
+            remove_hook(module, self)
+
+
+def _without_weights(stack: nn.Module) -> bool:
+    return all(weight.is_meta for weight in stack.parameters())

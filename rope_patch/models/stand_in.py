@@ -1,0 +1,164 @@
+"""Stand-ins for parts of a model, which are tried out in their place, and when two parts are of one kind.
+
+How a module turns queries and keys follows from its code and its settings, not from what its weights are. A stand-in
+runs the same code with small random weights: projections read a few of their input features, norms are as wide as they
+were. Nothing of the module itself is run or written, so it may have its weights elsewhere, or none yet.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Hashable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+_FEATURES = 8
+"""How many input features a projection of a stand-in reads."""
+
+_LARGEST = 2**20
+"""Up to how many numbers a weight has that is made anew; whatever is larger and no projection is used as it is."""
+
+_INTERNAL = frozenset(vars(nn.Module()))
+_PLACED = {"_hf_hook", "_old_forward", "forward"}
+"""What accelerate sets on a module whose weights it moves."""
+
+
+class NoStandIn(Exception):
+    """A module runs something that a copy would not run."""
+
+
+class _Projection(nn.Linear):
+    """A linear map whose weights are zero but for the first input features."""
+
+    def __init__(self, original: nn.Linear, device: torch.device, random: torch.Generator) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = original.in_features, original.out_features
+        shape = (self.out_features, min(self.in_features, _FEATURES))
+        self.weight = nn.Parameter(torch.randn(shape, generator=random).to(device, original.weight.dtype), False)
+        bias = original.bias
+        self.bias = None if bias is None else nn.Parameter(_random_like(bias, device, random), False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`(..., in_features)` to `(..., out_features)`."""
+        return nn.functional.linear(input[..., : self.weight.shape[1]], self.weight, self.bias)
+
+
+class StandIns:
+    """Makes stand-ins on a device; modules that were one object stay one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.index_was_read = False
+        self._random = torch.Generator().manual_seed(0)
+        self._made: dict[int, nn.Module] = {}
+
+    def of(self, module: nn.Module) -> nn.Module:
+        """A copy of a module, in evaluation mode; what a forward sets on it stays there.
+
+        Raises:
+            NoStandIn: a hook, or a forward that was put there, would not be run as it is on the module itself.
+        """
+        if id(module) not in self._made:
+            self._made[id(module)] = self._make(module)
+        return self._made[id(module)]
+
+    def _make(self, module: nn.Module) -> nn.Module:
+        if not _runs_its_class(module):
+            raise NoStandIn(f"{type(module).__name__} has hooks, or a forward that is not of its class")
+        weights = [weight for weight in module._parameters.values() if weight is not None]
+        if not all(_is_plain(weight) for weight in weights):
+            return module  # packed by somebody who reads it in a way of their own
+        if type(module) is nn.Linear:
+            return _Projection(module, self.device, self._random)
+        copied = cast(nn.Module, object.__new__(self._class_of(module)))
+        nn.Module.__init__(copied)
+        vars(copied).update(_settings(module))
+        copied._buffers.update(module._buffers)
+        for name, weight in module._parameters.items():
+            copied._parameters[name] = None if weight is None else self._weight(weight)
+        for name, child in module._modules.items():
+            copied._modules[name] = None if child is None else self.of(child)
+        copied.training = False
+        return copied
+
+    def _weight(self, weight: nn.Parameter) -> nn.Parameter:
+        is_one = weight.numel() == 1 and not weight.is_meta  # a switch rather than a weight
+        if is_one or weight.numel() > _LARGEST:
+            return weight
+        return nn.Parameter(_random_like(weight, self.device, self._random), False)
+
+    def _class_of(self, module: nn.Module) -> type:
+        """Of a layer that knows its index, the same class, which tells when the index is read."""
+        if "layer_idx" not in vars(module):
+            return type(module)
+
+        def read(_: Any) -> Any:
+            self.index_was_read = True
+            return vars(module)["layer_idx"]
+
+        return type(
+            type(module).__name__, (type(module),), {"layer_idx": property(read), "__module__": type(module).__module__}
+        )
+
+
+def kind_of(module: nn.Module) -> Hashable:
+    """What decides how a module is measured: equal for two modules of one kind, and nobody else's where in doubt.
+
+    All settings of the module and of what it is made of, but for its `layer_idx`; weights count by their shapes.
+    """
+    return tuple((name, *part_of(part)) for name, part in module.named_modules(remove_duplicate=False))
+
+
+def part_of(module: nn.Module) -> tuple[Any, ...]:
+    """`kind_of` without what the module is made of."""
+    if not _runs_its_class(module):
+        return (id(module),)
+    known = {**_settings(module), **module._parameters, **module._buffers}
+    return type(module), frozenset((name, _frozen(value)) for name, value in known.items() if name != "layer_idx")
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are its own."""
+    dropped = _PLACED if "_hf_hook" in vars(module) else {"_compiled_call_impl"}
+    return {name: value for name, value in vars(module).items() if name not in _INTERNAL and name not in dropped}
+
+
+def _runs_its_class(module: nn.Module) -> bool:
+    """Whether the forward of its class is all that a call of a module runs, beside fetching weights."""
+    own = vars(module)
+    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return False
+    if "_hf_hook" in own:
+        hooks = getattr(own["_hf_hook"], "hooks", (own["_hf_hook"],))
+        former = getattr(own.get("_old_forward"), "__func__", None)
+        return former is type(module).forward and all(type(hook).__module__ == "accelerate.hooks" for hook in hooks)
+    return "forward" not in own
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    return type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()
+
+
+def _frozen(value: Any) -> Hashable:
+    """A setting by value where that is all there is to it, and otherwise the object that it is."""
+    if isinstance(value, (str, int, float, bool, type(None), torch.dtype, torch.device, type)):
+        return type(value), value
+    if isinstance(value, torch.Tensor):
+        said = (type(value), value.shape, value.dtype, value.device.type)
+        # a weight of one number is a switch; other vectors are weights, or tables that may follow the layer
+        by_value = not value.is_meta and (
+            value.numel() == 1 or (value.ndim < 2 and not isinstance(value, nn.Parameter))
+        )
+        return (*said, tuple(value.detach().flatten().tolist())) if by_value else said
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        return type(value), tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return type(value), tuple((_frozen(key), _frozen(item)) for key, item in value.items())
+    return type(value), id(value)
+
+
+def _random_like(weight: torch.Tensor, device: torch.device, random: torch.Generator) -> torch.Tensor:
+    """Around one, so that norms are norms that weigh each dimension differently."""
+    return (1 + 0.5 * torch.randn(weight.shape, generator=random)).to(device, weight.dtype)

@@ -1,0 +1,57 @@
+"""Tables of a rotation that turns nothing, and with which nothing is computed either.
+
+An attention module multiplies by the tables it is given, whatever they hold. Ones and zeros that know that they are
+can spare it most of that, and are still plain numbers for whatever does something else with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_PRODUCTS = {"mul", "__mul__", "__rmul__", "multiply"}
+_SUMS = {"add", "__add__", "__radd__", "sub", "__sub__"}
+_SHAPING = {"__getitem__", "unsqueeze", "squeeze", "expand", "view", "reshape", "transpose", "to", "float", "half"}
+_SHAPING |= {"bfloat16", "type", "chunk", "split", "contiguous", "repeat_interleave", "narrow"}
+
+
+class Still(torch.Tensor):
+    """A tensor full of ones, the cosine of no turn, or of zeros, its sine.
+
+    Attributes:
+        number: 1 or 0.
+    """
+
+    number: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, number: int) -> Still:
+        """The `tensor`, of any shape and full of one `number`, that knows it."""
+        found = tensor.as_subclass(cls)
+        found.number = number
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _PRODUCTS | _SUMS and (spared := _spared(name, *args)) is not None:
+                return spared
+            result = func(*args, **(kwargs or {}))
+            if name not in _SHAPING or not isinstance(args[0], cls):
+                return result
+            number = args[0].number
+            return cls.of(result, number) if isinstance(result, torch.Tensor) else [cls.of(x, number) for x in result]
+
+
+def _spared(name: str, *args: Any) -> torch.Tensor | None:
+    """What a product or a sum comes to without computing it; None where it has to be computed."""
+    if len(args) != 2 or not all(isinstance(x, torch.Tensor) for x in args) or isinstance(args[0], Still):
+        return None
+    x, still = args
+    if torch.result_type(x, still) != x.dtype or torch.broadcast_shapes(x.shape, still.shape) != x.shape:
+        return None
+    if still.number == (1 if name in _PRODUCTS else 0):
+        return x
+    return Still.of(still.as_subclass(torch.Tensor).expand(x.shape), 0) if name in _PRODUCTS else None

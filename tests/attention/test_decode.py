@@ -1,0 +1,132 @@
+"""Few queries after a long cache: equal to the definition, and never by way of it."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from rope_patch import patch
+from rope_patch.attention import chunked, decode, oracle
+from tests.families import TRAINING_LENGTH, build
+from tests.runs import assert_close, cached_logits, left_padded, positions_of, tokens
+
+SPECS = [
+    "rerope:window=6",
+    "leaky_rerope:window=6,factor=4",
+    "self_extend:group_size=4,window=7",
+    "dca:chunk_size=9,local_window=2",
+    "lm_infinite:local_window=7,n_global=3",
+    "string:shift=10,window=4",
+    "yarn:factor=4+rerope:window=6",
+    "xpos:scale_base=8",
+    "xpos:scale_base=8+rerope:window=6",
+    "alibi",
+    "alibi+window:window=7",
+    "t5:per_layer=true",
+    "fox",
+    "dca:chunk_size=9,local_window=2+alibi",
+]
+SEVERAL = [spec for spec in SPECS if "xpos" not in spec]
+"""Those whose blocks of queries are scored like one."""
+
+
+@pytest.fixture
+def only_by_slices(monkeypatch):
+    """From the call on, whatever looks at every pair fails."""
+
+    def refuse(*_):
+        raise AssertionError("a decoding step by all pairs")
+
+    def begin():
+        for module in (oracle, chunked):
+            monkeypatch.setattr(module, "attend", refuse)
+
+    return begin
+
+
+def steps(model, lengths, begin, sizes):
+    """Logits of the last tokens, in steps of these sizes after a prefill, and those of a forward without a cache."""
+    batch, mask = left_padded([tokens(length, seed=length) for length in lengths])
+    positions, start = positions_of(mask), batch.shape[1] - sum(sizes)
+    expected = model(batch, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, start:]
+    cache, found = DynamicCache(config=model.config), []
+    for size in (start, *sizes):
+        stop = cache.get_seq_length() + size
+        part = slice(stop - size, stop)
+        given = {"attention_mask": mask[:, :stop], "position_ids": positions[:, part]}
+        found.append(model(batch[:, part], past_key_values=cache, **given).logits)
+        begin()
+    return torch.cat(found[1:], dim=1), expected
+
+
+@pytest.mark.parametrize("lengths", [(47,), (47, 47, 30), (33, 47, 40)], ids=str)
+@pytest.mark.parametrize("spec", SPECS)
+@torch.no_grad()
+def test_one_query_after_rows_of_any_length(spec, lengths, only_by_slices, monkeypatch):
+    monkeypatch.setattr(decode, "BLOCK", 5 * 4 * 64)  # a few keys
+    model = build("llama")
+    patch(model, spec)
+    assert_close(*steps(model, lengths, only_by_slices, [1, 1, 1]))
+
+
+@pytest.mark.parametrize("spec", ["dynamic_ntk:factor=2", "dynamic_yarn:factor=2"])
+@torch.no_grad()
+def test_keys_that_turn_anew_at_every_length_do_so_a_few_at_a_time(spec, monkeypatch):
+    monkeypatch.setattr(decode, "BLOCK", 5 * 4 * 64)
+    found = []
+    for attention in ("auto", "oracle"):
+        model = build("llama")
+        patch(model, spec, attention=attention)
+        batch, mask = left_padded([tokens(47), tokens(40)])
+        found.append(cached_logits(model, batch, [44, 1, 1, 1], mask)[mask.bool()])
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("sizes", [[2, 1, 5], [31], [8, 3]], ids=str)
+@pytest.mark.parametrize("lengths", [(83,), (83, 71, 83)], ids=str)
+@pytest.mark.parametrize("spec", SEVERAL)
+@torch.no_grad()
+def test_some_queries_at_once_as_assisted_decoding_has_them(spec, lengths, sizes, only_by_slices):
+    model = build("llama")
+    patch(model, spec)
+    assert_close(*steps(model, lengths, only_by_slices, sizes))
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "cohere", "phi", "gpt_neox"])
+@pytest.mark.parametrize("sizes", [[1, 1], [7]], ids=str)
+@torch.no_grad()
+def test_families_with_windows_of_their_own_and_other_layouts(family, sizes):
+    model = build(family)
+    patch(model, "rerope", window=6)
+    assert_close(*steps(model, (TRAINING_LENGTH + 9, 30), lambda: None, sizes))
+
+
+@pytest.mark.parametrize("sizes", [[1, 1], [6]], ids=str)
+@pytest.mark.parametrize("spec", ["rerope:window=6", "dca:chunk_size=9,local_window=2", "alibi", "xpos:scale_base=8"])
+@torch.no_grad()
+def test_half_precision_keeps_scores_in_float32(spec, sizes):
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model = build("llama")
+        for parameter in model.parameters():  # and not the frequencies
+            parameter.data = parameter.bfloat16().to(dtype)
+        patch(model, spec)
+        found.append(steps(model, (47, 40), lambda: None, sizes)[0].float())
+    assert_close(*found, tolerance=0.03 * float(found[1].abs().max()))
+
+
+@torch.no_grad()
+def test_queries_that_skip_positions_are_scored_by_positions(monkeypatch):
+    model = build("llama")
+    patch(model, "rerope", window=6)
+    ids, positions = tokens(40), torch.cat([torch.arange(36), torch.tensor([36, 37, 50, 51])])[None]
+    one_text = torch.ones_like(ids)  # and no packed documents
+    expected = model(ids, attention_mask=one_text, position_ids=positions, use_cache=False).logits[:, 36:]
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :36], position_ids=positions[:, :36], past_key_values=cache)
+    asked = []
+    real = oracle.attend
+    monkeypatch.setattr(oracle, "attend", lambda inputs: asked.append(inputs) or real(inputs))
+    given = {"attention_mask": one_text, "position_ids": positions[:, 36:]}
+    found = model(ids[:, 36:], past_key_values=cache, **given).logits
+    assert asked
+    assert_close(found, expected)

@@ -1,0 +1,310 @@
+"""The fused kernel against the oracle in float64, with gradients: on a GPU, or where there is none under Triton's
+interpreter, in a process of its own, because it has to be chosen before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import rope_patch
+from rope_patch import get_scheme
+from rope_patch.attention import oracle
+from rope_patch.attention.fused import call as fused
+from rope_patch.attention.fused.call import Blocks, Fused
+from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
+from rope_patch.schemes.slots import ALL_PAIRS
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install rope-patch[triton]"
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+TOLERANCES = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
+"""Largest error relative to the norm."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `rows` are the groups of the keys of each row; `bias` is a spec, "table" for a learned number for each
+    distance, or "sums" for running sums; `split` asks for more programs than there are blocks of queries.
+    """
+
+    spec: str = ""
+    length: int = 37
+    kv_length: int = 37
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 16
+    value_dim: int = 16
+    dtype: str = "float32"
+    causal: bool = True
+    rows: tuple[tuple[int, ...], ...] | None = None
+    bias: str | None = None
+    sinks: bool = False
+    softcap: float | None = None
+    window: float = float("inf")
+    in_order: bool = True
+    start_in_memory: bool = False
+    interleaved: bool = False
+    split: bool = False
+
+
+def pads(*groups: tuple[int, int]) -> tuple[int, ...]:
+    """A row of groups, each with its length; -1 for pads."""
+    return tuple(group for group, length in groups for _ in range(length))
+
+
+PADDED = (pads((0, 37)), pads((-1, 5), (0, 32)), pads((0, 24), (-1, 13)))
+PACKED = (pads((0, 11), (1, 19), (2, 7)),)
+
+USUAL = {
+    "rerope": Case("rerope:window=6", sinks=True),
+    "dca, table, padded": Case("dca:chunk_size=12,local_window=3", bias="table", rows=PADDED[2:]),
+    "lm_infinite, alibi, softcap": Case("lm_infinite:local_window=7,n_global=4", bias="alibi", softcap=2.0),
+    "self_extend, both directions": Case("self_extend:group_size=4,window=7", causal=False, head_dim=24, value_dim=8),
+    "window, sums, packed": Case("", window=9, bias="sums", rows=PACKED, interleaved=True),
+    "decoding, split, padded": Case(
+        "rerope:window=20", length=1, kv_length=130, split=True, rows=(pads((-1, 40), (0, 90)),), start_in_memory=True
+    ),
+}
+
+SPECS = {
+    "plain": "",
+    "rerope": "rerope:window=6",
+    "leaky_rerope": "leaky_rerope:window=17,factor=4",
+    "self_extend": "self_extend:group_size=4,window=16",
+    "dca": "dca:chunk_size=12,local_window=3",
+    "chunks of 16": "dca:chunk_size=20,local_window=4",
+    "lm_infinite": "lm_infinite:local_window=7,n_global=4",
+    "window": "window:window=7",
+}
+
+WAYS = {
+    "float16": Case(dtype="float16", heads=4, kv_heads=2),
+    "bfloat16": Case(dtype="bfloat16"),
+    "one head, odd lengths": Case(length=31, kv_length=53, heads=1),
+    "three heads for a key, wide": Case(heads=3, head_dim=80, value_dim=64),
+    "narrow values, interleaved": Case(head_dim=24, value_dim=40, interleaved=True),
+    "padded, alibi, sinks": Case(rows=PADDED, bias="alibi", sinks=True),
+    "packed, table": Case(rows=PACKED, bias="table"),
+    "sums, softcap": Case(bias="sums", softcap=1.5, heads=3),
+    "window": Case(window=10),
+    "not in order": Case(in_order=False, bias="alibi"),
+    "after a cache, split": Case(length=5, kv_length=90, split=True, sinks=True, bias="sums"),
+    "decoding": Case(length=1, kv_length=90, split=True, bias="table"),
+    "decoding, softcap": Case(length=1, kv_length=64, start_in_memory=True, softcap=3.0, bias="alibi"),
+}
+
+BOTH_DIRECTIONS = {
+    f"{spec}, {way}": dataclasses.replace(case, spec=SPECS[spec], causal=False)
+    for spec in ("plain", "rerope", "self_extend", "leaky_rerope", "window")
+    for way, case in {
+        "table": Case(bias="table", heads=3),
+        "padded": Case(rows=PADDED, bias="table"),
+        "packed, sinks": Case(rows=PACKED, sinks=True, dtype="float16"),
+        "alibi": Case(bias="alibi", softcap=2.0),
+    }.items()
+}
+
+
+def errors_of(case: Case) -> dict[str, float]:
+    """Of the output and of every gradient, relative to the norm."""
+    random, double = torch.Generator().manual_seed(0), torch.float64
+    batch, dtype = 1 if case.rows is None else len(case.rows), getattr(torch, case.dtype)
+
+    def leaf(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*shape, generator=random, dtype=double).to(DEVICE, dtype).requires_grad_()
+
+    start = case.kv_length - case.length
+    leaves = {
+        "queries": leaf(batch, case.length, case.heads, case.head_dim),
+        "keys": leaf(batch, case.kv_heads, case.kv_length, case.head_dim),
+        "values": leaf(batch, case.kv_heads, case.kv_length, case.value_dim),
+    }
+    if case.sinks:
+        leaves["sinks"] = leaf(case.heads)
+    if case.bias == "table":
+        leaves["bias"] = leaf(case.heads, 2 * case.kv_length + 1, dtype=torch.float32)
+    if case.bias == "sums":
+        leaves["sums"] = leaf(batch, case.heads, case.kv_length, dtype=double)
+    scheme = get_scheme(case.spec) if case.spec else None
+    regions = scheme.segments() if scheme else (ALL_PAIRS,)
+    groups = None if case.rows is None else torch.tensor(case.rows, device=DEVICE)
+    positions = torch.arange(case.kv_length, device=DEVICE)[None]
+    if groups is not None:
+        begins = torch.nn.functional.pad(groups.diff() > 0, (1, 0)) * positions
+        positions = positions - begins.cummax(dim=-1).values
+    if not case.in_order:
+        positions = positions + 3 * (positions > 20)
+    # neither is a rotation: what is undone is the transpose
+    partner = torch.arange(case.head_dim, device=DEVICE)
+    partner = partner ^ 1 if case.interleaved else partner.roll(case.head_dim // 2)
+    rates = torch.randn(2, case.head_dim, generator=random).to(DEVICE)
+
+    def tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions[:, None, :, None] * rates[0]
+        return angles.cos(), angles.sin() * rates[1]
+
+    of_queries = [tables(region.query_map(positions[:, start:])) for region in regions]
+    of_keys = [tables(region.key_map(positions)) if i == 0 else None for i, region in enumerate(regions)]
+
+    def bias(leaves: dict[str, torch.Tensor]) -> DistanceBias | None:
+        if case.bias == "alibi":
+            alibi = get_scheme("alibi", symmetric=not case.causal)
+            return DistanceBias(lambda distance: alibi.bias(distance, case.heads), linear=True)
+        if case.bias != "table":
+            return None
+        return DistanceBias(lambda distance: leaves["bias"][:, distance.to(DEVICE) + case.kv_length])
+
+    def inputs(leaves: dict[str, torch.Tensor]) -> AttentionInputs:
+        return AttentionInputs(
+            branches=(),
+            value=leaves["values"],
+            query_positions=positions[:, start:],
+            key_positions=positions,
+            mask=None,
+            groups=groups,
+            causal=case.causal and case.length > 1,
+            query_start=torch.tensor(start, device=DEVICE) if case.start_in_memory else start,
+            scaling=0.3,
+            bias=bias(leaves),
+            sums=leaves.get("sums"),
+            sinks=leaves.get("sinks"),
+            softcap=case.softcap,
+        )
+
+    def turned(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        return x if table is None else x * table[0] + x[..., partner] * table[1]
+
+    def definition(leaves: dict[str, torch.Tensor]) -> torch.Tensor:
+        queries, call = leaves["queries"].transpose(1, 2), inputs(leaves)
+        branches = tuple(
+            Branch(region, turned(queries, of_query), turned(leaves["keys"], of_key))
+            for region, of_query, of_key in zip(regions, of_queries, of_keys, strict=True)
+        )
+        if case.window < float("inf"):
+            slots = torch.arange(case.kv_length, device=DEVICE)
+            near = slots[start:, None] - slots < case.window
+            seen = call.visible()
+            call = dataclasses.replace(call, mask=near if seen is None else seen & near, groups=None)
+        return oracle.attend(call.with_branches(branches))[0]
+
+    def kernel(leaves: dict[str, torch.Tensor]) -> torch.Tensor:
+        queries, keys = leaves["queries"].transpose(1, 2), leaves["keys"]
+        how = {"in_order": case.in_order, "window": case.window}
+        call = Fused(queries, keys, regions, tuple(of_queries), tuple(of_keys), partner, **how)
+        small = Blocks(16, 16, 4, 1, programs=1000 if case.split else 1)
+        return fused.attend(inputs(leaves), call, (small, small))
+
+    grad = torch.randn(batch, case.heads, case.length, case.value_dim, generator=random, dtype=double).to(DEVICE)
+    found = {}
+    for attend, of in ((kernel, lambda x: x.dtype), (definition, lambda x: double)):
+        mine = {name: leaf.detach().to(of(leaf)).requires_grad_() for name, leaf in leaves.items()}
+        out = attend(mine)
+        slopes = torch.autograd.grad(out, list(mine.values()), grad.to(out.dtype))
+        found[attend] = {"output": out.detach(), **dict(zip(mine, slopes, strict=True))}
+    result = {}
+    for name, expected in found[definition].items():
+        assert found[kernel][name].dtype == (dtype if name == "output" else leaves[name].dtype)
+        result[name] = float((found[kernel][name].double() - expected).norm() / expected.norm().clamp(min=1e-12))
+    return result
+
+
+def begin_interpreter() -> None:
+    """Let the interpreter multiply bfloat16, which it keeps as integers: without this it multiplies those."""
+    torch.set_num_threads(1)
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *others):
+        a, b = (self.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return multiply(self, a, b, *others)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Call a function where the kernels are: here on a GPU, else in a process under the interpreter."""
+    if DEVICE == "cuda":
+        yield lambda function, *arguments: function(*arguments)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, context, initializer=begin_interpreter) as pool:
+            yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+def check(run, case: Case) -> None:
+    errors = run(errors_of, case)
+    assert max(errors.values()) < TOLERANCES[case.dtype], errors
+
+
+@needs_triton
+@pytest.mark.parametrize("name", USUAL)
+def test_output_and_gradients_are_those_of_the_oracle(run, name):
+    check(run, USUAL[name])
+
+
+@needs_triton
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_scheme_in_every_way(run, spec, way):
+    check(run, dataclasses.replace(WAYS[way], spec=SPECS[spec]))
+
+
+@needs_triton
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", BOTH_DIRECTIONS)
+def test_both_directions(run, name):
+    check(run, BOTH_DIRECTIONS[name])
+
+
+attend = fused.attend
+
+
+def trials() -> tuple[bool, bool]:
+    """Whether kernels are trusted that are right, and those that are a tenth too large."""
+    found = []
+    for factor in (1, 1.1):
+        fused.agrees.cache_clear()
+        with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+            patch.setattr(fused, "attend", lambda *given, factor=factor: factor * attend(*given))
+            found.append(fused.agrees(torch.device(DEVICE), torch.float32, 16, 16))
+    fused.agrees.cache_clear()
+    return found[0], found[1]
+
+
+@needs_triton
+def test_kernels_are_tried_before_they_are_trusted(run):
+    assert run(trials) == (True, False)
+
+
+def test_without_triton_nothing_applies(monkeypatch):
+    fused.agrees.cache_clear()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not fused.agrees(torch.device("cpu"), torch.float32, 16, 16)
+    fused.agrees.cache_clear()
+
+
+def test_nothing_imports_triton_before_it_is_needed():
+    for path in Path(rope_patch.__file__).parent.rglob("*.py"):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        names = [ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+        found = any("triton" in name or "attention.fused.kernels" in name for name in names)
+        assert not found or path.match("attention/fused/kernels.py"), path
