@@ -10,7 +10,7 @@
 # make docs       set up, then build the site into site/
 # make wheel      set up, then build wheel and sdist into dist/, and try the wheel in an environment of its own
 # make check      set up, then lint, types, tests
-# make bench      set up, then measure speed and memory against plain attention (under ten minutes on two cores)
+# make bench      set up, then measure speed and memory against plain attention (under twenty minutes on two cores)
 # make gpu-check  on a machine with a GPU: its tests, with the Python that is there (GPU_PYTHON), without set-up
 # make gpu-bench  on a machine with a GPU: measure there, likewise
 #                 OPTIONS="--only decode growth --resume" and others: python -m benchmarks.run --help
@@ -98,8 +98,9 @@ lint: setup
 check: lint test
 
 bench: setup
-	@echo "== benchmarks: best on a machine that does nothing else (under ten minutes)"
+	@echo "== benchmarks: best on a machine that does nothing else (under twenty minutes)"
 	$(BIN)/python -m benchmarks.run $(OPTIONS)
+	$(BIN)/python -m benchmarks.report --page docs/benchmarks.md
 
 gpu-check:
 	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.machine cuda

@@ -27,7 +27,7 @@ SEGMENTS = ("rerope", "leaky_rerope", "self_extend", "dca")
 
 
 def spec(scheme: str, length: int) -> str:
-    """The scheme with a window of an eighth of the length, as a string for `patch`."""
+    """The scheme for `patch`, with a window of an eighth of the length; what has no window as it is."""
     window = max(1, length // 8)
     chunk = min(_DCA_CHUNK, length // 2)
     return {
@@ -35,7 +35,7 @@ def spec(scheme: str, length: int) -> str:
         "leaky_rerope": f"leaky_rerope:window={window},factor=4",
         "self_extend": f"self_extend:group_size=4,window={window}",
         "dca": f"dca:chunk_size={chunk},local_window={chunk // 4}",
-    }[scheme]
+    }.get(scheme, scheme)
 
 
 def regions(shape: Shape, scheme: str, backward: bool = False) -> Side:
@@ -63,40 +63,42 @@ def regions(shape: Shape, scheme: str, backward: bool = False) -> Side:
     return _side(shape, lambda: engine.attend(inputs, "auto", lambda _: spans), leaves, backward)
 
 
-def t5_encoder(shape: Shape) -> Side:
-    """Attention in both directions under T5's biases, looked up in their table at every call."""
-    inputs, table = _both_directions(shape), _table(shape)
+def t5_encoder(shape: Shape, backward: bool = False) -> Side:
+    """Attention in both directions under T5's biases, looked up in their table at every call; backward to the table."""
+    inputs, table = _both_directions(shape, backward), _table(shape, backward)
     scheme = T5Bias().resolve(Checkpoint(512, shape.heads, 512, bidirectional=True, buckets=(32, 128)))
     weights = {"relative_attention_bias": table}
     inputs = dataclasses.replace(inputs, bias=DistanceBias(lambda m: scheme.bias(m, shape.heads, weights)))
     spans = (Span(slice(0, 1), slice(0, shape.length), slice(0, shape.length), 0, causal=False),)
-    return _side(shape, lambda: engine.attend(inputs, "auto", lambda _: spans), [], False)
+    leaves = [table, *_states(inputs)]
+    return _side(shape, lambda: engine.attend(inputs, "auto", lambda _: spans), leaves, backward)
 
 
-def unbiased_encoder(shape: Shape) -> Side:
+def unbiased_encoder(shape: Shape, backward: bool = False) -> Side:
     """The same without biases, as fast as the platform can."""
-    (branch,), value = _both_directions(shape).branches, _keys(shape, False)
-    return _side(shape, lambda: functional.scaled_dot_product_attention(branch.query, branch.key, value), [], False)
+    query, key, value = leaves = _states(_both_directions(shape, backward))
+    return _side(shape, lambda: functional.scaled_dot_product_attention(query, key, value), leaves, backward)
 
 
-def materialised_encoder(shape: Shape) -> Side:
+def materialised_encoder(shape: Shape, backward: bool = False) -> Side:
     """The same as Transformers has it: a bias for every pair, made at every call."""
-    (branch,), value, table = _both_directions(shape).branches, _keys(shape, False), _table(shape)
+    query, key, value = states = _states(_both_directions(shape, backward))
+    table = _table(shape, backward)
     places = torch.arange(shape.length, device=shape.device)
 
     def attend() -> torch.Tensor:
         buckets = T5Attention._relative_position_bucket(places[None] - places[:, None])
         bias = functional.embedding(buckets, table).permute(2, 0, 1)[None].contiguous()
-        return functional.scaled_dot_product_attention(branch.query, branch.key, value, attn_mask=bias)
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
 
-    return _side(shape, attend, [], False)
+    return _side(shape, attend, [table, *states], backward)
 
 
-def _both_directions(shape: Shape) -> AttentionInputs:
+def _both_directions(shape: Shape, backward: bool) -> AttentionInputs:
     positions = torch.arange(shape.length, device=shape.device)[None]
     return AttentionInputs(
-        branches=(Branch(None, _queries(shape, False), _keys(shape, False)),),
-        value=_keys(shape, False),
+        branches=(Branch(None, _queries(shape, backward), _keys(shape, backward)),),
+        value=_keys(shape, backward),
         query_positions=positions,
         key_positions=positions,
         mask=None,
@@ -106,8 +108,13 @@ def _both_directions(shape: Shape) -> AttentionInputs:
     )
 
 
-def _table(shape: Shape) -> torch.Tensor:
-    return shape.random(32, shape.heads)
+def _states(inputs: AttentionInputs) -> list[torch.Tensor]:
+    (branch,) = inputs.branches
+    return [branch.query, branch.key, inputs.value]
+
+
+def _table(shape: Shape, backward: bool) -> torch.Tensor:
+    return shape.random(32, shape.heads).requires_grad_(backward)
 
 
 def sdpa(shape: Shape, backward: bool = False) -> Side:

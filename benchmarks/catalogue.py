@@ -7,17 +7,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benchmarks import attention, fine_tuning, models, perplexity
-from benchmarks.comparison import Comparison, Maker, Shape
+from benchmarks import attention, fine_tuning, launches, models, perplexity
+from benchmarks.comparison import Comparison, Figure, Maker, Shape
 from benchmarks.machine import memory_bytes
-from rope_patch import list_schemes
+from benchmarks.measure import in_fresh_process
 
-_LINEAR = 3.0
+_LINEAR = 1.5
 """Peak extra memory of a segment scheme over that of plain attention: a small multiple, whatever the length."""
+_PASSES = ("forward", "forward and backward")
 
 
-def comparisons(device: str) -> list[Comparison]:
-    """The rows for a device, in the order of the table."""
+def rows(device: str) -> list[Comparison | Figure]:
+    """What is measured on a device, in the order of the table."""
     return [*(_on_cuda() if device == "cuda" else _on_cpu())]
 
 
@@ -43,40 +44,50 @@ def growth_makers(shape: Shape) -> dict[str, Maker]:
     return {label: maker for label, maker in GROWTH.items() if fits or maker is not attention.dense}
 
 
-def _on_cpu() -> Iterator[Comparison]:
-    # one scheme of two regions and the one of three stand for all where the ten minutes of `make bench` are short
-    long, longer = Shape(8192), Shape(16384)
+def _on_cpu() -> Iterator[Comparison | Figure]:
+    # one scheme of two regions and the one of three stand for all where the minutes of `make bench` are short
+    long, longer, short = Shape(8192), Shape(16384), Shape(4096)
     yield _static(Shape(2048, head_dim=64))
-    for scheme in attention.SEGMENTS:
-        yield _forward(scheme, long, 1.05 if scheme == "dca" else 1.10, memory=True)
-    for scheme in attention.SEGMENTS:
-        yield _forward(scheme, longer, 1.05 if scheme == "dca" else 1.06)
+    for scheme in ("rerope", "dca"):
+        yield _alone(scheme, long, 1.05 if scheme == "dca" else 1.08)
+    yield _alone("rerope", long, 1.12, backward=True)
+    yield _alone("rerope", replace(long, dtype="bfloat16"), 1.20, backward=True)
+    yield from _dense(short)
+    yield from _encoder(replace(long, head_dim=64), Shape(1024, head_dim=64))
+    for scheme in ("rerope", "self_extend", "dca"):
+        yield _module(scheme, long, 1.08, memory=True)
+    for scheme in ("rerope", "dca"):
+        yield _module(scheme, longer, 1.05)
+    for scheme in ("rerope", "dca"):
+        yield _module(scheme, long, 1.12, backward=True, memory=True)
     for length in (4096, 8192):
-        yield _forward("rerope", Shape(length, dtype="bfloat16"), 0.75)
-    for dtype, target in (("float32", 1.15), ("bfloat16", 1.20)):
         for scheme in ("rerope", "dca"):
-            yield _training(scheme, replace(long, dtype=dtype), target)
-    yield from _dense(Shape(4096))
-    yield from _encoder(replace(long, head_dim=64))
-    yield from _modules(long)
-    for dtype in ("float32", "bfloat16"):
-        yield from _decoding(Shape(8192, 8, 2, dtype=dtype))
+            yield _module(scheme, Shape(length, dtype="bfloat16"), 0.85)
+    yield from _biases(long)
+    yield from _decoding(long, short)
+    for scheme in ("rerope", "dca"):
+        yield _after("decode", scheme, replace(long, kv_heads=2, dtype="bfloat16"), 1.05)
+    yield from _launches(Shape(256, 4, 4, 32))
+    yield from _patching()
     yield from _perplexity(Shape(8192, 4, 4, 64))
-    for dtype in ("float32", "bfloat16"):
-        yield _fine_tuning(Shape(8192, 4, 4, 64, dtype))
+    yield _fine_tuning(Shape(8192, 4, 4, 64, "bfloat16"))
 
 
-def _on_cuda() -> Iterator[Comparison]:
+def _on_cuda() -> Iterator[Comparison | Figure]:
     long = Shape(32768, 32, 8, 128, "bfloat16", "cuda")
+    full = replace(long, kv_heads=32)
     yield _static(replace(long, length=8192))
     for scheme in attention.SEGMENTS:
-        yield _forward(scheme, long, 1.15, memory=True)
-    for scheme in attention.SEGMENTS:
-        yield _training(scheme, long, 1.20)
+        yield _alone(scheme, long, 1.05)
+        yield _alone(scheme, long, 1.12, backward=True)
     yield from _dense(replace(long, length=4096))
-    yield from _encoder(replace(long, length=8192, kv_heads=32, head_dim=64))
-    yield from _modules(replace(long, kv_heads=32))
-    yield from _decoding(long)
+    yield from _encoder(replace(full, length=8192, head_dim=64), replace(full, length=2048, heads=8, kv_heads=8))
+    for scheme in ("rerope", "dca"):
+        yield _module(scheme, full, 1.08)
+        yield _module(scheme, full, 1.12, backward=True)
+    yield from _biases(full)
+    yield from _decoding(full, replace(full, length=4096))
+    yield from _launches(Shape(256, 4, 4, 32, "bfloat16", "cuda"))
     yield from _perplexity(Shape(8192, 4, 4, 64, "bfloat16", "cuda"))
     yield _fine_tuning(Shape(8192, 4, 4, 64, "bfloat16", "cuda"))
 
@@ -94,114 +105,134 @@ def _static(shape: Shape) -> Comparison:
     )
 
 
-def _forward(scheme: str, shape: Shape, target: float, memory: bool = False) -> Comparison:
+def _alone(scheme: str, shape: Shape, target: float, backward: bool = False) -> Comparison:
+    """Attention by itself."""
     return _row(
-        f"forward/{scheme}",
-        f"{scheme}, forward",
+        f"{'training' if backward else 'forward'}/{scheme}",
+        f"{scheme}, {_PASSES[backward]}",
         "plain attention",
-        partial(attention.regions, scheme=scheme),
-        attention.sdpa,
-        shape,
-        target=target,
-        memory_target=_LINEAR if memory else None,
-        flops=attention.flops,
-    )
-
-
-def _training(scheme: str, shape: Shape, target: float) -> Comparison:
-    return _row(
-        f"training/{scheme}",
-        f"{scheme}, forward and backward",
-        "plain attention",
-        partial(attention.regions, scheme=scheme, backward=True),
-        partial(attention.sdpa, backward=True),
+        partial(attention.regions, scheme=scheme, backward=backward),
+        partial(attention.sdpa, backward=backward),
         shape,
         target=target,
         memory_target=_LINEAR,
-        flops=attention.training_flops,
+        flops=attention.training_flops if backward else attention.flops,
     )
 
 
 def _dense(shape: Shape) -> Iterator[Comparison]:
-    ours, dense, plain = (
-        partial(attention.regions, scheme="rerope", backward=True),
-        partial(attention.dense, backward=True),
-        partial(attention.sdpa, backward=True),
-    )
-    rate = attention.training_flops
-    yield _row(
-        "dense/rerope",
-        "rerope, forward and backward",
-        "two dense matrices",
-        ours,
-        dense,
-        shape,
-        target=1 / 3.5,
-        flops=rate,
-    )
-    yield _row(
-        "dense/yardstick",
-        "two dense matrices, forward and backward",
-        "plain attention",
-        dense,
-        plain,
-        shape,
-        flops=rate,
-    )
+    ours = partial(attention.regions, scheme="rerope", backward=True)
+    dense, plain = (partial(side, backward=True) for side in (attention.dense, attention.sdpa))
+    work, yardstick, rate = _PASSES[True], "two dense matrices", attention.training_flops
+    yield _row("dense/rerope", f"rerope, {work}", yardstick, ours, dense, shape, target=1 / 3.5, flops=rate)
+    yield _row("dense/yardstick", f"{yardstick}, {work}", "plain attention", dense, plain, shape, flops=rate)
 
 
-def _encoder(shape: Shape) -> Iterator[Comparison]:
-    """Both directions, under the biases of T5."""
-    yield _row(
-        "encoder/t5",
-        "T5 biases in both directions, forward",
-        "attention without biases",
-        attention.t5_encoder,
-        attention.unbiased_encoder,
-        shape,
-        target=1.06,
-        memory_target=_LINEAR,
-    )
-    yield _row(
-        "encoder/materialised",
-        "T5 biases in both directions, forward",
-        "a bias for every pair",
-        attention.t5_encoder,
-        attention.materialised_encoder,
-        shape,
-        target=1 / 4,
-        memory_target=1 / 20,
-    )
+def _encoder(shape: Shape, training: Shape) -> Iterator[Comparison]:
+    """Under the biases of T5."""
+    work, none, every = "T5 biases in both directions", "attention without biases", "a bias for every pair"
+    ours, unbiased, pairs = attention.t5_encoder, attention.unbiased_encoder, attention.materialised_encoder
+    forward = f"{work}, {_PASSES[False]}"
+    yield _row("encoder/t5", forward, none, ours, unbiased, shape, target=1.06, memory_target=2 * _LINEAR)
+    yield _row("encoder/materialised", forward, every, ours, pairs, shape, target=1 / 4, memory_target=1 / 20)
+    ours, unbiased = (partial(side, backward=True) for side in (ours, unbiased))
+    work = f"{work}, {_PASSES[True]} to their table"
+    yield _row("encoder/t5_training", work, none, ours, unbiased, training, target=1.4)
+    work, ours = f"T5, encoder and decoder, {_PASSES[True]}", partial(models.t5_training, patched=True)
+    yield _row("model/t5_training", work, "unpatched", ours, models.t5_training, training, target=1.4)
 
 
-def _modules(shape: Shape) -> Iterator[Comparison]:
+def _module(scheme: str, shape: Shape, target: float, backward: bool = False, memory: bool = False) -> Comparison:
     """With everything between the projections, through the attention function of patched modules."""
+    return _row(
+        f"module/{scheme}{'/training' if backward else ''}",
+        f"{scheme}, attention module with rotations, {_PASSES[backward]}",
+        "unpatched module",
+        partial(models.attention_module, scheme=scheme, backward=backward),
+        partial(models.attention_module, backward=backward),
+        shape,
+        target=target,
+        memory_target=_LINEAR if memory else None,
+        flops=attention.training_flops if backward else attention.flops,
+    )
+
+
+def _biases(shape: Shape) -> Iterator[Comparison]:
     # a bias has no rotation beside it, but the module still turns by an angle of zero: the same work on both sides
-    targets = {"rerope": None, "logn": 1.02, "alibi": 1.05, "sandwich": 1.12}
-    for scheme, target in targets.items():
-        if scheme in list_schemes():
-            yield _row(
-                f"module/{scheme}",
-                f"{scheme}, attention module with rotations",
-                "unpatched module",
-                partial(models.attention_module, scheme=scheme),
-                models.attention_module,
-                shape,
-                target=target,
-            )
+    for scheme, target in {"logn": 1.02, "alibi": 1.05, "sandwich": 1.12}.items():
+        yield _module(scheme, shape, target)
 
 
-def _decoding(shape: Shape) -> Iterator[Comparison]:
-    for scheme in attention.SEGMENTS:
+def _decoding(long: Shape, short: Shape) -> Iterator[Comparison]:
+    """Tokens after a cache, in a whole model: one or several, padded, and a text in chunks."""
+    grouped = replace(long, kv_heads=long.heads // 4)
+    for scheme in ("rerope", "self_extend", "dca"):
+        yield _after("decode", scheme, grouped, 1.05)
+        yield _after("decode", scheme, short, 1.05)
+    for scheme in ("dynamic_ntk:factor=2", "dynamic_yarn"):
+        yield _after("decode", scheme, short, 1.2)
+    yield _after("decode", "xpos", long, 1.1)
+    for scheme, target in (("dca", 1.2), ("rerope", 1.05)):
+        yield _after("padded", scheme, grouped, target, padded=True)
+    for scheme in ("rerope", "dca", "alibi"):
+        for shape in (grouped, long):
+            for new in (2, 8, 31):
+                yield _after(f"several/{new}", scheme, shape, 1.1, new=new)
+    for scheme in ("rerope", "dca"):
         yield _row(
-            f"decode/{scheme}",
-            f"{scheme}, whole model, one token after a cache",
+            f"prefill/{scheme}",
+            f"{scheme}, whole model, in chunks of 256 with a cache",
             "unpatched",
-            partial(models.decoding, scheme=scheme),
-            models.decoding,
-            shape,
-            target=1.05,
+            partial(models.prefill, scheme=scheme),
+            models.prefill,
+            replace(short, length=2048),
+            target=1.1,
         )
+
+
+def _after(group: str, scheme: str, shape: Shape, target: float | None, new: int = 1, **rest: Any) -> Comparison:
+    tokens = f"{new} tokens" if new > 1 else "one token"
+    rows = ", two rows, one left-padded" if rest.get("padded") else ""
+    return _row(
+        f"{group}/{scheme.partition(':')[0]}{'/grouped' if shape.kv_heads != shape.heads else ''}",
+        f"{scheme}, whole model, {tokens} after a cache{rows}",
+        "unpatched",
+        partial(models.decoding, scheme=scheme, new=new, **rest),
+        partial(models.decoding, new=new, **rest),
+        shape,
+        target=target,
+    )
+
+
+def _launches(shape: Shape) -> Iterator[Comparison | Figure]:
+    """A model so small that a token costs what starting its kernels costs."""
+    targets = {"rerope": 8, "self_extend": 8, "dca": 8, "logn": 2, "alibi": 2}
+    for scheme in targets:
+        yield _after("small", scheme, shape, None, layers=4)
+    for scheme, target in targets.items():
+        name, work = f"{scheme}/{shape.dtype}", f"{scheme}, one token after a cache"
+        kernels, waits = (partial(read, scheme=scheme) for read in (launches.per_layer, launches.waits))
+        yield Figure(f"kernels/{name}", f"{work}: kernels beyond", "unpatched", "a layer", kernels, shape, target)
+        yield Figure(f"waits/{name}", f"{work}: synchronisations beyond", "unpatched", "a step", waits, shape, 0)
+
+
+def _patching() -> Iterator[Figure]:
+    for heads, head_dim, layers, target in ((32, 128, 2, 0.3), (64, 128, 1, 0.3), (4, 16, 80, 0.1)):
+        width = heads * head_dim
+        yield Figure(
+            f"patch/{width}",
+            f"`patch` under rerope, {layers} layer{'s' * (layers > 1)} of width {width}",
+            "",
+            "s",
+            partial(_patch_seconds, layers=layers),
+            Shape(1024, heads, heads, head_dim),
+            target,
+            rounds=3,
+        )
+
+
+def _patch_seconds(shape: Shape, layers: int) -> tuple[float, None]:
+    return in_fresh_process(partial(models.patch_seconds, shape, layers)), None
 
 
 def _perplexity(shape: Shape) -> Iterator[Comparison]:

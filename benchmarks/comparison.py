@@ -67,7 +67,7 @@ class Comparison:
     """A row of the table that is still to be measured.
 
     Attributes:
-        name: `group/scheme/length/dtype`, unique.
+        name: `group/scheme/…/length/dtype`, unique.
         work, yardstick_name: what is compared, for people; the shape is said beside it.
         ours, yardstick: the two sides.
         target: largest allowed ratio of times; None where the ratio is for the record.
@@ -90,3 +90,30 @@ class Comparison:
     def small(self) -> Comparison:
         """The same at a length that takes no time."""
         return dataclasses.replace(self, shape=self.shape.small())
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A row with a number of its own instead of a ratio: seconds or a count.
+
+    Attributes:
+        name, work, yardstick_name, shape, target: as of a `Comparison`; the target is the largest number.
+        unit: of the number.
+        read: the number, and that of the yardstick where there is one.
+        rounds: how often to read it.
+    """
+
+    name: str
+    work: str
+    yardstick_name: str
+    unit: str
+    read: Callable[[Shape], tuple[float, float | None]]
+    shape: Shape
+    target: float
+    rounds: int = 1
+    memory_target: None = None
+
+    def small(self) -> Figure:
+        """The same at a width that takes no time, once."""
+        heads = min(self.shape.heads, 4)
+        return dataclasses.replace(self, shape=dataclasses.replace(self.shape, heads=heads, kv_heads=heads), rounds=1)

@@ -10,11 +10,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from benchmarks.comparison import Maker, Shape, Side
+
+T = TypeVar("T")
 
 _M_MMAP_THRESHOLD = -3  # from malloc.h
 
@@ -85,11 +89,16 @@ def peak_bytes(maker: Maker, shape: Shape) -> int:
 
 def peak_and_seconds(maker: Maker, shape: Shape) -> tuple[int, float]:
     """The same of one run in a process of its own on CPU, with the time that it took."""
+    return in_fresh_process(partial(resident_peak, maker, shape))
+
+
+def in_fresh_process(function: Callable[[], T]) -> T:
+    """What a function returns in a process that has computed nothing before."""
     context = multiprocessing.get_context("forkserver")
     # the server has imported everything and computed nothing, so its children start clean and at once
     context.set_forkserver_preload(["benchmarks.catalogue"])
     with ProcessPoolExecutor(1, mp_context=context) as fresh:
-        return fresh.submit(_resident_peak, maker, shape).result()
+        return fresh.submit(function).result()
 
 
 def _cuda_peak(maker: Maker, shape: Shape) -> int:
@@ -102,7 +111,8 @@ def _cuda_peak(maker: Maker, shape: Shape) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _resident_peak(maker: Maker, shape: Shape) -> tuple[int, float]:
+def resident_peak(maker: Maker, shape: Shape) -> tuple[int, float]:
+    """The same in this process, which has done nothing else yet."""
     _return_freed_blocks()
     side = _warm(maker, shape)
     peak = _resident_meter()

@@ -1,10 +1,12 @@
-"""Small Llamas with random weights, patched or not: a forward, a decoding step, an attention module by itself."""
+"""Small models with random weights, patched or not: forwards, tokens after a cache, an attention module, patching."""
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from benchmarks.attention import spec
 from benchmarks.comparison import Shape, Side
@@ -12,15 +14,23 @@ from rope_patch import CachedKeys, patch
 
 _LAYERS = 4
 _DECODING_LAYERS = 2
+_CHUNK = 256
 
 
-def llama(shape: Shape, layers: int, vocabulary: int = 1024) -> LlamaForCausalLM:
-    """A Llama with the heads, the dtype and the device of the shape; the same weights every time."""
+def llama(shape: Shape, layers: int, vocabulary: int = 1024, inner: int | None = None) -> LlamaForCausalLM:
+    """A Llama with the heads, the dtype and the device of the shape; the same weights every time.
+
+    Args:
+        shape: of it.
+        layers: how many.
+        vocabulary: tokens that it knows.
+        inner: width of the MLPs; default twice that of the states.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=shape.heads * shape.head_dim,
-        intermediate_size=2 * shape.heads * shape.head_dim,
+        intermediate_size=inner or 2 * shape.heads * shape.head_dim,
         num_hidden_layers=layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
@@ -40,21 +50,41 @@ def forward(shape: Shape, scheme: str | None = None) -> Side:
     return Side(torch.no_grad()(lambda: model(tokens, use_cache=False)))
 
 
-def decoding(shape: Shape, scheme: str | None = None) -> Side:
-    """One token after a cache of `shape.length`, from the embedding to the logits."""
-    model = llama(shape, _DECODING_LAYERS)
+def decoding(
+    shape: Shape, scheme: str | None = None, new: int = 1, padded: bool = False, layers: int = _DECODING_LAYERS
+) -> Side:
+    """New tokens after a cache of `shape.length`, from the embedding to the logits.
+
+    Args:
+        shape: of the model and the cache.
+        scheme: to patch it with.
+        new: tokens in one call; more than one are taken back before the next, as assisted decoding does.
+        padded: two rows, of which the second begins with pads.
+        layers: of the model.
+    """
+    model = llama(shape, layers)
     if scheme:
         patch(model, spec(scheme, shape.length))
+    rows, room = (2, 2 * shape.length + new) if padded else (1, shape.length)
+    mask = torch.ones(rows, room, dtype=torch.long, device=shape.device)
+    mask[1:, : shape.length // 16] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
-    token = torch.ones(1, 1, dtype=torch.long, device=shape.device)
-    step = torch.no_grad()(lambda: model(token, past_key_values=cache, use_cache=True))
-    step()  # a patched model takes a cache that it began itself
-    for layer in range(_DECODING_LAYERS):
+
+    @torch.no_grad()
+    def step(new: int = new) -> None:
+        past = cache.get_seq_length()
+        seen = past + new
+        places = {"attention_mask": mask[:, :seen], "position_ids": positions[:, past:seen]} if padded else {}
+        model(mask[:, :new], past_key_values=cache, use_cache=True, **places)
+
+    step(1)  # a patched model takes a cache that it began itself
+    for layer in range(layers):
         # what else stands in it does not matter for the time, only how much
-        past = [shape.random(1, shape.kv_heads, shape.length - 1, shape.head_dim) for _ in range(2)]
+        past = [shape.random(rows, shape.kv_heads, shape.length - 1, shape.head_dim) for _ in range(2)]
         keys, _ = cache.update(past[0], past[1], layer)
-        cache.layers[layer].keys = CachedKeys.of(keys, torch.arange(shape.length, device=shape.device)[None])
-    return Side(step, reset=lambda: _shorten(cache, shape.length))
+        cache.layers[layer].keys = CachedKeys.of(keys, positions[:, : shape.length])
+    return Side(step, reset=lambda: _shorten(cache, shape.length) if new > 1 else None)
 
 
 def _shorten(cache: DynamicCache, length: int) -> None:
@@ -62,18 +92,69 @@ def _shorten(cache: DynamicCache, length: int) -> None:
         cache.crop(-extra)  # by how much, not to what: the only form that all versions of Transformers know
 
 
-def attention_module(shape: Shape, scheme: str | None = None) -> Side:
+def prefill(shape: Shape, scheme: str | None = None) -> Side:
+    """A text in chunks of 256 tokens, each after the cache of those before it."""
+    model = llama(shape, _DECODING_LAYERS)
+    if scheme:
+        patch(model, spec(scheme, shape.length))
+    chunks = torch.randint(1, 1024, (1, shape.length), device=shape.device).split(_CHUNK, dim=1)
+
+    @torch.no_grad()
+    def run() -> None:
+        cache = DynamicCache(config=model.config)
+        for chunk in chunks:
+            model(chunk, past_key_values=cache, use_cache=True)
+
+    return Side(run)
+
+
+def t5_training(shape: Shape, patched: bool = False) -> Side:
+    """Forward and backward of a T5 of two and two layers, to the tables of its biases too."""
+    torch.manual_seed(0)
+    width = shape.heads * shape.head_dim
+    config = T5Config(
+        vocab_size=1024,
+        d_model=width,
+        d_kv=shape.head_dim,
+        d_ff=2 * width,
+        num_layers=2,
+        num_heads=shape.heads,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+    )
+    with torch.device(shape.device):
+        model = T5ForConditionalGeneration(config).eval().to(getattr(torch, shape.dtype))
+    if patched:
+        patch(model, "t5")
+    text = torch.randint(1, 1024, (1, shape.length), device=shape.device)
+    return Side(lambda: model(input_ids=text, labels=text).loss.backward(), reset=model.zero_grad)
+
+
+def patch_seconds(shape: Shape, layers: int) -> float:
+    """How long the first `patch` of a model takes in a process that has patched a tiny one; its MLPs are narrow."""
+    patch(llama(Shape(shape.length, 2, 2, 16, device=shape.device), layers=1), "rerope:window=64")
+    model = llama(shape, layers, inner=64)
+    start = time.perf_counter()
+    patch(model, "rerope:window=64")
+    return time.perf_counter() - start
+
+
+def attention_module(shape: Shape, scheme: str | None = None, backward: bool = False) -> Side:
     """An attention module as a model calls it, rotation included, without its four projections."""
     model = llama(shape, layers=1)
     if scheme:
-        patch(model, spec(scheme, shape.length) if scheme == "rerope" else scheme)
+        patch(model, spec(scheme, shape.length))
     module = model.model.layers[0].self_attn
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         setattr(module, name, nn.Identity())
-    hidden = shape.random(1, shape.length, shape.heads * shape.head_dim)
+    hidden = shape.random(1, shape.length, shape.heads * shape.head_dim).requires_grad_(backward)
     positions = torch.arange(shape.length, device=shape.device)[None]
     tables = model.model.rotary_emb(hidden, positions)
-    call = torch.no_grad()(
-        lambda: module(hidden, position_embeddings=tables, attention_mask=None, position_ids=positions)
-    )
-    return Side(call)
+
+    def call() -> torch.Tensor:
+        return module(hidden, position_embeddings=tables, attention_mask=None, position_ids=positions)[0]
+
+    if not backward:
+        return Side(torch.no_grad()(call))
+    grad = torch.randn_like(hidden)
+    return Side(lambda: torch.autograd.grad(call(), hidden, grad))

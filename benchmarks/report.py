@@ -1,11 +1,12 @@
 """The table of a result file: for the terminal, and as markdown for the documents.
 
-python -m benchmarks.report [benchmarks/results/cpu.json] [--picture docs/images/growth.png]
+python -m benchmarks.report [benchmarks/results/cpu.json] [--page docs/benchmarks.md] [--picture docs/images/growth.png]
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from benchmarks.results import ResultFile, Row
 RESULTS = Path(__file__).parent / "results"
 
 _HEADER = ("work", "yardstick", "time [quartiles]", "at most", "memory", "at most", "TFLOP/s", "met")
+TABLE = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- end -->)", re.DOTALL)
+"""Where a page has what `markdown` returns."""
+
 _WIDTH = 150
 _STYLES = {"yes": "green", "no": "bold red"}
 
@@ -27,16 +31,19 @@ _STYLES = {"yes": "green", "no": "bold red"}
 def cells(row: Row) -> tuple[str, ...]:
     """One row of the table, a string per column."""
     time = rate = ""
-    if row.ratio is not None and row.spread is not None:
-        quartiles = ", ".join(map(_number, row.spread))
-        time = f"{_number(row.ratio)} [{quartiles if row.rounds > 1 else 'one round'}]"
+    spread = ", ".join(map(_number, row.spread or ()))
+    if row.value is not None:
+        time = f"{row.value:.3g} {row.unit}"
+        time += f" [{spread}]" if row.yardstick_value is None else f", beyond {row.yardstick_value:.3g}"
+    elif row.ratio is not None:
+        time = f"{_number(row.ratio)} [{spread if row.rounds > 1 else 'one round'}]"
     if row.tflops and row.yardstick_tflops:
         rate = f"{row.tflops:.3g} of {row.yardstick_tflops:.3g}"
     return (
         row.work,
         row.yardstick,
         "failed" if row.error else time,
-        _number(row.target),
+        _number(row.target) if row.unit is None else f"{row.target:g}",
         _number(row.memory_ratio),
         _number(row.memory_target),
         rate,
@@ -109,6 +116,7 @@ def main() -> int:
         description="Print measured rows as a markdown table.",
     )
     parser.add_argument("results", type=Path, nargs="?", default=RESULTS / "cpu.json")
+    parser.add_argument("--page", type=Path, help="write the table into this page instead, between its marks")
     parser.add_argument("--picture", type=Path, help="also draw the curve over lengths into this PNG")
     options = parser.parse_args()
     try:
@@ -116,7 +124,10 @@ def main() -> int:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(markdown(results))
+    if options.page:
+        options.page.write_text(TABLE.sub(lambda _: f"{markdown(results)}\n", options.page.read_text()))
+    else:
+        print(markdown(results))
     if options.picture:
         chart.save(results, options.picture)
     return 0

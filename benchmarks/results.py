@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comparison import Comparison, Shape
+from benchmarks.comparison import Comparison, Figure, Shape
 from rope_patch.evaluation.rows import provenance
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised when the meaning of a field changes; a file of another schema is never added to."""
 
 
@@ -23,12 +23,13 @@ class Row:
     """One comparison, measured; or the reason why it could not be.
 
     Attributes:
-        name, work, yardstick: see `Comparison`.
+        name, work, yardstick: see `Comparison` and `Figure`.
         shape: for people.
-        target, memory_target: largest allowed ratios.
+        target, memory_target: largest allowed ratios, or the largest allowed number of a `Figure`.
         met: whether all that has a target is within it; None where nothing has.
         ratio: of the medians, ours over the yardstick.
-        spread: quartiles of the ratios of single rounds.
+        value, yardstick_value, unit: of a `Figure`, which has no ratio; the median of its rounds.
+        spread: quartiles of the ratios of single rounds, or of the numbers.
         seconds, yardstick_seconds: medians.
         rounds: how many there were.
         tflops, yardstick_tflops: rates.
@@ -46,6 +47,9 @@ class Row:
     memory_target: float | None = None
     met: bool | None = None
     ratio: float | None = None
+    value: float | None = None
+    yardstick_value: float | None = None
+    unit: str | None = None
     spread: tuple[float, float] | None = None
     seconds: float | None = None
     yardstick_seconds: float | None = None
@@ -87,7 +91,22 @@ class Row:
         )
 
     @classmethod
-    def failed(cls, comparison: Comparison, error: Exception) -> Row:
+    def of_figure(cls, figure: Figure, found: Sequence[tuple[float, float | None]]) -> Row:
+        """Summarise what was read in each round."""
+        values = [ours for ours, _ in found]
+        value = statistics.median(values)
+        return cls(
+            **_named(figure),
+            met=value <= figure.target,
+            value=value,
+            yardstick_value=found[0][1],
+            unit=figure.unit,
+            spread=_quartiles(values),
+            rounds=len(values),
+        )
+
+    @classmethod
+    def failed(cls, comparison: Comparison | Figure, error: Exception) -> Row:
         """What is left of a comparison that could not be measured."""
         wanted = comparison.target is not None or comparison.memory_target is not None
         return cls(**_named(comparison), met=False if wanted else None, error=describe_error(error))
@@ -123,7 +142,7 @@ def describe_error(error: Exception) -> str:
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
-def _named(comparison: Comparison) -> dict[str, Any]:
+def _named(comparison: Comparison | Figure) -> dict[str, Any]:
     return {
         "name": comparison.name,
         "work": comparison.work,
@@ -194,11 +213,11 @@ class ResultFile:
         """Of the curve over lengths, shortest first."""
         return sorted(self._points.values(), key=lambda point: point.length)
 
-    def has(self, job: Comparison | Shape) -> bool:
+    def has(self, job: Comparison | Figure | Shape) -> bool:
         """Whether the row, or any point of the curve, is there, measured with the library as it is now and at this
         shape, and did not fail.
         """
-        if isinstance(job, Comparison):
+        if not isinstance(job, Shape):
             found = {(row.shape, row.commit) for row in self.rows if row.name == job.name and row.error is None}
             return (str(job.shape), provenance()["commit"]) in found
         return (str(job), provenance()["commit"]) in {(point.shape, point.commit) for point in self.points}

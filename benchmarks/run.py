@@ -17,8 +17,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import chart, machine, report
-from benchmarks.catalogue import comparisons, growth_makers, growth_shapes
-from benchmarks.comparison import Comparison, Shape
+from benchmarks.catalogue import growth_makers, growth_shapes, rows
+from benchmarks.comparison import Comparison, Figure, Shape
 from benchmarks.measure import Patience, in_turn, matmul_tflops, peak_bytes
 from benchmarks.results import Point, ResultFile, Row, describe_error
 from rope_patch.evaluation.rows import provenance
@@ -28,11 +28,13 @@ QUICK = Path("runs/benchmarks")
 """Where a quick run goes, whose numbers mean nothing: never among the measured ones."""
 
 
-def measured(comparison: Comparison, patience: Patience) -> Row:
-    """The row of a comparison; an error becomes a row too."""
+def measured(comparison: Comparison | Figure, patience: Patience) -> Row:
+    """The row of a comparison or a figure; an error becomes a row too."""
     shape = comparison.shape
-    makers = (comparison.ours, comparison.yardstick)
     try:
+        if isinstance(comparison, Figure):
+            return Row.of_figure(comparison, [comparison.read(shape) for _ in range(comparison.rounds)])
+        makers = (comparison.ours, comparison.yardstick)
         times = in_turn([maker(shape) for maker in makers], shape.device, patience)
         memory = extra_bytes(comparison) if comparison.memory_target else []
         return Row.of(comparison, times, memory)
@@ -65,7 +67,7 @@ def measured_points(shape: Shape, patience: Patience) -> list[Point]:
         _release(shape.device)
 
 
-def run(results: ResultFile, jobs: Sequence[Comparison | Shape], patience: Patience) -> None:
+def run(results: ResultFile, jobs: Sequence[Comparison | Figure | Shape], patience: Patience) -> None:
     """Measure rows and points and write each as soon as it is there."""
     device = results.facts["machine"]["device"]
     for dtype in dict.fromkeys(job.dtype if isinstance(job, Shape) else job.shape.dtype for job in jobs):
@@ -82,10 +84,10 @@ def run(results: ResultFile, jobs: Sequence[Comparison | Shape], patience: Patie
                 tqdm.write(f"{row.name}: {row.error}", file=sys.stderr)
 
 
-def jobs_for(device: str, only: Sequence[str], quick: bool) -> list[Comparison | Shape]:
+def jobs_for(device: str, only: Sequence[str], quick: bool) -> list[Comparison | Figure | Shape]:
     """What there is to measure: the rows and lengths whose names match any of the patterns, or all."""
-    jobs: list[Comparison | Shape] = [*comparisons(device), *growth_shapes(device)]
-    names = {id(job): job.name if isinstance(job, Comparison) else f"growth/{job.length}" for job in jobs}
+    jobs: list[Comparison | Figure | Shape] = [*rows(device), *growth_shapes(device)]
+    names = {id(job): f"growth/{job.length}" if isinstance(job, Shape) else job.name for job in jobs}
     chosen = [job for job in jobs if not only or any(_matches(names[id(job)], pattern) for pattern in only)]
     # the same work at a length that takes no time; lengths that are equal then are measured once
     return list(dict.fromkeys(job.small() for job in chosen)) if quick else chosen
@@ -123,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     jobs = jobs_for(options.device, options.only, options.quick)
     if not jobs:
-        known = ", ".join(dict.fromkeys(job.name.split("/")[0] for job in comparisons(options.device)))
+        known = ", ".join(dict.fromkeys(job.name.split("/")[0] for job in rows(options.device)))
         print(f"nothing is named {' or '.join(options.only)}; there are {known}, growth", file=sys.stderr)
         return 2
     path = (options.out or (QUICK if options.quick else report.RESULTS)) / f"{options.device}.json"

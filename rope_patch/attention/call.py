@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rope_patch.attention.decay import Decay
+from rope_patch.attention.fused.call import Fused
 from rope_patch.attention.inputs import AttentionInputs
 from rope_patch.attention.memo import ForwardMemo
 from rope_patch.attention.spans import Span
@@ -47,6 +48,11 @@ class Call:
     def turns_keys(self, region: Region) -> bool:
         """Whether `key` computes anything."""
         return False
+
+    def fused(self, in_order: bool) -> Fused:
+        """The same for the one kernel that turns and scores; `in_order` where distance is a difference of slots."""
+        nothing = (None,) * len(self.regions)
+        return Fused(self.queries, self.keys, self.regions, nothing, nothing, in_order=in_order)
 
     def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
         """See `find_spans`; asked only where they help."""

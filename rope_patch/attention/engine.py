@@ -9,7 +9,9 @@ import torch
 from rope_patch.attention import chunked, decay, decode, dense, oracle, products, segmented
 from rope_patch.attention.bias import has_terms
 from rope_patch.attention.call import Call
+from rope_patch.attention.fused import call as fused
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
+from rope_patch.attention.kernels import FlashCUDA, kernel_for
 from rope_patch.attention.spans import Span
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 
@@ -26,6 +28,10 @@ def score(
         `(batch, heads, q_len, kv_len)`.
     """
     fades = call.decay()
+    if fades is None and (output := _by_one_kernel(inputs, call, mode)) is not None:
+        return output, None
+    if mode == "fused":
+        mode = "auto"
     if decode.applies(inputs, call, mode, fades):
         if torch.compiler.is_compiling():
             return decode.attend_in_graph(inputs, call), None
@@ -36,6 +42,23 @@ def score(
         return oracle.attend(inputs) if mode == "oracle" else (attend(inputs, mode, call.spans), None)
 
     return attend_block(inputs) if fades is None else decay.attend(inputs, fades, attend_block)
+
+
+def _by_one_kernel(inputs: AttentionInputs, call: Call, mode: AttentionMode) -> torch.Tensor | None:
+    """Output of the kernel that turns and scores all regions; None where it does not apply, or something that is known
+    to be fast does: flash per region, and what a CPU has.
+    """
+    queries, biased = call.queries, inputs.bias is not None or inputs.sums is not None
+    if mode == "auto" and queries.is_cuda:
+        flash = isinstance(kernel_for(queries, inputs.value, masked=biased), FlashCUDA) and inputs.fits_kernels
+        wanted = inputs.q_length == 1 or not flash
+    else:
+        wanted = mode == "fused"
+    if not wanted or torch.compiler.is_compiling():
+        return None
+    in_order = not inputs.scattered and (inputs.q_length == 1 or call.spans(inputs) is not None)
+    given = call.fused(in_order)
+    return fused.attend(inputs, given) if fused.applies(inputs, given) else None
 
 
 def _branch(inputs: AttentionInputs, call: Call, region: Region) -> Branch:

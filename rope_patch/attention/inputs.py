@@ -13,7 +13,7 @@ from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Pairs, Region
 from rope_patch.typing import Weights
 
-AttentionMode = Literal["auto", "oracle", "chunked", "segmented"]
+AttentionMode = Literal["auto", "oracle", "chunked", "segmented", "fused"]
 """How to score: `auto` takes the fastest way that is exact, the others insist."""
 
 

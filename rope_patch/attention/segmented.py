@@ -146,7 +146,7 @@ class Block:
     def work(
         self, piece: Piece, group: HeadGroup, branches: Sequence[Branch], value: torch.Tensor, scale: float
     ) -> Work:
-        """A tile as a kernel wants it, for some heads."""
+        """A tile as a kernel wants it, for some heads; `value` `(batch, kv_heads, kv_len, value_dim)`."""
         branch = branches[piece.branch]
         in_branch = slice(piece.keys.start - branch.first, piece.keys.stop - branch.first)
         query = branch.query[self.rows, group.heads, piece.queries]
@@ -269,6 +269,9 @@ def _block(kernel: Biased, pieces: list[Piece]) -> Block:
 def head_groups(query: torch.Tensor, value: torch.Tensor, length: int) -> Iterator[HeadGroup]:
     """As many groups as keep what a tile of `length` queries or keys gives for each below `LARGE` bytes, and every
     thread at work; one where a call costs more than memory.
+
+    Shape:
+        query `(batch, heads, q_len, head_dim)`, value `(batch, kv_heads, kv_len, value_dim)`.
     """
     batch, heads, *_ = query.shape
     kv_heads, shared = value.shape[1], heads // value.shape[1]

@@ -16,9 +16,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rope_patch.attention import engine
 from rope_patch.attention.call import EVERY, Call
 from rope_patch.attention.decay import Decay
+from rope_patch.attention.fused.call import Fused
 from rope_patch.attention.inputs import AttentionInputs, Content
 from rope_patch.attention.masks import keys_seen, read_mask
 from rope_patch.attention.memo import wants_gradient
+from rope_patch.attention.turning import turn
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.mounting.late import LateCall, Tables
@@ -206,6 +208,35 @@ class TurningCall(Call):
         """See `Call`."""
         return self.late.state.rotate and region.key_map != self.late.anchor
 
+    def fused(self, in_order: bool) -> Fused:
+        """See `Call`."""
+        state, late = self.late.state, self.late
+        if not state.rotate:
+            return super().fused(in_order)
+        layout, head_dim = cast(RotaryLayout, state.layer.layout), self.queries.shape[-1]
+
+        def tables(positions: torch.Tensor, position_map: PositionMap, place: Any) -> Tables | None:
+            if position_map == late.anchor:
+                return None
+
+            def compute() -> Tables:
+                cos, sin = self._computed(self._moved(positions, position_map), self.queries.dtype)
+                return layout.wide(cos, head_dim), layout.signed(sin, head_dim)
+
+            return cast(Tables, self._shared((place, position_map, state.layer.layer_type, "fused"), compute))
+
+        keys = late.key_positions(self.keys.shape[2])
+        device = self.queries.device
+        return Fused(
+            self.queries,
+            self.keys,
+            self.regions,
+            query_tables=tuple(tables(late.position_ids, region.query_map, "q") for region in self.regions),
+            key_tables=tuple(tables(keys, region.key_map, ("k", id(keys))) for region in self.regions),
+            partner=self.memo.once("partners", lambda: torch.tensor(layout.partners(head_dim), device=device)),
+            in_order=in_order,
+        )
+
     def decay(self) -> Decay | None:
         """See `Call`."""
         state = self.late.state
@@ -224,9 +255,9 @@ class TurningCall(Call):
         if position_map == self.late.anchor:
             return x
         layout = cast(RotaryLayout, self.late.state.layer.layout)
+        cos, sin = self._tables(positions, position_map, place, x)
         # without regions, to the bits that the attention module would have computed
-        rotate = layout.turn if self.late.state.regions else layout.rotate
-        return rotate(x, *self._tables(positions, position_map, place, x))
+        return turn(layout, x, cos, sin) if self.late.state.regions else layout.rotate(x, cos, sin)
 
     def _tables(
         self, positions: torch.Tensor, position_map: PositionMap, place: tuple[Any, ...] | None, like: torch.Tensor

@@ -16,12 +16,14 @@ import pytest
 import torch
 
 import rope_patch
-from rope_patch import get_scheme
+from rope_patch import get_scheme, patch
 from rope_patch.attention import oracle
 from rope_patch.attention.fused import call as fused
 from rope_patch.attention.fused.call import Blocks, Fused
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
 from rope_patch.schemes.slots import ALL_PAIRS
+from tests.families import build
+from tests.runs import cached_logits, left_padded, positions_of, tokens
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install rope-patch[triton]"
@@ -241,8 +243,8 @@ def run():
     if DEVICE == "cuda":
         yield lambda function, *arguments: function(*arguments)
         return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
+    with pytest.MonkeyPatch.context() as change:
+        change.setenv("TRITON_INTERPRET", "1")
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, context, initializer=begin_interpreter) as pool:
             yield lambda function, *arguments: pool.submit(function, *arguments).result()
@@ -274,6 +276,38 @@ def test_both_directions(run, name):
     check(run, BOTH_DIRECTIONS[name])
 
 
+def of_models(spec: str) -> tuple[int, list[float]]:
+    """How often a model of two layers calls the kernel, and its errors relative to the norm: of logits of padded rows,
+    of gradients, and of logits of two steps after a cache.
+    """
+    calls, found = [], []
+    fused.agrees(torch.device(DEVICE), torch.float32, 16, 16)
+    with pytest.MonkeyPatch.context() as change:
+        change.setattr(fused, "attend", lambda *given: calls.append(given) or attend(*given))
+        for attention in ("fused", "oracle"):
+            model = build("llama").to(DEVICE)
+            patch(model, spec, attention=attention)
+            ids, mask = (x.to(DEVICE) for x in left_padded([tokens(40), tokens(33)]))
+            logits = model(ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=False).logits
+            leaf = model.model.layers[0].self_attn.q_proj.weight
+            (gradient,) = torch.autograd.grad(logits[mask.bool()].square().sum(), leaf)
+            with torch.no_grad():
+                steps = cached_logits(model, ids, [38, 1, 1], mask)
+            found.append((logits[mask.bool()], gradient, steps[mask.bool()]))
+    return len(calls), [float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True)]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "spec",
+    ["yarn:factor=4+rerope:window=6+logn", pytest.param("dca:chunk_size=9,local_window=2", marks=pytest.mark.nightly)],
+)
+def test_a_model_under_it_is_the_model_under_the_oracle(run, spec):
+    calls, errors = run(of_models, spec)
+    assert calls == 2 * (1 + 3)
+    assert max(errors) < TOLERANCES["float32"], errors
+
+
 attend = fused.attend
 
 
@@ -282,8 +316,8 @@ def trials() -> tuple[bool, bool]:
     found = []
     for factor in (1, 1.1):
         fused.agrees.cache_clear()
-        with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-            patch.setattr(fused, "attend", lambda *given, factor=factor: factor * attend(*given))
+        with pytest.MonkeyPatch.context() as change, torch.inference_mode():
+            change.setattr(fused, "attend", lambda *given, factor=factor: factor * attend(*given))
             found.append(fused.agrees(torch.device(DEVICE), torch.float32, 16, 16))
     fused.agrees.cache_clear()
     return found[0], found[1]

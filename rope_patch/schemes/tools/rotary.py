@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import torch
 
@@ -92,15 +91,22 @@ class RotaryLayout:
             found[..., half] = cos
         return found
 
-    def turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """`rotate`, up to rounding, with a cos that is `wide`: three kernels, and no temporary of the size of `x`."""
-        learned = cos.requires_grad or sin.requires_grad
-        if torch.is_grad_enabled() and x.requires_grad and not learned and not torch.compiler.is_compiling():
-            return cast(torch.Tensor, _Turn.apply(x, cos, sin, self))
-        return self.turned(x, cos, sin)
+    def signed(self, sin: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """sin for every dimension, `(..., head_dim)`, with which R x = x cos + x[`partners`] sin."""
+        found = sin.new_zeros(*sin.shape[:-1], head_dim)
+        first, second = self.halves
+        found[..., first], found[..., second] = -sin, sin
+        return found
+
+    def partners(self, head_dim: int) -> list[int]:
+        """The other dimension of the pair that each is in, or itself."""
+        found = dict(zip(self.first + self.second, self.second + self.first, strict=True))
+        return [found.get(i, i) for i in range(head_dim)]
 
     def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """What `turn` returns, with a gradient that follows each step."""
+        """`rotate` up to rounding, with a cos that is `wide`: three kernels, and no temporary of the size of `x`, which
+        is `(batch, heads, length, head_dim)`.
+        """
         found = x * cos
         first, second = self.halves
         for half, partner, sign in ((first, second, -1), (second, first, 1)):
@@ -117,21 +123,6 @@ class RotaryLayout:
         found[..., self.second, self.first] = -sin
         found[..., self.first, self.second] = sin
         return found
-
-
-class _Turn(torch.autograd.Function):
-    """A rotation, whose gradient is turned back by the same angles."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.layout = layout
-        return layout.turned(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return ctx.layout.turn(grad, cos, -sin), None, None, None
 
 
 def _as_slice(indices: tuple[int, ...]) -> slice | list[int]:

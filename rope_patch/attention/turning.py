@@ -1,0 +1,37 @@
+"""Turning states by tables, with the least to compute and to keep for the gradient."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from rope_patch.schemes.tools.rotary import RotaryLayout
+
+
+def turn(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`layout.turned` with a gradient that is turned back, where the tables themselves want none.
+
+    Shape:
+        x `(batch, heads, length, head_dim)`, cos `(batch or 1, 1, length, head_dim)`, sin `(batch or 1, 1, length,
+        d/2)`; returns that of x.
+    """
+    learned = cos.requires_grad or sin.requires_grad
+    if torch.is_grad_enabled() and x.requires_grad and not learned and not torch.compiler.is_compiling():
+        return cast(torch.Tensor, _Turn.apply(x, cos, sin, layout))
+    return layout.turned(x, cos, sin)
+
+
+class _Turn(torch.autograd.Function):
+    """A rotation, whose gradient is turned back by the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.layout = layout
+        return layout.turned(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return turn(ctx.layout, grad, cos, -sin), None, None, None
