@@ -105,6 +105,7 @@ bench: setup
 gpu-check:
 	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.machine cuda
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m cuda tests/test_cuda.py
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest tests/attention/test_fused.py
 
 gpu-bench:
 	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.machine cuda

@@ -89,7 +89,8 @@ def patch(
         model: a Transformers model, also inside PEFT or another wrapper.
         *schemes: names (`"yarn"`, `"rerope:window=512+logn"`) or scheme objects; several are composed.
         mount: `"auto"`, or `"late"` to rotate inside attention whatever the scheme, the slow and literal way.
-        attention: `"auto"`, `"oracle"` for the dense definition, `"chunked"` for the same with linear memory.
+        attention: `"auto"`, `"oracle"` for the dense definition, `"chunked"` for the same with linear memory,
+            `"segmented"` for flash per region even where products of bfloat16 are faster, `"fused"` for Triton's.
         **fields: the scheme's fields, beside exactly one name. `target`, a length in tokens, may stand beside several:
             it fills the fields that are left open, so that the scheme reaches that length on this model.
 

@@ -256,8 +256,15 @@ class TurningCall(Call):
             return x
         layout = cast(RotaryLayout, self.late.state.layer.layout)
         cos, sin = self._tables(positions, position_map, place, x)
-        # without regions, to the bits that the attention module would have computed
-        return turn(layout, x, cos, sin) if self.late.state.regions else layout.rotate(x, cos, sin)
+        return turn(layout, x, cos, sin) if self._fast else layout.rotate(x, cos, sin)
+
+    @property
+    def _fast(self) -> bool:
+        """Whether states are turned by the fewest kernels. Without regions, bits are those that the attention module would
+        have computed, unless all cached keys are turned anew for every token, which no module does.
+        """
+        state = self.late.state
+        return bool(state.regions) or (state.scheme.length_dependent and self.queries.shape[2] == 1)
 
     def _tables(
         self, positions: torch.Tensor, position_map: PositionMap, place: tuple[Any, ...] | None, like: torch.Tensor
@@ -269,7 +276,7 @@ class TurningCall(Call):
 
         def tables() -> Tables:
             cos, sin = self._computed(self._moved(positions, position_map), like.dtype)
-            return cast(RotaryLayout, state.layer.layout).wide(cos, like.shape[-1]) if state.regions else cos, sin
+            return cast(RotaryLayout, state.layer.layout).wide(cos, like.shape[-1]) if self._fast else cos, sin
 
         if place is None:
             return tables()
