@@ -260,8 +260,8 @@ class TurningCall(Call):
 
     @property
     def _fast(self) -> bool:
-        """Whether states are turned by the fewest kernels. Without regions, bits are those that the attention module would
-        have computed, unless all cached keys are turned anew for every token, which no module does.
+        """Whether states are turned by the fewest kernels. Without regions, bits are those that the attention module
+        would have computed, unless all cached keys are turned anew for every token, which no module does.
         """
         state = self.late.state
         return bool(state.regions) or (state.scheme.length_dependent and self.queries.shape[2] == 1)
