@@ -67,7 +67,8 @@ def _branch(inputs: AttentionInputs, call: Call, region: Region) -> Branch:
         return Branch(None, call.query(region), call.key(region))
     first, known = 0, isinstance(inputs.query_start, int) and not inputs.scattered
     if known and region.translation_invariant and not torch.compiler.is_compiling():
-        first = decode.slots_of(region, int(inputs.query_start), int(inputs.query_start)).start
+        oldest = decode.slots_of(region, int(inputs.query_start), int(inputs.query_start)).start
+        first = min(oldest, inputs.kv_length)  # a text may be too short for a region
     return Branch(region, call.query(region), call.key(region, slice(first, None)), first)
 
 

@@ -7,6 +7,7 @@ from transformers import DynamicCache
 from rope_patch import patch
 from rope_patch.attention import chunked, decode, oracle
 from tests.families import TRAINING_LENGTH, build
+from tests.models import t5_families
 from tests.runs import assert_close, cached_logits, left_padded, positions_of, tokens
 
 SPECS = [
@@ -130,3 +131,15 @@ def test_queries_that_skip_positions_are_scored_by_positions(monkeypatch):
     found = model(ids[:, 36:], past_key_values=cache, **given).logits
     assert asked
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+@torch.no_grad()
+def test_a_text_that_is_too_short_for_the_regions_after_each_token(length):
+    found = []
+    for attention in ("auto", "oracle"):
+        model = t5_families.build("t5")
+        patch(model, "string:shift=9,window=3", attention=attention)
+        ids = tokens(length)
+        found.append(model(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits)
+    assert_close(*found)
