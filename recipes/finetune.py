@@ -4,21 +4,22 @@
     rope-patch finetune --model DIR --scheme yarn:target=auto --length 16384 --text books.jsonl --output runs/mine
     accelerate launch --config_file recipes/configs/accelerate/ddp.yaml recipes/finetune.py CONFIG
 
-Each scheme is trained on its own from the same checkpoint, by `transformers.Trainer`. The same held-out tokens are
-scored before, during and after, from contexts of several lengths, beside the plain checkpoint and attention cut at its
-training length L. Started again, the same command goes on where it stopped.
+Each scheme is trained on its own from the same checkpoint, by `transformers.Trainer`. The same tokens, a share of the
+text that is never trained on, are scored before, during and after, from contexts of several lengths, beside the plain
+checkpoint and attention cut at its training length L. Started again, the same command goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
-import math
 import os
 import sys
-from contextlib import ExitStack, nullcontext, redirect_stdout
+from contextlib import ExitStack, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,14 +38,16 @@ class Options(Measured):
     layout: Literal["packed", "padded", "pose"] = "packed"  # pose: rows of L tokens whose positions skip up to length
     pose_chunks: int = 2  # into which a row is cut
     allow_short: bool = False  # train although no document fills a row
-    eval_text: str | None = None  # what perplexity is measured on; default held-out modules of the standard library
-    eval_dataset: str | None = None  # a dataset instead
-    eval_split: str | None = None  # of that dataset
+    held_out: float = 0.1  # share of the text that is measured on and never trained on, where nothing else is named
+    eval_text: str | None = None  # measure on this text instead, and train on all of the other
+    eval_dataset: str | None = None  # or on this dataset
+    eval_split: str | None = None  # of that dataset or else of the one trained on; default its test or validation
     lengths: Numbers = ()  # that are measured; default L, 2 L, ... up to length
     targets: int | None = None  # scored tokens per document; default L
     documents: int | None = None  # how many are scored; default all
+    windows_per_document: int | None = None  # places scored in each; default as many as make 16 in all
     evaluate_every: int | None = None  # steps between two measurements; default only before and after
-    method: Literal["full", "lora", "lora_norms_embeddings"] = "full"  # which parameters are trained
+    method: Literal["full", "lora", "lora_norms", "lora_embeddings", "lora_norms_embeddings"] = "full"  # what learns
     rank: int = 8  # of LoRA
     alpha: float = 16.0  # of LoRA
     dropout: float = 0.0  # of LoRA
@@ -80,8 +83,7 @@ def main(options: Options) -> None:
     from accelerate import PartialState
 
     from rope_patch.errors import MissingPackage
-    from rope_patch.evaluation.checkpoints import quiet_transformers
-    from rope_patch.evaluation.corpora import load_text
+    from rope_patch.evaluation.checkpoints import default_checkpoint, load_tokenizer, quiet_transformers
     from rope_patch.evaluation.lines import REFERENCES, with_references
     from rope_patch.evaluation.rows import Rows
     from rope_patch.training.callbacks import Point
@@ -93,13 +95,18 @@ def main(options: Options) -> None:
     points: Any = None
     with ExitStack() as stack:
         stack.enter_context(quiet_transformers())
+        tokenizer = load_tokenizer(options.model or default_checkpoint())
+        documents, corpus, text = texts(options, tokenizer)
         if is_main():  # others measure and train as well, but write nothing
             stack.enter_context(alone_in(output))
-            claim(output, options)
+            claim(output, options, text, corpus)
             rows, points = Rows(output / "perplexity.jsonl"), Rows(output / "finetune.jsonl", Point)
-        corpus = load_text(options.eval_text, options.eval_dataset, split=options.eval_split, column=options.column)
+        say(f"perplexity is measured on {text}")
+        scored = ("targets", "documents", "windows_per_document", "seed")
+        measured = {name: getattr(options, name) for name in scored} | {"name": options.model or "tiny-llama"}
+        measured |= {"tokenizer": tokenizer, "corpus": corpus, "text": text, "results": rows}
         for spec in options.schemes:
-            finetune(options, spec, corpus, rows, points)
+            finetune(options, spec, documents, measured, points)
         if points is not None:
             found = [point for point in points.rows if point.line in (*REFERENCES, *options.schemes)]
             print_json([dataclasses.asdict(point) for point in found]) if options.json else print(table(found))
@@ -116,6 +123,8 @@ def check(options: Options) -> None:
     for name in COUNTED.split():
         if (value := getattr(options, name)) is not None and value < 1:
             raise EvaluationError(f"{name}={value} is not allowed; it must be at least 1")
+    if not 0 < options.held_out < 1:
+        raise EvaluationError(f"held_out={options.held_out} is not allowed; it is a share between 0 and 1")
     at_once = int(os.environ.get("WORLD_SIZE", "1")) * (options.micro_batch_size or 1)
     if options.batch_size % at_once:
         raise EvaluationError(f"batch_size={options.batch_size} is not allowed; it must be a multiple of {at_once}")
@@ -144,26 +153,49 @@ def alone_in(output: Path) -> Any:
         raise EvaluationError(f"{output} is in use by another run; wait for it, or choose another output") from None
 
 
-def claim(output: Path, options: Options) -> None:
+def claim(output: Path, options: Options, text: str, corpus: Any) -> None:
     """Note what the runs of this folder are started with, and refuse to go on with something else."""
     from rope_patch.errors import EvaluationError
 
     path, ours = output / "options.json", {name: getattr(options, name) for name in KEPT.split()}
-    theirs = json.loads(path.read_text()) if path.exists() else ours
+    digest = hashlib.sha256("".join(document["text"] for document in corpus).encode()).hexdigest()[:8]
+    ours["measured on"] = f"{text} ({digest})"  # what was held out may not be trained on later
+    theirs = dict.fromkeys(ours) | json.loads(path.read_text()) if path.exists() else ours
     changed = [f"{name} was {theirs[name]!r} and is {ours[name]!r}" for name in ours if theirs[name] != ours[name]]
     if changed:
         raise EvaluationError(f"{output} holds other runs ({'; '.join(changed)}); choose another output")
     path.write_text(json.dumps(ours, indent=2) + "\n")
 
 
-def finetune(options: Options, spec: str, corpus: Any, rows: Any, points: Any) -> None:
+def texts(options: Options, tokenizer: Any) -> tuple[Any, Any, str]:
+    """The documents to train on, those to measure on, and what the latter are called."""
+    from rope_patch.errors import CorpusError
+    from rope_patch.evaluation.corpora import load_text, name_of_text
+    from rope_patch.training.held_out import DOCUMENTS, hold_out
+
+    load, split = partial(load_text, column=options.column), options.split or "train"
+    documents = load(options.text, options.dataset, split=split, streaming=options.streaming)
+    other = options.eval_dataset or (options.eval_split and options.dataset)
+    if options.eval_text or other or not (options.text or options.dataset):
+        corpus = load(options.eval_text, other, split=options.eval_split)
+        return documents, corpus, name_of_text(options.eval_text, other, options.eval_split)
+    for own in [each for each in ("test", "validation") if options.dataset and each != split]:
+        with suppress(CorpusError):  # there is none of this name
+            corpus = load(dataset=options.dataset, split=own, streaming=options.streaming)
+            corpus = list(corpus.take(DOCUMENTS)) if options.streaming else corpus
+            return documents, corpus, name_of_text(None, options.dataset, own)
+    asked = {"share": options.held_out, "seed": options.seed, "name": name_of_text(options.text, options.dataset)}
+    return hold_out(documents, tokenizer, max(options.lengths, default=options.length), **asked)
+
+
+def finetune(options: Options, spec: str, documents: Any, measured: dict[str, Any], points: Any) -> None:
     """One scheme, from the checkpoint to `<output>/<scheme>/checkpoint`."""
     import torch
     from accelerate import PartialState
     from transformers import TrainingArguments, default_data_collator, set_seed
 
     from rope_patch.errors import EvaluationError
-    from rope_patch.evaluation.checkpoints import default_checkpoint, load_model, load_tokenizer
+    from rope_patch.evaluation.checkpoints import default_checkpoint, load_model
     from rope_patch.evaluation.lines import REFERENCES, scheme_at
     from rope_patch.models.head import find_language_model
     from rope_patch.models.reading import read_stacks
@@ -177,8 +209,7 @@ def finetune(options: Options, spec: str, corpus: Any, rows: Any, points: Any) -
         return
     path = options.model or default_checkpoint()
     path = str(Path(path).resolve()) if Path(path).exists() else path  # adapters name it
-    tokenizer, loaded = load_tokenizer(path), {"dtype": options.dtype, "device": options.device}
-    model: Any = load_model(path, **loaded, attention=options.attention)
+    model: Any = load_model(path, dtype=options.dtype, device=options.device, attention=options.attention)
     if hasattr(model, "peft_config"):
         raise EvaluationError(f"{path} holds adapters; merge them before training on")
     if (handle := find_handle(model)) is not None:
@@ -190,25 +221,13 @@ def finetune(options: Options, spec: str, corpus: Any, rows: Any, points: Any) -
     trained = stacks[0].training_length
     if "flash" in language_model.config._attn_implementation and options.layout != "padded":
         raise EvaluationError("flash attention would misread where the documents of a row begin; use attention=sdpa")
-    row_length = trained if options.layout == "pose" else options.length
-    data = training_rows(options, tokenizer, language_model.config.vocab_size, row_length)
+    row_length, tokenizer = trained if options.layout == "pose" else options.length, measured["tokenizer"]
+    data = training_rows(options, documents, tokenizer, language_model.config.vocab_size, row_length)
 
     scheme = scheme_at(spec, options.length, [stack.checkpoint for stack in stacks])
-    doublings = range(max(0, math.ceil(math.log2(options.length / trained))))
-    perplexity = callbacks.PerplexityCallback(
-        points,
-        spec,
-        options.evaluate_every,
-        tokenizer=tokenizer,
-        corpus=corpus,
-        lengths=options.lengths or (*(trained * 2**n for n in doublings), options.length),
-        protocol="last",
-        targets=options.targets,
-        documents=options.documents,
-        seed=options.seed,
-        name=options.model or "tiny-llama",
-        results=rows,
-    )
+    doublings = [trained * 2**n for n in range(30) if trained * 2**n < options.length]
+    lengths = options.lengths or (*doublings, options.length)
+    perplexity = callbacks.PerplexityCallback(points, spec, options.evaluate_every, lengths=lengths, **measured)
     for line in REFERENCES:
         perplexity.measure(model, line, 0, line)
     if scheme is not None:
@@ -216,18 +235,15 @@ def finetune(options: Options, spec: str, corpus: Any, rows: Any, points: Any) -
         patch(model, scheme)
 
     set_seed(options.seed)  # of new adapters
-    adapted: dict[str, Any] = {"rank": options.rank, "alpha": options.alpha, "dropout": options.dropout}
+    adapted = {name: getattr(options, name) for name in ("rank", "alpha", "dropout")}
     model = adapters.make_trainable(model, options.method, **adapted)
     if options.gradient_checkpointing:
         language_model.gradient_checkpointing_enable({"use_reentrant": False})
     called: list[Any] = [perplexity]
     if options.warm_start_steps:
         called.append(callbacks.WarmStart(scheme, options.warm_start_steps, options.length / trained))
-    collators = {
-        "packed": default_data_collator,
-        "padded": pose.PoSECollator(row_length, chunks=1),
-        "pose": pose.PoSECollator(options.length, options.pose_chunks, options.seed),
-    }
+    skipping = pose.PoSECollator(options.length, options.pose_chunks, options.seed)
+    collators = {"packed": default_data_collator, "padded": pose.PoSECollator(row_length, chunks=1), "pose": skipping}
     schedule: dict[str, Any] = {"lr_scheduler_type": "constant_with_warmup"}
     if options.decay_steps:
         decay = {"num_decay_steps": options.decay_steps, "decay_type": "linear"}
@@ -254,11 +270,8 @@ def finetune(options: Options, spec: str, corpus: Any, rows: Any, points: Any) -
         report_to=list(options.report_to) or "none",
         remove_unused_columns=False,
     )
-    arguments._n_gpu = min(
-        1, arguments.n_gpu
-    )  # one process takes one GPU: nn.DataParallel copies patched layers wrongly
-    fed = {"train_dataset": data, "data_collator": collators[options.layout]}
-    trainer = checkpoints.SafeTrainer(model, arguments, **fed, callbacks=called)
+    arguments._n_gpu = min(1, arguments.n_gpu)  # of one process: nn.DataParallel copies patched layers wrongly
+    trainer = checkpoints.SafeTrainer(model, arguments, collators[options.layout], data, callbacks=called)
     chunked = chunked_loss.chunked_loss(model) if options.loss == "chunked" else nullcontext()
     with chunked, redirect_stdout(sys.stderr):  # Trainer prints its log
         trainer.resume()
@@ -272,44 +285,32 @@ def finetune(options: Options, spec: str, corpus: Any, rows: Any, points: Any) -
             (aside / "training.json").write_text(json.dumps(facts))
 
 
-def training_rows(options: Options, tokenizer: Any, vocabulary: int, length: int) -> Any:
-    """The text as rows of tokens: a dataset, or an endless stream of one."""
+def training_rows(options: Options, documents: Any, tokenizer: Any, vocabulary: int, length: int) -> Any:
+    """Documents as rows of tokens: a dataset, or an endless stream of one."""
     from rope_patch.errors import EvaluationError
-    from rope_patch.evaluation.corpora import load_text
 
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
 
     def tokenise(batch: dict[str, list[str]]) -> dict[str, Any]:
         found = [ids + end for ids in tokenizer(batch["text"], verbose=False)["input_ids"] if ids]
         if (highest := max((max(ids) for ids in found), default=0)) >= vocabulary:
-            raise EvaluationError(
-                f"token {highest} is beyond the model's {vocabulary}: the tokenizer is another model's"
-            )
+            raise EvaluationError(f"token {highest} is beyond the model's {vocabulary}: another model's tokenizer")
         return {"input_ids": found}
 
-    def lay_out(batch: dict[str, list[list[int]]]) -> dict[str, Any]:
-        return (packed if options.layout == "packed" else cut)(batch["input_ids"], length)
-
-    source: dict[str, Any] = {
-        "split": options.split or "train",
-        "column": options.column,
-        "streaming": options.streaming,
-    }
-    documents = load_text(options.text, options.dataset, **source)
-    if options.streaming:
-        stream = documents if hasattr(documents, "n_shards") else documents.to_iterable_dataset()
-        documents = stream.shuffle(seed=options.seed, buffer_size=options.shuffle_buffer)
-    else:
-        documents = documents.shuffle(seed=options.seed)
+    if options.streaming and not hasattr(documents, "n_shards"):
+        documents = documents.to_iterable_dataset()
+    buffer = {"buffer_size": options.shuffle_buffer} if options.streaming else {}
+    documents = documents.shuffle(seed=options.seed, **buffer)
     tokens = documents.map(tokenise, batched=True, remove_columns=["name", "text"])
-    rows = tokens.map(lay_out, batched=True, remove_columns=["input_ids"])
+    lay_out = partial(packed if options.layout == "packed" else cut, length=length)
+    rows = tokens.map(lay_out, batched=True, input_columns="input_ids", remove_columns="input_ids")
     if options.streaming:
         return rows.repeat(None)
     longest = max(map(len, tokens["input_ids"]), default=0)
     if not len(rows) or (longest < length and not options.allow_short):
         raise EvaluationError(
-            f"no document fills a row of {length} tokens, the longest of {len(tokens)} has {longest}: short documents "
-            "teach nothing of longer distances; give longer ones, a smaller length, or allow_short=true"
+            f"no document fills a row of {length} tokens: without what is held out the longest of {len(tokens)} has "
+            f"{longest}; short ones teach nothing of long distances; give longer ones, less length, or allow_short=true"
         )
     rows = rows.repeat(-(-options.batch_size // len(rows)))
     return rows.take(len(rows) // options.batch_size * options.batch_size)  # so that every step of an epoch is full
@@ -354,39 +355,40 @@ def stories(points: list[Any]) -> dict[tuple[str, int], dict[int, Any]]:
 
 
 def table(points: list[Any]) -> str:
-    """NLL before, during and after, by context length; the best of each column has a star."""
-    lengths, width = sorted({point.length for point in points}), max(len(point.line) for point in points)
-    best = {length: min(f"{point.nll:.3f}" for point in points if point.length == length) for length in lengths}
+    """NLL before, during and after, by context length; the best of each column has a star, unless all are equal."""
+    from rope_patch.evaluation.lines import display_name
+
+    lengths, width = sorted({point.length for point in points}), max(len(display_name(point.line)) for point in points)
+    columns = {n: sorted((f"{point.nll:.3f}" for point in points if point.length == n), key=float) for n in lengths}
+    best = {length: found[0] for length, found in columns.items() if found[0] != found[-1]}
     shown = [f"{'scheme':{width}}{'steps':>7}" + "".join(f"{length:>8} " for length in lengths)]
     for (line, step), cells in stories(points).items():
         found = [f"{cells[length].nll:.3f}" if length in cells else "-" for length in lengths]
-        starred = [f"{nll:>8}{' *'[nll == best[length]]}" for nll, length in zip(found, lengths, strict=True)]
-        shown.append(f"{line:{width}}{step:>7}{''.join(starred)}")
-    scored = f"{points[0].scored_tokens} targets of {points[0].documents} held-out documents, the same at every length"
-    return "\n".join(
-        [*shown, f"NLL in nats per token; L = {points[0].training_length}; {scored}; * best of its column"]
-    )
+        starred = [f"{nll:>8}{' *'[nll == best.get(length)]}" for nll, length in zip(found, lengths, strict=True)]
+        shown.append(f"{display_name(line):{width}}{step:>7}{''.join(starred)}")
+    scored = f"NLL in nats per token, at every length of the same {points[0].scored_tokens} tokens of {points[0].text}"
+    return "\n".join([*shown, f"{scored}; L = {points[0].training_length}; * best of its column"])
 
 
 def draw(points: list[Any], options: Options) -> None:
-    """Perplexity against length: dotted before, solid after the training."""
-    from rope_patch.evaluation import charts
+    """Loss against length: dotted before, solid after the training."""
+    from rope_patch.evaluation import charts, lines
 
     figure = charts.blank(9.6, 5.2, layout="constrained")
     chart, trained = figure.subplots(), points[0].training_length
     lengths = sorted({point.length for point in points})
-    charts.scale_axes(chart, [length / trained for length in lengths], [str(length) for length in lengths])
+    charts.scale_lengths(chart, [length / trained for length in lengths], [str(length) for length in lengths])
     colours = dict(zip(options.schemes, itertools.cycle(charts.COLOURS)))
     last = dict(stories(points).keys())  # step of every line
     for (line, step), cells in stories(points).items():
         if step in (0, last[line]):
             style = ("-" if step else ":") if line in colours else "--"
             colour = colours.get(line, charts.INK if line == "window" else charts.FAINT)
-            label = f"{line}, {f'after {step} steps' if step else 'before'}"
-            values = [cell.perplexity for cell in cells.values()]
+            label = f"{lines.display_name(line)}, {f'after {step} steps' if step else 'before'}"
+            values = [cell.nll for cell in cells.values()]
             chart.plot([length / trained for length in cells], values, style, marker="o", color=colour, label=label)
     chart.axvline(options.length / trained, color=charts.FAINT, linewidth=1, linestyle=":")
-    chart.set(xlabel="context length in tokens", ylabel="perplexity of the same held-out tokens")
+    chart.set(xlabel="context length in tokens", ylabel=f"NLL, nats per token, of the same tokens of\n{points[0].text}")
     chart.set_title(f"Trained at {trained} tokens, then at {options.length}", loc="left")
     charts.tidy(chart)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)

@@ -3,9 +3,14 @@
     pip install lm-eval
     python recipes/lm_eval_patched.py --scheme yarn:factor=4 --max-length 1024 --text book.txt
     python recipes/lm_eval_patched.py --model DIR --scheme rerope:window=512+logn --tasks wikitext hellaswag
+    python recipes/lm_eval_patched.py --model DIR --scheme yarn:factor=2 --tasks ruler --lengths 4096,8192 --limit 20
 
 The harness takes a model that is loaded already, so a patched one needs nothing special. With `--text`, a local file is
 the task, without a network: its perplexity over rolling windows of `--max-length` tokens.
+
+`--lengths` are those of the group `ruler` (it needs wonderwords and nltk, too). Of its tasks, niah_single_1, ruler_vt,
+ruler_cwe, ruler_fwe, niah_multikey_2 and niah_multikey_3 are made on the spot; the others download essays or questions.
+A prompt of ruler_fwe is as long as the length without its answer, and the window has room for both.
 
 How these windows differ from our protocol `disjoint`: the start-of-text (or else end-of-text) token stands in front of
 the first window even where the tokenizer does not set it, so the first token of the text is scored too; each later
@@ -22,7 +27,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.options import Names, run
+from rope_patch.cli.options import Names, Numbers, run
+
+MADE_HERE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
+DOWNLOADED = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
+DOWNLOADED += ("ruler_qa_squad", "ruler_qa_hotpot")
+SAMPLES, ANSWER, VT_ANSWER = (
+    500,
+    128,
+    30,
+)  # of the harness: prompts per length, tokens of the longest answer, of ruler_vt
 
 
 @dataclass(kw_only=True)
@@ -31,8 +45,9 @@ class Options:
     scheme: str | None = None  # such as yarn:factor=4; default the checkpoint as it is
     tasks: Names = ()  # that the harness knows
     text: Path | None = None  # a text file as a task of its own
-    max_length: int | None = None  # window in tokens; default the model's own
-    limit: int | None = None  # examples per task; default all
+    lengths: Numbers = ()  # of the prompts of ruler, in tokens; default its own, 4096
+    max_length: int | None = None  # window in tokens; default the model's own, or what the lengths need
+    limit: int | None = None  # examples per task, of ruler per task and length; default all
     device: str = "auto"  # such as cpu or cuda:0; default an accelerator, else the CPU
 
 
@@ -53,19 +68,66 @@ def main(options: Options) -> None:
 
     checkpoint = options.model or default_checkpoint()
     with quiet_transformers():
-        model, tokenizer = load_model(checkpoint, device=options.device), load_tokenizer(checkpoint)
+        tokenizer = load_tokenizer(checkpoint)
+        asked: dict[str, Any] = ruler(options, checkpoint, tokenizer) or {"limit": options.limit}
+        model = load_model(checkpoint, device=options.device)
     tasks = [*options.tasks, *([rolling(options.text)] if options.text else [])]
+    window = options.max_length or (max(options.lengths) + ANSWER if options.lengths else None)
     with patch(model, options.scheme) if options.scheme else nullcontext():
-        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, max_length=options.max_length, batch_size=1)
-        found = lm_eval.simple_evaluate(model=wrapped, tasks=tasks, limit=options.limit, bootstrap_iters=0)
+        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, max_length=window, batch_size=1)
+        try:
+            found = lm_eval.simple_evaluate(model=wrapped, tasks=tasks, bootstrap_iters=0, **asked)
+        except OSError as error:  # the hub's, and that of requests
+            alone = f"; made without a download: --tasks {' '.join(MADE_HERE)}" if "metadata" in asked else ""
+            raise EvaluationError(f"a task could not be loaded: {error}{alone}") from error
 
     print(f"{checkpoint} under {options.scheme or 'no scheme'}, windows of {wrapped.max_length} tokens")
     for task, metrics in found["results"].items():
         for name, value in metrics.items():
-            if isinstance(value, float):
+            if isinstance(value, float) and value != -1:  # -1: a length that was not asked
                 print(f"{task:<16} {name.removesuffix(',none'):<18} {value:.4f}")
     if options.text is not None:
         show_nll(found["results"][options.text.stem], options.text, tokenizer)
+
+
+def ruler(options: Options, checkpoint: str, tokenizer: Any) -> dict[str, Any]:
+    """What the tasks of RULER are told; nothing where none is asked for."""
+    from rope_patch.errors import EvaluationError, require
+
+    asked = set(options.tasks)
+    if not asked & {"ruler", *MADE_HERE, *DOWNLOADED}:
+        if options.lengths:
+            raise EvaluationError("lengths are those of the tasks of ruler; give --tasks ruler, or one of its tasks")
+        return {}
+    if others := sorted(asked - {"ruler", *MADE_HERE, *DOWNLOADED}):
+        raise EvaluationError(f"tasks {', '.join(others)}: give them a run of their own, without those of ruler")
+    for package in ("wonderwords", "nltk"):
+        require(package, "the group ruler")
+    lengths = options.lengths or (4096,)
+    check_room(asked, min(lengths), tokenizer)
+    told: dict[str, Any] = {"metadata": {"max_seq_lengths": list(lengths), "tokenizer": checkpoint}}
+    if options.limit:  # the harness would take the first alone, which are all of the shortest length
+        first = [SAMPLES * length + number for length in range(len(lengths)) for number in range(options.limit)]
+        told["samples"] = dict.fromkeys((*MADE_HERE, *DOWNLOADED), first)
+    return told
+
+
+def check_room(tasks: set[str], length: int, tokenizer: Any) -> None:
+    """The harness never ends where the shortest prompt of a task has more tokens than it may."""
+    from lm_eval.tasks.ruler import vt_utils
+
+    from rope_patch.errors import EvaluationError
+    from rope_patch.evaluation.ruler import Ruler
+
+    for name in ("niah_single_1", "cwe", "fwe"):
+        if tasks & {"ruler", name, f"ruler_{name}"}:
+            Ruler(tokenizer, samples=1).draw(name, length)
+    if tasks & {"ruler", "ruler_vt"}:
+        drawn = [vt_utils.generate_input_output(lines, 1, 4, is_icl=lines == 5) for lines in (5, 10)]
+        example, prompt = [len(tokenizer(f"{text} {names}")["input_ids"]) + VT_ANSWER for text, names in drawn]
+        for tokens, allowed in ((example, 500), (example + prompt, length)):
+            if tokens > allowed:
+                raise EvaluationError(f"ruler_vt: its shortest prompt takes {tokens} tokens, and {allowed} are allowed")
 
 
 def rolling(path: Path) -> dict[str, Any]:

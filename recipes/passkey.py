@@ -124,26 +124,38 @@ def draw(
     """A heat map for each scheme: depth down, length across, and below them the control."""
     import numpy as np
 
+    percents = {name: 100 * np.vstack([accuracy, control]) for name, (accuracy, _, control) in found.items()}
+    note = "Above the steps, what is hidden is farther than L from the question."
+    picture = heat_maps(
+        percents, lengths, [*(f"{depth:.0%}" for depth in depths), "nothing hidden"], trained, headline, note
+    )
+    for axes, (_, far, _) in zip(picture.axes, found.values(), strict=True):
+        axes.stairs(far.sum(0) - 0.5, np.arange(len(lengths) + 1) - 0.5, baseline=None, color="#D55E00", linewidth=2)
+    picture.savefig(path, dpi=160)
+
+
+def heat_maps(
+    percents: Mapping[str, Any], lengths: Sequence[int], down: Sequence[str], trained: int, headline: str, note: str
+) -> Any:
+    """A figure with a heat map for each scheme: percents, `(down, lengths)`, and where the training length ends."""
+    import numpy as np
+
     from rope_patch.evaluation.charts import blank
 
-    down = -(-len(found) // 3)
-    picture = blank(13, 1.5 + (1.2 + 0.35 * len(depths)) * down, layout="constrained")
-    for number, (name, (accuracy, far, control)) in enumerate(found.items(), start=1):
-        axes = picture.add_subplot(down, 3, number, title=name)
-        percents = 100 * np.vstack([accuracy, control])
-        axes.imshow(percents, cmap="Blues", vmin=0, vmax=100, aspect="auto")
-        for (row, column), percent in np.ndenumerate(percents):
+    high = -(-len(percents) // 3)
+    picture = blank(13, 1.5 + (0.85 + 0.35 * len(down)) * high, layout="constrained")
+    for number, (name, cells) in enumerate(percents.items(), start=1):
+        axes = picture.add_subplot(high, min(3, len(percents)), number, title=name)
+        axes.imshow(cells, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+        for (row, column), percent in np.ndenumerate(cells):
             ink = "white" if percent > 55 else "black"
             axes.text(column, row, f"{percent:.0f}".replace("nan", "-"), ha="center", va="center", color=ink)
         axes.set_xticks(range(len(lengths)), [f"{length / trained:g}L\n{length}" for length in lengths])
-        axes.set_yticks(range(len(depths) + 1), [*(f"{depth:.0%}" for depth in depths), "nothing hidden"])
+        axes.set_yticks(range(len(down)), down)
         axes.axvline(sum(length <= trained for length in lengths) - 0.5, color="grey", linestyle="--")
-        axes.stairs(far.sum(0) - 0.5, np.arange(len(lengths) + 1) - 0.5, baseline=None, color="#D55E00", linewidth=2)
     picture.suptitle(headline)
-    picture.supxlabel(
-        "Dashed: the training length L. Above the steps, what is hidden is farther than L from the question."
-    )
-    picture.savefig(path, dpi=160)
+    picture.supxlabel(f"Dashed: the training length L. {note}")
+    return picture
 
 
 if __name__ == "__main__":

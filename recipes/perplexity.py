@@ -1,4 +1,4 @@
-"""Perplexity against context length, as a table, JSON lines and a chart.
+"""Loss (the logarithm of perplexity) against context length, as a table, JSON lines and a chart.
 
     rope-patch perplexity --scheme yarn:target=auto --lengths 256,512,1024 --documents 4
     rope-patch perplexity --protocol sliding --lengths 256,512 --documents 1 --tokens-per-document 1024
@@ -29,7 +29,7 @@ class Options(Measured):
     stride: int | None = None  # of sliding and yarn_compat, in tokens; default 256, or the shortest length
     tokens_per_document: int | None = None  # where whole documents are scored; default all
     documents: int | None = None  # how many, drawn at random where there are more; default all
-    windows_per_document: int = 1  # places scored in each document
+    windows_per_document: int | None = None  # places scored in each document; default as many as make 16 in all
     output: str = "runs/perplexity"  # folder of perplexity.jsonl and perplexity.png
 
 
@@ -38,13 +38,13 @@ def main(options: Options) -> None:
     from rope_patch.errors import MissingPackage
     from rope_patch.evaluation import charts
     from rope_patch.evaluation.checkpoints import default_checkpoint, load_model, load_tokenizer, quiet_transformers
-    from rope_patch.evaluation.corpora import load_text
+    from rope_patch.evaluation.corpora import load_text, name_of_text
     from rope_patch.evaluation.lines import with_references
     from rope_patch.evaluation.measured_model import take_off
     from rope_patch.evaluation.perplexity import measure
     from rope_patch.evaluation.protocols import check_request
     from rope_patch.evaluation.rows import Row, Rows
-    from rope_patch.evaluation.tables import print_table
+    from rope_patch.evaluation.tables import print_table, shortfalls
 
     # what can be wrong is found before anything slow
     asked = {
@@ -68,13 +68,16 @@ def main(options: Options) -> None:
     corpus = load_text(options.text, options.dataset, split=options.split, column=options.column)
     lengths = ", ".join(map(str, options.lengths))
     say(f"measuring {len(lines)} schemes at {lengths} tokens; documents: {len(corpus)}")
-    name = options.model or "tiny-llama"
-    rows = measure(
-        model, tokenizer, corpus, lines, options.lengths, **asked, name=name, results=results, trained=learned
-    )
+    named = {
+        "name": options.model or "tiny-llama",
+        "text": name_of_text(options.text, options.dataset, options.split),
+    }
+    rows = measure(model, tokenizer, corpus, lines, options.lengths, **asked, **named, results=results, trained=learned)
 
     if not is_main():
         return
+    for note in shortfalls(rows[-1]):
+        say(note)
     if options.json:
         print_json([json.loads(row.to_json()) for row in rows])
     else:

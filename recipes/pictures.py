@@ -278,8 +278,8 @@ def position_maps(schemes: Sequence[str | Scheme] = (), training_length: int = 6
         resolved = scheme.resolve(Checkpoint(trained, num_heads=1, max_length=length))
         distances = matrices.rotated_distances(resolved, m, n).masked_fill(m < n, math.nan)
         image = panel.imshow(distances.numpy(), cmap=colours, vmin=0, vmax=trained, interpolation="nearest")
-        name, _, fields = name_of(resolved).partition(" ")
-        panel.set_title(f"{name}\n{fields}", size=8.5, loc="left")
+        name, _, fields = name_of(resolved).partition(", ")
+        panel.set_title(f"{name}\n{fields.replace(' = ', '=')}", size=8.5, loc="left")
         ticks = range(0, length, trained * max(1, math.ceil(length / trained / 4)))
         panel.set(xticks=ticks, yticks=ticks, xlabel="key n", ylabel="query m")
         panel.spines[["top", "right"]].set_visible(False)
@@ -387,13 +387,11 @@ def number(value: float) -> str:
 
 
 def name_of(scheme: str | Scheme) -> str:
-    """The name of a scheme with those of its fields that are not at their defaults."""
-    words = []
-    for part in as_scheme(scheme).parts():
-        set_fields = {name: value for name, value in part.fields().items() if value != getattr(type(part), name, None)}
-        pairs = (f"{name}={f'{v:g}' if isinstance(v, float) else v}" for name, v in set_fields.items())
-        words.append(" ".join([part.name, *pairs]))
-    return " + ".join(word if len(word) < 60 else f"{word[:57]}..." for word in words)
+    """The name of a scheme as tables write it, cut where it is long."""
+    from rope_patch.evaluation.lines import display_name
+
+    name = display_name(as_scheme(scheme))
+    return name if len(name) < 60 else f"{name[:57]}..."
 
 
 def as_scheme(scheme: str | Scheme) -> Any:

@@ -29,7 +29,6 @@ from rope_patch.cli.options import Measured, Names, is_main, print_json, run, sa
 CONTENDERS = 3  # how many of the best schemes go on to the next round
 SHOWN = 6  # how many schemes the chart shows beside the references; with more it cannot be read
 TIE = 0.001  # nats at the target by which a line may be worse and still be preferred, if it is better over all lengths
-NOISE = 0.005  # nats within which two lines count as equal where there are too few documents for a standard error
 ERRORS = 2.0  # standard errors within which a difference counts as noise
 ROUNDS = (
     "the best guess of every scheme",
@@ -48,34 +47,36 @@ class Options(Measured):
     budget_measurements: int | None = None  # at most as many new measurements of a line at a length
     targets: int | None = None  # scored tokens per window; default min(L, 4096)
     documents: int | None = None  # how many, drawn at random where there are more; default all
-    windows_per_document: int = 1  # places scored in each document
+    windows_per_document: int | None = None  # places scored in each document; default as many as make 16 in all
+    serve: str | None = None  # try only what this can serve: config (any reader of rope_parameters), vLLM or llama.cpp
     output: str = "runs/sweep"  # folder of sweep.jsonl and sweep.png
     dry_run: bool = False  # say what would be tried, and measure nothing
 
 
 def main(options: Options) -> None:
     """Plan, measure round after round, and recommend."""
-    from transformers import AutoConfig
-
     from rope_patch.errors import MissingPackage, RopePatchError
     from rope_patch.evaluation import charts, checkpoints
-    from rope_patch.evaluation.corpora import load_text
+    from rope_patch.evaluation.corpora import load_text, name_of_text
     from rope_patch.evaluation.lines import CUT, REFERENCES
     from rope_patch.evaluation.measured_model import take_off
     from rope_patch.evaluation.perplexity import measure
-    from rope_patch.evaluation.processes import on_main
+    from rope_patch.evaluation.processes import in_turn, on_main
     from rope_patch.evaluation.rows import Row, Rows
     from rope_patch.evaluation.standard_errors import paired_difference
+    from rope_patch.evaluation.tables import shortfalls
     from rope_patch.models.config import training_length
 
     # the plan, before anything slow
     swept = schemes_to_sweep(options.regime, options.schemes)
     checkpoint = options.model or checkpoints.default_checkpoint()
     tokenizer = Remembering(checkpoints.load_tokenizer(checkpoint))
-    trained = training_length(AutoConfig.from_pretrained(checkpoint))
+    config = checkpoints.load_config(checkpoint)
+    trained = training_length(config)
     lengths = lengths_up_to(options.target, trained)
+    wants = partial(is_served, server_named(options.serve), config)
     if options.dry_run:
-        first = [candidate.line(trained, lengths[-1]) for candidate in candidates(1, swept, {})]
+        first = [line for each in candidates(1, swept, {}) if wants(line := each.line(trained, lengths[-1]))]
         if options.json:
             print_json({"lengths": lengths, "first_round": first})
         elif is_main():
@@ -93,18 +94,22 @@ def main(options: Options) -> None:
     say(f"trying {len(swept)} schemes at {', '.join(map(str, lengths))} tokens, best guesses first")
     asked: dict[str, Any] = {"targets": options.targets, "documents": options.documents, "seed": options.seed}
     asked |= {"windows_per_document": options.windows_per_document, "name": options.model or "tiny-llama"}
+    asked["text"] = name_of_text(options.text, options.dataset, options.split)
     measured = partial(measure, model, tokenizer, corpus, lengths=lengths, **asked, results=results, trained=learned)
 
     # round after round; what follows depends on nothing but what was measured
     rows = {line: measured(schemes=[line]) for line in REFERENCES}
+    for note in shortfalls(rows[CUT][-1]):
+        say(note)
     tried: dict[str, Candidate] = {}
     refused: dict[str, str] = {}
     began, before, stopped = time.monotonic(), len(results.rows), ""
     for number, aim in enumerate(ROUNDS, start=1):
-        wanted = candidates(number, swept, {candidate: rows[line][-1].nll for line, candidate in tried.items()})
+        known = {candidate: rows[line][-1].nll for line, candidate in tried.items()}
+        spelled = {each.line(trained, lengths[-1]): each for each in candidates(number, swept, known)}
+        wanted = {line: candidate for line, candidate in spelled.items() if wants(line)}
         say(f"round {number} of {len(ROUNDS)}: {aim} ({len(wanted)} lines)")
-        for candidate in wanted:
-            line = candidate.line(trained, lengths[-1])
+        for line, candidate in in_turn(wanted.items()):
             if line in rows or line in refused:
                 continue  # two values may be spelled alike once they are rounded
             wanted_rows = len(results.rows) - before + len(lengths)  # those of an earlier run cost nothing
@@ -224,6 +229,25 @@ def candidates(number: int, swept: Sequence[tuple[str, Any]], measured: Mapping[
     return [candidate for candidate in wanted if candidate not in measured]
 
 
+def server_named(name: str | None) -> str | None:
+    """A server as tables spell it."""
+    from rope_patch.errors import EvaluationError, did_you_mean
+    from rope_patch.saving.export import SERVERS
+
+    found = [server for server in SERVERS if name is not None and server.lower() == name.lower()]
+    if name is not None and not found:
+        raise EvaluationError(f"serve={name!r} is not allowed; {did_you_mean(name, SERVERS)}")
+    return next(iter(found), None)
+
+
+def is_served(server: str | None, config: Any, line: str) -> bool:
+    """Whether a server can compute the scheme of a line; without one every scheme is wanted."""
+    from rope_patch.saving.export import served_by
+    from rope_patch.schemes import get_scheme
+
+    return server is None or any(name.startswith(server) for name in served_by(get_scheme(line), config))
+
+
 def used_up(options: Options, seconds: float, measurements: int) -> str | None:
     """The budget that does not allow as many new measurements, or that is over."""
     if options.budget_minutes is not None and seconds >= 60 * options.budget_minutes:
@@ -242,26 +266,35 @@ def rank(rows: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def recommend(rows: Mapping[str, Sequence[Any]], best: str | None, difference: float, error: float | None) -> tuple:
-    """Whether the best line is `better`, `worse` or within the `noise` of attention cut at L, and the evidence."""
+    """Whether the best line is `better`, `worse` or within the `noise` of attention cut at L, and the evidence; below 8
+    windows there are `too few` to tell.
+    """
+    from rope_patch.evaluation.lines import display_name
+    from rope_patch.evaluation.standard_errors import FEW, counted, pairs_of
+
     if best is None:
-        return "nothing", "Nothing could be tried: this model refuses every scheme of the sweep."
+        reasons = "the model refuses every scheme of the sweep, the server has none, or the budget allows none"
+        return "nothing", f"Nothing was tried: {reasons}."
     at_target, cut, cost = rows[best][-1], rows["window"][-1], rows[best][0].nll - rows["plain"][0].nll
-    pairs = f"{len(at_target.nll_by_document)} {'documents' if at_target.documents > 1 else 'blocks of windows'}"
-    evidence = f"standard error {error or 0:.3f} over {pairs}"
-    if error is None:
-        evidence = f"too few documents for a standard error; within {NOISE} counts as equal"
+    reference = f"attention cut at L (`window`, {cut.nll:.3f} at {cut.length} tokens)"
+    apart = f"{abs(difference):.3f} {'below' if difference < 0 else 'above'}"
+    name = f"{display_name(best)} (`{best}`)"
+    if error is None or len(at_target.nll_by_document) < FEW:
+        return "too few", (
+            f"Nothing is recommended: the best, {name}, is {apart} {reference}, which "
+            f"{counted(at_target.windows, 'window')} cannot tell from chance. For {FEW} or more give a longer text, "
+            "more documents (--text FOLDER) or fewer --targets, and leave --windows-per-document out."
+        )
+    evidence = f"standard error {error:.3f} over {pairs_of(at_target)}"
     price = f"It {'costs' if cost > 0 else 'gains'} {abs(cost):.3f} at {rows[best][0].length}."
     if at_target.regime == "fine-tune":
         price += " It is made to be fine-tuned, which it was not here."
-    reference = f"attention cut at L (`window`, {cut.nll:.3f} at {cut.length} tokens)"
-    apart = f"{abs(difference):.3f} {'below' if difference < 0 else 'above'}"
-    noise = NOISE if error is None else ERRORS * error
-    if difference < -noise:
-        at_best = f"{best}: {at_target.nll:.3f} at {cut.length} tokens"
+    if difference < -ERRORS * error:
+        at_best = f"{name}: {at_target.nll:.3f} at {cut.length} tokens"
         return "better", f"{at_best}, {apart} attention cut at L ({evidence}). {price}"
-    if difference > noise:
-        return "worse", f"Nothing beats {reference}: the best of the others, {best}, is {apart} it ({evidence})."
-    sentence = f"Nothing beats {reference} beyond noise: the best, {best}, is {apart} it ({evidence}). {price}"
+    if difference > ERRORS * error:
+        return "worse", f"Nothing beats {reference}: the best of the others, {name}, is {apart} it ({evidence})."
+    sentence = f"Nothing beats {reference} beyond noise: the best, {name}, is {apart} it ({evidence}). {price}"
     return "noise", f"{sentence} More documents, or more windows of each, would tell them apart."
 
 
@@ -270,16 +303,20 @@ def print_table(rows: Mapping[str, Sequence[Any]], best: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from rope_patch.evaluation.tables import Grid
+    from rope_patch.evaluation.tables import SERVED, Grid, signed
 
     grid, (first, *middle, target) = Grid.of([row for line in rows.values() for row in line]), rows["window"]
-    headers = [f"{target.length}", "- cut", f"loss at {first.length}", *(str(row.length) for row in middle)]
-    table = Table("scheme", *headers, title=f"{target.model}: NLL in nats per token, L = {first.length}, best first")
+    headers = [str(target.length), "minus cut", f"loss at {first.length}", *(str(row.length) for row in middle)]
+    title = f"{target.model}: NLL in nats per token, L = {first.length}, best first"
+    table = Table("scheme", *headers, "served by", title=title)
     for line, found in rows.items():
-        numbers = [f"{found[-1].nll - target.nll:+.3f}", f"{found[0].nll - rows['plain'][0].nll:+.3f}"]
-        cells = [f"{found[-1].nll:.3f}", *numbers, *(f"{row.nll:.3f}" for row in found[1:-1])]
+        at_first = signed(found[0].nll - rows["plain"][0].nll)
+        apart = "0" if line == target.line else grid.below(line, target.length)
+        cells = [f"{found[-1].nll:.3f}", apart, at_first]
+        cells += [*(f"{row.nll:.3f}" for row in found[1:-1]), grid.served(line)]
         table.add_row(grid.name(line), *cells, style="bold green" if line == best else None)
-    Console().print(table, *grid.notes(), sep="\n")
+    errors = "minus cut: loss minus that of attention cut at L, ± the standard error of this difference"
+    Console().print(table, errors, *grid.notes(), SERVED, sep="\n")
 
 
 class Remembering:

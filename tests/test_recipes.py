@@ -60,6 +60,7 @@ def test_pretraining_takes_a_step_and_writes_a_checkpoint(name, tmp_path, monkey
 
 
 RECIPE_OF = {"compare": "compare_encodings", "passkey": "passkey", "sweep": "sweep", "finetune": "finetune"}
+RECIPE_OF |= {"longlora": "longlora", "drope": "finetune", "ruler": "ruler"}
 
 
 @pytest.mark.parametrize("path", sorted((RECIPES / "configs").glob("*.yaml")), ids=lambda path: path.stem)

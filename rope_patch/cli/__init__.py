@@ -22,10 +22,12 @@ COMMANDS = {
     "plot": "recipes/pictures.py",
     "perplexity": "recipes/perplexity.py",
     "passkey": "recipes/passkey.py",
+    "ruler": "recipes/ruler.py",
     "sweep": "recipes/sweep.py",
     "finetune": "recipes/finetune.py",
     "compare": "recipes/compare_encodings.py",
     "export": "rope_patch.cli.export",
+    "checkpoint": "recipes/checkpoint.py",
     "completion": "rope_patch.cli.completion",
 }
 """What each runs; a recipe is a script that you can also copy, change and start by itself."""

@@ -15,7 +15,7 @@ from rope_patch.cli.options import print_json
 
 @dataclass(kw_only=True)
 class Options:
-    model: str | None = None  # checkpoint folder or hub id; default the small one that comes with the recipes
+    model: str | None = None  # checkpoint folder, GGUF file or hub id; default the small one of the recipes
     scheme: str | None = None  # such as yarn:target=8192 or rerope:window=128+logn
     json: bool = False  # print one JSON document
 

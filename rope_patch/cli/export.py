@@ -18,7 +18,7 @@ from rope_patch.cli.options import Positional, print_json
 
 @dataclass(kw_only=True)
 class Options:
-    checkpoint: Positional[str]  # a checkpoint folder
+    checkpoint: Positional[str]  # a checkpoint folder, or a GGUF file, which is unpacked
     scheme: str | None = None  # such as yarn:factor=4; default what it was saved under
     length: int | None = None  # context to serve in tokens; default factor times L
     output: str | None = None  # the folder to write; default none, and only tell what it would be
@@ -29,14 +29,16 @@ class Options:
 
 def main(options: Options) -> None:
     """Write the copy, or tell what it would be, and who reads it."""
+    from rope_patch.evaluation.checkpoints import as_folder, quiet_transformers
     from rope_patch.saving.export import describe_serving, export_checkpoint
 
-    if options.output is None or options.dry_run:
-        serving = describe_serving(options.checkpoint, options.scheme, options.length)
-    else:
-        serving = export_checkpoint(
-            options.checkpoint, options.output, options.scheme, length=options.length, link=options.link
-        )
+    with quiet_transformers(), as_folder(options.checkpoint) as folder:
+        if options.output is None or options.dry_run:
+            serving = describe_serving(folder, options.scheme, options.length)
+        else:
+            serving = export_checkpoint(
+                folder, options.output, options.scheme, length=options.length, link=options.link
+            )
     if options.json:
         print_json(serving.to_dict())
         return

@@ -64,7 +64,7 @@ Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]
 class Measured:
     """What every measurement is told. The text is Python's standard library where none is named."""
 
-    model: str | None = None  # checkpoint folder or hub id; default the small one that comes with the recipes
+    model: str | None = None  # checkpoint folder, GGUF file or hub id; default the small one of the recipes
     text: str | None = None  # a .txt, .jsonl or .parquet file, a folder of files, or a pattern
     dataset: str | None = None  # a dataset's name or folder instead of a text
     split: str | None = None  # of a dataset
@@ -88,6 +88,8 @@ def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | No
     Returns:
         exit status: 0, 2 for wrong input, 130 when interrupted, 141 where whoever read stdout went away.
     """
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # also the bars of libraries: in a log they are no lines
     try:
         status = _ending(lambda: main(parse(options, sys.argv[1:] if words is None else words, prog)))
     except SystemExit as end:  # after --help

@@ -1,15 +1,17 @@
-"""Perplexity against length as a picture: lines per scheme, and beside them, as their legend, the table."""
+"""Loss against length as a picture: lines per scheme, and beside them, as their legend, the table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.errors import require
 from rope_patch.evaluation.lines import CUT, REFERENCES
 from rope_patch.evaluation.rows import Row
+from rope_patch.evaluation.standard_errors import standard_error
 from rope_patch.evaluation.tables import Grid
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A4FA3", "#8C6D31")
 MARKERS = "osD^vPX*"
 INK, FAINT = "#222222", "#777777"  # of what is to be read first, and of the rest
+CLOSEST = 3  # how many lines beside the references the close-up shows from end to end
 
 
 def blank(width: float, height: float, **settings: Any) -> Figure:
@@ -40,10 +43,10 @@ def save(rows: Sequence[Row], path: str | Path) -> Path:
 
 
 def figure(rows: Sequence[Row]) -> Figure:
-    """The chart: x is the context length in multiples of L (log 2), y the perplexity (log).
+    """The chart: x is the context length in multiples of L (log 2), y the loss, and bands are its standard errors.
 
-    Below it, where attention cut at L is among the lines, NLL minus that of the cut: beneath zero, what lies beyond L
-    helps to predict the same tokens.
+    Below it, where attention cut at L is among the lines, NLL minus that of the cut with the errors of this difference:
+    beneath zero, what lies beyond L helps to predict the same tokens.
 
     Raises:
         EvaluationError: the rows are not of one model, text and protocol.
@@ -52,26 +55,26 @@ def figure(rows: Sequence[Row]) -> Figure:
     grid = Grid.of(rows)
     trained, close_up = grid.any.training_length, CUT in grid.lines and len(grid.lines) > 1
     upper = max(3.4, 0.22 * (len(grid.lines) + 4))
-    drawn = blank(13.6, upper + 1.3 + 2 * close_up, layout="constrained")
-    heights = [upper, 1.8] if close_up else [upper]
+    drawn = blank(13.6, upper + 1.3 + 2.2 * close_up, layout="constrained")
+    heights = [upper, 2.0] if close_up else [upper]
     axes = drawn.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     chart, lowest = axes[0, 0], axes[-1, 0]
     multiples = [length / trained for length in grid.lengths]
-    scale_axes(chart, multiples, [f"{m:g}L\n{n}" for m, n in zip(multiples, grid.lengths, strict=True)])
+    scale_lengths(chart, multiples, [f"{m:g}L\n{n}" for m, n in zip(multiples, grid.lengths, strict=True)])
     width = max(len(grid.name(line)) for line in grid.lines)
-    gains: list[float] = []
+    apart: dict[str, list[tuple[float, float]]] = {}  # from the cut, by line
     for line in sorted(grid.lines, key=lambda line: _end(grid, line)):  # as they end at the right edge
-        losses = [grid.nll(line, n) for n in grid.lengths]
-        label = f"{grid.name(line):<{width}}" + "".join(f"{grid.cell(line, n):>9}" for n in grid.lengths)
-        perplexities = [math.exp(min(nll, 100.0)) for nll in losses]  # beyond, a logarithmic axis overflows
-        chart.plot(multiples, perplexities, label=label, **_style(line, grid.lines))
+        cells = [grid.cell(line, n) for n in grid.lengths]
+        found = [grid.rows.get((line, n)) for n in grid.lengths]
+        losses = [(row.nll, standard_error(row.nll_by_document) or 0) if row else (math.nan, 0) for row in found]
+        label = f"{grid.name(line):<{width}}" + "".join(f"{cell:>9}" for cell in cells)
+        _draw(chart, multiples, losses, label=label, **_style(line, grid.lines))
         if close_up:
-            above = [nll - grid.nll(CUT, n) for nll, n in zip(losses, grid.lengths, strict=True)]
-            lowest.plot(multiples, above, **_style(line, grid.lines))
-            gains += [-nll for nll in above if nll < 0]
+            differences = [grid.apart(line, n) for n in grid.lengths]
+            apart[line] = [(difference, error or 0) for difference, error in differences]
+            _draw(lowest, multiples, apart[line], **_style(line, grid.lines))
     if close_up:
-        gain = max(gains, default=0.0)
-        lowest.set_ylim(-max(1.25 * gain, 0.03), max(1.5 * gain, 0.1))
+        lowest.set_ylim(close_range(apart))
         lowest.set_ylabel("nats above the cut", size=9.5, color=INK)
         lowest.axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
         tidy(lowest)
@@ -79,27 +82,57 @@ def figure(rows: Sequence[Row]) -> Figure:
     font = {"family": "DejaVu Sans Mono", "size": 8.5}
     place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "alignment": "right", "frameon": False}
     chart.legend(title=header, prop=font, title_fontproperties=font, **place)
-    chart.set_ylabel("perplexity", size=9.5, color=INK)
+    chart.set_ylabel("NLL, nats per token", size=9.5, color=INK)
     tidy(chart)
     lowest.set_xlabel("context length in training lengths, and in tokens", size=9.5, color=INK)
-    drawn.suptitle("Perplexity against context length", x=0.01, ha="left", size=15, weight="bold", color=INK)
-    subtitle = f"{Path(grid.any.model).name}, trained at L = {trained}. {grid.notes()[0]}"
+    drawn.suptitle("Loss against context length", x=0.01, ha="left", size=15, weight="bold", color=INK)
+    first, *notes = grid.notes()
+    subtitle = f"{Path(grid.any.model).name}, trained at L = {trained}. {first}"
     chart.set_title(subtitle, loc="left", size=9.5, color=FAINT)
-    drawn.supxlabel("   ".join(("* best of its column", *grid.notes()[1:])), x=0.01, ha="left", size=8.5, color=FAINT)
+    starred = any(grid.cell(line, n).endswith("*") for line in grid.lines for n in grid.lengths)
+    bands = "bands: ± one standard error" + ", in the lower panel of the difference" * close_up
+    keys = {"* best of its column": starred, bands: bool(grid.any.nll_by_document[1:])}
+    lines = textwrap.wrap("   ".join([*(key for key, shown in keys.items() if shown), *notes]), 220)
+    drawn.supxlabel("\n".join(lines), x=0.01, ha="left", size=8.5, color=FAINT)
     return drawn
 
 
-def scale_axes(chart: Any, multiples: Sequence[float], labels: Sequence[str]) -> None:
-    """Length in multiples of L (log 2), with ticks at these, against perplexity (log), the training length marked."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+def close_range(apart: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[float, float]:
+    """From where to where the close-up shows differences from the cut: zero, every gain, and the closest lines whole.
+
+    Args:
+        apart: the differences and their errors by line.
+    """
+    known = {line: [pair for pair in pairs if math.isfinite(pair[0])] for line, pairs in apart.items() if line != CUT}
+    others = [line for line in known if known[line] and line not in REFERENCES] or [
+        line for line in known if known[line]
+    ]
+    closest = sorted(others, key=lambda line: max(abs(difference) for difference, _ in known[line]))[:CLOSEST]
+    whole = [difference + side * error for line in closest for difference, error in known[line] for side in (-1, 1)]
+    low = min([0.0, *whole, *(difference - error for pairs in known.values() for difference, error in pairs)])
+    high = max([-low / 2, *whole])
+    margin = max(0.08 * (high - low), 0.005)
+    return low - margin, high + margin
+
+
+def scale_lengths(chart: Any, multiples: Sequence[float], labels: Sequence[str]) -> None:
+    """Length in multiples of L (log 2), with ticks at these, the training length marked."""
+    from matplotlib.ticker import NullLocator
 
     chart.set_xscale("log", base=2)
-    chart.set_yscale("log")
     chart.axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
     place = {"xycoords": ("data", "axes fraction"), "xytext": (4, -4), "textcoords": "offset points", "va": "top"}
     chart.annotate("training length", (1, 1), size=8.5, color=FAINT, **place)
     chart.set_xticks(multiples, labels)
     chart.xaxis.set_minor_locator(NullLocator())
+
+
+def scale_axes(chart: Any, multiples: Sequence[float], labels: Sequence[str]) -> None:
+    """`scale_lengths` against perplexity (log)."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    scale_lengths(chart, multiples, labels)
+    chart.set_yscale("log")
     chart.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
     chart.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     chart.yaxis.set_minor_locator(NullLocator())
@@ -112,6 +145,15 @@ def tidy(chart: Any) -> None:
     chart.tick_params(length=0, labelsize=9, colors=INK)
     chart.spines[["top", "left", "right"]].set_visible(False)
     chart.spines["bottom"].set_color("#BBBBBB")
+
+
+def _draw(chart: Any, multiples: Sequence[float], values: Sequence[tuple[float, float]], **style: Any) -> None:
+    """A line with a light band of its errors."""
+    middle, errors = zip(*values, strict=True)
+    chart.plot(multiples, middle, **style)
+    low, high = ([value + side * error for value, error in values] for side in (-1, 1))
+    if any(errors):
+        chart.fill_between(multiples, low, high, color=style["color"], alpha=0.08, linewidth=0)
 
 
 def _end(grid: Grid, line: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,11 @@ import torch
 import transformers
 from huggingface_hub.utils import logging as hub_logging
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
-from rope_patch.errors import EvaluationError, did_you_mean
+from rope_patch.errors import EvaluationError, MissingPackage, did_you_mean
 from rope_patch.evaluation.processes import joined
+from rope_patch.saving.gguf import is_gguf, load_gguf_config, load_gguf_tokenizer
 from rope_patch.saving.loading import from_pretrained, make_loadable
 from rope_patch.shipped import recipes_folder
 
@@ -29,10 +31,10 @@ def default_checkpoint() -> str:
 
 
 def load_model(path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "auto") -> nn.Module:
-    """The language model of a checkpoint folder or hub id, patched again where it was saved under a scheme.
+    """The language model of a checkpoint folder, hub id or GGUF file, patched again where it was saved under a scheme.
 
     Args:
-        dtype: `auto` for what the checkpoint declares, or one of `DTYPES`.
+        dtype: `auto` for what the checkpoint declares (of a GGUF file bfloat16), or one of `DTYPES`.
         device: a name that torch knows, or `auto` for the first accelerator (of several processes the one of the local
             rank), or else the CPU.
         attention: `auto`, or an implementation that Transformers knows, such as `sdpa` or `eager`.
@@ -56,8 +58,41 @@ def load_tokenizer(path: str) -> Any:
     """
     local = Path(path).exists()
     with _one_line(path, "a tokenizer"):
+        if is_gguf(path):
+            return load_gguf_tokenizer(path)
         make_loadable(path, local_files_only=local)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=local)
+
+
+def load_config(path: str) -> Any:
+    """The config of a checkpoint.
+
+    Raises:
+        EvaluationError: there is none.
+    """
+    local = Path(path).exists()
+    with _one_line(path, "a config"):
+        if is_gguf(path):
+            return load_gguf_config(path)
+        make_loadable(path, local_files_only=local)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=local)
+
+
+def unpack(path: str, folder: str | Path, dtype: str = "auto") -> None:
+    """Write what a GGUF file holds as a checkpoint folder of Transformers."""
+    load_model(path, dtype=dtype, device="cpu").save_pretrained(folder)  # type: ignore[operator]
+    load_tokenizer(path).save_pretrained(folder)
+
+
+@contextmanager
+def as_folder(path: str) -> Iterator[str]:
+    """A checkpoint as a folder: a GGUF file is unpacked into one that is removed at the end."""
+    if not is_gguf(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        unpack(path, folder)
+        yield folder
 
 
 @contextmanager
@@ -96,13 +131,18 @@ def _device(name: str) -> torch.device:
 def _one_line(path: str, what: str) -> Iterator[None]:
     """Refuse what cannot be a checkpoint folder before anything slow, and name what is wrong with one in one line."""
     folder = Path(path)
-    if folder.exists() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+    known = (folder.is_file() and is_gguf(path)) or any(
+        (folder / name).is_file() for name in ("config.json", "adapter_config.json")
+    )
+    if folder.exists() and not known:
         kind = "a folder without config.json" if folder.is_dir() else "a file"
         raise EvaluationError(f"{path} is no checkpoint folder: it is {kind}")
     if not folder.exists() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
         raise EvaluationError(f"{path} is no checkpoint folder: there is nothing of that name")
     try:
         yield
+    except MissingPackage:
+        raise
     except Exception as error:  # loading raises many unrelated types; all mean that this is not what it should be
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise EvaluationError(f"cannot load {what} from {path}: {lines[0]}") from error

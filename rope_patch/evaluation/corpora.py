@@ -84,6 +84,12 @@ def load_text(
     return found
 
 
+def name_of_text(text: str | None = None, dataset: str | None = None, split: str | None = None) -> str:
+    """What tables call the documents that `load_text` gives for the same arguments."""
+    name = Path(text).name if text else dataset or "Python's standard library"
+    return f"{name}, split {split}" if split else name
+
+
 def _files(text: str) -> list[tuple[Path, str]]:
     """The files of a text, and the names of their documents."""
     path = Path(text)

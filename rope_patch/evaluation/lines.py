@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,7 +11,7 @@ from typing import Any
 from rope_patch.errors import AlreadyPatched, EvaluationError
 from rope_patch.evaluation.measured_model import MeasuredModel
 from rope_patch.mounting.plan import plan_mounts
-from rope_patch.schemes import Checkpoint, Scheme, get_scheme
+from rope_patch.schemes import Checkpoint, Scheme, get_scheme, list_schemes, scheme_class
 from rope_patch.schemes.target import reached
 
 PLAIN, CUT = "plain", "window"
@@ -18,6 +19,29 @@ PLAIN, CUT = "plain", "window"
 
 REFERENCES = (PLAIN, CUT)
 """What a scheme has to beat to earn its place."""
+
+_NAMES = {PLAIN: "plain checkpoint", CUT: "attention cut at L"}
+
+
+def display_name(line: str | Scheme) -> str:
+    """The name of a line for people: of `rerope:window=128+logn` it is "ReRoPE, w = 128, log-n".
+
+    Every scheme has its `title`, or the name of its class. Fields at their defaults and `target=auto` are left out; a
+    spec with brackets stays as it is.
+    """
+    line = str(line)
+    if line in _NAMES or "[" in line:
+        return _NAMES.get(line, line)
+    words = []
+    for part in line.split("+"):
+        name, _, fields = part.partition(":")
+        kind = scheme_class(name) if name in list_schemes() else None
+        words.append(vars(kind).get("title", kind.__name__) if kind else name)
+        defaults = {field.name: str(field.default) for field in dataclasses.fields(kind)} if kind else {}  # type: ignore[arg-type]
+        for key, value in (field.split("=", 1) for field in fields.split(",") if field):
+            if (key, value) != ("target", "auto") and value != defaults.get(key):
+                words.append(f"{'w' if key == 'window' else key} = {value.removesuffix('.0')}")
+    return ", ".join(words)
 
 
 def scheme_at(spec: str, length: int, checkpoints: Iterable[Checkpoint] = ()) -> Scheme | None:

@@ -64,19 +64,7 @@ class Passkey:
 
     def answer(self, model: nn.Module, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, None]:
         """Whether the first number that greedy decoding gives is the key, `(prompts, 1)`."""
-        language_model = find_language_model(model)
-        tokens = torch.stack([prompt.tokens for prompt in prompts]).to(language_model.device)
-        greedy = GenerationConfig(
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=1.0,
-            max_new_tokens=NEW_TOKENS,
-            use_cache=True,
-            eos_token_id=language_model.generation_config.eos_token_id,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
-        spoken = language_model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=greedy)
-        texts = self.tokenizer.batch_decode(spoken[:, tokens.shape[1] :], skip_special_tokens=True)
+        texts = greedy(model, self.tokenizer, torch.stack([prompt.tokens for prompt in prompts]), NEW_TOKENS)
         keys = ["".join(map(str, prompt.answer.tolist())) for prompt in prompts]
         right = [re.findall(r"\d+", text)[:1] == [key] for text, key in zip(texts, keys, strict=True)]
         return torch.tensor(right)[:, None], None
@@ -102,6 +90,28 @@ class Passkey:
         ids = self.tokenizer(text, verbose=False)["input_ids"]
         ends = len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id
         return ids[:-1] if ends else ids
+
+
+def greedy(model: nn.Module, tokenizer: Any, tokens: torch.Tensor, new_tokens: int, **settings: Any) -> list[str]:
+    """What greedy decoding goes on with, as texts, after prompts of equal length, `(prompts, tokens)`.
+
+    Args:
+        settings: of `generate`, such as `stopping_criteria`.
+    """
+    language_model = find_language_model(model)
+    tokens = tokens.to(language_model.device)
+    config = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        max_new_tokens=new_tokens,
+        use_cache=True,
+        eos_token_id=language_model.generation_config.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    mask = torch.ones_like(tokens)
+    spoken = language_model.generate(tokens, attention_mask=mask, generation_config=config, **settings)
+    return tokenizer.batch_decode(spoken[:, tokens.shape[1] :], skip_special_tokens=True)
 
 
 def _around(sentences: int, depth: float, key: int) -> tuple[str, str]:

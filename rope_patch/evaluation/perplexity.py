@@ -14,20 +14,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.lines import SchemeAtLength, schemes_at_lengths
+from rope_patch.evaluation.lines import SchemeAtLength, display_name, schemes_at_lengths
 from rope_patch.evaluation.measured_model import Learned, MeasuredModel
 from rope_patch.evaluation.nll import chunked_nll
-from rope_patch.evaluation.processes import on_main, over_processes, progress
+from rope_patch.evaluation.processes import Progress, on_main, over_processes
 from rope_patch.evaluation.protocols import Context, Protocol, check_request, protocol_for
 from rope_patch.evaluation.rows import Row, Rows, recall
+from rope_patch.evaluation.standard_errors import FEW
 from rope_patch.models.config import rope_entries
 from rope_patch.models.head import find_language_model
+from rope_patch.saving.export import served_by
 from rope_patch.schemes import Scheme
 
-BLOCKS = 32  # of windows of a single document, for standard errors, at most
+BLOCKS = 32  # of windows of few documents, for standard errors, at most
 
 
 def measure(
@@ -42,9 +43,10 @@ def measure(
     stride: int | None = None,
     tokens_per_document: int | None = None,
     documents: int | None = None,
-    windows_per_document: int = 1,
+    windows_per_document: int | None = None,
     seed: int = 0,
     name: str | None = None,
+    text: str = "",
     results: Rows[Row] | None = None,
     trained: Learned | None = None,
 ) -> list[Row]:
@@ -66,8 +68,10 @@ def measure(
         stride: S of `sliding` and `yarn_compat`; default 256, or the shortest length.
         tokens_per_document: of protocols that score whole documents: read the first so many; default all.
         documents: how many documents, drawn at random where there are more; default all.
-        windows_per_document: of protocols that score windows: how many places in each document.
+        windows_per_document: of protocols that score windows: how many places in each document at most; default one, or
+            as many as make 16 windows in all where there are fewer documents.
         name: of the model in the rows; default `model.config.name_or_path`.
+        text: name of the corpus in the rows.
         results: where rows are appended as they come, and where rows of an earlier run are taken from.
         trained: what `take_off` kept: a line of the scheme under which it was learned is measured with it.
 
@@ -93,14 +97,17 @@ def measure(
         "documents": chosen.documents,
         "short_documents": chosen.short_documents,
         "texts": chosen.fingerprint,
+        "text": text,
+        "asked": documents,
         "seed": seed,
     }
     rows: list[Row] = []
-    with progress(sum(context.length for one in passes for context in contexts[one.length])) as bar:
+    with Progress(model, [[context.length for context in contexts[one.length]] for one in passes]) as bar:
         for one in passes:
-            bar.set_description(f"{one.line} at {one.length}")
+            bar.begin(f"{display_name(one.line)} at {one.length}")
             read = contexts[one.length]
-            wanted = [{**facts, **one.facts, "length": at, "targets": scored} for at, scored in cells[one.length]]
+            same = {**facts, **one.facts, "served": served_by(one.scheme, measured.language_model.config)}
+            wanted = [{**same, "length": at, "targets": scored} for at, scored in cells[one.length]]
             known = on_main(partial(_known, wanted, results))
             if known is None:
                 began = time.perf_counter()
@@ -131,7 +138,7 @@ def _known(wanted: Sequence[dict[str, Any]], results: Rows[Row] | None) -> list[
     return known if len(known) == len(wanted) else None
 
 
-def _losses(model: nn.Module, protocol: Protocol, bar: tqdm, numbered: tuple[int, Context]) -> torch.Tensor:
+def _losses(model: nn.Module, protocol: Protocol, bar: Progress, numbered: tuple[int, Context]) -> torch.Tensor:
     """-ln p of the scored positions of one context, `(scored,)`."""
     number, context = numbered
     tokens = torch.cat([context.prefix, context.text]).to(find_language_model(model).device)
@@ -140,8 +147,9 @@ def _losses(model: nn.Module, protocol: Protocol, bar: tqdm, numbered: tuple[int
     else:
         found = chunked_nll(model, tokens[None, :-1], tokens[None, context.start + 1 :])[0]
         found = found[: context.stop - context.start]
-    bar.update(context.length)
-    return found.double().cpu()
+    found = found.double().cpu()
+    bar.update([context.length])
+    return found
 
 
 def _fill(
@@ -174,11 +182,11 @@ def _fill(
 
 
 def _blocks(contexts: Sequence[Context], scored: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-    """The losses of each document, or of blocks of the windows of a single one."""
+    """The losses of each document, or of the windows of few documents, in blocks where there are many windows."""
     by_document: dict[str, list[torch.Tensor]] = {}
     for context, losses in zip(contexts, scored, strict=True):
         by_document.setdefault(context.document, []).append(losses)
-    if len(by_document) > 1:
+    if len(by_document) >= FEW:
         return list(by_document.values())
     count, total = min(BLOCKS, len(scored)), len(scored)
     return [scored[i * total // count : (i + 1) * total // count] for i in range(count)]

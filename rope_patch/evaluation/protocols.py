@@ -32,7 +32,7 @@ class Request:
     stride: int | None = None
     tokens_per_document: int | None = None
     documents: int | None = None
-    windows_per_document: int = 1
+    windows_per_document: int | None = None
     seed: int = 0
 
 
@@ -74,9 +74,9 @@ class Protocol:
         """The tokens in front of every context, `(tokens,)`."""
         return prefix_of(tokenizer)
 
-    def places(self, count: int) -> Sequence[tuple[int, int]]:
-        """Where the windows of a document of so many tokens begin and end."""
-        return [(0, count)]
+    def places(self, counts: Sequence[int]) -> Sequence[Sequence[tuple[int, int]]]:
+        """Where the windows of documents of so many tokens each begin and end."""
+        return [[(0, count)] for count in counts]
 
     def select(self, corpus: Corpus, tokenizer: Any) -> Selection:
         """Choose what is scored, once, for all lengths and schemes."""
@@ -124,9 +124,9 @@ class Last(Protocol):
         self.targets = min(training_length, DEFAULT_TARGETS) if request.targets is None else request.targets
         _check_targets(self.targets, request.lengths)
 
-    def places(self, count: int) -> Sequence[tuple[int, int]]:
+    def places(self, counts: Sequence[int]) -> Sequence[Sequence[tuple[int, int]]]:
         needed = self.request.lengths[-1] + 1 - len(self.prefix)
-        return spread(count, needed, self.targets, self.request.windows_per_document)
+        return spread(counts, needed, self.targets, self.request.windows_per_document)
 
     def contexts(self, window: Window, length: int) -> Iterable[Context]:
         text = window.tokens[len(window.tokens) - (length + 1 - len(window.prefix)) :]
@@ -336,7 +336,7 @@ def check_request(protocol: str, lengths: Sequence[int], targets: int | None = N
     kind = PROTOCOLS.get(protocol, Last)  # what `auto` may become takes the same settings
     for name in ("targets", "windows_per_document", "stride", "tokens_per_document", "documents"):
         value = getattr(request, name)
-        if value == Request.__dataclass_fields__[name].default:
+        if value is None:
             continue
         if name not in kind.settings | {"documents"}:
             raise EvaluationError(f"{name}={value}: protocol {protocol!r} scores {kind.scores}, leave {name} out")

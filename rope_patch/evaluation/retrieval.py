@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.lines import check_lengths, schemes_at_lengths
+from rope_patch.evaluation.lines import check_lengths, display_name, schemes_at_lengths
 from rope_patch.evaluation.measured_model import Learned, MeasuredModel
 from rope_patch.evaluation.passkey import Passkey, Prompt
-from rope_patch.evaluation.processes import on_main, over_processes, progress
+from rope_patch.evaluation.processes import Progress, on_main, over_processes
 from rope_patch.evaluation.rows import Measurement, Rows, recall
 from rope_patch.evaluation.spans import Spans
 from rope_patch.schemes import Scheme
@@ -82,14 +82,15 @@ def measure_retrieval(
     jobs = schemes_at_lengths(schemes, lengths, measured)
     prompts = {length: [task.prompts(length, depth) for depth in (None, *depths)] for length in lengths}
     shared = {**measured.facts(name), "task": task.name, "span": task.span, "trials": task.trials, "seed": task.seed}
-    ask = partial(_ask, task, model, batch_size)
     rows: list[RetrievalRow] = []
-    with progress(sum(job.length for job in jobs) * len(depths)) as bar:
+    with Progress(model, [cell for job in jobs for cell in _read(*prompts[job.length])]) as bar:
+        ask = partial(_ask, task, model, batch_size, bar)
         for job in jobs:
             control, *asked = prompts[job.length]
             without: dict[str, Any] = {}
             with measured.under(job.scheme):
                 for depth, questions in zip(depths, asked, strict=True):
+                    bar.begin(f"{display_name(job.line)} at {job.length}, depth {depth:g}")
                     cell = {**shared, **job.facts, "depth": depth, "prompts": _fingerprint([*questions, *control])}
                     row = on_main(partial(recall, results, cell))
                     if row is None:
@@ -103,7 +104,6 @@ def measure_retrieval(
                         if results:
                             results.append(row)
                     rows.append(row)
-                    bar.update(job.length)
     return rows
 
 
@@ -128,7 +128,14 @@ def grids(rows: Sequence[RetrievalRow]) -> dict[str, tuple[np.ndarray, np.ndarra
     return {line: (accuracy, far == 1, control[0]) for line, (accuracy, far, control) in arrays.items()}
 
 
-def _ask(task: Passkey | Spans, model: nn.Module, batch_size: int, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _read(control: Sequence[Prompt], first: Sequence[Prompt], *others: Sequence[Prompt]) -> list[list[int]]:
+    """The lengths of what each depth reads: the control is asked before the first."""
+    return [[len(prompt.tokens) for prompt in prompts] for prompts in ([*control, *first], *others)]
+
+
+def _ask(
+    task: Passkey | Spans, model: nn.Module, batch_size: int, bar: Progress, prompts: Sequence[Prompt]
+) -> dict[str, Any]:
     """What a row keeps of the answers; a batch is of one length, so that nothing is padded."""
     batches: list[list[Prompt]] = []
     for prompt in sorted(prompts, key=lambda prompt: len(prompt.tokens)):
@@ -136,7 +143,13 @@ def _ask(task: Passkey | Spans, model: nn.Module, batch_size: int, prompts: Sequ
             batches[-1].append(prompt)
         else:
             batches.append([prompt])
-    answers = over_processes(partial(task.answer, model), batches, model)
+
+    def answer(batch: list[Prompt]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        answered = task.answer(model, batch)
+        bar.update([len(prompt.tokens) for prompt in batch])
+        return answered
+
+    answers = over_processes(answer, batches, model)
     right = torch.cat([right for right, _ in answers]).double()
     losses = [losses for _, losses in answers if losses is not None]
     nll = torch.cat(losses).mean().item() if losses else None

@@ -53,9 +53,12 @@ class JsonRow:
             ValueError, TypeError: the line is something else.
         """
         found = dict(json.loads(line))
-        fields = [field for field in dataclasses.fields(cls) if field.name in found]  # type: ignore[arg-type]
-        missing = {field.name for field in fields if found[field.name] is None and field.type == "float"}
-        return cls(**{field.name: math.nan if field.name in missing else found[field.name] for field in fields})
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            if field.type == "float" and found.get(field.name, 0) is None:
+                found[field.name] = math.nan
+            if field.type == "list[float]":
+                found[field.name] = [math.nan if value is None else value for value in found.get(field.name, ())]
+        return cls(**{field.name: found[field.name] for field in dataclasses.fields(cls) if field.name in found})  # type: ignore[arg-type]
 
 
 def _finite(value: Any) -> Any:
@@ -100,7 +103,11 @@ class Row(Measurement):
         targets: scored tokens per window; where windows overlap, the stride.
         texts: fingerprint of what is scored.
         nll: mean negative log-likelihood in nats per token, averaged as the protocol defines it.
-        nll_by_document: the mean of each document; of a single document those of blocks of its windows.
+        nll_by_document: the mean of each document; of fewer than 8 documents those of their windows, or of blocks of
+            windows where there are many.
+        text: the name of the file or dataset.
+        asked: how many documents were asked for, where it was said.
+        served: who else can compute the scheme, see `rope_patch.saving.export.served_by`; None in old files.
     """
 
     KEY = ("model", "weights", "scheme", "protocol", "length", "targets", "texts", "dtype", "attention")
@@ -116,6 +123,9 @@ class Row(Measurement):
     perplexity: float
     tokens_per_second: float
     nll_by_document: list[float] = dataclasses.field(default_factory=list)
+    text: str = ""
+    asked: int | None = None
+    served: list[str] | None = None
 
 
 R = TypeVar("R", bound=JsonRow)
@@ -176,9 +186,10 @@ class Rows(Generic[R]):
 
 
 def recall(results: Rows[R] | None, fields: Mapping[str, Any]) -> R | None:
-    """The row of an earlier run that measured the same, under the name that its line has now."""
+    """The row of an earlier run that measured the same, with what line, text and servers are called now."""
     row = results.find(results.kind.key_of(fields)) if results else None
-    return row and dataclasses.replace(row, line=fields["line"])  # type: ignore[type-var]
+    now = {name: fields[name] for name in ("line", "text", "asked", "served") if name in fields}
+    return row and dataclasses.replace(row, **now)  # type: ignore[type-var]
 
 
 def weights_fingerprint(model: nn.Module) -> str:

@@ -1,24 +1,49 @@
-"""Is a difference more than noise? Paired by document: what makes a text hard is hard for both."""
+"""Is a difference more than noise? Paired by text: what makes a text hard is hard for both.
+
+The error is s / sqrt(n) of n documents. Where fewer than 8 were read it is that of their windows, or of blocks of
+windows side by side. Windows of one document are less independent than documents are, the more so where their contexts
+overlap: such an error tells of this document alone, and is too small rather than too large.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Sequence
 
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.rows import Row
 
+FEW = 8  # below as many documents windows are counted, and below as many windows an error means little
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """s / sqrt(n); None for fewer than two values, or where one is not finite."""
+    finite = all(map(math.isfinite, values))
+    return statistics.stdev(values) / len(values) ** 0.5 if finite and len(values) > 1 else None
+
 
 def paired_difference(row: Row, reference: Row) -> tuple[float, float | None]:
     """NLL of one row minus that of another on the same texts, and the standard error of this difference.
-
-    The error is s / sqrt(n) of the n differences of documents, or of blocks of windows where there is one document
-    alone; None for fewer than two.
 
     Raises:
         EvaluationError: the rows are of different texts.
     """
     if (row.texts, row.protocol) != (reference.texts, reference.protocol):
         raise EvaluationError(f"{row.line} and {reference.line} were measured on different texts: nothing is paired")
-    pairs = list(zip(row.nll_by_document, reference.nll_by_document, strict=False))  # rows of old files have none
-    error = statistics.stdev(one - other for one, other in pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else None
-    return row.nll - reference.nll, error
+    pairs = zip(row.nll_by_document, reference.nll_by_document, strict=False)  # rows of old files have none
+    return row.nll - reference.nll, standard_error([one - other for one, other in pairs])
+
+
+def pairs_of(row: Row) -> str:
+    """What standard errors are taken over: `12 documents`, or `16 windows of 1 document`."""
+    number = len(row.nll_by_document)
+    if number == row.documents:
+        return counted(number, "document")
+    parts = "window" if number == row.windows else "block"
+    return f"{counted(number, parts)}{' of windows' * (parts == 'block')} of {counted(row.documents, 'document')}"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 window`, `2 windows`."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -12,15 +12,18 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.lines import CUT, PLAIN
+from rope_patch.evaluation.lines import CUT, REFERENCES, display_name
 from rope_patch.evaluation.protocols import PROTOCOLS
 from rope_patch.evaluation.rows import Row
+from rope_patch.evaluation.standard_errors import FEW, counted, paired_difference, pairs_of, standard_error
 
-_NAMES = {PLAIN: "plain checkpoint", CUT: "attention cut at L"}
 _REGIMES = {
     "fine-tune": ("†", "made to be fine-tuned; measured here without"),
     "from-scratch": ("‡", "made to be trained with from scratch; measured here without"),
 }
+
+
+SERVED = "served by: config is any server that reads Transformers' rope_parameters, see rope-patch export"
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,29 @@ class Grid:
         return row.nll if row else math.nan
 
     def cell(self, line: str, length: int) -> str:
-        """NLL of one cell with three decimals, starred where it is the best of its column."""
+        """NLL of one cell with three decimals, starred where it is the best of its column and not all are equal."""
         known = [nll for each in self.lines if not math.isnan(nll := self.nll(each, length))]
-        shown = f"{self.nll(line, length):.3f}".replace("nan", "-")
-        return f"{shown}*" if known and shown == f"{min(known):.3f}" else f"{shown} "
+        shown, best = f"{self.nll(line, length):.3f}".replace("nan", "-"), f"{min(known, default=0):.3f}"
+        return f"{shown}*" if shown == best != f"{max(known):.3f}" else f"{shown} "
+
+    def apart(self, line: str, length: int) -> tuple[float, float | None]:
+        """NLL minus that of attention cut at L, and the standard error of the difference; NaN where one is missing."""
+        row, cut = self.rows.get((line, length)), self.rows.get((CUT, length))
+        return paired_difference(row, cut) if row and cut else (math.nan, None)
+
+    def below(self, line: str, length: int) -> str:
+        """What stands below a cell: the difference from the cut with its error, or of the cut the error of its loss."""
+        row, (difference, error) = self.rows.get((line, length)), self.apart(line, length)
+        if row is None:
+            return ""
+        if line == CUT or math.isnan(difference):
+            return plus_minus(standard_error(row.nll_by_document))
+        return f"{signed(difference)} {plus_minus(error)}"
+
+    def served(self, line: str) -> str:
+        """Who else can compute the scheme of a line."""
+        served = next(row.served for (of, _), row in self.rows.items() if of == line)
+        return "-" if served is None else ", ".join(served) or "this library"
 
     def name(self, line: str) -> str:
         """The line for people, with a dagger where the scheme is made to be fine-tuned."""
@@ -74,47 +96,74 @@ class Grid:
 
     def notes(self) -> list[str]:
         """What a reader needs to know beside the numbers, one sentence each."""
-        row = self.any
-        scored = PROTOCOLS[row.protocol].sentence.format(targets=row.targets, windows=_count(row.windows, "window"))
-        short = f"{_count(row.short_documents, 'document')} too short for {self.lengths[-1]} tokens and left out"
+        row = max(self.rows.values(), key=lambda row: row.length)
+        scored = PROTOCOLS[row.protocol].sentence.format(targets=row.targets, windows=counted(row.windows, "window"))
         regimes = {row.regime for row in self.rows.values()}
         return [
-            f"{scored} from {_count(row.documents, 'document')}, {row.dtype}, protocol {row.protocol}",
-            *([short] if row.short_documents else []),
+            f"{f'text: {row.text}; ' if row.text else ''}{scored} from {counted(row.documents, 'document')}, "
+            f"{row.dtype}, protocol {row.protocol}",
+            *([f"standard errors over {pairs_of(row)}"] if row.nll_by_document[1:] else []),
+            *shortfalls(row),
             *(" ".join(note) for regime, note in _REGIMES.items() if regime in regimes),
         ]
 
 
-def display_name(line: str) -> str:
-    """`self_extend:target=auto,window=128` as `self_extend target=auto window=128`; what is in brackets stays."""
-    if "[" in line:
-        return line
-    return _NAMES.get(line) or line.replace(":", " ").replace(",", " ").replace("+", " + ")
+def shortfalls(row: Row) -> list[str]:
+    """What a firm answer lacks, one sentence each: documents that were asked for or are too short, or windows."""
+    asked, short = row.asked or 0, counted(row.short_documents, "document")
+    said = {
+        f"asked for {counted(asked, 'document')}, found {row.documents}": row.documents < asked,
+        f"{short} too short for {row.length} tokens and left out": row.short_documents > 0,
+        f"only {counted(row.windows, 'window')}: below {FEW} a standard error means little; a longer text, more"
+        " documents or fewer targets give more windows": row.windows < FEW,
+    }
+    return [sentence for sentence, holds in said.items() if holds]
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+def signed(difference: float) -> str:
+    """Three decimals, and no minus before a zero."""
+    return f"{round(difference, 3) + 0.0:+.3f}"
+
+
+def plus_minus(error: float | None) -> str:
+    """A standard error, or that there is none."""
+    return "±?" if error is None else f"±{error:.3f}"
 
 
 def table(rows: Sequence[Row]) -> Group:
-    """Schemes by lengths, for `rich` to print: NLL in nats per token, the best of each column starred.
+    """Schemes by lengths, for `rich` to print: NLL in nats per token, the best of each column starred, and below it the
+    difference from attention cut at L with its standard error.
 
     Raises:
         EvaluationError: the rows are not of one model, text and protocol.
     """
     grid = Grid.of(rows)
     trained = grid.any.training_length
+    known = any(row.served is not None for row in rows)
     shown = Table()
     shown.add_column("scheme", overflow="fold")
     for length in grid.lengths:
         shown.add_column(f"{length}\n{length / trained:g}L", justify="right", overflow="fold")
+    if known:
+        shown.add_column("served by")
+    starred = False
     for line in grid.lines:
-        cells = [grid.cell(line, length) for length in grid.lengths]
-        styled = [Text(cell, style="bold green" if cell.endswith("*") else "") for cell in cells]
-        shown.add_row(Text(grid.name(line), style="dim" if line in _NAMES else ""), *styled)
+        cells = []
+        for length in grid.lengths:
+            cell = grid.cell(line, length)
+            best = cell.endswith("*")
+            starred |= best
+            cells.append(Text.assemble((cell, "bold green" if best else ""), "\n", (grid.below(line, length), "dim")))
+        served = [Text(grid.served(line), style="dim")] if known else []
+        shown.add_row(Text(grid.name(line), style="dim" if line in REFERENCES else ""), *cells, *served)
     title = f"{Path(grid.any.model).name}: NLL in nats per token by context length, L = {trained}"
-    notes = [Text(note, style="dim") for note in ("* best of its column", *grid.notes())]
-    return Group(Text(title, style="bold"), shown, *notes)
+    errors = "the standard error of each loss"
+    if CUT in grid.lines:
+        errors = "loss minus that of attention cut at L, ± the standard error of this difference"
+    notes = [*(["* best of its column"] if starred else []), f"below each loss: {errors}", *grid.notes()]
+    if known:
+        notes.append(SERVED)
+    return Group(Text(title, style="bold"), shown, *(Text(note, style="dim") for note in notes))
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:

@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 from rope_patch.errors import EvaluationError
 
+WINDOWS = 16  # of all documents together, where it is not said how many
+
 
 @dataclass(frozen=True)
 class Window:
@@ -44,7 +46,7 @@ def select_windows(
     longest: int,
     targets: int,
     documents: int | None = None,
-    windows_per_document: int = 1,
+    windows_per_document: int | None = 1,
     seed: int = 0,
 ) -> Selection:
     """Windows as long as the longest context, spread over each document; the first ends where the document ends.
@@ -54,22 +56,33 @@ def select_windows(
         longest: the longest context length in tokens.
         targets: T, scored tokens per window; windows of one document share none.
         documents: how many to take, drawn at random where there are more; default all.
-        windows_per_document: at most.
+        windows_per_document: at most; None for as many as make 16 windows in all, where there is room.
 
     Raises:
         EvaluationError: no document is long enough; the message names the longest.
     """
     prefix = prefix_of(tokenizer)
-    places = partial(spread, needed=longest + 1 - len(prefix), targets=targets, most=windows_per_document)
+    places = partial(spread, needed=longest + 1 - len(prefix), targets=targets, each=windows_per_document)
     return select(corpus, tokenizer, prefix, longest, places, documents=documents, seed=seed)
 
 
-def spread(count: int, needed: int, targets: int, most: int) -> list[tuple[int, int]]:
-    """Where windows of `needed` tokens begin and end in a document of `count`; no two share one of their last T."""
-    room = count - needed
-    number = min(most, 1 + room // targets)
-    ends = [count - i * room // max(1, number - 1) for i in range(number)]
-    return [(end - needed, end) for end in ends]
+def spread(counts: Sequence[int], needed: int, targets: int, each: int | None) -> list[list[tuple[int, int]]]:
+    """Where windows of `needed` tokens begin and end in documents of so many tokens; no two share one of their last T.
+
+    There are at most `each` in a document; None means one, or as many more as make 16 windows of all documents. Their
+    contexts overlap where a document has no room for all of them side by side. What neighbours have in common makes
+    their losses more alike than those of other texts, so standard errors over windows of one document are too small
+    rather than too large.
+    """
+    room = [1 + (count - needed) // targets for count in counts]
+    if each is None:
+        each = next((n for n in range(1, WINDOWS) if sum(min(n, most) for most in room) >= WINDOWS), WINDOWS)
+    places = []
+    for count, most in zip(counts, room, strict=True):
+        number = min(each, most)
+        ends = [count - i * (count - needed) // max(1, number - 1) for i in range(number)]
+        places.append([(end - needed, end) for end in ends])
+    return places
 
 
 def select(
@@ -77,7 +90,7 @@ def select(
     tokenizer: Any,
     prefix: torch.Tensor,
     longest: int,
-    places: Callable[[int], Sequence[tuple[int, int]]],
+    places: Callable[[Sequence[int]], Sequence[Sequence[tuple[int, int]]]],
     *,
     documents: int | None = None,
     limit: int | None = None,
@@ -87,7 +100,7 @@ def select(
 
     Args:
         prefix: of every window, `(tokens,)`.
-        places: where the windows of a document of so many tokens begin and end.
+        places: where the windows of documents of so many tokens each begin and end.
         limit: how many tokens of a document are read; default all.
 
     Raises:
@@ -96,29 +109,30 @@ def select(
     rows, needed = list(corpus), longest + 1 - len(prefix)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     lengths: list[int] = []
-    kept: dict[int, tuple[list[Window], str]] = {}
+    kept: dict[int, torch.Tensor] = {}
     for index in tqdm(order, desc="reading", unit="document", leave=False, disable=None):
         if len(kept) == documents:
             break
         ids = tokenizer(rows[index]["text"], add_special_tokens=False, verbose=False)["input_ids"]
         lengths.append(len(ids))
         if len(ids) >= needed:
-            tokens = torch.tensor(ids[:limit])
-            found = places(len(tokens))
-            identity = tokens.numpy().tobytes() + repr(([end for _, end in found], prefix.tolist())).encode()
-            windows = [Window(rows[index]["name"], tokens[start:end].clone(), prefix) for start, end in found]
-            kept[index] = windows, hashlib.sha256(identity).hexdigest()
+            kept[index] = torch.tensor(ids[:limit])
     if not kept:
         raise EvaluationError(
             f"a context of {longest} tokens needs documents of {needed} tokens; the longest of {len(rows)} "
             f"has {max(lengths, default=0)}"
         )
-    chosen = [kept[index] for index in sorted(kept)]
+    chosen = sorted(kept)
+    windows, digests = [], ""
+    for index, found in zip(chosen, places([len(kept[index]) for index in chosen]), strict=True):
+        tokens, ends = kept[index], [end for _, end in found]
+        digests += hashlib.sha256(tokens.numpy().tobytes() + repr((ends, prefix.tolist())).encode()).hexdigest()
+        windows += [Window(rows[index]["name"], tokens[start:end].clone(), prefix) for start, end in found]
     return Selection(
-        windows=tuple(window for windows, _ in chosen for window in windows),
+        windows=tuple(windows),
         documents=len(chosen),
         short_documents=sum(length < needed for length in lengths),
-        fingerprint=hashlib.sha256("".join(digest for _, digest in chosen).encode()).hexdigest()[:16],
+        fingerprint=hashlib.sha256(digests.encode()).hexdigest()[:16],
     )
 
 

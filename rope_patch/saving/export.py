@@ -62,6 +62,9 @@ _READERS = {
 }
 """Who else computes a scheme, by its `rope_type`; any other type is that of the empty name."""
 
+SERVERS = ("config", *_READERS)
+"""Who can be asked to serve a scheme; `config` is whoever reads the `rope_parameters` of Transformers."""
+
 
 @dataclass(frozen=True)
 class Reader:
@@ -121,11 +124,7 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
     """
     folder = Path(checkpoint)
     raw = _read_config(folder)
-    if raw.get("auto_map") or raw.get("model_type") == "baichuan":
-        raise NotExpressible(
-            f"{folder} is read by code of its own ({raw.get('model_type')}), which need not look at rope_parameters; "
-            "serve it in Transformers with rope_patch.from_pretrained"
-        )
+    _check_own_code(folder, raw)
     make_loadable(folder)
     config = _config_of(folder)
     nested = not getattr(config, "rope_parameters", None) and isinstance(raw.get("text_config"), dict)
@@ -148,6 +147,25 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
     architectures = raw.get("architectures")
     readers = _readers(parameters, architectures if isinstance(architectures, list) else [], length)
     return Serving(chosen, trained, length, written, {"text_config": changed} if nested else changed, readers)
+
+
+def served_by(scheme: Scheme | None, config: Any) -> list[str]:
+    """Which of `SERVERS` can compute a scheme on a checkpoint, "(partly)" behind those that do so with limits.
+
+    Args:
+        scheme: None is the checkpoint as it is, which all of them serve.
+        config: of the checkpoint. It is not changed.
+    """
+    if scheme is None:
+        return list(SERVERS)
+    text = config.get_text_config()
+    try:
+        _check_own_code(config.name_or_path, {"model_type": config.model_type, **vars(config)})
+        readers = _readers(_parameters(scheme, str(scheme), text), config.architectures or [], 0)
+    except NotExpressible:
+        return []
+    names = [SERVERS[0], *(f"{each.name} (partly)" if each.reads == "partly" else each.name for each in readers[1:])]
+    return [name for name, each in zip(names, readers, strict=True) if each.reads != "no"]
 
 
 def export_checkpoint(
@@ -213,6 +231,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise NotExpressible(f"{folder / 'config.json'} holds no mapping of settings to values")
     return raw
+
+
+def _check_own_code(folder: str | Path, raw: dict[str, Any]) -> None:
+    kind = raw.get("model_type")
+    if raw.get("auto_map") or kind == "baichuan":
+        raise NotExpressible(
+            f"{folder} is read by code of its own ({kind}), which need not look at rope_parameters; "
+            "serve it in Transformers with rope_patch.from_pretrained"
+        )
 
 
 def _config_of(folder: Path) -> Any:

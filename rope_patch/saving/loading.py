@@ -41,6 +41,7 @@ from rope_patch.mounting.entry import shorten
 from rope_patch.mounting.parameters import NAME, learned_parameters
 from rope_patch.mounting.plan import plan_mounts
 from rope_patch.patching import PatchHandle, find_handle, find_record, patch, unpatch
+from rope_patch.saving.gguf import is_gguf, load_gguf
 from rope_patch.schemes.registry import scheme_from_dict
 
 _RECORD = "rope_patch"
@@ -54,10 +55,10 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
 
     Checkpoints of Baichuan are loaded by the classes of this library, whatever code lies beside them; they were
     published as pickled files, which torch's reader of plain tensors reads. Of all others only safetensors are read,
-    unless `use_safetensors=False` asks for the pickled ones, by that same reader.
+    unless `use_safetensors=False` asks for the pickled ones, by that same reader. Weights of a GGUF file are unpacked.
 
     Args:
-        path: a folder written by `save_pretrained`, or a hub id.
+        path: a folder written by `save_pretrained`, a hub id, or a GGUF file.
         **kwargs: for `from_pretrained` of the class that wrote the checkpoint; `trust_remote_code` is not heeded.
 
     Returns:
@@ -74,6 +75,8 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
 
 def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
     """What `from_pretrained` does, below the adapters that named the path."""
+    if is_gguf(path):
+        return load_gguf(path, **kwargs)
     places = {key: kwargs[key] for key in _PLACES if key in kwargs}
     if (adapters := cached_file(path, _ADAPTERS, **_OPTIONAL, **places)) is not None:
         return _with_adapters(path, Path(adapters), places, kwargs, above)

@@ -89,6 +89,7 @@ class Scheme:
 
     Class attributes:
         name: registry name, in snake_case.
+        title: how tables and legends name it, where that is not the name of the class.
         equation: the formula, as a line of text.
         source: where it was published.
         regime: what a pretrained checkpoint needs before it makes sense under this scheme.
@@ -112,6 +113,7 @@ class Scheme:
     """
 
     name: ClassVar[str]
+    title: ClassVar[str]
     equation: ClassVar[str]
     source: ClassVar[Source]
     regime: ClassVar[Annotated[Regime, Composed(_most_demanding)]] = "training-free"

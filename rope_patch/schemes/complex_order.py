@@ -36,6 +36,7 @@ class ComplexOrder(Scheme):
     """
 
     name = "complex_order"
+    title = "complex order"
     equation = "z_j e^(i (omega_(word,j) k + phi_(word,j))), z_j = x_2j + i x_(2j+1)"
     source = Source(
         "Encoding word order in complex embeddings",

@@ -30,6 +30,7 @@ class Compose(Scheme):
     """
 
     name = "compose"
+    title = "composition"  # its parts are named one by one
     equation = "each slot from its owner; query scales multiply, biases add, frequencies are refined in turn"
     source = Source("the one equation of this project", 2026, "")
     rope_type = None  # its parts are asked, see `rope_parameters`

@@ -30,6 +30,7 @@ class DualChunkAttention(Scheme):
     """
 
     name = "dca"
+    title = "DCA"
     equation = "key n mod s; query r, min(r + s, c), min(2s - 1, c) for the same, the previous and earlier chunks"
     source = Source(
         "Training-Free Long-Context Scaling of Large Language Models",

@@ -45,6 +45,7 @@ class Disentangled(Scheme):
     """
 
     name = "deberta"
+    title = "DeBERTa"
     equation = "s = (q.k + q . R^K_delta(m,n) + k . R^Q_delta(m,n)) / sqrt((1 + terms) d)"
     source = Source(
         "DeBERTa: Decoding-enhanced BERT with Disentangled Attention",

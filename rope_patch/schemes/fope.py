@@ -34,6 +34,7 @@ class FoPECut(Scheme):
     """
 
     name = "fope_cut"
+    title = "FoPE's cut"
     equation = "theta_i <- theta_i if theta_i >= 2 pi / L, else 0"
     source = Source(
         "Fourier Position Embedding: Enhancing Attention's Periodic Extension for Length Generalization",

@@ -33,6 +33,7 @@ class TruncatedBasis(Scheme):
     """
 
     name = "giraffe"
+    title = "Giraffe"
     equation = "theta if theta >= 2pi/t; 2pi/(16t) if theta >= 2pi/(8t); else 0"
     source = _PAPER
     regime = "fine-tune"
@@ -67,6 +68,7 @@ class PowerScaling(Scheme):
     """
 
     name = "giraffe_power"
+    title = "Giraffe, power"
     equation = "theta_i <- theta_i (1 - 2i/d)^k"
     source = _PAPER
     regime = "fine-tune"

@@ -20,6 +20,7 @@ class LMInfinite(Scheme):
     """
 
     name = "lm_infinite"
+    title = "LM-Infinite"
     equation = "attend n < n_global or m - n < w; distance = min(m - n, w)"
     source = Source(
         "LM-Infinite: Zero-Shot Extreme Length Generalization for Large Language Models",

@@ -39,6 +39,7 @@ class LogN(Scheme):
     """
 
     name = "logn"
+    title = "log-n"
     equation = (
         "q_m max(1, ln(m + 1) / ln L); llama4: q_m (1 + a ln(1 + floor((m + 1) / n0))); "
         "mistral: q_m (1 + a ln(1 + floor(m / n0))); inkling: q_m (1 + a ln max(1, (m + 1) / n0))"

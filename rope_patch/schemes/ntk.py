@@ -29,6 +29,7 @@ class NTKScaling(Scheme):
     """
 
     name = "ntk"
+    title = "NTK"
     equation = "b <- b k^(d/(d-2))"
     source = Source(
         "NTK-Aware Scaled RoPE (bloc97, July 2023); Transformer upgrade 10: RoPE is a base-beta encoding",
@@ -74,6 +75,7 @@ class AdjustedBase(Scheme):
     """
 
     name = "abf"
+    title = "ABF"
     equation = "b <- base"
     source = Source("Effective Long-Context Scaling of Foundation Models", 2023, "https://arxiv.org/abs/2309.16039")
     regime = "fine-tune"
@@ -107,6 +109,7 @@ class DynamicNTK(Scheme):
     """
 
     name = "dynamic_ntk"
+    title = "dynamic NTK"
     equation = "b <- b (f l / L - (f - 1))^(d/(d-2)) for l > L"
     source = Source(
         "Dynamically Scaled RoPE (emozilla, July 2023); `dynamic` in Transformers",

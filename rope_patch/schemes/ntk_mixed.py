@@ -27,6 +27,7 @@ class NTKMixed(Scheme):
     """
 
     name = "ntk_mixed"
+    title = "NTK-mixed"
     equation = "theta_i exp(-a (i+1)^exponent), a = ln k / (d/2)^exponent"
     source = Source(
         "Transformer upgrade 11: taking base-beta positions to the end",

@@ -21,6 +21,7 @@ class PositionInterpolation(Scheme):
     """
 
     name = "pi"
+    title = "PI"
     equation = "theta_i / k"
     source = Source(
         "Extending Context Window of Large Language Models via Positional Interpolation",

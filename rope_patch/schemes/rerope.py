@@ -62,6 +62,7 @@ class LeakyReRoPE(Scheme):
     """
 
     name = "leaky_rerope"
+    title = "Leaky ReRoPE"
     equation = "distance = m - n if m - n < w else w + (m - n - w) / k"
     source = _POST
     sweep = (Sweep("factor", "target", (2, 1, 4), window=1 / 2),)

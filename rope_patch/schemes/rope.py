@@ -68,6 +68,7 @@ class LearnedRoPE(Scheme):
     """
 
     name = "learned_rope"
+    title = "learned RoPE"
     equation = "theta_i <- theta_i exp(w_i), w learned per layer"
     source = Source("Transformer upgrade 2: rotary position embedding", 2021, "https://kexue.fm/archives/8265")
     regime = "fine-tune"

@@ -28,6 +28,7 @@ class SelfExtend(Scheme):
     """
 
     name = "self_extend"
+    title = "Self-Extend"
     equation = "distance = m - n if m - n < W else floor(m/G) + W - floor(W/G) - floor(n/G)"
     source = Source(
         "LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning",

@@ -35,6 +35,7 @@ class T5Bias(Scheme):
     """
 
     name = "t5"
+    title = "T5"
     equation = "table[bucket((n - m) / k), h]"
     source = Source(
         "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer",

@@ -34,6 +34,7 @@ class TransformerXL(Scheme):
     """
 
     name = "xl"
+    title = "Transformer-XL"
     equation = "b = (u . k + (q + v) . W R_(m-n)) * scaling"
     source = Source(
         "Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context",

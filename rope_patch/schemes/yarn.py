@@ -138,6 +138,7 @@ class NTKByParts(Scheme):
     """
 
     name = "ntk_by_parts"
+    title = "NTK-by-parts"
     equation = "theta_i/k r_i + theta_i (1 - r_i), r = ramp(low, high)"
     source = _PAPER
     sweep = (Sweep("factor", "target", (1, 1.5, 2)),)
@@ -177,6 +178,7 @@ class DynamicYaRN(YaRN):
     """
 
     name = "dynamic_yarn"
+    title = "dynamic YaRN"
     equation = "YaRN with k = max(1, l/L)"
     rope_type = None
     sweep = (Sweep(),)

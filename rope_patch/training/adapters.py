@@ -19,8 +19,8 @@ from rope_patch.patching import find_handles
 def make_trainable(model: nn.Module, method: str, *, rank: int, alpha: float, dropout: float = 0.0) -> nn.Module:
     """The patched model, or the `PeftModel` around it, with the parameters of a method alone to be trained, in float32.
 
-    The methods are `full`, `lora` and `lora_norms_embeddings`; `rank`, `alpha` and `dropout` are those of the adapters.
-    What a scheme learns is trained under each.
+    The methods are `full`, `lora`, `lora_norms`, `lora_embeddings` and `lora_norms_embeddings`; `rank`, `alpha` and
+    `dropout` are those of the adapters. What a scheme learns is trained under each.
 
     Raises:
         MissingPackage: PEFT is not installed.
@@ -33,9 +33,10 @@ def make_trainable(model: nn.Module, method: str, *, rank: int, alpha: float, dr
 
     language_model = find_language_model(model)
     saved = [NAME] if learned_parameters(model) else []
-    if method == "lora_norms_embeddings":
-        embeddings = language_model.get_input_embeddings()
+    if "norms" in method:
         saved += sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_norm(module)})
+    if "embeddings" in method:
+        embeddings = language_model.get_input_embeddings()
         saved += [name.rpartition(".")[2] for name, module in model.named_modules() if module is embeddings]
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -44,7 +45,7 @@ def make_trainable(model: nn.Module, method: str, *, rank: int, alpha: float, dr
         lora_dropout=dropout,
         target_modules=_projections(model),
         modules_to_save=saved or None,
-        ensure_weight_tying=method != "lora" and language_model.config.tie_word_embeddings,
+        ensure_weight_tying="embeddings" in method and language_model.config.tie_word_embeddings,
     )
     adapted = get_peft_model(model, config)
     for parameter in adapted.parameters():

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from rope_patch.errors import CorpusError
-from rope_patch.evaluation.corpora import HELD_OUT_MODULES, load_corpus, load_text
+from rope_patch.evaluation.corpora import HELD_OUT_MODULES, load_corpus, load_text, name_of_text
 
 
 @pytest.fixture
@@ -97,3 +97,9 @@ def test_where_there_is_no_text_one_sentence_tells_it(folder):
         load_text(dataset="no/where")
     with pytest.raises(CorpusError, match="give one of them"):
         load_text("a", "b")
+
+
+def test_a_text_has_a_name_for_tables():
+    assert name_of_text() == "Python's standard library"
+    assert name_of_text("/far/away/book.txt") == "book.txt"
+    assert name_of_text(dataset="wikitext", split="test") == "wikitext, split test"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 
 from rope_patch import patch
 from rope_patch.errors import EvaluationError
+from rope_patch.evaluation import perplexity
 from rope_patch.evaluation.hidden_spans import HiddenSpans, corrupt, draw_spans, sentinels_of
-from rope_patch.evaluation.perplexity import measure
 from rope_patch.evaluation.rows import Rows
 from tests.evaluation.conftest import byte_tokenizer, documents
 from tests.models.t5_families import build
@@ -21,6 +22,8 @@ from tests.recipes import run_recipe
 
 CORPUS = documents(150, 170, 20)
 SENTINELS = 16
+
+measure = partial(perplexity.measure, windows_per_document=1)
 
 
 def t5_tokenizer():

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from rope_patch import InvalidField, LogN, PositionInterpolation, ReRoPE, RoPE, T5Bias, UnknownScheme, YaRN, get_scheme
-from rope_patch.evaluation.lines import scheme_at
-from rope_patch.schemes import Checkpoint
+from rope_patch.evaluation.lines import display_name, scheme_at
+from rope_patch.schemes import Checkpoint, list_schemes
 
 TRAINED = [Checkpoint(training_length=256, num_heads=4, max_length=256)]
 
@@ -51,3 +51,29 @@ def test_wrong_specs_say_why():
             scheme_at(spec, 512, TRAINED)
     with pytest.raises(InvalidField, match=r"window=256 .* below the training length of 256"):
         scheme_at("self_extend:target=auto,window=256", 512, TRAINED)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("plain", "plain checkpoint"),
+        ("window", "attention cut at L"),
+        ("window:window=64", "sliding window, w = 64"),
+        ("pi:target=auto", "PI"),
+        ("ntk:factor=8.0", "NTK, factor = 8"),
+        ("rerope:window=128+logn", "ReRoPE, w = 128, log-n"),
+        ("self_extend:group_size=11,window=128", "Self-Extend, group_size = 11, w = 128"),
+        ("leaky_rerope:target=auto", "Leaky ReRoPE"),
+        ("logn:form=llama4", "log-n, form = llama4"),
+        ("of_a_notebook:a=1", "of_a_notebook, a = 1"),
+        ("layers:[0-2=nope;rest=none]", "layers:[0-2=nope;rest=none]"),
+        (YaRN(4), "YaRN, factor = 4"),
+        (get_scheme("yarn", target=512), "YaRN, target = 512"),
+    ],
+)
+def test_a_line_has_one_name_for_people(line, name):
+    assert display_name(line) == name
+
+
+def test_no_two_schemes_have_one_name():
+    assert len({display_name(name) for name in list_schemes()}) == len(list_schemes())

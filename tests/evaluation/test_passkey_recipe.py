@@ -57,7 +57,7 @@ def test_spans_from_end_to_end(words, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     assert main(words()) == 0
     out = capsys.readouterr().out
-    for name in ("plain checkpoint", "attention cut at L", "rerope window=8 + logn", "synthetic", "nothing hidden"):
+    for name in ("plain checkpoint", "attention cut at L", "ReRoPE, w = 8, log-n", "synthetic", "nothing hidden"):
         assert name in out
     assert (tmp_path / "out" / "spans.png").stat().st_size > 20_000
     written = [json.loads(line) for line in (tmp_path / "out" / "spans.jsonl").read_text().splitlines()]

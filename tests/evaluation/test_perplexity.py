@@ -21,7 +21,7 @@ SCHEMES = ["plain", "window", "pi:target=auto", "rerope:window=8+logn"]
 
 
 def go(model, tokenizer, schemes=SCHEMES, lengths=(16, 32, 64), **settings):
-    return measure(model, tokenizer, CORPUS, schemes, lengths, **{"targets": 8, **settings})
+    return measure(model, tokenizer, CORPUS, schemes, lengths, **{"targets": 8, "windows_per_document": 1, **settings})
 
 
 @torch.no_grad()
@@ -270,10 +270,34 @@ def test_another_scheme_or_line_throws_no_row_away(model, tokenizer, tmp_path, m
 
 
 def test_rows_keep_what_a_paired_error_needs(model, tokenizer):
-    whole = go(model, tokenizer, ["plain"], [16])[0]
-    alone = [measure(model, tokenizer, [document], ["plain"], [16], targets=8)[0].nll for document in CORPUS]
-    assert whole.nll_by_document == pytest.approx(alone, abs=1e-5)
-    (single,) = measure(model, tokenizer, CORPUS[:1], ["plain"], [16], protocol="sliding", stride=1)
+    corpus = documents(*range(20, 28))
+
+    def alone(documents, **settings):
+        return measure(model, tokenizer, documents, ["plain"], [16], **{"targets": 2, **settings})[0]
+
+    eight = alone(corpus, windows_per_document=2)
+    by_document = [alone([document], windows_per_document=2).nll for document in corpus]
+    assert eight.windows == 16
+    assert eight.nll_by_document == pytest.approx(by_document, abs=1e-5)
+
+    seven = alone(corpus[1:])  # too few documents to take an error over: their windows are counted
+    assert len(seven.nll_by_document) == seven.windows >= 16
+    assert sum(seven.nll_by_document) / seven.windows == pytest.approx(seven.nll, abs=1e-5)
+    book = alone(documents(300))
+    assert (book.documents, book.windows, len(book.nll_by_document)) == (1, 16, 16)
+
+    single = alone(CORPUS[:1], protocol="sliding", stride=1, targets=None)
     assert len(single.nll_by_document) == 32  # blocks of its windows
-    (few,) = measure(model, tokenizer, CORPUS[:1], ["plain"], [16], targets=8, windows_per_document=3)
+    both = alone(CORPUS[:2], protocol="sliding", stride=1, targets=None)
+    assert (both.documents, len(both.nll_by_document)) == (2, 32)
+    few = alone(CORPUS[:1], targets=8, windows_per_document=3)
     assert len(few.nll_by_document) == few.windows == 3
+
+
+def test_rows_name_the_text_the_documents_that_were_asked_for_and_the_servers(model, tokenizer, tmp_path, monkeypatch):
+    results = Rows(tmp_path / "rows.jsonl")
+    (old,) = go(model, tokenizer, ["pi:factor=2"], [16], results=results)
+    assert (old.text, old.asked, old.served) == ("", None, ["config", "vLLM", "llama.cpp"])
+    monkeypatch.setattr(perplexity, "chunked_nll", None)  # what is called otherwise is not measured again
+    (row,) = go(model, tokenizer, ["pi:factor=2"], [16], results=results, text="book.txt", documents=8)
+    assert (row.text, row.asked, row.documents, row.nll) == ("book.txt", 8, 3, old.nll)

@@ -70,7 +70,7 @@ def test_perplexity_from_end_to_end(words, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert run_recipe("perplexity", words()) == 0
     said = capsys.readouterr()
-    for name in ("plain checkpoint", "attention cut at L", "rerope window=8 + logn"):
+    for name in ("plain checkpoint", "attention cut at L", "ReRoPE, w = 8, log-n", "text: texts; ", "±", "served by"):
         assert name in said.out
     assert str(tmp_path / "out" / "perplexity.png") in said.err
     assert "1 document too short for 64 tokens" in said.out

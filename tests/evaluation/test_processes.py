@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,7 @@ def in_sharded_training():
 
 def work(rank: int, folder: Path) -> None:
     process = joined(cpu=True)
+    os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
     results = Rows(folder / "rows.jsonl")
     found = {
         "rows": {protocol: lasting(measured(protocol, results)) for protocol in MEASUREMENTS},
@@ -136,8 +139,24 @@ def test_each_row_is_written_once_and_measured_once(together):
 
 
 def test_the_two_divide_the_windows(together):
-    # three documents, under each scheme at both lengths
-    assert [found["passes"] for found in together[0]] == [len(SCHEMES) * 2 * 2, len(SCHEMES) * 2]
+    # six windows of three documents, under each scheme at both lengths
+    assert [found["passes"] for found in together[0]] == [len(SCHEMES) * 2 * 3] * 2
+
+
+def test_the_first_alone_tells_how_far_it_is(together):
+    lines = [
+        [line for line in (together[1] / f"{rank}.log").read_text().splitlines() if "elapsed" in line]
+        for rank in (0, 1)
+    ]
+    assert lines[1] == []
+    assert [line.split(";")[0] for line in lines[0][:6]] == [
+        "1 of 6: plain checkpoint at 16",
+        "2 of 6: plain checkpoint at 32",
+        "3 of 6: PI at 16",
+        "4 of 6: PI at 32",
+        "5 of 6: ReRoPE, w = 8, log-n at 16",
+        "6 of 6: ReRoPE, w = 8, log-n at 32",
+    ]
 
 
 def test_weights_that_are_spread_over_processes_have_the_same_fingerprint(together):

@@ -11,7 +11,7 @@ import pytest
 
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.rows import Rows
-from rope_patch.evaluation.standard_errors import paired_difference
+from rope_patch.evaluation.standard_errors import paired_difference, pairs_of
 
 from .rows import row
 
@@ -102,7 +102,7 @@ def test_another_version_of_the_software_measures_nothing_again(tmp_path):
     assert Rows(file.path).find(row(versions={"rope_patch": "9.9"}, commit=None).key()) is not None
 
 
-@pytest.mark.parametrize("name", ["sweep/sweep.jsonl", "finetune/perplexity.jsonl"])
+@pytest.mark.parametrize("name", ["sweep/sweep.jsonl", "finetune/perplexity.jsonl", "new_schemes/perplexity.jsonl"])
 def test_the_rows_that_were_committed_are_read(name, tmp_path):
     committed = Path(__file__).parents[2] / "docs" / "results" / name
     (tmp_path / "rows.jsonl").write_bytes(committed.read_bytes())
@@ -117,6 +117,28 @@ def test_a_difference_is_paired_by_document():
     assert paired_difference(row(nll_by_document=[1.0]), row(nll_by_document=[2.0])) == (0.0, None)
     with pytest.raises(EvaluationError, match="different texts"):
         paired_difference(one, row(texts="others"))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_has_no_error(tmp_path, value):
+    file = Rows(tmp_path / "rows.jsonl")
+    file.append(row(nll_by_document=[1.0, value, 2.0]))
+    for found in (file.rows[0], Rows(file.path).rows[0]):
+        assert paired_difference(found, row(nll_by_document=[1.0, 2.0, 3.0])) == (0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("documents", "windows", "values", "words"),
+    [
+        (12, 12, 12, "12 documents"),
+        (12, 24, 12, "12 documents"),
+        (1, 16, 16, "16 windows of 1 document"),
+        (3, 18, 18, "18 windows of 3 documents"),
+        (1, 500, 32, "32 blocks of windows of 1 document"),
+    ],
+)
+def test_what_an_error_is_taken_over_is_said(documents, windows, values, words):
+    assert pairs_of(row(documents=documents, windows=windows, nll_by_document=[1.0] * values)) == words
 
 
 def test_the_key_tells_measurements_apart_and_ignores_circumstances():

@@ -10,7 +10,9 @@ import pytest
 
 from rope_patch.cli.options import parse, recipes_folder
 from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.corpora import load_corpus
 from rope_patch.evaluation.rows import Rows
+from rope_patch.saving.export import SERVERS, served_by
 from rope_patch.schemes import ReRoPE, get_scheme, list_schemes, scheme_class
 from rope_patch.schemes.base import Sweep
 from tests.recipes import load_recipe, run_recipe
@@ -166,6 +168,7 @@ def test_a_round_after_nothing_could_be_measured_is_empty():
         (["--schemes", "pi"], "ask for it with --regime fine-tune"),
         (["--target", "four"], "target 'four' is not allowed"),
         (["--model", "./nowhere"], "./nowhere is no checkpoint folder"),
+        (["--serve", "vlm"], "serve='vlm' is not allowed; allowed: config, llama.cpp, vLLM"),
     ],
 )
 def test_wrong_input_is_one_clear_line(words, message, capsys):
@@ -203,8 +206,8 @@ def test_a_sweep_measures_references_and_rounds_and_recommends_the_best(swept, t
         if each["length"] == 64:
             pairs[each["line"]] = each["nll_by_document"]
     apart = [one - other for one, other in zip(pairs[found["best"]], pairs["window"], strict=True)]
-    assert len(apart) == 3
-    assert found["standard_error"] == pytest.approx((sum((d - mean) ** 2 for d in apart) / 2 / 3) ** 0.5)
+    assert len(apart) == 15  # fewer than 8 documents: all windows that they have room for
+    assert found["standard_error"] == pytest.approx((sum((d - mean) ** 2 for d in apart) / 14 / 15) ** 0.5)
 
 
 def test_a_budget_of_measurements_ends_the_sweep_and_earlier_rows_cost_nothing(swept, tmp_path):
@@ -238,7 +241,15 @@ def test_the_table_names_every_line(checkpoint, texts, tmp_path, capsys, monkeyp
     out = capsys.readouterr().out
     lines = {line for line in Rows(tmp_path / "out" / "sweep.jsonl").rows for line in [line.line]}
     assert len(lines) == 3
-    for name in ("plain checkpoint", "attention cut at L", "rerope window=8"):
+    for name in (
+        "plain checkpoint",
+        "attention cut at L",
+        "ReRoPE, w = 8",
+        "served by",
+        "this library",
+        "±",
+        "text: texts; ",
+    ):
         assert name in out
     assert "the budget of 3 measurements was used up in round 1 of 4" in out
 
@@ -253,6 +264,76 @@ def test_the_plan_is_printed_without_measuring(checkpoint, texts, tmp_path, caps
     assert run_recipe("sweep", [*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan == {"lengths": [16, 32, 64], "first_round": ["rerope:window=8", "yarn:factor=4"]}
+
+
+# --- one book, and what serves ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    """A long file at whose very end ReRoPE is far below attention cut at L, as it is not elsewhere."""
+    sources = dict(zip(*(load_corpus()[column] for column in ("name", "text")), strict=True))
+    path = tmp_path_factory.mktemp("book") / "book.txt"
+    path.write_text("\n".join(sources[name] for name in ("pickle", "ipaddress", "pdb")))
+    return path
+
+
+def test_one_book_is_read_in_many_windows_before_anything_is_recommended(book, tmp_path, capsys):
+    def swept(*more):
+        asked = ["--text", book, "--target", "2x", "--targets", "64", "--schemes", "rerope", "--output", tmp_path]
+        assert run_recipe("sweep", [*asked, "--budget-measurements", "2", "--device", "cpu", "--json", *more]) == 0
+        captured = capsys.readouterr()
+        return json.loads(captured.out), captured.err
+
+    found, _ = swept()
+    assert {(row["documents"], row["windows"], row["text"]) for row in found["rows"]} == {(1, 16, "book.txt")}
+    assert found["standard_error"] > 0
+    assert (found["verdict"] == "better") == (found["difference"] < -2 * found["standard_error"])
+
+    alone, said = swept("--windows-per-document", "1", "--documents", "8")
+    assert (alone["recommended"], alone["verdict"], alone["standard_error"]) == (None, "too few", None)
+    assert "which 1 window cannot tell from chance. For 8 or more give a longer text" in alone["sentence"]
+    assert "rope-patch: asked for 8 documents, found 1\n" in said
+    assert "rope-patch: only 1 window: below 8" in said
+
+
+def test_a_sweep_tries_what_a_server_can_serve(checkpoint, texts, tmp_path, capsys):
+    def planned(server):
+        words = spelled(checkpoint, texts, tmp_path / "out", "--dry-run", "--json", "--serve", server)
+        assert run_recipe("sweep", words) == 0
+        return json.loads(capsys.readouterr().out)["first_round"]
+
+    assert planned("vllm") == planned("llama.cpp") == planned("config") == ["yarn:factor=4"]
+
+
+def test_nothing_that_no_server_has_is_measured_in_any_round(swept):
+    found, _ = swept("--serve", "llama.cpp")
+    lines = {row["line"]: row["served"] for row in found["rows"]}
+    assert lines.pop("plain") == list(SERVERS)
+    assert lines.pop("window") == []
+    assert len(lines) > 1
+    assert all(line.startswith("yarn:factor=") for line in lines)
+    assert all("llama.cpp" in served for served in lines.values())
+
+
+@pytest.mark.parametrize(
+    ("spec", "served"),
+    [
+        ("pi:factor=4", ["config", "vLLM", "llama.cpp"]),
+        ("yarn:factor=4,truncate=false", ["config", "vLLM"]),
+        ("ntk_by_parts:factor=4", ["config", "vLLM (partly)"]),
+        ("dynamic_ntk:factor=1", []),  # its readers disagree
+        ("ntk:factor=4+logn", []),
+        ("rerope:window=8", []),
+    ],
+)
+def test_who_serves_a_scheme_is_what_its_export_knows(spec, served, model):
+    model.config.architectures = ["LlamaForCausalLM"]
+    before = model.config.to_dict()
+    assert served_by(get_scheme(spec), model.config) == served
+    assert model.config.to_dict() == before
+    model.config.auto_map = {"AutoConfig": "configuration_own.OwnConfig"}
+    assert served_by(get_scheme(spec), model.config) == []
 
 
 # --- the recommendation ----------------------------------------------------------------------------------------------
@@ -274,17 +355,16 @@ def test_what_is_better_beyond_noise_is_recommended_with_its_price():
     rows = outcome({"plain": (2.0, 5.0), "window": (2.0, 2.08), best: (2.001, 2.05)})
     assert recipe.recommend(rows, best, -0.03, 0.004) == (
         "better",
-        "rerope:window=96+logn: 2.050 at 1024 tokens, 0.030 below attention cut at L (standard error 0.004 over 12 "
-        "documents). It costs 0.001 at 256.",
+        "ReRoPE, w = 96, log-n (`rerope:window=96+logn`): 2.050 at 1024 tokens, 0.030 below attention cut at L "
+        "(standard error 0.004 over 12 documents). It costs 0.001 at 256.",
     )
 
 
 @pytest.mark.parametrize(
     ("difference", "error", "kind", "words"),
     [
-        (-0.006, 0.004, "noise", "beyond noise: the best, x, is 0.006 below it"),
-        (-0.004, None, "noise", "too few documents for a standard error; within 0.005 counts as equal"),
-        (0.3, 0.004, "worse", "the best of the others, x, is 0.300 above it"),
+        (-0.006, 0.004, "noise", "beyond noise: the best, x (`x`), is 0.006 below it"),
+        (0.3, 0.004, "worse", "the best of the others, x (`x`), is 0.300 above it"),
     ],
 )
 def test_nothing_is_recommended_that_does_not_beat_the_cut(difference, error, kind, words):
@@ -295,6 +375,16 @@ def test_nothing_is_recommended_that_does_not_beat_the_cut(difference, error, ki
     assert words in sentence
 
 
+@pytest.mark.parametrize(("error", "count"), [(None, 1), (0.001, 2), (0.001, 7)])
+@pytest.mark.parametrize("difference", [-0.3, -0.004, 0.3])
+def test_nothing_is_recommended_without_an_error_or_from_few_windows(difference, error, count):
+    rows = outcome({"plain": (2.0, 5.0), "window": (2.0, 2.0), "x": (2.0, 2.0 + difference)}, count)
+    found, sentence = recipe.recommend(rows, "x", difference, error)
+    assert found == "too few"
+    assert sentence.startswith("Nothing is recommended: the best, x (`x`), is 0.")
+    assert "fewer --targets" in sentence
+
+
 def test_among_equals_the_line_that_is_better_over_all_lengths_comes_first():
     rows = outcome({"a": (2.5, 2.0), "b": (2.0, 2.0005), "c": (1.0, 2.1)})
     assert recipe.rank(rows) == ["b", "a", "c"]
@@ -303,4 +393,4 @@ def test_among_equals_the_line_that_is_better_over_all_lengths_comes_first():
 
 def test_numbers_that_are_none_recommend_nothing():
     rows = outcome({"plain": (2.0, 5.0), "window": (2.0, math.nan), "x": (2.0, 2.1)})
-    assert recipe.recommend(rows, "x", math.nan, math.nan)[0] == "noise"
+    assert recipe.recommend(rows, "x", math.nan, None)[0] == "too few"

@@ -5,6 +5,7 @@ import math
 import sys
 
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.image import imread
 from rich.console import Console
 
@@ -20,8 +21,22 @@ NLL = {
     "rerope:window=128+logn": [1.11, 1.12, 1.13],
 }
 REGIMES = {"pi:target=auto": "fine-tune"}
+SPREAD = {"rerope:window=128+logn": 0.3}  # of the losses of documents, where it is not that of all other lines
+
+
+def by_document(line, nll):
+    """12 documents, hard and easy ones in turn."""
+    return [nll + side * SPREAD.get(line, 0.2) for side in (-1, 1)] * 6
+
+
 ROWS = [
-    row(line=line, length=256 * 2**i, nll=nll, regime=REGIMES.get(line, "training-free"))
+    row(
+        line=line,
+        length=256 * 2**i,
+        nll=nll,
+        regime=REGIMES.get(line, "training-free"),
+        nll_by_document=by_document(line, nll),
+    )
     for line, values in NLL.items()
     for i, nll in enumerate(values)
 ]
@@ -33,14 +48,15 @@ def printed(rows, **settings):
     return console.file.getvalue()
 
 
-def line_of(text, name):
-    return next(line for line in text.splitlines() if name in line)
+def line_of(text, name, below=0):
+    lines = text.splitlines()
+    return lines[next(i for i, line in enumerate(lines) if name in line) + below]
 
 
 def test_the_table_has_every_cell_and_stars_the_best():
     text = printed(ROWS)
-    assert [float(w.rstrip("*")) for w in line_of(text, "rerope").split() if w[0].isdigit()] == [1.11, 1.12, 1.13]
-    assert line_of(text, "rerope window=128 + logn").count("*") == 2
+    assert [cell.strip() for cell in line_of(text, "ReRoPE").split("│")[2:5]] == ["1.110", "1.120*", "1.130*"]
+    assert line_of(text, "ReRoPE, w = 128, log-n").count("*") == 2
     assert line_of(text, "plain checkpoint").count("*") == 1  # two lines share the first column's best
     assert line_of(text, "attention cut at L").count("*") == 1
     assert "1L" in text
@@ -50,10 +66,58 @@ def test_the_table_has_every_cell_and_stars_the_best():
 def test_the_table_says_what_was_measured():
     text = printed(ROWS)
     assert "same last 128 tokens of 12 windows from 12 documents" in text
-    assert "pi target=auto †" in text
+    assert "PI †" in text
+    assert "standard errors over 12 documents" in text
+    assert "only" not in text
     assert "† made to be fine-tuned" in text
     assert "too short" not in text
     assert "2 documents too short for 256 tokens and left out" in printed([row(short_documents=2)])
+
+
+def test_below_each_loss_is_the_difference_from_the_cut_with_its_paired_error():
+    text = printed(ROWS)
+    error = 0.1 * (12 / 11) ** 0.5 / 12**0.5  # of differences that are 0.1 off their mean, up and down in turn
+    assert f"{error:.3f}" == "0.030"
+    assert line_of(text, "ReRoPE", below=1).split("│")[2:5] == [
+        " +0.010 ±0.030 ",
+        " -0.030 ±0.030 ",
+        " -0.020 ±0.030 ",
+    ]
+    assert "+2.250 ±0.000" in line_of(text, "plain checkpoint", below=1)
+    assert line_of(text, "attention cut at L", below=1).count("±0.060") == 3  # its own, of 0.2 up and down
+    alone = printed([each for each in ROWS if each.line != "window"])
+    assert line_of(alone, "plain checkpoint", below=1).count("±0.060") == 3
+    assert "±?" in printed([row()])  # of old files
+
+
+def test_nothing_is_starred_where_all_are_equal():
+    equal = [row(line=line, nll=1.2345) for line in ("plain", "window")]
+    other = [row(line=line, length=512, nll=nll) for line, nll in (("plain", 3.0), ("window", 1.0))]
+    assert "*" not in printed(equal)
+    assert "*" not in printed([row()])
+    assert printed([*equal, *other]).count("*") == 2  # one cell, and what the star means
+    assert "*" not in "".join(text.get_text() for text in charts.figure(equal).axes[0].get_legend().get_texts())
+    assert "best of its column" not in charts.figure(equal).get_supxlabel()
+
+
+def test_the_text_is_named_and_what_is_too_little_is_told():
+    told = {"text": "book.txt", "asked": 8, "documents": 1, "windows": 3, "nll_by_document": [1.0, 2.0, 3.0]}
+    rows = [row(**told, line=line) for line in ("plain", "window")]
+    for shown in (printed(rows, width=300), charts.figure(rows).get_supxlabel().replace("\n", " ")):
+        assert "asked for 8 documents, found 1" in shown
+        assert "only 3 windows: below 8 a standard error means little" in shown
+        assert "standard errors over 3 windows of 1 document" in shown
+    for shown in (printed(rows, width=300), charts.figure(rows).axes[0].get_title(loc="left")):
+        assert "text: book.txt; NLL of the same last 128 tokens of 3 windows from 1 document" in shown
+
+
+def test_the_table_tells_who_serves_a_scheme_where_that_is_known():
+    assert "served by" not in printed(ROWS)
+    rows = [row(line="yarn:factor=4", served=["config", "vLLM"]), row(line="rerope:window=8", served=[]), row()]
+    text = printed(rows, width=200)
+    assert "config, vLLM" in line_of(text, "YaRN, factor = 4")
+    assert "this library" in line_of(text, "ReRoPE, w = 8")
+    assert line_of(text, "plain checkpoint").split("│")[-2].strip() == "-"
 
 
 @pytest.mark.parametrize("width", [40, 60, 200])
@@ -108,23 +172,62 @@ def test_the_chart_draws_the_numbers():
     main, close_up = charts.figure(ROWS).axes
     lines = {tuple(line.get_ydata()): line for line in main.get_lines()}
     for line, values in NLL.items():
-        assert tuple(map(math.exp, values)) in lines, line
-    assert main.get_xscale() == main.get_yscale() == "log"
+        assert tuple(values) in lines, line
+    assert (main.get_xscale(), main.get_yscale(), main.get_ylabel()) == ("log", "linear", "NLL, nats per token")
     assert [label.get_text() for label in close_up.get_xticklabels()] == ["1L\n256", "2L\n512", "4L\n1024"]
     for line, values in NLL.items():
         difference = [a - b for a, b in zip(values, NLL["window"], strict=True)]
         assert any(list(drawn.get_ydata()) == difference for drawn in close_up.get_lines()), line
     assert any(list(line.get_xdata()) == [1, 1] for line in main.get_lines())  # the training length
-    assert lines[tuple(map(math.exp, NLL["plain"]))].get_linestyle() == "--"
+    assert lines[tuple(NLL["plain"])].get_linestyle() == "--"
+
+
+def band_of(axes, colour):
+    """Height of a band at every length, by the colour of its line."""
+    (found,) = (band for band in axes.collections if to_hex(band.get_facecolor()[0]) == to_hex(colour))
+    corners = found.get_paths()[0].vertices
+    return [max(ys) - min(ys) for x in (1, 2, 4) for ys in [corners[corners[:, 0] == x, 1]]]
+
+
+def test_bands_are_the_error_of_the_loss_and_below_that_of_the_difference():
+    main, close_up = charts.figure(ROWS).axes
+    colour = next(line.get_color() for line in main.get_lines() if list(line.get_ydata()) == [1.11, 1.12, 1.13])
+    assert band_of(main, colour) == pytest.approx([2 * 0.3 / 11**0.5] * 3)
+    assert band_of(close_up, colour) == pytest.approx([2 * 0.1 / 11**0.5] * 3)
+
+
+@pytest.mark.parametrize(
+    "differences",
+    [
+        {"a": [0.0, 0.3, 0.8]},  # all above the cut, by far
+        {"a": [0.0, 0.3, 0.8], "b": [0.1, 5.0, 7.0], "c": [0.0, 3.0, 9.0], "d": [1.0, 2.0, 3.0], "e": [0.0, 8.0, 9.0]},
+        {"a": [0.0, -0.01, 0.01], "b": [0.0, -0.5, 4.0]},
+        {"a": [0.0, math.nan, 2.0]},
+        {"a": [0.0, 0.0, 0.0]},
+        {},  # the references alone
+    ],
+)
+def test_the_close_up_shows_the_closest_lines_whole_and_every_gain(differences):
+    lines = {"plain": [1.0, 2.0, 3.0], "window": [1.0] * 3} | {
+        line: [1 + difference for difference in found] for line, found in differences.items()
+    }
+    rows = [row(line=line, length=256 * 2**i, nll=nll) for line, found in lines.items() for i, nll in enumerate(found)]
+    low, high = charts.figure(rows).axes[1].get_ylim()
+    known = {line: [d for d in found if not math.isnan(d)] for line, found in (differences or {"plain": [2.0]}).items()}
+    closest = sorted(known, key=lambda line: max(map(abs, known[line])))[:3]
+    assert all(low < d < high for line in closest for d in known[line])
+    assert low < min([0.0, *(d for found in known.values() for d in found)])
+    if len(known) > 3:
+        assert high < 7.9  # the others would flatten it
 
 
 def test_the_legend_is_the_table_ordered_as_the_lines_end():
     texts = [text.get_text().split() for text in charts.figure(ROWS).axes[0].get_legend().get_texts()]
     assert [" ".join(words[:-3]) for words in texts] == [
         "plain checkpoint",
-        "pi target=auto †",
+        "PI †",
         "attention cut at L",
-        "rerope window=128 + logn",
+        "ReRoPE, w = 128, log-n",
     ]
     assert texts[-1][-3:] == ["1.110", "1.120*", "1.130*"]
 

@@ -69,3 +69,31 @@ def test_the_draw_follows_the_seed_and_the_fingerprint_follows_the_targets(token
     assert drawn.fingerprint == select(corpus, tokenizer, documents=3, seed=5, longest=20).fingerprint
     others = {select(corpus, tokenizer, documents=3, seed=seed).fingerprint for seed in range(5)}
     assert len(others) > 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counts"),
+    [
+        ([2000], [16]),  # a book
+        ([2000] * 3, [6, 6, 6]),
+        ([2000] * 16, [1] * 16),
+        ([2000] * 20, [1] * 20),
+        ([41, 44, 2000], [1, 1, 14]),  # the one that has room makes up for the others
+        ([41, 60], [1, 3]),  # all that there is room for
+    ],
+)
+def test_of_few_documents_more_windows_are_taken_until_there_are_16(tokenizer, sizes, counts):
+    windows = select(documents(*sizes), tokenizer, windows_per_document=None).windows
+    assert [sum(window.document == f"d{i}" for window in windows) for i in range(len(sizes))] == counts
+
+
+def test_windows_of_one_book_share_no_target_although_their_contexts_overlap(tokenizer):
+    (document,) = documents(200)
+    text = document["text"]
+    found = [window.tokens for window in select([document], tokenizer, windows_per_document=None).windows]
+    spelled = ["".join(tokenizer.convert_ids_to_tokens(tokens.tolist())) for tokens in found]
+    ends = [text.index(each) + 41 for each in spelled]
+    assert len(ends) == 16
+    assert ends[0] == 200
+    assert all(8 <= right - left < 41 for right, left in pairwise(ends))
+    assert ends[-1] == 41

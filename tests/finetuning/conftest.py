@@ -73,7 +73,7 @@ def options(given, tmp_path):
             "device": "cpu",
             "output": tmp_path / "out",
         }
-        return {**settings, **changed}
+        return {name: value for name, value in {**settings, **changed}.items() if value is not None}
 
     return make
 

@@ -12,6 +12,7 @@ import torch
 
 from rope_patch.training import callbacks, checkpoints
 from rope_patch.training.checkpoints import SafeTrainer
+from tests.evaluation.conftest import documents
 from tests.processes import run_one
 from tests.recipes import load_recipe, run_recipe
 
@@ -156,6 +157,35 @@ def test_an_output_of_other_options(changed, finetune, options, capsys):
     assert f"holds other runs ({name} was {was!r} and is {value!r}); choose another output" in capsys.readouterr().err
 
 
+def test_the_same_end_of_a_text_is_held_out_again_and_no_other_can_be(finetune, given, tmp_path, capsys, monkeypatch):
+    text = tmp_path / "mine.txt"
+    text.write_text(documents(700)[0]["text"])
+    trained_on, recipe = [], load_recipe("finetune")
+    rows_of = recipe.training_rows
+
+    def watched(options, documents, *others):
+        trained_on.append(list(documents["text"]))
+        return rows_of(options, documents, *others)
+
+    monkeypatch.setattr(recipe, "training_rows", watched)
+    mine = {"text": text, "eval_text": None}
+    chosen = finetune(**mine)
+    shown = capsys.readouterr()
+    name = "the last 10% of mine.txt, held out"
+    assert f"rope-patch: perplexity is measured on {name}\n" in shown.err
+    assert name in shown.out
+    assert {row["text"] for row in rows(chosen)} == {row["text"] for row in rows(chosen, "perplexity.jsonl")} == {name}
+    finetune(**mine, steps=6)
+    assert trained_on == [[text.read_text()[:-70]]] * 2
+    assert len({row["texts"] for row in rows(chosen, "perplexity.jsonl")}) == 1
+    capsys.readouterr()
+    finetune(2, text=text, eval_text=given / "held_out.txt")
+    assert f"holds other runs (measured on was '{name} (" in capsys.readouterr().err
+    text.write_text(text.read_text() + "and so on")
+    finetune(2, **mine)
+    assert f"holds other runs (measured on was '{name} (" in capsys.readouterr().err
+
+
 def test_a_second_run_on_one_folder_ends_at_once(finetune, options, capsys):
     with load_recipe("finetune").alone_in(options()["output"]):
         chosen = finetune(2)
@@ -179,9 +209,8 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(what, finetune, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(SafeTrainer, owner, full)
         finetune(2, steps=4)
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rope-patch:")]
-    assert len(said) == 1
-    assert f"{folder / 'trainer' / 'checkpoint-4'} cannot be written" in said[0]
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"rope-patch: {folder / 'trainer' / 'checkpoint-4'} cannot be written")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     finetune(steps=4)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import random
 from itertools import pairwise
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import default_data_collator
 from rope_patch import patch
 from rope_patch.attention import chunked
 from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.corpora import load_text
 from rope_patch.training.pose import PoSECollator
 from tests.evaluation.conftest import byte_tokenizer, tiny_llama
 from tests.recipes import load_recipe
@@ -180,8 +182,9 @@ def test_attention_crosses_the_skip(scheme):
 def rows_of(options, **changed):
     """The rows of the recipe, without training on them."""
     chosen = {name: changed.get(name, value) for name, value in options().items() if name != "scheme"} | changed
-    described = RECIPE.Options(schemes=("plain",), **{k: str(v) if k == "text" else v for k, v in chosen.items()})
-    return RECIPE.training_rows(described, byte_tokenizer(), 257, described.length)
+    described = RECIPE.Options(schemes=("plain",), **{k: str(v) if "text" in k else v for k, v in chosen.items()})
+    documents, _, _ = RECIPE.texts(described, byte_tokenizer())
+    return RECIPE.training_rows(described, documents, byte_tokenizer(), 257, described.length)
 
 
 def write(path, *texts):
@@ -226,16 +229,59 @@ def test_texts_that_are_too_short_are_refused_with_the_reason(options, tmp_path)
 
 
 def test_a_tokenizer_of_another_model_is_found_out(options):
-    described = RECIPE.Options(schemes=("plain",), length=32, text=str(options()["text"]))
+    described = RECIPE.Options(schemes=("plain",), length=32)
+    documents = load_text(str(options()["text"]))
     with pytest.raises(EvaluationError, match=r"token \d+ is beyond the model's 60"):
-        RECIPE.training_rows(described, byte_tokenizer(), 60, 32)
+        RECIPE.training_rows(described, documents, byte_tokenizer(), 60, 32)
 
 
 def test_documents_end_with_the_end_of_text(options):
     tokenizer = byte_tokenizer(bos=True)
     tokenizer.add_special_tokens({"eos_token": "</s>"})
-    described = RECIPE.Options(
-        schemes=("plain",), length=128, text=str(options()["text"]), layout="padded", allow_short=True
-    )
-    for row in RECIPE.training_rows(described, tokenizer, 258, 128):
+    described = RECIPE.Options(schemes=("plain",), length=128, layout="padded", allow_short=True)
+    for row in RECIPE.training_rows(described, load_text(str(options()["text"])), tokenizer, 258, 128):
         assert (row["input_ids"][0], row["input_ids"][-1]) == (0, tokenizer.eos_token_id)
+
+
+def pieces(texts, size=8):
+    return {text[at : at + size] for text in texts for at in range(len(text) - size + 1)}
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded", "pose"])
+@pytest.mark.parametrize("source", ["a file", "documents", "a stream of them", "a dataset", "a stream of a dataset"])
+def test_nothing_that_is_measured_on_is_trained_on(source, layout, tmp_path):
+    letters = random.Random(0)
+    sizes = [900] if source == "a file" else [60] * 100
+    texts = ["".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=size)) for size in sizes]
+    (folder := tmp_path / "texts").mkdir()
+    name = "train.txt" if source == "a file" else "train.jsonl"
+    content = texts[0] if source == "a file" else "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / name).write_text(content)
+    where = {"dataset": str(folder)} if "dataset" in source else {"text": str(folder / name)}
+    described = RECIPE.Options(schemes=("plain",), length=32, batch_size=1, layout=layout, **where)
+    described.streaming = "stream" in source
+    documents, corpus, _ = RECIPE.texts(described, byte_tokenizer())
+    rows = RECIPE.training_rows(described, documents, byte_tokenizer(), 257, 32)
+    trained_on = [byte_tokenizer().decode(row["input_ids"]) for row in itertools.islice(rows, 400)]
+    held_out = [document["text"] for document in corpus]
+    assert len(pieces(trained_on)) > 300
+    assert 60 <= sum(map(len, held_out)) <= 0.7 * sum(sizes)
+    assert pieces(held_out) <= pieces(texts)
+    assert not pieces(trained_on) & pieces(held_out)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_a_dataset_is_measured_on_its_own_split(split, streaming, tmp_path):
+    for part in ("train", split):
+        write(tmp_path / f"{part}.jsonl", *(f"{part} {number}" * 10 for number in range(70)))
+    described = RECIPE.Options(schemes=("plain",), length=32, dataset=str(tmp_path), streaming=streaming)
+    documents, corpus, name = RECIPE.texts(described, byte_tokenizer())
+    assert name == f"{tmp_path}, split {split}"
+    assert len(list(documents)) == 70
+    assert len(list(corpus)) == (64 if streaming else 70)
+    assert all(document["text"].startswith(split) for document in corpus)
+    described.split, described.eval_split = split, "train"
+    _, corpus, name = RECIPE.texts(described, byte_tokenizer())
+    assert name == f"{tmp_path}, split train"
+    assert all(document["text"].startswith("train") for document in corpus)

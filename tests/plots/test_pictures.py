@@ -37,7 +37,7 @@ def test_pictures_can_be_read(name):
 def test_lines_are_named_and_the_training_length_is_marked():
     words = words_of(pictures.wavelengths(dim=[16], schemes=["yarn:factor=8"]))
     assert " training length" in words
-    assert {"base 10,000", "base 10M", "rope", "yarn factor=8"} <= set(words)
+    assert {"base 10,000", "base 10M", "RoPE", "YaRN, factor = 8"} <= set(words)
     assert " training length" not in words_of(pictures.inner_product([8], 512))
     assert " training length" in words_of(pictures.inner_product([8], 512, training_length=64))
 
@@ -122,8 +122,8 @@ def test_the_same_picture_is_the_same_file(tmp_path, monkeypatch, capsys):
 def test_numbers_and_names_to_read():
     shown = [pictures.number(x) for x in (10, 4096, 10000, 500000, 1e6, 1.5e6, 12.25)]
     assert shown == ["10", "4,096", "10,000", "500,000", "1M", "1.5M", "12.25"]
-    assert pictures.name_of("yarn:factor=8.0") == "yarn factor=8"
-    assert pictures.name_of("rerope:window=128+logn") == "rerope window=128 + logn"
+    assert pictures.name_of("yarn:factor=8.0") == "YaRN, factor = 8"
+    assert pictures.name_of("rerope:window=128+logn") == "ReRoPE, w = 128, log-n"
 
 
 WRONG = {

@@ -238,7 +238,7 @@ def test_the_command_line_knows_the_word(tmp_path, capsys):
     exported = capsys.readouterr().out
     assert '"ntk:factor=4.0' in exported
     assert '"length": 128' in exported
-    assert load_recipe("pictures").name_of("yarn:target=128+logn") == "yarn target=128 + logn"
+    assert load_recipe("pictures").name_of("yarn:target=128+logn") == "YaRN, target = 128, log-n"
     assert run_recipe("position_matrices", ["rerope:target=64", "--length", "40", "--training-length", "8"]) == 0
     assert capsys.readouterr().out.split()[-40] == "4"  # the distance from the last token to the first
 

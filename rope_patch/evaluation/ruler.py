@@ -1,0 +1,446 @@
+"""Four tasks of RULER that need no download: a needle in noise, chains of variables, common words, frequent words.
+
+Source: Hsieh et al. 2024, "RULER", arXiv 2404.06654, and github.com/NVIDIA/RULER at c3f5e3b, whose words these are; the
+same seed draws the same prompts there and here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import random
+import statistics
+import string
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import StoppingCriteria
+
+from rope_patch.errors import EvaluationError, require
+from rope_patch.evaluation.lines import check_lengths, schemes_at_lengths
+from rope_patch.evaluation.measured_model import Learned, MeasuredModel
+from rope_patch.evaluation.passkey import greedy
+from rope_patch.evaluation.processes import Progress, on_main, over_processes
+from rope_patch.evaluation.rows import Measurement, Rows, recall
+from rope_patch.schemes import Scheme
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+NEEDLE = "One of the special magic numbers for {key} is: {value}."
+NEEDLE_BODY = (
+    "A special magic number is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the number afterwards.\n{context}\n"
+    "What is the special magic number for {key} mentioned in the provided text?"
+)
+NEEDLE_PREFIX = " The special magic number for {key} mentioned in the provided text is"
+
+CHAIN_BODY = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
+    "Question: Find all variables that are assigned the value {value} in the text above."
+)
+CHAIN_PREFIX = (
+    " Answer: According to the chain(s) of variable assignment in the text above, 5 variables are assigned the value "
+    "{value}, they are: "
+)
+
+COMMON_BODY = (
+    "Below is a numbered list of words. In these words, some appear more often than others. "
+    "Memorize the ones that appear most often.\n{context}\n"
+    "Question: What are the 10 most common words in the above list?"
+)
+COMMON_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
+
+FREQUENT_BODY = (
+    "Read the following coded text and track the frequency of each coded word. "
+    "Find the three most frequently appeared coded words. {context}\n"
+    "Question: Do not provide any explanation. Please ignore the dots '....'. "
+    "What are the three most frequently appeared words in the above coded text?"
+)
+FREQUENT_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
+
+NEW_TOKENS = {"niah_single_1": 128, "vt": 30, "cwe": 120, "fwe": 50}
+"""The tasks, and how many tokens an answer may have."""
+
+NEAR_NOTHING = 0.1  # a score within the training length that is below says that the checkpoint cannot do the task
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A question, the beginning of its answer, and what the answer has to contain."""
+
+    body: str
+    prefix: str
+    answers: tuple[str, ...]
+
+    def score(self, spoken: str) -> float:
+        """Share of the answers that occur anywhere in what the model goes on with: RULER's `string_match_all`."""
+        return sum(answer.lower() in spoken.lower() for answer in self.answers) / len(self.answers)
+
+
+@dataclass(frozen=True)
+class Ruler:
+    """The tasks at one length, as the tokenizer of a checkpoint counts it: the prompt and the longest answer.
+
+    Args:
+        chat: the question stands in the tokenizer's chat template, and its answer begins with the prefix.
+
+    Raises:
+        EvaluationError: the tokenizer has no chat template.
+    """
+
+    tokenizer: Any
+    samples: int
+    seed: int = 42
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chat and not self.tokenizer.chat_template:
+            raise EvaluationError("the tokenizer of this checkpoint has no chat template; measure it without --chat")
+
+    def draw(self, task: str, length: int) -> list[Sample]:
+        """The samples of a task, the same for every scheme.
+
+        Raises:
+            EvaluationError: there is no room for the shortest prompt.
+            MissingPackage: the task needs wonderwords, and it is not installed.
+        """
+        room = length - NEW_TOKENS[task]
+        found = _TASKS[task](_Draws(self, task, length, room))
+        return list(itertools.islice(found, self.samples))
+
+    def read(self, sample: Sample) -> torch.Tensor:
+        """What the model reads, `(tokens,)`."""
+        text = self._text(sample)
+        ids = self.tokenizer(text, add_special_tokens=not self.chat, verbose=False)["input_ids"]
+        ends = len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id  # which some put behind a text: this one goes on
+        return torch.tensor(ids[:-1] if ends else ids)
+
+    def count(self, sample: Sample) -> int:
+        """Tokens of the prompt, as RULER counts them: without those that a tokenizer adds by itself."""
+        return len(self.tokenizer(self._text(sample), add_special_tokens=False, verbose=False)["input_ids"])
+
+    def answer(self, model: nn.Module, task: str, sample: Sample, tokens: torch.Tensor) -> float:
+        """The score of what greedy decoding says after `(tokens,)`; it stops where nothing is missing any more."""
+        found = _Found(self.tokenizer, sample, len(tokens))
+        (spoken,) = greedy(model, self.tokenizer, tokens[None], NEW_TOKENS[task], stopping_criteria=[found])
+        return sample.score(spoken)
+
+    def _text(self, sample: Sample) -> str:
+        body = sample.body
+        if self.chat:
+            said = [{"role": "user", "content": body}]
+            body = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        return body + sample.prefix
+
+
+class _Found(StoppingCriteria):
+    """Whether all answers were given: more text cannot change the score."""
+
+    def __init__(self, tokenizer: Any, sample: Sample, read: int) -> None:
+        self.tokenizer, self.sample, self.read = tokenizer, sample, read
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        spoken = self.tokenizer.decode(input_ids[0, self.read :], skip_special_tokens=True)
+        return torch.tensor([self.sample.score(spoken) == 1], device=input_ids.device)
+
+
+# --- what the tasks draw, in the order in which RULER draws it -------------------------------------------------------
+
+
+@dataclass
+class _Draws:
+    """The generators of a task, and how many pieces of context fit: searched for with draws of the same generators."""
+
+    ruler: Ruler
+    task: str
+    length: int
+    room: int  # tokens of a prompt
+    rng: random.Random = field(init=False)
+    numbers: np.random.RandomState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng, self.numbers = random.Random(self.ruler.seed), np.random.RandomState(self.ruler.seed)
+
+    def shuffled(self, items: Iterable[str]) -> list[str]:
+        """In an order that only the seed decides."""
+        items = list(items)
+        random.Random(self.ruler.seed).shuffle(items)
+        return items
+
+    def most(self, make: Callable[[int], Sample], step: int, upper: int, room: int, spent: int = 0) -> int:
+        """The most pieces of context, from `step` to `upper`, of which a prompt fits, found by halving."""
+        lower, best = step, step
+        while lower <= upper:
+            middle = (lower + upper) // 2
+            if self.ruler.count(make(middle)) + spent <= room:
+                best, lower = middle, middle + 1
+            else:
+                upper = middle - 1
+        return best
+
+    def fitting(self, make: Callable[[int], Sample], pieces: int, step: int, room: int, least: int = 0) -> Sample:
+        """A sample of so many pieces; of `step` fewer, and fewer again, where what was drawn is too long.
+
+        Args:
+            least: how many pieces there have to be; default a step.
+
+        Raises:
+            EvaluationError: the shortest is too long.
+        """
+        least = least or step
+        pieces = max(pieces, least)
+        while (tokens := self.ruler.count(sample := make(pieces))) > room:
+            if pieces <= least:
+                what = "the shortest prompt" if room == self.room else "the shortest example"
+                raise EvaluationError(
+                    f"length {self.length}: {what} of task {self.task!r} takes {tokens} tokens of this tokenizer, and "
+                    f"{room} are allowed"
+                )
+            pieces = max(pieces - step, least)
+        return sample
+
+
+def _niah(draws: _Draws) -> Iterable[Sample]:
+    """A number for an adjective and a noun, hidden before one of many lines of noise."""
+
+    def make(lines: int) -> Sample:
+        key = _word_pair(draws.rng)
+        value = str(draws.rng.randint(10**6, 10**7 - 1))
+        context = [NOISE] * lines
+        context.insert(draws.rng.sample(range(lines), 1)[0], NEEDLE.format(key=key, value=value))
+        draws.rng.sample(range(1), 1)  # RULER draws which of its one key is asked for
+        body = NEEDLE_BODY.format(context="\n".join(context), key=key)
+        return Sample(body, NEEDLE_PREFIX.format(key=key), (value,))
+
+    step = 25 if draws.length >= 4096 else 5
+    pieces = draws.most(make, step, _upper(draws, make, step), draws.room)
+    while True:
+        yield draws.fitting(make, pieces, step, draws.room)
+
+
+def _vt(draws: _Draws) -> Iterable[Sample]:
+    """A number that five variables hold, each assigned from the one before; a short example stands in front."""
+
+    def make(lines: int, letters: int = 5, value: str | None = None) -> Sample:
+        names = ["".join(draws.rng.choices(string.ascii_uppercase, k=letters)) for _ in range(5)]
+        value = value or str(draws.numbers.randint(10000, 99999))
+        said = [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in itertools.pairwise(names))]
+        context = [NOISE] * lines
+        for place, (at, line) in enumerate(zip(sorted(draws.rng.sample(range(lines), 5)), said, strict=True)):
+            context.insert(at + place, line)
+        body = CHAIN_BODY.format(context="\n".join(context), value=value)
+        return Sample(body, CHAIN_PREFIX.format(value=value), tuple(names))
+
+    old_value = "12345"
+    short = partial(make, letters=3, value=old_value)
+    upper = max(int(500 / (draws.ruler.count(short(5)) / 5) * 3), 10)
+    example = draws.fitting(short, draws.most(short, 5, upper, 500), 5, 500)
+    shown = f"{example.body}{example.prefix} {' '.join(example.answers)}\n"
+
+    def asked(lines: int) -> Sample:
+        sample, text = make(lines), shown
+        for name in example.answers:
+            text = text.replace(name, "".join(draws.rng.choices(string.ascii_uppercase, k=len(name))))
+        text = text.replace(old_value, str(draws.numbers.randint(10000, 99999)))
+        return Sample(f"{text}\n{sample.body}", sample.prefix, sample.answers)
+
+    step = 10 if draws.length >= 4096 else 5
+    spent = draws.ruler.count(Sample(shown, "", ()))
+    pieces = draws.most(make, step, _upper(draws, make, step), draws.room, spent)
+    while True:
+        yield draws.fitting(asked, pieces, step, draws.room)
+
+
+def _cwe(draws: _Draws) -> Iterable[Sample]:
+    """The ten words of a numbered list that are more frequent than all others; an answered short list comes first."""
+    words = draws.shuffled(sorted({word for kind in ("noun", "adjective", "verb") for word in _words(kind)}))
+
+    def listed(number: int, often: int, seldom: int) -> tuple[str, tuple[str, ...]]:
+        drawn = draws.rng.sample(words, number)
+        common, others = drawn[:10], drawn[10:]
+        return _numbered(draws.shuffled(common * often + others * seldom)), tuple(common)
+
+    def make(number: int) -> Sample:
+        small = draws.length < 4096
+        example, top = listed(20, 3, 1) if small else listed(40, 10, 3)
+        shown = f"{COMMON_BODY.format(context=example)}{COMMON_PREFIX} {_numbered(top)}"
+        context, common = listed(number, 6, 1) if small else listed(number, 30, 3)
+        return Sample(f"{shown}\n{COMMON_BODY.format(context=context)}", COMMON_PREFIX, common)
+
+    many = min(4096, len(words))
+    upper = min(max(int(draws.length // (draws.ruler.count(make(many)) / many)) * 2, 20), len(words))
+    pieces = draws.most(make, 10, upper, draws.room)
+    while True:
+        yield draws.fitting(make, pieces, 10, draws.room)
+
+
+def _fwe(draws: _Draws) -> Iterable[Sample]:
+    """The three most frequent of words of random letters, whose counts fall with the square of their rank."""
+    room, step = draws.room, draws.room // 32
+    if room < 4 * 50:  # a word for each 50 tokens: dots, and three to ask for
+        raise EvaluationError(f"length {draws.length}: task 'fwe' needs at least {draws.length - room + 200} tokens")
+
+    def ranked() -> list[str]:
+        drawn: set[str] = set()
+        while len(drawn) < room // 50:
+            drawn.add("".join(draws.rng.choices(string.ascii_lowercase, k=6)))
+        return ["...", *draws.shuffled(sorted(drawn))[1:]]
+
+    def make(words: list[str], number: int) -> Sample:
+        often = [int(number * rank**-2.0 / (math.pi**2 / 6)) for rank in range(1, len(words) + 1)]
+        coded = draws.shuffled(word for word, count in zip(words, often, strict=True) for _ in range(count))
+        return Sample(FREQUENT_BODY.format(context=" ".join(coded)), FREQUENT_PREFIX, tuple(words[1:4]))
+
+    number, words = room // 6, ranked()
+    while draws.ruler.count(make(words, number)) < room:
+        number += step
+    while True:
+        yield draws.fitting(partial(make, ranked()), number - step, step, room, least=UNLIKE)
+
+
+UNLIKE = 74  # words, of which the fourth is drawn once more than the fifth: n (1/16 - 1/25) >= zeta(2)
+
+_TASKS = {"niah_single_1": _niah, "vt": _vt, "cwe": _cwe, "fwe": _fwe}
+
+
+def _upper(draws: _Draws, make: Callable[[int], Sample], step: int) -> int:
+    """More pieces than can fit, from the length of a short prompt."""
+    return max(int(draws.length / (draws.ruler.count(make(step)) / step) * 3), 2 * step)
+
+
+def _numbered(words: Iterable[str]) -> str:
+    return " ".join(f"{place}. {word}" for place, word in enumerate(words, start=1))
+
+
+@cache
+def _words(kind: str) -> set[str]:
+    require("wonderwords", "RULER's words (tasks niah_single_1 and cwe)")
+    import wonderwords
+
+    return set(wonderwords.RandomWord().filter(include_categories=[kind]))
+
+
+@cache
+def _pairs() -> tuple[list[list[str]], list[int]]:
+    """Adjectives that begin alike up to a hyphen, in order; how many pairs with a noun there are up to each group."""
+    ordered = sorted(_words("adjective"), key=lambda word: f"{word}-")
+    alike = [list(group) for _, group in itertools.groupby(ordered, key=lambda word: word.partition("-")[0])]
+    sizes = (len(_with_nouns(group) if len(group) > 1 else _words("noun")) for group in alike)
+    return alike, list(itertools.accumulate(sizes))
+
+
+def _with_nouns(adjectives: Iterable[str]) -> list[str]:
+    return sorted({f"{adjective}-{noun}" for adjective in adjectives for noun in _words("noun")})
+
+
+def _word_pair(rng: random.Random) -> str:
+    """What `rng.choice` draws of all pairs, sorted, without the list of six million."""
+    alike, ends = _pairs()
+    place = rng.randrange(ends[-1])
+    group = bisect_right(ends, place)
+    return _with_nouns(alike[group])[place - ends[group]]
+
+
+# --- measured --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulerRow(Measurement):
+    """The score of a task under a scheme at a length; as in `Row`, and of each sample.
+
+    Attributes:
+        prompts: fingerprint of what was asked.
+        score: mean share of the answers that were given, from 0 to 1.
+        error: its standard error, from the spread of the samples; None for a single one.
+    """
+
+    KEY = ("task", "model", "weights", "scheme", "length", "chat", "prompts", "dtype", "attention")
+
+    task: str
+    chat: bool
+    prompts: str
+    prompt_tokens: float
+    scores: list[float]
+    score: float
+    error: float | None
+
+
+def measure_ruler(
+    model: nn.Module,
+    ruler: Ruler,
+    tasks: Sequence[str],
+    schemes: Sequence[str | Scheme],
+    lengths: Sequence[int],
+    *,
+    name: str | None = None,
+    results: Rows[RulerRow] | None = None,
+    trained: Learned | None = None,
+) -> list[RulerRow]:
+    """Ask every scheme the same questions: one row per scheme, length and task, in this order.
+
+    Args:
+        tasks: of `NEW_TOKENS`.
+        lengths: in tokens, ascending: of a prompt and its longest answer; the model never reads more.
+        trained: as all others of `rope_patch.evaluation.perplexity.measure`.
+
+    Raises:
+        EvaluationError: a length is too short for a task, or the model is an encoder with a decoder.
+    """
+    check_lengths(lengths)
+    measured = MeasuredModel(model, trained)
+    if measured.language_model.config.is_encoder_decoder:
+        kind = type(measured.language_model).__name__
+        raise EvaluationError(f"{kind} is an encoder with a decoder; RULER needs one stack that reads and goes on")
+    jobs = schemes_at_lengths(schemes, lengths, measured)
+    asked = {(task, length): ruler.draw(task, length) for length in lengths for task in tasks}
+    read = {cell: [ruler.read(sample) for sample in samples] for cell, samples in asked.items()}
+    shared = {**measured.facts(name), "chat": ruler.chat, "seed": ruler.seed}
+    rows: list[RulerRow] = []
+    with Progress(model, [list(map(len, read[task, job.length])) for job in jobs for task in tasks]) as bar:
+
+        def answer(task: str, sample: Sample, tokens: torch.Tensor) -> float:
+            score = ruler.answer(model, task, sample, tokens)
+            bar.update([len(tokens)])
+            return score
+
+        for job in jobs:
+            with measured.under(job.scheme):
+                for task in tasks:
+                    bar.begin(f"{job.line} at {job.length}, {task}")
+                    samples, prompts = asked[task, job.length], read[task, job.length]
+                    spelled = b"".join(tokens.numpy().tobytes() for tokens in prompts)
+                    cell = {**shared, **job.facts, "task": task, "prompts": hashlib.sha256(spelled).hexdigest()[:16]}
+                    row = on_main(partial(recall, results, cell))
+                    if row is None:
+                        began = time.perf_counter()
+                        questions = [(task, sample, tokens) for sample, tokens in zip(samples, prompts, strict=True)]
+                        scores = over_processes(lambda question: answer(*question), questions, model)
+                        row = RulerRow(
+                            **cell,
+                            prompt_tokens=statistics.fmean(map(len, prompts)),
+                            scores=scores,
+                            score=statistics.fmean(scores),
+                            error=statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
+                            seconds=round(time.perf_counter() - began, 3),
+                        )
+                        if results:
+                            results.append(row)
+                    rows.append(row)
+    return rows
+
+
+def failed_within(rows: Sequence[RulerRow]) -> dict[str, float]:
+    """Tasks that no scheme can do at the longest length within the training length, with the best score there."""
+    best: dict[str, tuple[int, float]] = {}
+    for row in rows:
+        if row.length <= row.training_length:
+            best[row.task] = max(best.get(row.task, (0, 0.0)), (row.length, row.score))
+    return {task: score for task, (_, score) in best.items() if score < NEAR_NOTHING}

@@ -1,0 +1,108 @@
+"""GGUF files as checkpoints: unpacked by Transformers, refused where it would leave out something of them.
+
+Transformers skips tensors and settings that it has no place for without a word. Of a model whose positions are to be
+replaced, that may be the positions: `rope_freqs.weight` of Llama 3.1, or `rope.scaling` of a file made for YaRN.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import pre_tokenizers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rope_patch.errors import UnsupportedModel, require
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a path names a GGUF file."""
+    return Path(path).suffix == ".gguf"
+
+
+def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
+    """The model of a GGUF file, its weights unpacked, in bfloat16 unless a `dtype` is asked for.
+
+    Args:
+        **kwargs: for `from_pretrained` of Transformers.
+
+    Raises:
+        OSError: it is no GGUF file, or not all of one.
+        UnsupportedModel: Transformers would leave out something that the file holds.
+        MissingPackage: gguf is not installed.
+    """
+    metadata = _metadata(path)
+    from gguf import GGUFReader
+    from transformers import GgufConfig
+
+    if kwargs.get("dtype") in (None, "auto"):
+        kwargs["dtype"] = torch.bfloat16
+    with _one_error(path):
+        tensors = GGUFReader(path).tensors
+    held, unpacked = sum(int(tensor.n_elements) for tensor in tensors), GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        Path(path).parent, gguf_file=Path(path).name, quantization_config=unpacked, **kwargs
+    )
+    taken = sum({each.data_ptr(): each.numel() for each in model.state_dict().values()}.values())  # tied ones once
+    if held != taken:
+        positions = " (rope_freqs.weight among them)" * any("rope_freqs" in tensor.name for tensor in tensors)
+        raise UnsupportedModel(
+            f"{path} holds {held} weights{positions} and {type(model).__name__} has {taken}: Transformers does not "
+            "read this file whole; take the checkpoint from which it was made"
+        )
+    _check_scaling(path, metadata, model.config)
+    vars(model.config).pop("_model_name_or_path", None)  # a title that no path leads to
+    model.name_or_path = model.config.name_or_path = str(path)  # to which adapters refer
+    return model
+
+
+def load_gguf_config(path: str | Path) -> Any:
+    """The config that the settings of a GGUF file make; errors as in `load_gguf`."""
+    metadata = _metadata(path)
+    config = AutoConfig.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
+    _check_scaling(path, metadata, config)
+    return config
+
+
+def load_gguf_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a GGUF file; errors as in `load_gguf`."""
+    metadata = _metadata(path)
+    tokenizer = AutoTokenizer.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
+    if metadata.get("tokenizer.ggml.pre") == "smollm":
+        # missing from Transformers' table: digits are split off first, so spaces before one belong together
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    return tokenizer
+
+
+def _metadata(path: str | Path) -> dict[str, Any]:
+    require("gguf", f"{path}, a GGUF file,", "gguf")
+    from transformers.integrations.gguf.reader import read_gguf_metadata
+
+    with _one_error(path):
+        return read_gguf_metadata(str(path))[0]
+
+
+@contextmanager
+def _one_error(path: str | Path) -> Iterator[None]:
+    """Where the file ends too early, its readers raise what numpy and struct raise."""
+    try:
+        yield
+    except (IndexError, KeyError, ValueError, struct.error) as error:
+        raise OSError(f"{path} is no GGUF file, or not all of one: {error}") from error
+
+
+def _check_scaling(path: str | Path, metadata: dict[str, Any], config: Any) -> None:
+    kind = next((said for name, said in metadata.items() if name.endswith(".rope.scaling.type")), "none")
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if kind != "none" and parameters.get("rope_type", "default") == "default":
+        raise UnsupportedModel(
+            f"{path} asks for rope scaling {kind!r}, which Transformers does not read from such a file; take the "
+            "checkpoint from which it was made"
+        )
