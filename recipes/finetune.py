@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 import sys
 from contextlib import ExitStack, nullcontext, redirect_stdout, suppress
@@ -354,6 +355,20 @@ def stories(points: list[Any]) -> dict[tuple[str, int], dict[int, Any]]:
     return dict(sorted(found.items(), key=lambda item: (lines.index(item[0][0]), item[0][1])))
 
 
+def errors(points: list[Any]) -> dict[str, float]:
+    """The standard error of each point's difference from attention cut at L, by key; of that, the error of its loss."""
+    from rope_patch.evaluation.standard_errors import standard_error
+
+    cut = {point.length: point.nll_by_document for point in points if point.line == "window"}
+    found = {}
+    for point in points:
+        own = point.nll_by_document
+        other = [0.0] * len(own) if point.line == "window" else cut.get(point.length, [])
+        error = standard_error([nll - at_cut for nll, at_cut in zip(own, other, strict=False)])
+        found[point.key()] = math.nan if error is None else error
+    return found
+
+
 def table(points: list[Any]) -> str:
     """NLL before, during and after, by context length; the best of each column has a star, unless all are equal."""
     from rope_patch.evaluation.lines import display_name
@@ -361,13 +376,18 @@ def table(points: list[Any]) -> str:
     lengths, width = sorted({point.length for point in points}), max(len(display_name(point.line)) for point in points)
     columns = {n: sorted((f"{point.nll:.3f}" for point in points if point.length == n), key=float) for n in lengths}
     best = {length: found[0] for length, found in columns.items() if found[0] != found[-1]}
-    shown = [f"{'scheme':{width}}{'steps':>7}" + "".join(f"{length:>8} " for length in lengths)]
+    error = errors(points)
+    shown = [f"{'scheme':{width}}{'steps':>7}" + "".join(f"{length:>8}{'':8}" for length in lengths)]
     for (line, step), cells in stories(points).items():
-        found = [f"{cells[length].nll:.3f}" if length in cells else "-" for length in lengths]
-        starred = [f"{nll:>8}{' *'[nll == best.get(length)]}" for nll, length in zip(found, lengths, strict=True)]
-        shown.append(f"{display_name(line):{width}}{step:>7}{''.join(starred)}")
+        row = f"{display_name(line):{width}}{step:>7}"
+        for length in lengths:
+            nll = f"{cells[length].nll:.3f}" if length in cells else "-"
+            noise = f"±{error[cells[length].key()]:.3f}" if length in cells else ""
+            row += f"{nll:>8}{' *'[nll == best.get(length)]}{noise:7}"
+        shown.append(row.rstrip())
     scored = f"NLL in nats per token, at every length of the same {points[0].scored_tokens} tokens of {points[0].text}"
-    return "\n".join([*shown, f"{scored}; L = {points[0].training_length}; * best of its column"])
+    noted = "± the standard error of the difference from attention cut at L, and of its own loss"
+    return "\n".join([*shown, f"{scored}; L = {points[0].training_length}; * best of its column; {noted}"])
 
 
 def draw(points: list[Any], options: Options) -> None:
@@ -379,14 +399,15 @@ def draw(points: list[Any], options: Options) -> None:
     lengths = sorted({point.length for point in points})
     charts.scale_lengths(chart, [length / trained for length in lengths], [str(length) for length in lengths])
     colours = dict(zip(options.schemes, itertools.cycle(charts.COLOURS)))
-    last = dict(stories(points).keys())  # step of every line
+    last, error = dict(stories(points).keys()), errors(points)  # the last step of every line
     for (line, step), cells in stories(points).items():
         if step in (0, last[line]):
             style = ("-" if step else ":") if line in colours else "--"
             colour = colours.get(line, charts.INK if line == "window" else charts.FAINT)
             label = f"{lines.display_name(line)}, {f'after {step} steps' if step else 'before'}"
-            values = [cell.nll for cell in cells.values()]
-            chart.plot([length / trained for length in cells], values, style, marker="o", color=colour, label=label)
+            values, noise = zip(*[(cell.nll, error[cell.key()]) for cell in cells.values()], strict=True)
+            at = [length / trained for length in cells]
+            chart.errorbar(at, values, noise, fmt=style, marker="o", color=colour, capsize=3, label=label)
     chart.axvline(options.length / trained, color=charts.FAINT, linewidth=1, linestyle=":")
     chart.set(xlabel="context length in tokens", ylabel=f"NLL, nats per token, of the same tokens of\n{points[0].text}")
     chart.set_title(f"Trained at {trained} tokens, then at {options.length}", loc="left")

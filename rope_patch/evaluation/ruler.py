@@ -322,7 +322,7 @@ def _numbered(words: Iterable[str]) -> str:
 
 @cache
 def _words(kind: str) -> set[str]:
-    require("wonderwords", "RULER's words (tasks niah_single_1 and cwe)")
+    require("wonderwords", "RULER's words (tasks niah_single_1 and cwe)", extra="ruler")
     import wonderwords
 
     return set(wonderwords.RandomWord().filter(include_categories=[kind]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from rope_patch.schemes import PositionInterpolation, Scheme
 class Point(JsonRow):
     """What was measured of `line`, such as `yarn:target=auto`, after `step` steps, from contexts of `length` tokens.
 
-    `nll` is the mean in nats of `scored_tokens` tokens of so many `documents` of `text`, `perplexity` its exponential,
-    and `training_length` is L. The fingerprint of the `weights` finds the full row among those of `measure`.
+    `nll` is the mean in nats of `scored_tokens` tokens of so many `documents` of `text`, `nll_by_document` as in a row of
+    `measure`, `perplexity` its exponential, and `training_length` is L. The fingerprint of the `weights` finds the full row among those of `measure`.
     """
 
     KEY = ("line", "step", "length")
@@ -38,6 +38,7 @@ class Point(JsonRow):
     documents: int
     weights: str
     text: str = ""
+    nll_by_document: list[float] = field(default_factory=list)
 
 
 class PerplexityCallback(TrainerCallback):

@@ -191,11 +191,26 @@ def test_several_schemes_tell_one_story(finetune, options, capsys):
     ]
     table = load_recipe("finetune").table([callbacks.Point(**point) for point in points]).splitlines()
     named = [*["plain checkpoint"] * 3, "attention cut at L", *[display_name(SCHEME)] * 3]
-    assert [line.rsplit(maxsplit=4)[:2] for line in table[1:-1]] == [
+    assert [line.replace("*", " ").rsplit(maxsplit=7)[:2] for line in table[1:-1]] == [
         [name, step] for name, step in zip(named, "0240024", strict=True)
     ]
     best = min(f"{point['nll']:.3f}" for point in points if point["length"] == 64)
     assert sum(f"{best}*" in line for line in table) >= 1
+
+
+def test_errors_are_paired_with_attention_cut_at_the_training_length():
+    from tests.recipes import load_recipe
+
+    shared = {"length": 64, "perplexity": 1.0, "training_length": 32, "scored_tokens": 8, "documents": 2, "weights": ""}
+    losses = {("window", 0): [1.0, 5.0], (SCHEME, 0): [2.0, 5.0], (SCHEME, 4): [1.5, 5.5], ("old", 0): []}
+    points = [
+        callbacks.Point(line=line, step=step, nll=sum(found) / 2, nll_by_document=found, **shared)
+        for (line, step), found in losses.items()
+    ]
+    found = [load_recipe("finetune").errors(points)[point.key()] for point in points]
+    assert found == pytest.approx([2.0, 0.5, 0.0, float("nan")], nan_ok=True)  # half the distance of the two documents
+    table = load_recipe("finetune").table([point for point in points if point.line != "old"])
+    assert "3.500 ±0.500" in table
 
 
 def test_the_picture(finetune, options, monkeypatch):
