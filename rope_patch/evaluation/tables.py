@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +24,7 @@ _REGIMES = {
     "from-scratch": ("‡", "made to be trained with from scratch; measured here without"),
 }
 
+WIDE = 120  # columns of a table in a file, where there is no terminal to fit
 
 SERVED = "served by: config is any server that reads Transformers' rope_parameters, see rope-patch export"
 
@@ -75,14 +78,14 @@ class Grid:
         row, cut = self.rows.get((line, length)), self.rows.get((CUT, length))
         return paired_difference(row, cut) if row and cut else (math.nan, None)
 
-    def below(self, line: str, length: int) -> str:
+    def below(self, line: str, length: int, between: str = " ") -> str:
         """What stands below a cell: the difference from the cut with its error, or of the cut the error of its loss."""
         row, (difference, error) = self.rows.get((line, length)), self.apart(line, length)
         if row is None:
             return ""
         if line == CUT or math.isnan(difference):
             return plus_minus(standard_error(row.nll_by_document))
-        return f"{signed(difference)} {plus_minus(error)}"
+        return f"{signed(difference)}{between}{plus_minus(error)}"
 
     def served(self, line: str) -> str:
         """Who else can compute the scheme of a line."""
@@ -130,9 +133,9 @@ def plus_minus(error: float | None) -> str:
     return "±?" if error is None else f"±{error:.3f}"
 
 
-def table(rows: Sequence[Row]) -> Group:
+def table(rows: Sequence[Row], width: int = WIDE) -> Group:
     """Schemes by lengths, for `rich` to print: NLL in nats per token, the best of each column starred, and below it the
-    difference from attention cut at L with its standard error.
+    difference from attention cut at L with its standard error, on a line of its own where `width` columns are too few.
 
     Raises:
         EvaluationError: the rows are not of one model, text and protocol.
@@ -140,12 +143,11 @@ def table(rows: Sequence[Row]) -> Group:
     grid = Grid.of(rows)
     trained = grid.any.training_length
     known = any(row.served is not None for row in rows)
-    shown = Table()
-    shown.add_column("scheme", overflow="fold")
+    shown = Table(box=box.SIMPLE_HEAD)
+    shown.add_column("scheme\nserved by" if known else "scheme", overflow="fold")
+    between = " " if 30 + 16 * len(grid.lengths) <= width else "\n"
     for length in grid.lengths:
         shown.add_column(f"{length}\n{length / trained:g}L", justify="right", overflow="fold")
-    if known:
-        shown.add_column("served by")
     starred = False
     for line in grid.lines:
         cells = []
@@ -153,9 +155,12 @@ def table(rows: Sequence[Row]) -> Group:
             cell = grid.cell(line, length)
             best = cell.endswith("*")
             starred |= best
-            cells.append(Text.assemble((cell, "bold green" if best else ""), "\n", (grid.below(line, length), "dim")))
-        served = [Text(grid.served(line), style="dim")] if known else []
-        shown.add_row(Text(grid.name(line), style="dim" if line in REFERENCES else ""), *cells, *served)
+            cells.append(
+                Text.assemble((cell, "bold green" if best else ""), "\n", (grid.below(line, length, between), "dim"))
+            )
+        served = f"\n{grid.served(line)}" if known else ""
+        name = Text.assemble((grid.name(line), "dim" if line in REFERENCES else ""), (served, "dim"))
+        shown.add_row(name, *cells)
     title = f"{Path(grid.any.model).name}: NLL in nats per token by context length, L = {trained}"
     errors = "the standard error of each loss"
     if CUT in grid.lines:
@@ -168,4 +173,5 @@ def table(rows: Sequence[Row]) -> Group:
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
     """Print `table(rows)`."""
-    (console or Console()).print(table(rows))
+    console = console or Console(width=None if sys.stdout.isatty() else WIDE)
+    console.print(table(rows, console.width))

@@ -22,8 +22,9 @@ from rope_patch.schemes import PositionInterpolation, Scheme
 class Point(JsonRow):
     """What was measured of `line`, such as `yarn:target=auto`, after `step` steps, from contexts of `length` tokens.
 
-    `nll` is the mean in nats of `scored_tokens` tokens of so many `documents` of `text`, `nll_by_document` as in a row of
-    `measure`, `perplexity` its exponential, and `training_length` is L. The fingerprint of the `weights` finds the full row among those of `measure`.
+    `nll` is the mean in nats of `scored_tokens` tokens of so many `documents` of `text`, `nll_by_document` as in
+    a row of `measure`, `perplexity` its exponential, and `training_length` is L. The fingerprint of the `weights` finds
+    the full row among those of `measure`.
     """
 
     KEY = ("line", "step", "length")
