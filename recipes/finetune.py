@@ -404,7 +404,8 @@ def draw(points: list[Any], options: Options) -> None:
         if step in (0, last[line]):
             style = ("-" if step else ":") if line in colours else "--"
             colour = colours.get(line, charts.INK if line == "window" else charts.FAINT)
-            label = f"{lines.display_name(line)}, {f'after {step} steps' if step else 'before'}"
+            when = f", after {step} steps" if step else ", before" if line in colours else ""
+            label = f"{lines.display_name(line)}{when}"
             values, noise = zip(*[(cell.nll, error[cell.key()]) for cell in cells.values()], strict=True)
             at = [length / trained for length in cells]
             chart.errorbar(at, values, noise, fmt=style, marker="o", color=colour, capsize=3, label=label)
