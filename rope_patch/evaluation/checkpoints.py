@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,7 @@ def load_tokenizer(path: str) -> Any:
     Raises:
         EvaluationError: there is none.
     """
-    local = Path(path).exists()
-    with _one_line(path, "a tokenizer"):
-        if is_gguf(path):
-            return load_gguf_tokenizer(path)
-        make_loadable(path, local_files_only=local)
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=local)
+    return _read(path, "a tokenizer", AutoTokenizer, load_gguf_tokenizer)
 
 
 def load_config(path: str) -> Any:
@@ -70,12 +65,7 @@ def load_config(path: str) -> Any:
     Raises:
         EvaluationError: there is none.
     """
-    local = Path(path).exists()
-    with _one_line(path, "a config"):
-        if is_gguf(path):
-            return load_gguf_config(path)
-        make_loadable(path, local_files_only=local)
-        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=local)
+    return _read(path, "a config", AutoConfig, load_gguf_config)
 
 
 def unpack(path: str, folder: str | Path, dtype: str = "auto") -> None:
@@ -110,6 +100,15 @@ def quiet_transformers() -> Iterator[None]:
         hub_logging.set_verbosity(hub)
         if bars:
             logging.enable_progress_bar()
+
+
+def _read(path: str, what: str, kind: Any, of_gguf: Callable[[str], Any]) -> Any:
+    local = Path(path).exists()
+    with _one_line(path, what):
+        if is_gguf(path):
+            return of_gguf(path)
+        make_loadable(path, local_files_only=local)
+        return kind.from_pretrained(path, trust_remote_code=False, local_files_only=local)
 
 
 def _device(name: str) -> torch.device:

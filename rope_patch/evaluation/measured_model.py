@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.errors import AlreadyPatched
+from rope_patch.errors import AlreadyPatched, EvaluationError
 from rope_patch.evaluation.rows import provenance, weights_fingerprint
 from rope_patch.models.head import find_language_model
 from rope_patch.models.reading import read_stacks
@@ -72,6 +72,16 @@ class MeasuredModel:
             return False
         carried, checkpoints = self.carried.scheme, [stack.checkpoint for stack, _ in self.carried.mounted]
         return all(scheme.resolve(of) == carried.resolve(of) for of in checkpoints)
+
+    def check_one_stack(self, what: str) -> None:
+        """Refuse, in the name of `what` is measured, a model that does not go on with what it reads.
+
+        Raises:
+            EvaluationError: it is an encoder with a decoder.
+        """
+        if self.language_model.config.is_encoder_decoder:
+            kind = type(self.language_model).__name__
+            raise EvaluationError(f"{kind} is an encoder with a decoder; {what} needs one stack that reads and goes on")
 
     def facts(self, name: str | None = None) -> dict[str, Any]:
         """What all rows keep of the model and of the software; `name` defaults to `config.name_or_path`."""

@@ -76,9 +76,7 @@ def measure_retrieval(
     check_lengths(lengths)
     check_depths(depths)
     measured = MeasuredModel(model, trained)
-    if measured.language_model.config.is_encoder_decoder:
-        kind = type(measured.language_model).__name__
-        raise EvaluationError(f"{kind} is an encoder with a decoder; retrieval needs one stack that reads and goes on")
+    measured.check_one_stack("retrieval")
     jobs = schemes_at_lengths(schemes, lengths, measured)
     prompts = {length: [task.prompts(length, depth) for depth in (None, *depths)] for length in lengths}
     shared = {**measured.facts(name), "task": task.name, "span": task.span, "trials": task.trials, "seed": task.seed}

@@ -25,11 +25,12 @@ from torch import nn
 from transformers import StoppingCriteria
 
 from rope_patch.errors import EvaluationError, require
-from rope_patch.evaluation.lines import check_lengths, schemes_at_lengths
+from rope_patch.evaluation.lines import check_lengths, display_name, schemes_at_lengths
 from rope_patch.evaluation.measured_model import Learned, MeasuredModel
 from rope_patch.evaluation.passkey import greedy
 from rope_patch.evaluation.processes import Progress, on_main, over_processes
 from rope_patch.evaluation.rows import Measurement, Rows, recall
+from rope_patch.evaluation.standard_errors import standard_error
 from rope_patch.schemes import Scheme
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -396,9 +397,7 @@ def measure_ruler(
     """
     check_lengths(lengths)
     measured = MeasuredModel(model, trained)
-    if measured.language_model.config.is_encoder_decoder:
-        kind = type(measured.language_model).__name__
-        raise EvaluationError(f"{kind} is an encoder with a decoder; RULER needs one stack that reads and goes on")
+    measured.check_one_stack("RULER")
     jobs = schemes_at_lengths(schemes, lengths, measured)
     asked = {(task, length): ruler.draw(task, length) for length in lengths for task in tasks}
     read = {cell: [ruler.read(sample) for sample in samples] for cell, samples in asked.items()}
@@ -414,7 +413,7 @@ def measure_ruler(
         for job in jobs:
             with measured.under(job.scheme):
                 for task in tasks:
-                    bar.begin(f"{job.line} at {job.length}, {task}")
+                    bar.begin(f"{display_name(job.line)} at {job.length}, {task}")
                     samples, prompts = asked[task, job.length], read[task, job.length]
                     spelled = b"".join(tokens.numpy().tobytes() for tokens in prompts)
                     cell = {**shared, **job.facts, "task": task, "prompts": hashlib.sha256(spelled).hexdigest()[:16]}
@@ -428,7 +427,7 @@ def measure_ruler(
                             prompt_tokens=statistics.fmean(map(len, prompts)),
                             scores=scores,
                             score=statistics.fmean(scores),
-                            error=statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
+                            error=standard_error(scores),
                             seconds=round(time.perf_counter() - began, 3),
                         )
                         if results:
