@@ -11,6 +11,7 @@ from torch import nn
 from rope_patch.attention.inputs import AttentionMode
 from rope_patch.errors import AlreadyPatched, InvalidField, NotPatched, did_you_mean
 from rope_patch.models.base import Stack
+from rope_patch.models.paged import forget_managers
 from rope_patch.models.reading import find_enclosing, read_stacks
 from rope_patch.mounting.late import LateAttention
 from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
@@ -63,6 +64,7 @@ class PatchHandle:
         """
         if vars(self.stack.module).get(_HANDLE) is not self:
             raise NotPatched(f"{type(self.model).__name__} does not carry {self.scheme} any more")
+        forget_managers([*find_enclosing(self.model), *self.model.modules()])
         _take_back(self.mounted, self._changes)
 
     def __enter__(self) -> PatchHandle:
@@ -125,6 +127,7 @@ def _mount(model: nn.Module, scheme: Scheme, mount: Mount, attention: AttentionM
     scheme = reached(scheme, (stack.checkpoint for stack in stacks))
     mounted = tuple((stack, plan_mounts(scheme, stack, mount)) for stack in stacks)
     rotary = {tables.module: stack.module for stack in stacks for tables in stack.rotary}
+    forget_managers([*find_enclosing(model), *model.modules()])
     changes = Changes()
     handle = PatchHandle(model, scheme, mounted, changes)
     try:

@@ -20,7 +20,8 @@ from rope_patch.models.arguments import by_name
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.tools.positions import joined, key_positions
 
-_SIGNATURE = "_rope_patch_written_by"
+SIGNATURE = "_rope_patch_written_by"
+"""On a cache: what wrote its keys."""
 _WHEN_READ = "_rope_patch_when_read"
 """On a static layer: how many tokens it had when positions were left there, and whether they were in order."""
 
@@ -154,7 +155,7 @@ class Signing:
         Raises:
             UnsupportedPositions: for keys from before the patch, of prefix tuning, another scheme, or kept otherwise.
         """
-        signature = getattr(cache, _SIGNATURE, None)
+        signature = getattr(cache, SIGNATURE, None)
         if signature == self.written_by:
             return
         length = cache.get_seq_length(self.index)
@@ -166,7 +167,7 @@ class Signing:
                 f"past_key_values hold {int(length)} tokens whose keys were written {by}; {self.written_by} would read "
                 "them wrongly: fill a new cache, and use LoRA or prompt tuning"
             )
-        setattr(cache, _SIGNATURE, self.written_by)
+        setattr(cache, SIGNATURE, self.written_by)
 
 
 def positions_in(cache: Cache, index: int, start: int, name: str) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.absolute import lengthened
@@ -64,6 +65,8 @@ class StackEntry:
         return self.scheme.embedding(tokens, self.weights())
 
     def _advance(self, tokens: Tokens, module: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor:
+        if isinstance(kwargs.get("cache"), PagedAttentionCache):
+            raise UnsupportedPositions(f"{self.scheme}: its state after each token is not kept in a paged cache")
         cache = kwargs.get("past_key_values")
         if cache is None and self._wants_cache(module, kwargs):
             cache = kwargs["past_key_values"] = _new_cache(module)

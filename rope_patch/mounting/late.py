@@ -21,16 +21,18 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 from transformers import Cache, QuantizedCache
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention.inputs import AttentionMode
 from rope_patch.attention.masks import as_mask_argument, groups_of_documents, groups_of_pads, keys_seen, read_mask
 from rope_patch.attention.memo import ForwardMemo, StackMemo
-from rope_patch.errors import UnsupportedPositions
+from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.arguments import Arguments, by_name, counted_positions, tokens_of
 from rope_patch.models.base import AttentionLayer, RotaryTables
 from rope_patch.models.cached_keys import (
     OWN_ROTATION,
+    SIGNATURE,
     Signing,
     cache_in,
     is_static,
@@ -39,6 +41,7 @@ from rope_patch.models.cached_keys import (
     remember,
     signature_of,
 )
+from rope_patch.models.paged import Request
 from rope_patch.mounting.parameters import LearnedWeights
 from rope_patch.mounting.positions import TOLD
 from rope_patch.mounting.still import Still
@@ -185,9 +188,9 @@ class LateAttention:
         """Whether pads and documents may come as groups of keys, and not as a mask."""
         return self.scores and self.layer.sliding_window is None
 
-    def anchor_for(self, cache: Cache | None) -> PositionMap | None:
+    def anchor_for(self, keeps_keys: bool) -> PositionMap | None:
         """What the module is to turn queries and keys by. Where no cache keeps them, nothing is the least work."""
-        if self.anchor is None or (cache is not None and self.anchor != STILL):
+        if self.anchor is None or (keeps_keys and self.anchor != STILL):
             return self.anchor
         return STILL if cast(RotaryTables, self.layer.rotary).attention_scaling == 1 else None
 
@@ -211,9 +214,12 @@ class LateAttention:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The arguments with the rotation that is wanted first, and with the `LateCall`."""
+        kwargs = by_name(module, args, kwargs)
+        paged = isinstance(kwargs.get("cache"), PagedAttentionCache)
+        if paged:
+            self._look_at_batch(module, kwargs["cache"])
         if not _is_ours(module):
             return None  # somebody chose another attention for this module: leave its positions alone
-        kwargs = by_name(module, args, kwargs)
         cache = cache_in(kwargs)
         if cache is not None:
             Signing(self.layer.index, self.written_by).sign(cache)
@@ -231,7 +237,9 @@ class LateAttention:
             raise UnsupportedPositions(
                 f"{self.layer.name}: position_ids of shape {tuple(position_ids.shape)}; (batch, length) is allowed"
             )
-        call = LateCall(self, self.memo.of(position_ids), hidden, position_ids, start, self.anchor_for(cache))
+        call = LateCall(
+            self, self.memo.of(position_ids), hidden, position_ids, start, self.anchor_for(paged or cache is not None)
+        )
         if cache is not None:
             self._look_back(call, cache, hidden.shape[1], kwargs.get("attention_mask"))
         if "running_bias" in self.methods:
@@ -242,6 +250,27 @@ class LateAttention:
             kwargs["position_embeddings"] = self._first_rotation(kwargs["position_embeddings"], call, hidden)
         kwargs["rope_patch"] = call
         return (), kwargs
+
+    def _look_at_batch(self, module: nn.Module, cache: PagedAttentionCache) -> None:
+        """Refuse a row of continuous batching that would not be scored by the scheme.
+
+        Raises:
+            UnsupportedModel: the module has another attention by now.
+            UnsupportedPositions: another scheme wrote keys to the cache, or the scheme needs more than keys.
+        """
+        if not _is_ours(module):
+            raise UnsupportedModel(
+                f"{self.layer.name} has attn_implementation={cast(Any, module.config)._attn_implementation!r} by now, "
+                f"which would bypass {self.scheme}: set auto_switch_to_flash=False in the ContinuousBatchingConfig"
+            )
+        if "running_bias" in self.methods:
+            raise UnsupportedPositions(f"{self.scheme}: its sums over earlier tokens are not kept in a paged cache")
+        written_by = vars(cache).setdefault(SIGNATURE, self.written_by)
+        if written_by != self.written_by:
+            raise UnsupportedPositions(
+                f"the paged cache holds keys written under {written_by}, which {self.written_by} would read wrongly: "
+                "make a new manager"
+            )
 
     def _look_back(self, call: LateCall, cache: Cache, q_length: int, mask: Any) -> None:
         """Tell the call what its cache does: how many keys will arrive, and where those stand that are there."""
@@ -327,6 +356,7 @@ class LateCall:
         scattered: whether distance is something else than a difference of slots for some key that can be seen.
         seen: true on keys that some query can see, `(batch or 1, kv_len)`; None for all of them.
         sums: running sums of the scheme's bias, `(batch, heads, kv_len)`; None where it has none.
+        is_request: whether it is one request of a row of continuous batching.
     """
 
     state: LateAttention
@@ -342,6 +372,7 @@ class LateCall:
     scattered: bool = False
     seen: torch.Tensor | None = None
     sums: torch.Tensor | None = None
+    is_request: bool = False
 
     @property
     def start(self) -> int | torch.Tensor:
@@ -355,6 +386,18 @@ class LateCall:
         if positions is None or positions.ndim == 3:
             return self.position_ids.amax(dim=-1) + 1
         return torch.where(cast(torch.Tensor, self.tokens), positions, 0).amax(dim=-1) + 1
+
+    def of_request(self, request: Request) -> LateCall:
+        """The part of this call that is one request's, in a row of continuous batching."""
+        return dataclasses.replace(
+            self,
+            memo=request.memo,
+            states=self.states[:, request.queries],
+            position_ids=request.position_ids,
+            query_start=request.start,
+            kv_length=request.kv_length,
+            is_request=True,
+        )
 
     @property
     def shareable(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import engine
@@ -23,6 +24,7 @@ from rope_patch.attention.memo import wants_gradient
 from rope_patch.attention.turning import turn
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.cached_keys import CachedKeys
+from rope_patch.models.paged import Request, attend_by_request
 from rope_patch.mounting.late import LateCall, Tables
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import ALL_PAIRS, Region
@@ -60,10 +62,19 @@ def late_attention(
     """
     if rope_patch is None:
         raise UnsupportedModel(f"{type(module).__name__} does not pass its keyword arguments on to its attention")
-    for name in ("position_bias", "cache"):
+    paged = isinstance(kwargs.get("cache"), PagedAttentionCache)
+    for name in ("position_bias",) if paged else ("position_bias", "cache"):
         if kwargs.get(name) is not None:
             raise UnsupportedModel(f"{type(module).__name__} passes {name!r}, which patched attention cannot honour")
     call, state = rope_patch, rope_patch.state
+    if paged:
+
+        def attend(request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: Any) -> torch.Tensor:
+            mask, part = request.mask(state.layer.sliding_window), call.of_request(request)
+            return late_attention(module, q, k, v, mask, scaling, dropout, part, **others)[0]
+
+        row = {"position_ids": call.position_ids, "memo": call.memo}
+        return attend_by_request(attend, module, query, key, value, **{**kwargs, **row})
     expected = query.shape[2] if call.kv_length is None else call.kv_length
     if key.shape[2] != expected:
         raise UnsupportedPositions(
@@ -96,7 +107,11 @@ def late_attention(
     if scheme.length_dependent and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
         call = dataclasses.replace(call, tokens=keys_seen(*masked()))
     # where the keys of a whole cache turn anew at every step, they are turned and scored a few at a time
-    scores = state.scores or (scheme.length_dependent and query.shape[2] == 1 and implementation == "sdpa")
+    scores = (
+        state.scores
+        or call.is_request
+        or (scheme.length_dependent and query.shape[2] == 1 and implementation == "sdpa")
+    )
     if (scores or scheme.length_dependent) and not torch.compiler.is_compiling():
         _refuse_part_of_a_row(scheme, implementation)
     if not scores:
@@ -130,7 +145,7 @@ def late_attention(
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
     )
-    mode = "oracle" if implementation == "eager" else state.attention
+    mode = "oracle" if implementation in ("eager", "paged|eager") else state.attention
     output, weights = engine.score(inputs, TurningCall(query, key, call.memo, call, learned), mode)
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
 

@@ -15,6 +15,7 @@ from rope_patch.attention.masks import keys_seen, read_mask
 from rope_patch.attention.memo import ForwardMemo
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.cached_keys import CachedKeys
+from rope_patch.models.paged import Request, attend_by_request
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.tools.positions import follow_on, joined, key_positions
 
@@ -47,14 +48,22 @@ def alibi_attention_forward(
     Raises:
         UnsupportedPositions: under an attention implementation whose masks are not understood here.
     """
-    implementation = cast(Any, module.config)._attn_implementation
-    flash = "flash" in implementation and not implementation.startswith("paged")
+    memo = ForwardMemo() if shared is None else shared
+    if kwargs.get("cache") is not None:
+
+        def attend(request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: Any) -> torch.Tensor:
+            others = {**others, "position_ids": request.position_ids, "start": request.start, "shared": request.memo}
+            return alibi_attention_forward(module, q, k, v, None, scaling, **others)[0]
+
+        row = {"position_ids": position_ids, "memo": memo}
+        return attend_by_request(attend, module, query, key, value, **{**kwargs, **row})
+    implementation = cast(Any, module.config)._attn_implementation.removeprefix("paged|")
+    flash = "flash" in implementation
     if implementation not in ("eager", "sdpa") and not flash:
         raise UnsupportedPositions(
             f"attn_implementation={implementation!r} cannot score ALiBi; allowed: eager, sdpa, and the flash "
             "implementations"
         )
-    memo = ForwardMemo() if shared is None else shared
     q_length, kv_length = query.shape[2], key.shape[2]
     if position_ids is None:
         position_ids = (torch.arange(q_length, device=query.device) + start)[None]

@@ -1,0 +1,146 @@
+"""Continuous batching: one row holds the tokens of many requests, and a paged cache of Transformers their keys.
+
+The cache returns the keys of all requests one after another. Each request is scored alone, as `generate` scores it, on
+the same paths; so it does not matter who shares the row, who joins and who leaves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.generation.continuous_batching import PagedAttentionCache
+
+from rope_patch.attention.memo import ForwardMemo
+from rope_patch.errors import UnsupportedPositions
+
+ARGUMENTS = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "read_index",
+    "write_index",
+    "block_table",
+    "is_causal",
+)
+"""What continuous batching tells attention of a batch, beside its cache."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a row.
+
+    Attributes:
+        queries, keys: its share of the queries of the row, and of the keys that the cache returned.
+        position_ids: of its queries, `(1, q_len)`.
+        memo: what the layers have in common when they score it.
+    """
+
+    queries: slice
+    keys: slice
+    position_ids: torch.Tensor
+    memo: ForwardMemo = field(default_factory=ForwardMemo)
+
+    @property
+    def kv_length(self) -> int:
+        """How many keys there are."""
+        return int(self.keys.stop - self.keys.start)
+
+    @property
+    def start(self) -> int:
+        """Slot of the first query among the keys."""
+        return self.kv_length - self.position_ids.shape[1]
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """`(1, 1, q_len, kv_len)`, true on the keys within a sliding `window`; None where there is none: causal."""
+        if window is None:
+            return None
+
+        def seen() -> torch.Tensor:
+            m = torch.arange(self.start, self.kv_length, device=self.position_ids.device)[:, None]
+            distance = m - torch.arange(self.kv_length, device=m.device)
+            return ((distance >= 0) & (distance < window))[None, None]
+
+        return cast(torch.Tensor, self.memo.once(("window", window), seen))
+
+
+def attend_by_request(
+    attend: Callable[..., torch.Tensor],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    cache: PagedAttentionCache,
+    position_ids: torch.Tensor,
+    memo: ForwardMemo,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the new keys to a paged cache, and score each request of the row.
+
+    Args:
+        attend: given the `Request`, its query, key and value, and what is left of `kwargs`, its output.
+        position_ids: of the whole row, `(1, tokens)`.
+        memo: of the forward.
+
+    Shape:
+        query `(1, heads, tokens, head_dim)`, key and value `(1, kv_heads, tokens, head_dim)`; returns
+        `(1, tokens, heads, value_dim)`, zero on padding behind the last request.
+
+    Raises:
+        UnsupportedPositions: the batch comes with a block table.
+    """
+    if kwargs.get("block_table") is not None:
+        raise UnsupportedPositions(
+            f"{type(module).__name__}: continuous batching gave a block table, which only flash attention can read: "
+            "set max_blocks_per_request=0 in the ContinuousBatchingConfig"
+        )
+    key, value, key_bounds = _updated(cache, cast(Any, module).layer_idx, key, value, kwargs)
+    bounds = kwargs["cu_seq_lens_q"], key_bounds
+    requests = memo.derived("requests", lambda: requests_of(position_ids, *bounds), *bounds)
+    others = {name: given for name, given in kwargs.items() if name not in ARGUMENTS}
+    output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+    for request in requests:
+        states = query[:, :, request.queries], key[:, :, request.keys], value[:, :, request.keys]
+        output[:, request.queries] = attend(request, *states, **others)
+    return output, None
+
+
+def _updated(
+    cache: Any, index: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All keys and values of a row, `(1, kv_heads, kv_len, head_dim)`, and where those of each request begin."""
+    if not hasattr(cache, "sliding_windows"):
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=kwargs)
+        return key, value, kwargs["cu_seq_lens_k"]
+    places = {name: kwargs[name] for name in ("read_index", "write_index")}  # the cache of Transformers 5.17
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=index, **places)
+    bounds = kwargs["cu_seq_lens_k"]
+    if isinstance(bounds, dict):
+        bounds = bounds["full_attention" if cache.sliding_windows[index] == 1 else "sliding_attention"]
+    return key.transpose(0, 1)[None], value.transpose(0, 1)[None], bounds
+
+
+def requests_of(position_ids: torch.Tensor, query_bounds: torch.Tensor, key_bounds: torch.Tensor) -> list[Request]:
+    """The requests of a row of which `position_ids` `(1, tokens)` are the positions; the bounds, `(requests + 1,)`, are
+    where the queries and the keys of each begin.
+    """
+    queries, keys = (
+        [slice(*pair) for pair in itertools.pairwise(bounds.tolist())] for bounds in (query_bounds, key_bounds)
+    )
+    pairs = zip(queries, keys, strict=True)
+    return [Request(own, kept, position_ids[:, own]) for own, kept in pairs if own.start < own.stop]
+
+
+def forget_managers(modules: Iterable[nn.Module]) -> None:
+    """Destroy the managers that `generate_batch(persistent_manager=True)` left on these models: under another scheme,
+    requests would share blocks of keys that are not theirs.
+    """
+    for module in modules:
+        if "_cached_continuous_batching_manager" in vars(module):
+            cast(Any, module).destroy_cached_continuous_batching_manager()
