@@ -27,6 +27,7 @@ COMMANDS = {
     "finetune": "recipes/finetune.py",
     "compare": "recipes/compare_encodings.py",
     "export": "rope_patch.cli.export",
+    "serve": "recipes/serve.py",
     "checkpoint": "recipes/checkpoint.py",
     "completion": "rope_patch.cli.completion",
 }
