@@ -13,6 +13,8 @@ seconds.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,7 @@ from rope_patch.cli.options import Positional, run, say
 from rope_patch.errors import EvaluationError, require
 
 PAGE = 256  # tokens; the cache is given out in pages
+SERVED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/health"}
 UNSAID = 1 << 30  # `max_new_tokens` of a request that does not say
 
 
@@ -100,8 +103,6 @@ def application(name: str, model: Any, tokenizer: Any, limit: int, batches: dict
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.response import ResponseHandler
     from transformers.cli.serving.server import build_server
-    from transformers.cli.serving.systemone import SystemOneHandler
-    from transformers.cli.serving.transcription import TranscriptionHandler
     from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 
     class Limited(CBGenerateManager):
@@ -151,8 +152,12 @@ def application(name: str, model: Any, tokenizer: Any, limit: int, batches: dict
         def shutdown(self) -> None:
             state.shutdown()
 
+    # Transformers 5.17 cannot be told to leave attention alone, and asks no patched module either
+    fields = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    known = {field: value for field, value in batches.items() if field in fields}
+
     class State(GenerationState):
-        manager = Limited(ContinuousBatchingConfig(**batches))
+        manager = Limited(ContinuousBatchingConfig(**known))
 
         def get_manager(self, model_id: str, use_cb: bool = True) -> Limited:
             self._cb_manager = self.manager  # for /health, and to be stopped
@@ -160,10 +165,14 @@ def application(name: str, model: Any, tokenizer: Any, limit: int, batches: dict
 
     state = State(continuous_batching=True)
     models = OneModel(force_model=name)
-    handlers = (ChatCompletionHandler, CompletionHandler, ResponseHandler)
-    chat, completion, response = (handler(models, state) for handler in handlers)
-    others = TranscriptionHandler(models, state), SystemOneHandler(models, state)
-    app = build_server(models, chat, completion, response, *others, generation_state=state)
+    handlers = dict.fromkeys(name for name in inspect.signature(build_server).parameters if name.endswith("_handler"))
+    handlers |= {
+        "chat_handler": ChatCompletionHandler(models, state),
+        "completion_handler": CompletionHandler(models, state),
+        "response_handler": ResponseHandler(models, state),
+    }
+    app = build_server(models, **handlers, generation_state=state)
+    app.router.routes[:] = [route for route in app.routes if route.path in SERVED]
 
     @app.exception_handler(HTTPException)
     async def as_openai_has_it(_: Any, error: HTTPException) -> JSONResponse:
