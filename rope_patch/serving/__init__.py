@@ -1,0 +1,1 @@
+"""Plugins of servers; only the server itself imports them."""

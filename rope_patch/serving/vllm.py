@@ -1,0 +1,208 @@
+"""A plugin of vLLM: a folder that was saved under a scheme is served by stock vLLM under that scheme.
+
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). The rotary modules of a model whose
+config records a scheme then leave queries and keys alone, the cache keeps keys unrotated, and this backend scores each
+request by the same `late_attention` as Transformers: one request is one call, with the positions that it has alone. What
+the scheme needs to know of a layer is read from the same model in Transformers on the meta device. A checkpoint without a
+record, or with a scheme that `rope_parameters` express, is left to vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from rope_patch.attention.memo import ForwardMemo
+from rope_patch.errors import UnsupportedModel
+from rope_patch.models.paged import Request
+from rope_patch.mounting.late import LateAttention, LateCall
+from rope_patch.mounting.scoring import late_attention
+from rope_patch.patching import patch
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.registry import scheme_from_dict
+
+
+def register() -> None:
+    """What vLLM calls: put this backend and these rotary modules beside its own, each of which is asked first."""
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{Backend.__name__}")
+    for name, found in vars(rotary_embedding).items():
+        if inspect.isclass(found) and issubclass(found, RotaryEmbeddingBase):
+            found.register_oot(type(name, (Unturned, found), {}), name=name)
+
+
+class Unturned(nn.Module):
+    """A rotary module of vLLM that turns nothing where the attention layers around it will."""
+
+    def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, *more: Any) -> Any:
+        """As vLLM calls it: `query` and `key` are `(tokens, heads * head_dim)`."""
+        layers = get_forward_context().no_compile_layers.values()
+        if any(getattr(getattr(layer, "impl", None), "states", None) for layer in layers):
+            return query, key
+        return super().forward(positions, query, key, *more)
+
+
+class Impl(CPUAttentionBackendImpl):
+    """Attention of one layer.
+
+    Attributes:
+        states: what the scheme knows of each layer, by its index; empty where vLLM's own attention is right.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config()
+        self.states = states_of(config)
+        if self.states:
+            self._check(config)
+
+    def _check(self, config: VllmConfig) -> None:
+        refused = {
+            "an fp8 cache": self.is_fp8_kv_cache,
+            "speculative decoding": config.speculative_config is not None,
+            "attention that is not causal": self.attn_type != AttentionType.DECODER,
+            "layers that share keys": self.kv_sharing_target_layer_name is not None,
+            "a sliding window": self.sliding_window != -1,
+        }
+        for what, holds in refused.items():
+            if holds:
+                raise UnsupportedModel(f"{next(iter(self.states.values())).scheme} in vLLM: {what} is not supported")
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        *more: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        """As vLLM calls it: query and output `(tokens, heads, head_dim)`, and the cache that has the new keys already,
+        `(blocks, kv_heads, block_size, 2 head_dim)`.
+        """
+        if not self.states or attn_metadata is None:
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *more, **named)
+        state = self.states[extract_layer_index(layer.layer_name)]
+        softcap, sinks = self.logits_soft_cap or None, self.sinks
+        for request, blocks in requests_of(attn_metadata, kv_cache.shape[2]):
+            held = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[None, :, : request.kv_length]
+            keys, values = held.chunk(2, dim=-1)
+            queries = query[request.queries].transpose(0, 1)[None]
+            call = LateCall(
+                state,
+                request.memo,
+                states=queries,  # no scheme that is served here reads what entered the module
+                position_ids=request.position_ids,
+                query_start=request.start,
+                kv_length=request.kv_length,
+                is_request=True,
+            )
+            arguments = {"softcap": softcap, "s_aux": sinks, "rope_patch": call, "scaling": self.scale}
+            output[request.queries] = late_attention(_CAUSAL, queries, keys, values, None, **arguments)[0][0]
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write the new keys and values, `(tokens, kv_heads, head_dim)`, side by side."""
+        if not self.states:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        size = kv_cache.shape[2]
+        kv_cache[slot_mapping // size, :, slot_mapping % size] = torch.cat([key, value], dim=-1).to(kv_cache.dtype)
+
+
+class Backend(CPUAttentionBackend):
+    """vLLM's own for CPUs, with this attention."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        """`Impl`."""
+        return Impl
+
+
+class _Causal(nn.Module):
+    is_causal: ClassVar[bool] = True
+
+
+_CAUSAL = _Causal()
+
+
+def requests_of(metadata: CPUAttentionMetadata, block_size: int) -> list[tuple[Request, torch.Tensor]]:
+    """The requests of a batch and the blocks of each, found once for all layers."""
+    known = vars(metadata).get("rope_patch_requests")
+    if known is None:
+        known, begins = [], metadata.query_start_loc.tolist()
+        for row, length in enumerate(metadata.seq_lens.tolist()):
+            queries = slice(begins[row], begins[row + 1])
+            positions = torch.arange(length - (queries.stop - queries.start), length)[None]
+            request = Request(queries, slice(0, length), positions, ForwardMemo())
+            if queries.start < queries.stop:
+                known.append((request, metadata.block_table[row, : -(-length // block_size)].long()))
+        cast(Any, metadata).rope_patch_requests = known
+    return known
+
+
+def states_of(config: VllmConfig) -> dict[int, LateAttention]:
+    """What the scheme that a checkpoint was saved under knows of each layer; empty where vLLM needs no help.
+
+    Raises:
+        UnsupportedModel: the scheme needs more than queries, keys and positions, or leaves layers alone.
+    """
+    return _states_of(config.model_config.model, config.model_config.revision)
+
+
+@functools.cache
+def _states_of(path: str, revision: str | None) -> dict[int, LateAttention]:
+    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    record = getattr(config, "rope_patch", None)
+    if record is None:
+        return {}
+    del config.rope_patch
+    if "rope_parameters" in record:
+        said, config.rope_parameters = config.rope_parameters, record["rope_parameters"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    scheme = scheme_from_dict(record["scheme"])
+    handle = patch(model, scheme)
+    if "rope_parameters" in record and said != record["rope_parameters"]:
+        return {}  # said in words that vLLM reads itself
+    handle.remove()
+    handle = patch(model, scheme, mount="late")
+    found = {
+        hook.layer.index: hook
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, LateAttention)
+    }
+    _check_scheme(scheme, handle.plan.scheme, found)
+    if missing := [layer.name for layer in handle.stack.layers if layer.index not in found]:
+        raise UnsupportedModel(f"{scheme} in vLLM: it leaves {', '.join(missing)} alone, which is not supported")
+    return found
+
+
+def _check_scheme(scheme: Scheme, resolved: Scheme, states: dict[int, LateAttention]) -> None:
+    by_content = {"content_bias", "weight_factor", "relative_values", "running_bias"}
+    refused = {
+        "learned parameters": any(state.weights() for state in states.values()),
+        "positions that join at the input": "embedding" in resolved.slots,
+        "biases by content, and factors on weights": bool(resolved.methods & by_content),
+    }
+    for what, holds in refused.items():
+        if holds:
+            raise UnsupportedModel(f"{scheme} in vLLM: {what} are not supported")

@@ -1,0 +1,165 @@
+"""Stock vLLM on a CPU under schemes that it does not know, against this library: `make vllm-check`."""
+
+import gc
+import os
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+)
+
+import pytest
+import torch
+
+vllm = pytest.importorskip("vllm")
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+import rope_patch  # noqa: E402
+from rope_patch.evaluation.checkpoints import default_checkpoint  # noqa: E402
+
+L = 256
+LENGTHS = (L // 2, L, L + 44, 3 * L, 8 * L)
+NEW = 24
+TOLERANCE = 1e-3
+"""Of a log-probability, float32."""
+
+SPECS = [
+    "logn",
+    "giraffe",
+    "rerope:window=128",
+    "rerope:window=128+logn",
+    "rerope:window=2000",
+    "leaky_rerope:window=64,factor=8",
+    "self_extend:group_size=8,window=128",
+    "dca:chunk_size=192",
+    "lm_infinite:local_window=200",
+    "string:shift=64",
+    "alibi",
+    "rope+alibi",
+    "dynamic_ntk:length=2048",
+    "yarn:factor=4+rerope:window=96",
+]
+
+STATIC = ["pi:factor=4", "ntk:factor=4", "abf:base=160000", "yarn:factor=4"]
+"""What vLLM reads in `rope_parameters` itself."""
+
+
+@pytest.fixture(scope="module")
+def texts():
+    tokenizer = AutoTokenizer.from_pretrained(default_checkpoint())
+    with open(rope_patch.patching.__file__, encoding="utf-8") as file:
+        ids = tokenizer(file.read() * 2).input_ids
+    return [ids[:length] for length in LENGTHS]
+
+
+def saved(folder, spec, **config):
+    """A folder under a scheme, and its model."""
+    model = AutoModelForCausalLM.from_pretrained(default_checkpoint(), dtype=torch.float32).eval()
+    if spec is not None:
+        rope_patch.patch(model, spec)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(default_checkpoint()).save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def by_this_library(model, texts):
+    """Log-probabilities of each prompt, and greedy tokens."""
+    for ids in texts:
+        row = torch.tensor([ids])
+        found = model(row).logits[0].log_softmax(dim=-1)
+        new = model.generate(row, max_new_tokens=NEW, do_sample=False, eos_token_id=-1)[0, len(ids) :]
+        yield found[:-1].gather(1, row[0, 1:, None])[:, 0], new.tolist()
+
+
+def by_vllm(engine, texts):
+    settings = vllm.SamplingParams(temperature=0, max_tokens=NEW, prompt_logprobs=0, ignore_eos=True)
+    outputs = engine.generate([{"prompt_token_ids": ids} for ids in texts], settings, use_tqdm=False)
+    for ids, output in zip(texts, outputs, strict=True):
+        found = [chosen[token].logprob for token, chosen in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+        yield torch.tensor(found), list(output.outputs[0].token_ids)
+
+
+def engine_of(folder, **settings):
+    settings = {"max_num_batched_tokens": 640, "enable_prefix_caching": False, **settings}
+    length = LENGTHS[-1] + NEW
+    return vllm.LLM(str(folder), dtype="float32", enforce_eager=True, max_model_len=length, seed=0, **settings)
+
+
+def assert_same(engine, model, texts):
+    for expected, found in zip(by_this_library(model, texts), by_vllm(engine, texts), strict=True):
+        assert (expected[0] - found[0]).abs().max() < TOLERANCE
+        assert expected[1] == found[1]
+
+
+@pytest.fixture(autouse=True)
+def one_at_a_time():
+    yield
+    gc.collect()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_saved_folder_is_served_under_its_scheme(tmp_path, texts, spec):
+    """Prompts from L/2 to 8 L in one batch, read in chunks of 640 tokens."""
+    model = saved(tmp_path, spec)
+    assert_same(engine_of(tmp_path), model, texts)
+
+
+def test_blocks_of_a_shared_prefix(tmp_path, texts):
+    model = saved(tmp_path, "rerope:window=128")
+    engine = engine_of(tmp_path, enable_prefix_caching=True)
+    assert_same(engine, model, texts)
+    settings = vllm.SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    again = engine.generate([{"prompt_token_ids": ids} for ids in texts], settings, use_tqdm=False)
+    assert again[-1].num_cached_tokens > L
+    assert [list(output.outputs[0].token_ids) for output in again] == [new for _, new in by_this_library(model, texts)]
+
+
+def test_long_decoding_across_the_edge_of_the_window(tmp_path, texts):
+    model, prompt = saved(tmp_path, "rerope:window=64"), texts[0][:20]
+    settings = vllm.SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    output = engine_of(tmp_path).generate([{"prompt_token_ids": prompt}], settings, use_tqdm=False)[0]
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=200, do_sample=False, eos_token_id=-1)
+    assert list(output.outputs[0].token_ids) == expected[0, 20:].tolist()
+
+
+@pytest.mark.parametrize("spec", [None, *STATIC])
+def test_what_vllm_reads_itself_is_left_to_it(tmp_path, texts, spec):
+    from rope_patch.serving.vllm import _states_of
+
+    model = saved(tmp_path, spec)
+    assert _states_of(str(tmp_path), None) == {}
+    texts = texts[:1] if spec is None else texts[:4]
+    assert_same(engine_of(tmp_path, hf_overrides={"max_position_embeddings": 8 * L}), model, texts)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("fox", "biases by content|learned parameters"),
+        ("sinusoidal", "positions that join at the input"),
+        ("rope+shaw", "learned parameters"),
+        ("layers:[0=rerope:window=64]", "leaves model.layers.1.self_attn"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(tmp_path, spec, sentence):
+    from rope_patch.serving.vllm import _states_of
+
+    saved(tmp_path, spec)
+    with pytest.raises(rope_patch.UnsupportedModel, match=sentence):
+        _states_of(str(tmp_path), None)
+
+
+def test_an_fp8_cache_is_refused(tmp_path):
+    saved(tmp_path, "rerope:window=64")
+    with pytest.raises(rope_patch.UnsupportedModel, match="an fp8 cache is not supported"):
+        engine_of(tmp_path, kv_cache_dtype="fp8")
+
+
+def test_the_config_is_not_changed(tmp_path):
+    saved(tmp_path, "rerope:window=64")
+    assert AutoConfig.from_pretrained(tmp_path).rope_patch["scheme"]["name"] == "rerope"
