@@ -4,6 +4,7 @@
 # make scheme NAME=rerope  the tests of one scheme (two minutes), and its line in the README
 # make nightly    set up, then run the tests on every family and scheme, not on a sample
 # make hard       set up, then thousands of random cases and fuzzed inputs (about two minutes)
+# make vllm-check  real vLLM on this CPU serves folders under schemes that it does not know (six minutes)
 # make transformers-tests TRANSFORMERS=<checkout>  set up, then run Transformers' own tests on patched models (an hour)
 # make lists      write the table of schemes in the README anew, after a scheme was added
 # make notebooks  set up, then run the notebooks with fast settings; make notebooks-full runs them in place, as committed
@@ -20,11 +21,12 @@
 PYTHON ?= python3
 GPU_PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 
 .SECONDARY:
-.PHONY: setup demo demo-compare test scheme nightly hard transformers-tests lists notebooks notebooks-full docs wheel lint check bench \
+.PHONY: setup demo demo-compare test scheme nightly hard vllm-check transformers-tests lists notebooks notebooks-full docs wheel lint check bench \
 	gpu-check gpu-bench gpu-finetune clean
 
 # Each stamp is an extra of pyproject.toml: what a target needs, and no more.
@@ -61,6 +63,13 @@ nightly: $(VENV)/.test
 hard: $(VENV)/.test
 	@echo "== thousands of random cases against the oracle, and fuzzed inputs (about two minutes)"
 	ROPE_PATCH_HARD=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/hardening
+
+vllm-check:
+	@echo "== vLLM on this CPU, in an environment of its own: $(VLLM_VENV) (two minutes of set-up, once, and four of tests)"
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/serving/requirements.txt -e .
+	OMP_NUM_THREADS=2 $(VLLM_VENV)/bin/python -m pytest tests/serving
 
 transformers-tests: setup
 	@test -n "$(TRANSFORMERS)" || { echo "TRANSFORMERS=<a checkout of Transformers at the installed release>"; exit 2; }
@@ -117,4 +126,4 @@ gpu-finetune:
 	PYTHONPATH=. $(GPU_PYTHON) recipes/finetune.py recipes/configs/finetune_gpu.yaml
 
 clean:
-	rm -rf $(VENV) runs build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM_VENV) runs build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache

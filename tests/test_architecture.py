@@ -30,13 +30,13 @@ FLOORS = [
     {"mounting"},
     {"saving", "patching", "description"},
     {"face"},
-    {"evaluation"},
+    {"evaluation", "serving"},
     {"training"},
     {"cli"},
 ]
 """Parts of the package from the ground up; none imports from a floor above it."""
 
-TRANSFORMERS = {"models", "mounting", "saving", "patching", "evaluation", "training"}
+TRANSFORMERS = {"models", "mounting", "saving", "patching", "evaluation", "serving", "training"}
 """Parts that may import Transformers."""
 
 SCHEME_TOOLS = {f"rope_patch.schemes.{name}" for name in ("base", "compose", "registry", "slots", "target")}

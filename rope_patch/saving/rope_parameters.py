@@ -50,6 +50,8 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
         scaling = _SCALING - set(_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())
         kept = {key: value for key, value in entry.items() if key not in scaling}
         said = chosen.rope_parameters(spec)
+        if "factor" in said:
+            said["factor"] = float(said["factor"])  # vLLM takes what is no float for a list of factors
         longest = getattr(config, "max_position_embeddings", None)
         if said.get("rope_type") == "dynamic" and longest != spec.training_length:
             raise NotExpressible(

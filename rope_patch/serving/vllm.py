@@ -2,9 +2,9 @@
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). The rotary modules of a model whose
 config records a scheme then leave queries and keys alone, the cache keeps keys unrotated, and this backend scores each
-request by the same `late_attention` as Transformers: one request is one call, with the positions that it has alone. What
-the scheme needs to know of a layer is read from the same model in Transformers on the meta device. A checkpoint without a
-record, or with a scheme that `rope_parameters` express, is left to vLLM.
+request by the same `late_attention` as Transformers: one request is one call, with the positions that it has alone. The
+same model in Transformers, on the meta device, gives what the scheme needs to know of each layer. vLLM itself serves a
+checkpoint without a record, or with a scheme that `rope_parameters` express.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -34,22 +35,34 @@ from rope_patch.patching import patch
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import scheme_from_dict
 
+_UNTURNED = "rope_patch_unturned"
+"""Set on the context of a forward in which rotary modules of vLLM left queries and keys alone."""
+
 
 def register() -> None:
     """What vLLM calls: put this backend and these rotary modules beside its own, each of which is asked first."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{Backend.__name__}")
     for name, found in vars(rotary_embedding).items():
         if inspect.isclass(found) and issubclass(found, RotaryEmbeddingBase):
-            found.register_oot(type(name, (Unturned, found), {}), name=name)
+            cast(Any, found).register_oot(type(name, (Unturned, found), {}), name=name)
 
 
 class Unturned(nn.Module):
     """A rotary module of vLLM that turns nothing where the attention layers around it will."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config()
+        states = states_of(config)
+        for what, holds in {"a GPU": not current_platform.is_cpu(), "MLA": config.model_config.use_mla}.items():
+            if states and holds:  # another backend, which would leave the scheme out
+                raise UnsupportedModel(f"{next(iter(states.values())).scheme} in vLLM: {what} is not supported")
+
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, *more: Any) -> Any:
         """As vLLM calls it: `query` and `key` are `(tokens, heads * head_dim)`."""
-        layers = get_forward_context().no_compile_layers.values()
-        if any(getattr(getattr(layer, "impl", None), "states", None) for layer in layers):
+        context = get_forward_context()
+        if any(getattr(getattr(layer, "impl", None), "states", None) for layer in context.no_compile_layers.values()):
+            setattr(context, _UNTURNED, True)
             return query, key
         return super().forward(positions, query, key, *more)
 
@@ -94,10 +107,15 @@ class Impl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         """As vLLM calls it: query and output `(tokens, heads, head_dim)`, and the cache that has the new keys already,
         `(blocks, kv_heads, block_size, 2 head_dim)`.
+
+        Raises:
+            UnsupportedModel: queries and keys were turned by something else than a rotary module of vLLM.
         """
         if not self.states or attn_metadata is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *more, **named)
         state = self.states[extract_layer_index(layer.layer_name)]
+        if not hasattr(get_forward_context(), _UNTURNED):
+            raise UnsupportedModel(f"{state.scheme} in vLLM: {layer.layer_name} is turned by no rotary module of vLLM")
         softcap, sinks = self.logits_soft_cap or None, self.sinks
         for request, blocks in requests_of(attn_metadata, kv_cache.shape[2]):
             held = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[None, :, : request.kv_length]
@@ -144,7 +162,7 @@ _CAUSAL = _Causal()
 
 
 def requests_of(metadata: CPUAttentionMetadata, block_size: int) -> list[tuple[Request, torch.Tensor]]:
-    """The requests of a batch and the blocks of each, found once for all layers."""
+    """The requests of a batch and the blocks of each, `(blocks of the request,)`, found once for all layers."""
     known = vars(metadata).get("rope_patch_requests")
     if known is None:
         known, begins = [], metadata.query_start_loc.tolist()
@@ -179,6 +197,7 @@ def _states_of(path: str, revision: str | None) -> dict[int, LateAttention]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     scheme = scheme_from_dict(record["scheme"])
+    _check_scheme(scheme)
     handle = patch(model, scheme)
     if "rope_parameters" in record and said != record["rope_parameters"]:
         return {}  # said in words that vLLM reads itself
@@ -190,18 +209,17 @@ def _states_of(path: str, revision: str | None) -> dict[int, LateAttention]:
         for hook in module._forward_pre_hooks.values()
         if isinstance(hook, LateAttention)
     }
-    _check_scheme(scheme, handle.plan.scheme, found)
     if missing := [layer.name for layer in handle.stack.layers if layer.index not in found]:
         raise UnsupportedModel(f"{scheme} in vLLM: it leaves {', '.join(missing)} alone, which is not supported")
     return found
 
 
-def _check_scheme(scheme: Scheme, resolved: Scheme, states: dict[int, LateAttention]) -> None:
+def _check_scheme(scheme: Scheme) -> None:
     by_content = {"content_bias", "weight_factor", "relative_values", "running_bias"}
     refused = {
-        "learned parameters": any(state.weights() for state in states.values()),
-        "positions that join at the input": "embedding" in resolved.slots,
-        "biases by content, and factors on weights": bool(resolved.methods & by_content),
+        "learned parameters": scheme.learns,
+        "positions that join at the input": "embedding" in scheme.slots,
+        "biases by content, and factors on weights": bool(scheme.methods & by_content),
     }
     for what, holds in refused.items():
         if holds:

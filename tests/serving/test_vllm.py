@@ -20,6 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa
 
 import rope_patch  # noqa: E402
 from rope_patch.evaluation.checkpoints import default_checkpoint  # noqa: E402
+from tests.families import build  # noqa: E402
+from tests.runs import tokens  # noqa: E402
 
 L = 256
 LENGTHS = (L // 2, L, L + 44, 3 * L, 8 * L)
@@ -29,7 +31,7 @@ TOLERANCE = 1e-3
 
 SPECS = [
     "logn",
-    "giraffe",
+    "giraffe:cutoff_length=512",
     "rerope:window=128",
     "rerope:window=128+logn",
     "rerope:window=2000",
@@ -37,7 +39,6 @@ SPECS = [
     "self_extend:group_size=8,window=128",
     "dca:chunk_size=192",
     "lm_infinite:local_window=200",
-    "string:shift=64",
     "alibi",
     "rope+alibi",
     "dynamic_ntk:length=2048",
@@ -56,7 +57,7 @@ def texts():
     return [ids[:length] for length in LENGTHS]
 
 
-def saved(folder, spec, **config):
+def saved(folder, spec):
     """A folder under a scheme, and its model."""
     model = AutoModelForCausalLM.from_pretrained(default_checkpoint(), dtype=torch.float32).eval()
     if spec is not None:
@@ -98,7 +99,7 @@ def assert_same(engine, model, texts):
 
 @pytest.fixture(autouse=True)
 def one_at_a_time():
-    yield
+    """An engine that a failed test left behind would take the next one with it."""
     gc.collect()
 
 
@@ -107,6 +108,25 @@ def test_a_saved_folder_is_served_under_its_scheme(tmp_path, texts, spec):
     """Prompts from L/2 to 8 L in one batch, read in chunks of 640 tokens."""
     model = saved(tmp_path, spec)
     assert_same(engine_of(tmp_path), model, texts)
+
+
+def test_string_within_what_it_can_read(tmp_path, texts):
+    """Beyond, its positions were never trained, and rounding grows from layer to layer."""
+    model = saved(tmp_path, "string:shift=64")
+    assert_same(engine_of(tmp_path), model, texts[:3])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "mistral"])
+def test_other_layouts(tmp_path, family):
+    """Norms of queries and keys, and fused projections."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "max_position_embeddings": 64}
+    model = build(family, **sizes).float()
+    if getattr(model.config, "sliding_window", None):
+        model.config.sliding_window = None
+    rope_patch.patch(model, "rerope:window=24+logn:training_length=64")
+    model.save_pretrained(tmp_path)
+    engine = engine_of(tmp_path, skip_tokenizer_init=True)
+    assert_same(engine, model, [tokens(length, seed=length)[0].tolist() for length in (40, 200)])
 
 
 def test_blocks_of_a_shared_prefix(tmp_path, texts):
@@ -143,7 +163,7 @@ def test_what_vllm_reads_itself_is_left_to_it(tmp_path, texts, spec):
         ("fox", "biases by content|learned parameters"),
         ("sinusoidal", "positions that join at the input"),
         ("rope+shaw", "learned parameters"),
-        ("layers:[0=rerope:window=64]", "leaves model.layers.1.self_attn"),
+        ("layers:[0=rerope:window=64;rest=none]", "it leaves layers.1.self_attn, layers.2"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(tmp_path, spec, sentence):
@@ -160,6 +180,28 @@ def test_an_fp8_cache_is_refused(tmp_path):
         engine_of(tmp_path, kv_cache_dtype="fp8")
 
 
+def test_a_gpu_is_refused(tmp_path, monkeypatch):
+    """Its backend is another one, which would leave the scheme out."""
+    from rope_patch.serving import vllm as plugin
+
+    saved(tmp_path, "rerope:window=64")
+    monkeypatch.setattr(plugin.current_platform, "is_cpu", lambda: False)
+    engine = type("Config", (), {"model_config": type("Model", (), {"model": str(tmp_path), "revision": None})})
+    monkeypatch.setattr(plugin, "get_current_vllm_config", lambda: engine)
+    engine.model_config.use_mla = False
+    turned = type("Turned", (plugin.Unturned, torch.nn.Module), {})
+    with pytest.raises(rope_patch.UnsupportedModel, match="rerope:window=64 in vLLM: a GPU is not supported"):
+        turned()
+
+
 def test_the_config_is_not_changed(tmp_path):
     saved(tmp_path, "rerope:window=64")
     assert AutoConfig.from_pretrained(tmp_path).rope_patch["scheme"]["name"] == "rerope"
+
+
+def test_a_model_that_vllm_runs_by_transformers_is_refused(tmp_path, texts):
+    """The last test: an engine that raised is not left behind clean."""
+    saved(tmp_path, "rerope:window=64")
+    engine = engine_of(tmp_path, model_impl="transformers")
+    with pytest.raises(rope_patch.UnsupportedModel, match="turned by no rotary module of vLLM"):
+        engine.generate([{"prompt_token_ids": texts[0]}], use_tqdm=False)
