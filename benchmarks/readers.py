@@ -1,9 +1,9 @@
 """What servers make of an exported folder: their log-probabilities against those of the patched model.
 
-    python -m benchmarks.readers --output docs/results/serving/readers.jsonl      # in the environment of `make vllm-check`
+    .venv-vllm/bin/python -m benchmarks.readers --output docs/results/serving/readers.jsonl   # after `make vllm-check`
 
-Every scheme of docs/serving.md is exported from the embedded checkpoint, and its reader scores one text of 1 to 4 times L,
-float32. A row has the mean and the largest difference over the text. Rows are appended as they come.
+Every scheme of docs/serving.md is exported from the embedded checkpoint, and its reader scores one text of 1 to 4 times
+L, float32. A row has the mean and the largest difference over the text. Rows are appended as they come.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -106,4 +105,4 @@ def by_vllm(folder: str, texts: list[list[int]]) -> list[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -95,6 +95,27 @@ def test_frequencies_that_follow_the_length_want_whole_prompts(spec):
         assert batched(model, prompts, chunk=512) == one_by_one(model, prompts)
 
 
+def test_requests_that_join_a_running_batch_and_leave_it():
+    model, prompts = build("llama"), prompts_of(*LENGTHS)
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    settings = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=16, use_cuda_graph=False, **{PAGE: 32})
+    with patch(model, "rerope:window=6+logn:training_length=8"):
+        expected = one_by_one(model, prompts)
+        with model.continuous_batching_context_manager(
+            generation_config=config, continuous_batching_config=settings, warmup=False
+        ) as manager:
+            left = manager.add_request(prompts[1][0].tolist(), max_new_tokens=500, streaming=True)
+            next(manager.request_id_iter(left))  # it is being answered when the others come
+            names = [manager.add_request(prompt[0].tolist(), max_new_tokens=NEW) for prompt in prompts]
+            manager.cancel_request(left)
+            found = {}
+            while len(found) < len(names):
+                output = manager.get_result(timeout=60)
+                if output.request_id in names:
+                    found[output.request_id] = output.generated_tokens
+    assert [found[name] for name in names] == expected
+
+
 @pytest.mark.parametrize("spec", ["dynamic_ntk:length=128", "dynamic_yarn:length=128"])
 def test_or_one_length_for_all(spec):
     model, prompts = build("llama"), prompts_of(*LENGTHS)
