@@ -125,13 +125,13 @@ def main(options: Options) -> None:
         if stopped:
             break
 
-    # the best line, compared with attention cut at L
+    # the best line, compared with what one has for nothing
     stopped = stopped or "the plan was carried out to its end"
     if not is_main():
         return
     ranked = rank({line: rows[line] for line in tried})
     best = ranked[0] if ranked else None
-    difference, error = paired_difference(rows[best][-1], rows[CUT][-1]) if best else (0.0, None)
+    difference, error = paired_difference(rows[best][-1], reference_of(rows)) if best else (0.0, None)
     kind, words = recommend(rows, best, difference, error)
     by_target = sorted(rows, key=lambda line: math.inf if math.isnan(rows[line][-1].nll) else rows[line][-1].nll)
     if options.json:
@@ -265,9 +265,17 @@ def rank(rows: Mapping[str, Sequence[Any]]) -> list[str]:
     return sorted(lines, key=lambda line: line != best)
 
 
+def reference_of(rows: Mapping[str, Sequence[Any]]) -> Any:
+    """What a scheme has to beat: attention cut at L at the target, or the plain checkpoint on the text cut to L where
+    that is better. It is where attention has come to need its first tokens (https://arxiv.org/abs/2309.17453).
+    """
+    cut, at_l = rows["window"][-1], rows["plain"][0]
+    return at_l if at_l.nll < cut.nll else cut
+
+
 def recommend(rows: Mapping[str, Sequence[Any]], best: str | None, difference: float, error: float | None) -> tuple:
-    """Whether the best line is `better`, `worse` or within the `noise` of attention cut at L, and the evidence; below 8
-    windows there are `too few` to tell.
+    """Whether the best line is `better`, `worse` or within the `noise` of `reference_of` these rows, and the evidence;
+    below 8 windows there are `too few` to tell.
     """
     from rope_patch.evaluation.lines import display_name
     from rope_patch.evaluation.standard_errors import FEW, counted, pairs_of
@@ -275,8 +283,9 @@ def recommend(rows: Mapping[str, Sequence[Any]], best: str | None, difference: f
     if best is None:
         reasons = "the model refuses every scheme of the sweep, the server has none, or the budget allows none"
         return "nothing", f"Nothing was tried: {reasons}."
-    at_target, cut, cost = rows[best][-1], rows["window"][-1], rows[best][0].nll - rows["plain"][0].nll
-    reference = f"attention cut at L (`window`, {cut.nll:.3f} at {cut.length} tokens)"
+    at_target, known, cost = rows[best][-1], reference_of(rows), rows[best][0].nll - rows["plain"][0].nll
+    what = "attention cut at L" if known.line == "window" else "the text cut to L"
+    reference = f"{what} (`{known.line}`, {known.nll:.3f} at {known.length} tokens)"
     apart = f"{abs(difference):.3f} {'below' if difference < 0 else 'above'}"
     name = f"{display_name(best)} (`{best}`)"
     if error is None or len(at_target.nll_by_document) < FEW:
@@ -290,8 +299,8 @@ def recommend(rows: Mapping[str, Sequence[Any]], best: str | None, difference: f
     if at_target.regime == "fine-tune":
         price += " It is made to be fine-tuned, which it was not here."
     if difference < -ERRORS * error:
-        at_best = f"{name}: {at_target.nll:.3f} at {cut.length} tokens"
-        return "better", f"{at_best}, {apart} attention cut at L ({evidence}). {price}"
+        at_best = f"{name}: {at_target.nll:.3f} at {at_target.length} tokens"
+        return "better", f"{at_best}, {apart} {what} ({evidence}). {price}"
     if difference > ERRORS * error:
         return "worse", f"Nothing beats {reference}: the best of the others, {name}, is {apart} it ({evidence})."
     sentence = f"Nothing beats {reference} beyond noise: the best, {name}, is {apart} it ({evidence}). {price}"

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.lines import CUT, REFERENCES, display_name
+from rope_patch.evaluation.lines import CUT, PLAIN, REFERENCES, display_name
 from rope_patch.evaluation.protocols import PROTOCOLS
 from rope_patch.evaluation.rows import Row
 from rope_patch.evaluation.standard_errors import FEW, counted, paired_difference, pairs_of, standard_error
@@ -97,6 +97,19 @@ class Grid:
         regime = next(row.regime for (of, _), row in self.rows.items() if of == line)
         return " ".join([display_name(line), *_REGIMES.get(regime, ())[:1]])
 
+    def _lost_first_tokens(self) -> list[str]:
+        """Whether attention cut at L is no reference for this checkpoint, one sentence."""
+        cut, trained = self.rows.get((CUT, self.lengths[-1])), self.rows.get((PLAIN, self.any.training_length))
+        if not cut or not trained or (cut.texts, cut.protocol) != (trained.texts, trained.protocol):
+            return []
+        difference, error = paired_difference(cut, trained)
+        if error is None or difference < 0.1 or difference < 4 * error:
+            return []
+        return [
+            f"attention cut at L is {signed(difference)} {plus_minus(error)} from the plain checkpoint at L: it has "
+            "lost the first tokens, which this checkpoint needs; compare with plain at L, the text cut to L"
+        ]
+
     def notes(self) -> list[str]:
         """What a reader needs to know beside the numbers, one sentence each."""
         row = max(self.rows.values(), key=lambda row: row.length)
@@ -107,6 +120,7 @@ class Grid:
             f"{row.dtype}, protocol {row.protocol}",
             *([f"standard errors over {pairs_of(row)}"] if row.nll_by_document[1:] else []),
             *shortfalls(row),
+            *self._lost_first_tokens(),
             *(" ".join(note) for regime, note in _REGIMES.items() if regime in regimes),
         ]
 

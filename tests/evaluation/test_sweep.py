@@ -352,7 +352,7 @@ def outcome(nlls, count=12):
 
 def test_what_is_better_beyond_noise_is_recommended_with_its_price():
     best = "rerope:window=96+logn"
-    rows = outcome({"plain": (2.0, 5.0), "window": (2.0, 2.08), best: (2.001, 2.05)})
+    rows = outcome({"plain": (2.1, 5.0), "window": (2.1, 2.08), best: (2.101, 2.05)})
     assert recipe.recommend(rows, best, -0.03, 0.004) == (
         "better",
         "ReRoPE, w = 96, log-n (`rerope:window=96+logn`): 2.050 at 1024 tokens, 0.030 below attention cut at L "
@@ -373,6 +373,16 @@ def test_nothing_is_recommended_that_does_not_beat_the_cut(difference, error, ki
     assert found == kind
     assert sentence.startswith("Nothing beats attention cut at L (`window`, 2.000 at 1024 tokens)")
     assert words in sentence
+
+
+def test_nothing_is_recommended_that_does_not_beat_the_text_cut_to_l():
+    """TinyLlama: attention cut at L collapses once its first tokens are gone, and anything is better than that."""
+    rows = outcome({"plain": (3.483, 7.688), "window": (3.483, 8.622), "x": (3.483, 3.654)})
+    known = recipe.reference_of(rows)
+    assert (known.line, known.length) == ("plain", 256)
+    found, sentence = recipe.recommend(rows, "x", 3.654 - known.nll, 0.022)
+    assert found == "worse"
+    assert sentence.startswith("Nothing beats the text cut to L (`plain`, 3.483 at 256 tokens)")
 
 
 @pytest.mark.parametrize(("error", "count"), [(None, 1), (0.001, 2), (0.001, 7)])

@@ -259,3 +259,22 @@ def test_a_picture_is_written_without_pyplot(tmp_path, rows):
     assert picture[..., :3].std() > 0.02
     assert ("matplotlib.pyplot" in sys.modules) == state
     printed(rows)
+
+
+@pytest.mark.parametrize(("cut", "said"), [(3.4, False), (3.55, False), (8.6, True)])
+def test_a_cut_that_loses_the_first_tokens_is_named(cut, said):
+    """TinyLlama: attention cut at L collapses beyond it, so being below it means nothing."""
+    spread = [0.01 * (i % 3) for i in range(12)]
+    rows = [
+        row(line=line, length=length, nll=nll, nll_by_document=[nll + each * scale for each in spread])
+        for line, length, nll, scale in [
+            ("plain", 256, 3.5, 1),
+            ("plain", 1024, 7.7, 2),
+            ("window", 256, 3.5, 1),
+            ("window", 1024, cut, 3),
+        ]
+    ]
+    notes = [note for note in tables.Grid.of(rows).notes() if "lost the first tokens" in note]
+    assert bool(notes) == said
+    if said:
+        assert notes[0].startswith("attention cut at L is +5.100 ±0.00")
