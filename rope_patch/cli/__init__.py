@@ -27,6 +27,7 @@ COMMANDS = {
     "finetune": "recipes/finetune.py",
     "compare": "recipes/compare_encodings.py",
     "export": "rope_patch.cli.export",
+    "doctor": "rope_patch.cli.doctor",
     "serve": "recipes/serve.py",
     "checkpoint": "recipes/checkpoint.py",
     "completion": "rope_patch.cli.completion",
