@@ -33,7 +33,8 @@ def test_everything_but_the_pictures(tmp_path, checkpoint):  # noqa: F811
     text.write_text(documents(70)[0]["text"])
     words = ["perplexity", "--model", str(checkpoint), "--lengths", "16,32", "--targets", "8", "--device", "cpu"]
     words += ["--text", str(text), "--output", str(output), "--json"]
-    given = json.dumps([[*MODULES], words, str(output / "picture.png")])
+    modules = [name for name in MODULES if not name.startswith("rope_patch.serving.")]  # plugins, which import servers
+    given = json.dumps([modules, words, str(output / "picture.png")])
     done = subprocess.run([sys.executable, "-c", WITHOUT, given], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [0, 2]
