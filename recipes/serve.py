@@ -67,7 +67,7 @@ def main(options: Options) -> None:
     handle = find_handle(model)
     scheme = "no scheme" if handle is None else handle.scheme
     limit = options.max_length or 4 * trained
-    whole_prompts = handle is not None and handle.scheme.length_dependent  # see docs/serving.md
+    whole_prompts = handle is not None and handle.scheme.length_dependent  # see docs/how-to/serve.md
     model.generation_config.update(
         max_new_tokens=UNSAID,
         do_sample=options.temperature > 0,

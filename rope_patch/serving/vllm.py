@@ -182,6 +182,8 @@ def states_of(config: VllmConfig) -> dict[int, LateAttention]:
     Raises:
         UnsupportedModel: the scheme needs more than queries, keys and positions, or leaves layers alone.
     """
+    if getattr(config.model_config.hf_config, "rope_patch", None) is None:
+        return {}  # nobody else's model is read again, whatever it needs to be read
     return _states_of(config.model_config.model, config.model_config.revision)
 
 

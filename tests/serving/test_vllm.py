@@ -188,10 +188,19 @@ def test_a_gpu_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(plugin.current_platform, "is_cpu", lambda: False)
     engine = type("Config", (), {"model_config": type("Model", (), {"model": str(tmp_path), "revision": None})})
     monkeypatch.setattr(plugin, "get_current_vllm_config", lambda: engine)
-    engine.model_config.use_mla = False
+    engine.model_config.use_mla, engine.model_config.hf_config = False, AutoConfig.from_pretrained(tmp_path)
     turned = type("Turned", (plugin.Unturned, torch.nn.Module), {})
     with pytest.raises(rope_patch.UnsupportedModel, match="rerope:window=64 in vLLM: a GPU is not supported"):
         turned()
+
+
+def test_a_model_without_a_record_is_not_even_read(monkeypatch):
+    """It may need code of its own, or a config that Transformers does not know."""
+    from rope_patch.serving import vllm as plugin
+
+    monkeypatch.setattr(plugin.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("it was read"))
+    model = type("Model", (), {"model": "nobody/knows", "revision": None, "hf_config": object()})
+    assert plugin.states_of(type("Config", (), {"model_config": model})) == {}
 
 
 def test_the_config_is_not_changed(tmp_path):
