@@ -87,13 +87,7 @@ def late_attention(
     scheme, implementation = state.scheme, state.config._attn_implementation
     projected = query
     learned = state.weights()
-    if state.scales:
-
-        def scale() -> torch.Tensor:
-            found = scheme.query_scale(call.position_ids.clamp(min=0), projected.shape[1], learned)
-            return found.transpose(0, 1)[..., None].to(projected.dtype)
-
-        query = query * (scale() if learned else call.memo.once(("query scale", query.shape[1], query.dtype), scale))
+    query = scaled_query(call, query, learned)
 
     def masked() -> tuple[torch.Tensor | None, torch.Tensor | None]:
         lengths = projected.shape[2], key.shape[2]
@@ -148,6 +142,18 @@ def late_attention(
     mode = "oracle" if implementation in ("eager", "paged|eager") else state.attention
     output, weights = engine.score(inputs, TurningCall(query, key, call.memo, call, learned), mode)
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
+
+
+def scaled_query(call: LateCall, query: torch.Tensor, learned: Weights) -> torch.Tensor:
+    """The queries `(batch, heads, q_len, head_dim)` times the scheme's scale of each position, where it has one."""
+    if not call.state.scales:
+        return query
+
+    def scale() -> torch.Tensor:
+        found = call.state.scheme.query_scale(call.position_ids.clamp(min=0), query.shape[1], learned)
+        return found.transpose(0, 1)[..., None].to(query.dtype)
+
+    return query * (scale() if learned else call.memo.once(("query scale", query.shape[1], query.dtype), scale))
 
 
 @dataclass(eq=False)

@@ -53,7 +53,11 @@ _READERS = {
     },
     "llama.cpp": {
         "": ("yes", _LLAMA_CPP),
-        "yarn with a temperature": ("no", "it computes the temperature 0.1 ln k + 1 itself, whatever the config says"),
+        "yarn with a temperature": (
+            "no",
+            "it computes the temperature 0.1 ln k + 1 itself; --override-kv ARCH.rope.scaling.attn_factor=float:A "
+            "corrects it, with A = attention_factor / (0.1 ln k + 1)",
+        ),
         "yarn without rounding": ("no", "it rounds the ends of the ramp; truncate=False is not known to it"),
         "llama3 elsewhere": ("no", f"its converter writes llama3's factors for {', '.join(_LLAMA_CLASSES)} only"),
         "longrope": ("no", "its converter writes the two lists for a few architectures only, as Phi-3"),

@@ -1,10 +1,13 @@
 """A plugin of vLLM: a folder that was saved under a scheme is served by stock vLLM under that scheme.
 
-vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). The rotary modules of a model whose
-config records a scheme then leave queries and keys alone, the cache keeps keys unrotated, and this backend scores each
-request by the same `late_attention` as Transformers: one request is one call, with the positions that it has alone. The
-same model in Transformers, on the meta device, gives what the scheme needs to know of each layer. vLLM itself serves a
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). The rotary modules of a model
+whose config records a scheme then leave queries and keys alone, and the cache keeps keys unrotated. This attention
+scores each request by the same `late_attention` as Transformers: one request is one call, with the positions that it
+has alone. On a GPU, two calls of flash attention score ReRoPE for the whole batch (`serving.flash`). The same model
+in Transformers, on the meta device, gives what the scheme needs to know of each layer. vLLM itself serves a
 checkpoint without a record, or with a scheme that `rope_parameters` express.
+
+A CPU has run all of this but the two calls and `FlashImpl`, which wait for a GPU.
 """
 
 from __future__ import annotations
@@ -22,18 +25,26 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from rope_patch.attention.memo import ForwardMemo
 from rope_patch.errors import UnsupportedModel
+from rope_patch.models.base import RotaryTables
 from rope_patch.models.paged import Request
 from rope_patch.mounting.late import LateAttention, LateCall
 from rope_patch.mounting.scoring import late_attention
 from rope_patch.patching import patch
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import scheme_from_dict
+from rope_patch.serving import flash
+
+if is_flash_attn_varlen_func_available():
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
 _UNTURNED = "rope_patch_unturned"
 """Set on the context of a forward in which rotary modules of vLLM left queries and keys alone."""
@@ -42,33 +53,48 @@ _UNTURNED = "rope_patch_unturned"
 def register() -> None:
     """What vLLM calls: put this backend and these rotary modules beside its own, each of which is asked first."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{Backend.__name__}")
+    register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{FlashBackend.__name__}")
     for name, found in vars(rotary_embedding).items():
         if inspect.isclass(found) and issubclass(found, RotaryEmbeddingBase):
             cast(Any, found).register_oot(type(name, (Unturned, found), {}), name=name)
 
 
 class Unturned(nn.Module):
-    """A rotary module of vLLM that turns nothing where the attention layers around it will."""
+    """A rotary module of vLLM that turns nothing where the attention layers around it will.
+
+    Attributes:
+        scheme: what the checkpoint records, None where vLLM needs no help.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
-        states = states_of(config)
-        for what, holds in {"a GPU": not current_platform.is_cpu(), "MLA": config.model_config.use_mla}.items():
-            if states and holds:  # another backend, which would leave the scheme out
-                raise UnsupportedModel(f"{next(iter(states.values())).scheme} in vLLM: {what} is not supported")
+        self.scheme = next((state.scheme for state in states_of(config).values()), None)
+        if self.scheme is not None and config.model_config.use_mla:
+            raise UnsupportedModel(f"{self.scheme} in vLLM: MLA is not supported")
 
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, *more: Any) -> Any:
-        """As vLLM calls it: `query` and `key` are `(tokens, heads * head_dim)`."""
+        """As vLLM calls it: `query` and `key` are `(tokens, heads * head_dim)`.
+
+        Raises:
+            UnsupportedModel: the attention layers have a backend that would leave the scheme out.
+        """
+        if self.scheme is None:
+            return super().forward(positions, query, key, *more)
         context = get_forward_context()
-        if any(getattr(getattr(layer, "impl", None), "states", None) for layer in context.no_compile_layers.values()):
-            setattr(context, _UNTURNED, True)
-            return query, key
-        return super().forward(positions, query, key, *more)
+        if not any(
+            getattr(getattr(layer, "impl", None), "states", None) for layer in context.no_compile_layers.values()
+        ):
+            raise UnsupportedModel(
+                f"{self.scheme} in vLLM: this attention backend is not supported; start it with --attention-backend "
+                "FLASH_ATTN, or on a CPU"
+            )
+        setattr(context, _UNTURNED, True)
+        return query, key
 
 
-class Impl(CPUAttentionBackendImpl):
-    """Attention of one layer.
+class Scored:
+    """Attention of one layer, mixed into that of a backend of vLLM.
 
     Attributes:
         states: what the scheme knows of each layer, by its index; empty where vLLM's own attention is right.
@@ -82,12 +108,14 @@ class Impl(CPUAttentionBackendImpl):
             self._check(config)
 
     def _check(self, config: VllmConfig) -> None:
+        own = cast(Any, self)
         refused = {
-            "an fp8 cache": self.is_fp8_kv_cache,
+            "an fp8 cache": is_quantized_kv_cache(own.kv_cache_dtype),
             "speculative decoding": config.speculative_config is not None,
-            "attention that is not causal": self.attn_type != AttentionType.DECODER,
-            "layers that share keys": self.kv_sharing_target_layer_name is not None,
-            "a sliding window": self.sliding_window != -1,
+            "attention that is not causal": own.attn_type != AttentionType.DECODER,
+            "layers that share keys": own.kv_sharing_target_layer_name is not None,
+            "a sliding window": own.sliding_window not in (-1, (-1, -1)),
+            "compilation (start it with --enforce-eager)": not config.model_config.enforce_eager,
         }
         for what, holds in refused.items():
             if holds:
@@ -100,7 +128,7 @@ class Impl(CPUAttentionBackendImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
+        attn_metadata: Any,
         output: torch.Tensor,
         *more: Any,
         **named: Any,
@@ -112,12 +140,20 @@ class Impl(CPUAttentionBackendImpl):
             UnsupportedModel: queries and keys were turned by something else than a rotary module of vLLM.
         """
         if not self.states or attn_metadata is None:
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *more, **named)
+            attend = cast(Any, super()).forward
+            return attend(layer, query, key, value, kv_cache, attn_metadata, output, *more, **named)
         state = self.states[extract_layer_index(layer.layer_name)]
         if not hasattr(get_forward_context(), _UNTURNED):
             raise UnsupportedModel(f"{state.scheme} in vLLM: {layer.layer_name} is turned by no rotary module of vLLM")
-        softcap, sinks = self.logits_soft_cap or None, self.sinks
-        for request, blocks in requests_of(attn_metadata, kv_cache.shape[2]):
+        self._score(state, query, kv_cache, attn_metadata, output)
+        return output
+
+    def _score(
+        self, state: LateAttention, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
+    ) -> None:
+        own = cast(Any, self)
+        softcap, sinks = own.logits_soft_cap or None, own.sinks
+        for request, blocks in requests_of(metadata, kv_cache.shape[2]):
             held = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[None, :, : request.kv_length]
             keys, values = held.chunk(2, dim=-1)
             queries = query[request.queries].transpose(0, 1)[None]
@@ -130,19 +166,42 @@ class Impl(CPUAttentionBackendImpl):
                 kv_length=request.kv_length,
                 is_request=True,
             )
-            arguments = {"softcap": softcap, "s_aux": sinks, "rope_patch": call, "scaling": self.scale}
+            arguments = {"softcap": softcap, "s_aux": sinks, "rope_patch": call, "scaling": own.scale}
             output[request.queries] = late_attention(_CAUSAL, queries, keys, values, None, **arguments)[0][0]
-        return output
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Write the new keys and values, `(tokens, kv_heads, head_dim)`, side by side."""
         if not self.states:
-            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            cast(Any, super()).do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        size = kv_cache.shape[2]
-        kv_cache[slot_mapping // size, :, slot_mapping % size] = torch.cat([key, value], dim=-1).to(kv_cache.dtype)
+        size, new = kv_cache.shape[2], len(slot_mapping)
+        written = torch.cat([key[:new], value[:new]], dim=-1).to(kv_cache.dtype)
+        kv_cache[slot_mapping // size, :, slot_mapping % size] = written
+
+
+class Impl(Scored, CPUAttentionBackendImpl):
+    """On a CPU."""
+
+
+class FlashImpl(Scored, FlashAttentionImpl):
+    """On a GPU."""
+
+    def _score(
+        self, state: LateAttention, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
+    ) -> None:
+        if self.sinks is not None or not flash.applies(state):
+            super()._score(state, query, kv_cache, metadata, output)
+            return
+        batch = vars(metadata).get("rope_patch_batch")
+        if batch is None:
+            batch = flash.Batch.of(metadata, int(state.regions[0].stop), kv_cache.shape[2])
+            metadata.rope_patch_batch = batch
+        kernel = functools.partial(flash_attn_varlen_func, fa_version=self.vllm_flash_attn_version)
+        queries, softcap = query[: metadata.num_actual_tokens], self.logits_soft_cap
+        found = flash.attend(state, queries, kv_cache, metadata, batch, kernel, self.scale, softcap)
+        output[: len(found)] = found
 
 
 class Backend(CPUAttentionBackend):
@@ -154,6 +213,15 @@ class Backend(CPUAttentionBackend):
         return Impl
 
 
+class FlashBackend(FlashAttentionBackend):
+    """vLLM's own for flash attention, with this attention."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        """`FlashImpl`."""
+        return FlashImpl
+
+
 class _Causal(nn.Module):
     is_causal: ClassVar[bool] = True
 
@@ -161,18 +229,19 @@ class _Causal(nn.Module):
 _CAUSAL = _Causal()
 
 
-def requests_of(metadata: CPUAttentionMetadata, block_size: int) -> list[tuple[Request, torch.Tensor]]:
+def requests_of(metadata: Any, block_size: int) -> list[tuple[Request, torch.Tensor]]:
     """The requests of a batch and the blocks of each, `(blocks of the request,)`, found once for all layers."""
     known = vars(metadata).get("rope_patch_requests")
     if known is None:
         known, begins = [], metadata.query_start_loc.tolist()
         for row, length in enumerate(metadata.seq_lens.tolist()):
             queries = slice(begins[row], begins[row + 1])
-            positions = torch.arange(length - (queries.stop - queries.start), length)[None]
+            start = length - (queries.stop - queries.start)
+            positions = torch.arange(start, length, device=metadata.seq_lens.device)[None]
             request = Request(queries, slice(0, length), positions, ForwardMemo())
             if queries.start < queries.stop:
                 known.append((request, metadata.block_table[row, : -(-length // block_size)].long()))
-        cast(Any, metadata).rope_patch_requests = known
+        metadata.rope_patch_requests = known
     return known
 
 
@@ -211,6 +280,8 @@ def _states_of(path: str, revision: str | None) -> dict[int, LateAttention]:
         for hook in module._forward_pre_hooks.values()
         if isinstance(hook, LateAttention)
     }
+    for hook in found.values():  # read on the meta device, computed with here
+        cast(RotaryTables, hook.layer.rotary).module.to(current_platform.device_type)
     if missing := [layer.name for layer in handle.stack.layers if layer.index not in found]:
         raise UnsupportedModel(f"{scheme} in vLLM: it leaves {', '.join(missing)} alone, which is not supported")
     return found

@@ -88,7 +88,7 @@ def by_vllm(engine, texts):
 def engine_of(folder, **settings):
     settings = {"max_num_batched_tokens": 640, "enable_prefix_caching": False, **settings}
     length = LENGTHS[-1] + NEW
-    return vllm.LLM(str(folder), dtype="float32", enforce_eager=True, max_model_len=length, seed=0, **settings)
+    return vllm.LLM(str(folder), dtype="float32", max_model_len=length, seed=0, **{"enforce_eager": True, **settings})
 
 
 def assert_same(engine, model, texts):
@@ -180,18 +180,35 @@ def test_an_fp8_cache_is_refused(tmp_path):
         engine_of(tmp_path, kv_cache_dtype="fp8")
 
 
-def test_a_gpu_is_refused(tmp_path, monkeypatch):
-    """Its backend is another one, which would leave the scheme out."""
+def test_compilation_is_refused(tmp_path):
+    """A compiled forward would not tell attention that nothing was turned."""
+    saved(tmp_path, "rerope:window=64")
+    with pytest.raises(rope_patch.UnsupportedModel, match=r"compilation \(start it with --enforce-eager\) is not"):
+        engine_of(tmp_path, enforce_eager=False)
+
+
+def test_another_backend_is_refused(monkeypatch):
+    """It would leave the scheme out."""
     from rope_patch.serving import vllm as plugin
 
-    saved(tmp_path, "rerope:window=64")
-    monkeypatch.setattr(plugin.current_platform, "is_cpu", lambda: False)
-    engine = type("Config", (), {"model_config": type("Model", (), {"model": str(tmp_path), "revision": None})})
-    monkeypatch.setattr(plugin, "get_current_vllm_config", lambda: engine)
-    engine.model_config.use_mla, engine.model_config.hf_config = False, AutoConfig.from_pretrained(tmp_path)
-    turned = type("Turned", (plugin.Unturned, torch.nn.Module), {})
-    with pytest.raises(rope_patch.UnsupportedModel, match="rerope:window=64 in vLLM: a GPU is not supported"):
-        turned()
+    turned = plugin.Unturned.__new__(plugin.Unturned)
+    torch.nn.Module.__init__(turned)
+    turned.scheme = rope_patch.ReRoPE(window=64)
+    layers = {"layer": type("Layer", (), {"impl": object()})}
+    monkeypatch.setattr(plugin, "get_forward_context", lambda: type("Context", (), {"no_compile_layers": layers}))
+    with pytest.raises(rope_patch.UnsupportedModel, match="--attention-backend FLASH_ATTN"):
+        turned(torch.arange(3), torch.zeros(3, 8), torch.zeros(3, 8))
+
+
+def test_the_backend_of_gpus_is_in_place():
+    """It cannot run here; what it calls is tested in test_flash.py."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from rope_patch.serving import vllm as plugin
+
+    plugin.register()
+    assert AttentionBackendEnum.FLASH_ATTN.get_class() is plugin.FlashBackend
+    assert plugin.FlashBackend.get_impl_cls() is plugin.FlashImpl
 
 
 def test_a_model_without_a_record_is_not_even_read(monkeypatch):

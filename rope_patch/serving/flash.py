@@ -1,0 +1,157 @@
+"""ReRoPE for a whole batch by two calls of flash attention over a paged cache, merged by log-sum-exp.
+
+The cache holds keys that are not turned, as the far region wants them: every query stands at w there, and every key
+at 0. One call reads the cache as it is, without the last w keys of each request. The causal mask of flash attention
+is aligned to the last query and the last key, and so a query at m sees keys up to m - w. For the near region the last
+w - 1 keys before a request's queries are gathered and turned: a decoded token turns w keys, however long its text is.
+
+It has run with a dense float64 stand-in for flash attention (tests/serving/test_flash.py), and not on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from rope_patch.attention.memo import ForwardMemo
+from rope_patch.models.base import RotaryTables
+from rope_patch.mounting.late import STILL, LateAttention, LateCall
+from rope_patch.mounting.scoring import TurningCall, scaled_query
+
+Flash = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""`flash_attn_varlen_func` as vLLM has it, with paged keys and `return_softmax_lse`."""
+
+
+def applies(state: LateAttention) -> bool:
+    """Whether a layer has a near region and a far one whose keys stand at 0, and nothing else."""
+    if len(state.regions) != 2:
+        return False
+    near, far = state.regions
+    return (
+        near.stop == far.start
+        and far.stop == math.inf
+        and near.translation_invariant
+        and far.translation_invariant
+        and far.key_map == STILL
+        and not state.scheme.slots & {"bias", "values", "frequencies"}
+        and not state.decays
+        and cast(RotaryTables, state.layer.rotary).attention_scaling == 1
+    )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the layers of one forward have in common.
+
+    Attributes:
+        position_ids: of the queries, `(1, tokens)`.
+        near: positions of the keys that are gathered, `(1, keys)`; those of a request follow one another.
+        blocks, offsets: where the cache holds them, `(keys,)`.
+        near_start: where those of each request begin, and their number, `(requests + 1,)`.
+        longest: the most of one request.
+    """
+
+    position_ids: torch.Tensor
+    near: torch.Tensor
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+    near_start: torch.Tensor
+    longest: int
+    memo: ForwardMemo
+
+    @classmethod
+    def of(cls, metadata: Any, window: int, block_size: int) -> Batch:
+        """Read from the attention metadata of vLLM."""
+        ends, starts = metadata.seq_lens.long(), metadata.query_start_loc.long()
+        queries = starts.diff()
+        kept = torch.minimum(ends, queries + window - 1)
+        near_start = torch.cat([starts[:1], kept.cumsum(0)])
+        row, near = _counted(ends - kept, kept)
+        return cls(
+            position_ids=_counted(ends - queries, queries)[1][None],
+            near=near[None],
+            blocks=metadata.block_table[row, near // block_size].long(),
+            offsets=near % block_size,
+            near_start=near_start.int(),
+            longest=int(kept.max()),
+            memo=ForwardMemo(),
+        )
+
+
+def _counted(first: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's number and its positions from `first` on, `counts` of them, one row after another."""
+    row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    before = (counts.cumsum(0) - counts)[row]
+    return row, torch.arange(len(row), device=row.device) - before + first[row]
+
+
+def attend(
+    state: LateAttention,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: Any,
+    batch: Batch,
+    flash: Flash,
+    scaling: float,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Output of one layer, `(tokens, heads, head_dim)`.
+
+    Shape:
+        query `(tokens, heads, head_dim)`, kv_cache `(blocks, kv_heads, block_size, 2 head_dim)`.
+    """
+    near, far = state.regions
+    window, head_dim = int(near.stop), query.shape[-1]
+    keys, values = kv_cache[batch.blocks, :, batch.offsets].split(head_dim, dim=-1)
+    queries = query.transpose(0, 1)[None]
+    call = LateCall(state, batch.memo, queries, batch.position_ids, 0, past=batch.near, scattered=True)
+    turning = TurningCall(scaled_query(call, queries, {}), keys.transpose(0, 1)[None], batch.memo, call, {})
+
+    def rows(states: torch.Tensor) -> torch.Tensor:
+        return states[0].transpose(0, 1).contiguous()
+
+    common = {
+        "max_seqlen_q": metadata.max_query_len,
+        "cu_seqlens_q": metadata.query_start_loc,
+        "softmax_scale": scaling,
+        "softcap": softcap,
+        "causal": True,
+        "return_softmax_lse": True,
+    }
+    found = [
+        flash(
+            rows(turning.query(near)),
+            rows(turning.key(near)),
+            values.contiguous(),
+            max_seqlen_k=batch.longest,
+            cu_seqlens_k=batch.near_start,
+            window_size=[window - 1, 0],
+            **common,
+        )
+    ]
+    if metadata.max_seq_len > window:
+        key_cache, value_cache = kv_cache.transpose(1, 2).split(head_dim, dim=-1)
+        found.append(
+            flash(
+                rows(turning.query(far)),
+                key_cache,
+                value_cache,
+                max_seqlen_k=metadata.max_seq_len - window,
+                seqused_k=(metadata.seq_lens - window).clamp(min=0),
+                block_table=metadata.block_table,
+                **common,
+            )
+        )
+    return _merged(*zip(*found, strict=True))
+
+
+def _merged(outputs: tuple[torch.Tensor, ...], sums: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The outputs `(tokens, heads, head_dim)`, weighted by their log-sum-exps `(heads, tokens)`."""
+    known = torch.stack(sums)
+    known = torch.where(known == math.inf, -math.inf, known)  # flash attention 2 marks a query without keys so
+    weights = known.softmax(dim=0).transpose(1, 2)[..., None]
+    return (weights * torch.stack(outputs)).sum(dim=0).to(outputs[0].dtype)
