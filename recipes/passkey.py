@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_patch.cli.options import Measured, Numbers, Specs, is_main, print_json, run, say
+from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json, run, say
 
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    lengths: Numbers  # context lengths in tokens, ascending, of which no more is read
+    lengths: Lengths  # context lengths in tokens, ascending, of which no more is read
     schemes: Specs = ()  # a heat map; target=auto means each length in turn
     references: bool = True  # add the heat maps of plain and window
     task: Literal["passkey", "spans"] = "passkey"  # in English, or synthetic, for small checkpoints

@@ -16,12 +16,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from rope_patch.cli.options import Measured, Numbers, Specs, is_main, print_json, run, say
+from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json, run, say
 
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    lengths: Numbers  # context lengths in tokens, ascending
+    lengths: Lengths  # context lengths in tokens, ascending
     schemes: Specs = ()  # a line of the table; target=auto means each length in turn
     references: bool = True  # add the lines plain and window
     protocol: str = "auto"  # last, by_position, span_corruption, sliding, disjoint, yarn_compat or yarn_truncate

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_patch.cli.options import Measured, Numbers, Specs, is_main, load_recipe, print_json, run, say
+from rope_patch.cli.options import Lengths, Measured, Specs, is_main, load_recipe, print_json, run, say
 
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    lengths: Numbers  # in tokens, ascending: of a prompt and its longest answer
+    lengths: Lengths  # in tokens, ascending: of a prompt and its longest answer
     schemes: Specs = ()  # a heat map; target=auto means each length in turn
     references: bool = True  # add the heat maps of plain and window
     tasks: tuple[Literal["niah_single_1", "vt", "cwe", "fwe"], ...] = ("niah_single_1", "vt", "cwe", "fwe")

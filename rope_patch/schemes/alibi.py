@@ -29,6 +29,7 @@ class ALiBi(Scheme):
     """
 
     name = "alibi"
+    summary = "penalises distance in a straight line, each head by a slope of its own"
     equation = "-slope_h |m - n|"
     source = Source(
         "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation",

@@ -102,7 +102,7 @@ def test_depths_are_a_number_or_a_list(words, depths):
 
 
 COMPLAINTS = {
-    "there is no scheme 'yran'; did you mean 'yarn'?": {"scheme": "yran:factor=2"},
+    "there is no scheme 'yran'; did you mean 'yarn'": {"scheme": "yran:factor=2"},
     "lengths 64, 16: they must ascend": {"lengths": "64,16"},
     "no list of whole numbers": {"lengths": "16;32"},
     "depths 'deep': how many, such as 5": {"depths": "deep"},
