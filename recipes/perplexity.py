@@ -35,7 +35,7 @@ class Options(Measured):
 
 def main(options: Options) -> None:
     """Measure every scheme at every length."""
-    from rope_patch.errors import MissingPackage
+    from rope_patch.errors import MissingPackage, counted
     from rope_patch.evaluation import charts
     from rope_patch.evaluation.checkpoints import default_checkpoint, load_model, load_tokenizer, quiet_transformers
     from rope_patch.evaluation.corpora import load_text, name_of_text
@@ -67,7 +67,7 @@ def main(options: Options) -> None:
     learned = take_off(model, say)
     corpus = load_text(options.text, options.dataset, split=options.split, column=options.column)
     lengths = ", ".join(map(str, options.lengths))
-    say(f"measuring {len(lines)} schemes at {lengths} tokens; documents: {len(corpus)}")
+    say(f"measuring {counted(len(lines), 'scheme')} at {lengths} tokens of {counted(len(corpus), 'document')}")
     named = {
         "name": options.model or "tiny-llama",
         "text": name_of_text(options.text, options.dataset, options.split),

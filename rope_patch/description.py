@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.errors import RopePatchError
+from rope_patch.errors import RopePatchError, counted
 from rope_patch.models.base import Stack
 from rope_patch.models.config import BASE
 from rope_patch.models.reading import find_stacks
@@ -86,7 +86,7 @@ def describe(model: nn.Module) -> Description:
 
 def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> Rows:
     part_of = f", {stack.part}" if stack.part else ""
-    content = f"{len(stack.layers)} attention layers" if stack.layers else "a table of positions"
+    content = counted(len(stack.layers), "attention layer") if stack.layers else "a table of positions"
     rows = [
         ("model", f"{type(model).__name__}{part_of}, {content}"),
         ("training length", f"{stack.training_length} tokens"),
@@ -139,7 +139,7 @@ def _under(scheme: Scheme, stack: Stack, plan: Plan | None) -> Iterable[tuple[st
         if plan.embedding != "rows":
             yield from (("learned", line) for line in inventory(plan.scheme, stack, plan.touched(stack)))
     if stack.absolute:
-        yield "table", f"{stack.absolute.capacity} positions"
+        yield "table", counted(stack.absolute.capacity, "position")
     if stack.layers:
         yield from _numbers(plan.scheme if plan else scheme, stack)
         yield "positions", _position_map(scheme, stack.training_length)
@@ -189,6 +189,8 @@ def _frequencies(scheme: Scheme, spec: RotarySpec, weights: Weights) -> Iterable
     pairs = sorted({last * part // 4 for part in range(5)})
     yield "frequencies", _listed("pair", pairs, inv_freq[pairs]) + where
     yield "wavelengths", _listed("pair", pairs, 2 * torch.pi / inv_freq[pairs]) + " tokens"
+    if found.decay is not None:
+        yield "decay", _listed("pair", pairs, found.decay[pairs]) + " per token"
     if scaling != 1:
         yield "scaling", f"cos and sin times {scaling:.4g}"
 

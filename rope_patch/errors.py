@@ -94,6 +94,11 @@ def require(package: str, what: str, extra: str | None = None) -> None:
         raise MissingPackage(f"{what} needs {package}: pip install {wanted}") from error
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 window`, `2 windows`."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 def nearest(name: str, known: Iterable[str], number: int = 1, cutoff: float = 0.6) -> list[str]:
     """The `number` closest of the known names, best first; `cutoff`, from 0 to 1, leaves out what is less alike."""
     return difflib.get_close_matches(name[:80], known, number, cutoff)  # comparing takes the square of the length

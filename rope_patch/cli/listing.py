@@ -16,7 +16,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from rope_patch.cli.options import Positional, print_json, say
+from rope_patch.cli.options import Positional, print_json
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,6 @@ def main(options: Options) -> None:
     else:
         for scheme in schemes:
             print(f"{scheme['name']:<15}{scheme['class']:<23}{scheme['summary']}")
-        say("`rope-patch list NAME` prints slots, fields, equation and source")
 
 
 class _Later(ModuleType):
