@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from rope_patch.errors import RopePatchError, counted
-from rope_patch.models.base import Stack
+from rope_patch.errors import InvalidField, RopePatchError, counted
+from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.config import BASE
 from rope_patch.models.reading import find_stacks
 from rope_patch.mounting.caution import caution, lost_positions
@@ -141,14 +142,16 @@ def _under(scheme: Scheme, stack: Stack, plan: Plan | None) -> Iterable[tuple[st
     if stack.absolute:
         yield "table", counted(stack.absolute.capacity, "position")
     if stack.layers:
-        yield from _numbers(plan.scheme if plan else scheme, stack)
+        full = [layer for layer in stack.layers if layer.kind == "full_attention"] or stack.layers
+        with suppress(InvalidField):  # of fields that do not fit these heads, which the first text tells
+            yield from _numbers(plan.scheme if plan else scheme, stack, (plan.touched(stack) if plan else full)[0])
         yield "positions", _position_map(scheme, stack.training_length)
 
 
 @torch.no_grad()
-def _numbers(scheme: Scheme, stack: Stack) -> Iterable[tuple[str, str]]:
-    """What the slots of a scheme hold at a few pairs, heads, distances and positions."""
-    weights, layer, trained = _weights(stack), stack.layers[0], stack.training_length
+def _numbers(scheme: Scheme, stack: Stack, layer: AttentionLayer) -> Iterable[tuple[str, str]]:
+    """What the slots of a scheme hold in a layer at a few pairs, heads, distances and positions."""
+    weights, trained = _weights(stack, layer), stack.training_length
     if any(value.is_meta for value in weights.values()):
         return
     places = torch.tensor([1, trained // 4, trained, 4 * trained])
@@ -168,9 +171,8 @@ def _numbers(scheme: Scheme, stack: Stack) -> Iterable[tuple[str, str]]:
         yield "added", _listed("to the first dimension at position", places, added)
 
 
-def _weights(stack: Stack) -> Weights:
-    """The learned parameters of a scheme on the first layer, and its own table of biases, on the CPU."""
-    layer = stack.layers[0]
+def _weights(stack: Stack, layer: AttentionLayer) -> Weights:
+    """The learned parameters of a scheme in a layer, and the layer's own table of biases, on the CPU."""
     found = {} if layer.bias_table is None else {"relative_attention_bias": layer.bias_table.weight}
     for module in (stack.module, layer.module):
         if NAME in module._modules:  # what adapters train comes last

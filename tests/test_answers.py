@@ -348,6 +348,18 @@ def test_describe_has_numbers_that_change(name):
     assert [row for row in describe(model).tables[0] if row[0] in NUMBERS] != plain
 
 
+@pytest.mark.parametrize("family", ["gemma3", "t5", "bert"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_scheme_is_described_on_every_style(family, name):
+    styles = {"t5": t5_families.build, "bert": lambda: absolute_families.build("bert")}
+    model = styles[family]() if family in styles else build(family)
+    try:
+        patch(model, CASES[name])
+    except RopePatchError:
+        return
+    assert describe(model)._repr_html_().startswith("<table>")
+
+
 def test_the_numbers_of_describe_are_those_of_the_formula(model):
     patch(model, "linear", factor=4)
     rows = dict(describe(model).tables[0])

@@ -51,7 +51,7 @@ def test_wrong_specs_say_why():
             InvalidField, match=r"='auto' is not allowed; write target=8192.* or target=auto where lengths are measured"
         ):
             scheme_at(spec, 512, TRAINED)
-    with pytest.raises(InvalidField, match="attention_factor='auto' is not allowed; .* a number above 0"):
+    with pytest.raises(InvalidField, match=r"attention_factor='auto' is not allowed; .* a number above 0"):
         scheme_at("yarn:factor=2,attention_factor=auto", 512, TRAINED)
     with pytest.raises(InvalidField, match=r"window=256 .* below the training length of 256"):
         scheme_at("self_extend:target=auto,window=256", 512, TRAINED)
