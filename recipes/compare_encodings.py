@@ -231,7 +231,8 @@ def build(spec: str, seed: int, options: Options) -> tuple[Any, list[Any]]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rope_patch import patch
+    from rope_patch.patching import mount_scheme
+    from rope_patch.schemes import get_scheme
 
     torch.manual_seed(seed)  # the same weights whatever is patched onto them
     config = LlamaConfig(
@@ -246,7 +247,7 @@ def build(spec: str, seed: int, options: Options) -> tuple[Any, list[Any]]:
     )
     model = LlamaForCausalLM(config).to(options.device)
     own = {id(parameter) for parameter in model.parameters()}
-    patch(model, spec)
+    mount_scheme(model, get_scheme(spec))
     return model, [parameter for parameter in model.parameters() if id(parameter) not in own]
 
 

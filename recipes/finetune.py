@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_patch.cli.options import Measured, Names, Numbers, Specs, is_main, print_json, run, say
+from rope_patch.cli.options import Length, Lengths, Measured, Names, Specs, is_main, print_json, run, say
 
 
 @dataclass(kw_only=True)
@@ -32,7 +32,7 @@ class Options(Measured):
     """What to train, on what, and where the results go."""
 
     schemes: Specs  # each trained on its own; target=auto means the length; plain trains the checkpoint as it is
-    length: int  # tokens of a training row
+    length: Length  # tokens of a training row
     dtype: str = "float32"  # of what is not trained; bfloat16 halves a checkpoint under adapters
     streaming: bool = False  # read the text while training on it
     shuffle_buffer: int = 1000  # documents among which a stream is shuffled
@@ -43,7 +43,7 @@ class Options(Measured):
     eval_text: str | None = None  # measure on this text instead, and train on all of the other
     eval_dataset: str | None = None  # or on this dataset
     eval_split: str | None = None  # of that dataset or else of the one trained on; default its test or validation
-    lengths: Numbers = ()  # that are measured; default L, 2 L, ... up to length
+    lengths: Lengths = ()  # that are measured; default L, 2 L, ... up to length
     targets: int | None = None  # scored tokens per document; default L
     documents: int | None = None  # how many are scored; default all
     windows_per_document: int | None = None  # places scored in each; default as many as make 16 in all
@@ -200,7 +200,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     from rope_patch.evaluation.lines import REFERENCES, scheme_at
     from rope_patch.models.head import find_language_model
     from rope_patch.models.reading import read_stacks
-    from rope_patch.patching import find_handle, patch, unpatch
+    from rope_patch.patching import find_handle, mount_scheme, unpatch
     from rope_patch.training import adapters, callbacks, checkpoints, chunked_loss, pose
 
     folder, facts = folder_of(options, spec), {"scheme": spec, "steps": options.steps, "merge": options.merge}
@@ -233,7 +233,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
         perplexity.measure(model, line, 0, line)
     if scheme is not None:
         perplexity.measure(model, scheme, 0)
-        patch(model, scheme)
+        mount_scheme(model, scheme)
 
     set_seed(options.seed)  # of new adapters
     adapted = {name: getattr(options, name) for name in ("rank", "alpha", "dropout")}

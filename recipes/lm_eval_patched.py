@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.options import Names, Numbers, run
+from rope_patch.cli.options import Lengths, Names, run
 
 MADE_HERE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
 DOWNLOADED = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
@@ -45,7 +45,7 @@ class Options:
     scheme: str | None = None  # such as yarn:factor=4; default the checkpoint as it is
     tasks: Names = ()  # that the harness knows
     text: Path | None = None  # a text file as a task of its own
-    lengths: Numbers = ()  # of the prompts of ruler, in tokens; default its own, 4096
+    lengths: Lengths = ()  # of the prompts of ruler, in tokens; default its own, 4096
     max_length: int | None = None  # window in tokens; default the model's own, or what the lengths need
     limit: int | None = None  # examples per task, of ruler per task and length; default all
     device: str = "auto"  # such as cpu or cuda:0; default an accelerator, else the CPU

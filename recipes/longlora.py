@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.options import Measured, Names, Numbers, print_json, run, say
+from rope_patch.cli.options import Lengths, Measured, Names, Numbers, print_json, run, say
 
 
 @dataclass(kw_only=True)
@@ -31,7 +31,7 @@ class Options(Measured):
     eval_text: str | None = None  # what is measured; default held-out modules of the standard library
     scheme: str = "pi:target=auto"  # auto means the length
     length: int = 1024  # tokens of a training row
-    lengths: Numbers = (256, 1024)  # that are measured
+    lengths: Lengths = (256, 1024)  # that are measured
     methods: Names = ("lora", "lora_norms", "lora_embeddings", "lora_norms_embeddings", "full")
     seeds: Numbers = (0, 1, 2)  # of the order of the documents, and of new adapters
     rank: int = 8  # of the adapters
@@ -79,11 +79,11 @@ def train(options: Options, method: str, rate: float, seed: int, rows: Any, poin
     import torch
     from transformers import TrainingArguments, default_data_collator, set_seed
 
-    from rope_patch import patch
     from rope_patch.evaluation.checkpoints import default_checkpoint, load_model, load_tokenizer
     from rope_patch.evaluation.corpora import load_text, name_of_text
     from rope_patch.evaluation.lines import REFERENCES, scheme_at
     from rope_patch.models.reading import read_stacks
+    from rope_patch.patching import mount_scheme
     from rope_patch.training.adapters import make_trainable
     from rope_patch.training.callbacks import PerplexityCallback
     from rope_patch.training.checkpoints import SafeTrainer
@@ -103,7 +103,7 @@ def train(options: Options, method: str, rate: float, seed: int, rows: Any, poin
     scheme: Any = scheme_at(options.scheme, options.length, [stack.checkpoint for stack in read_stacks(model)])
     for reference in (*REFERENCES, options.scheme):
         measured.measure(model, reference if reference in REFERENCES else scheme, 0, reference)
-    patch(model, scheme)
+    mount_scheme(model, scheme)
     set_seed(seed)
     model = make_trainable(model, method, rank=options.rank, alpha=options.alpha)
     say(f"{line}: {sum(p.numel() for p in model.parameters() if p.requires_grad)} parameters are trained")

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_patch.cli.options import Measured, Numbers, Specs, is_main, print_json, run, say
+from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json, run, say
 
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    lengths: Numbers  # context lengths in tokens, ascending, of which no more is read
+    lengths: Lengths  # context lengths in tokens, ascending, of which no more is read
     schemes: Specs = ()  # a heat map; target=auto means each length in turn
     references: bool = True  # add the heat maps of plain and window
     task: Literal["passkey", "spans"] = "passkey"  # in English, or synthetic, for small checkpoints
@@ -35,7 +35,7 @@ class Options(Measured):
 
 def main(options: Options) -> None:
     """Ask every scheme the same questions at every length and depth."""
-    from rope_patch.errors import EvaluationError, MissingPackage
+    from rope_patch.errors import EvaluationError, MissingPackage, counted
     from rope_patch.evaluation import checkpoints
     from rope_patch.evaluation.corpora import load_text
     from rope_patch.evaluation.lines import check_lengths, with_references
@@ -69,7 +69,8 @@ def main(options: Options) -> None:
         task.prompts(options.lengths[0], depths[0])  # is there room in the shortest length?
         model = checkpoints.load_model(checkpoint, **settings)
         learned = take_off(model, say)
-        say(f"task {options.task}: {len(lines)} schemes at {len(options.lengths)} lengths and {len(depths)} depths")
+        cells = f"{counted(len(options.lengths), 'length')} and {counted(len(depths), 'depth')}"
+        say(f"task {options.task}: {counted(len(lines), 'scheme')} at {cells}")
         asked: dict[str, Any] = {"batch_size": options.batch_size, "name": options.model or "tiny-llama"}
         rows = measure_retrieval(model, task, lines, options.lengths, depths, **asked, results=results, trained=learned)
     if not is_main():

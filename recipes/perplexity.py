@@ -16,12 +16,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from rope_patch.cli.options import Measured, Numbers, Specs, is_main, print_json, run, say
+from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json, run, say
 
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    lengths: Numbers  # context lengths in tokens, ascending
+    lengths: Lengths  # context lengths in tokens, ascending
     schemes: Specs = ()  # a line of the table; target=auto means each length in turn
     references: bool = True  # add the lines plain and window
     protocol: str = "auto"  # last, by_position, span_corruption, sliding, disjoint, yarn_compat or yarn_truncate
@@ -35,7 +35,7 @@ class Options(Measured):
 
 def main(options: Options) -> None:
     """Measure every scheme at every length."""
-    from rope_patch.errors import MissingPackage
+    from rope_patch.errors import MissingPackage, counted
     from rope_patch.evaluation import charts
     from rope_patch.evaluation.checkpoints import default_checkpoint, load_model, load_tokenizer, quiet_transformers
     from rope_patch.evaluation.corpora import load_text, name_of_text
@@ -67,7 +67,7 @@ def main(options: Options) -> None:
     learned = take_off(model, say)
     corpus = load_text(options.text, options.dataset, split=options.split, column=options.column)
     lengths = ", ".join(map(str, options.lengths))
-    say(f"measuring {len(lines)} schemes at {lengths} tokens; documents: {len(corpus)}")
+    say(f"measuring {counted(len(lines), 'scheme')} at {lengths} tokens of {counted(len(corpus), 'document')}")
     named = {
         "name": options.model or "tiny-llama",
         "text": name_of_text(options.text, options.dataset, options.split),

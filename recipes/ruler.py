@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_patch.cli.options import Measured, Numbers, Specs, is_main, load_recipe, print_json, run, say
+from rope_patch.cli.options import Lengths, Measured, Specs, is_main, load_recipe, print_json, run, say
 
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    lengths: Numbers  # in tokens, ascending: of a prompt and its longest answer
+    lengths: Lengths  # in tokens, ascending: of a prompt and its longest answer
     schemes: Specs = ()  # a heat map; target=auto means each length in turn
     references: bool = True  # add the heat maps of plain and window
     tasks: tuple[Literal["niah_single_1", "vt", "cwe", "fwe"], ...] = ("niah_single_1", "vt", "cwe", "fwe")
@@ -34,7 +34,7 @@ class Options(Measured):
 
 def main(options: Options) -> None:
     """Ask every scheme the same questions at every length."""
-    from rope_patch.errors import EvaluationError, MissingPackage
+    from rope_patch.errors import EvaluationError, MissingPackage, counted
     from rope_patch.evaluation import checkpoints
     from rope_patch.evaluation.lines import check_lengths, display_name, with_references
     from rope_patch.evaluation.measured_model import take_off
@@ -59,7 +59,8 @@ def main(options: Options) -> None:
             ruler.draw(task, options.lengths[0])  # is there room in the shortest length?
         model = checkpoints.load_model(checkpoint, **settings)
         learned = take_off(model, say)
-        say(f"{len(options.tasks)} tasks: {len(lines)} schemes at {len(options.lengths)} lengths")
+        cells = f"{counted(len(lines), 'scheme')} at {counted(len(options.lengths), 'length')}"
+        say(f"{counted(len(options.tasks), 'task')}: {cells}")
         asked: dict[str, Any] = {"name": options.model or "tiny-llama", "results": results, "trained": learned}
         rows = measure_ruler(model, ruler, options.tasks, lines, options.lengths, **asked)
     if not is_main():

@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rope_patch.cli.options import Positional, run, say
+from rope_patch.cli.options import Length, Positional, run, say
 from rope_patch.errors import EvaluationError, require
 
 PAGE = 256  # tokens; the cache is given out in pages
@@ -31,7 +31,7 @@ UNSAID = 1 << 30  # `max_new_tokens` of a request that does not say
 class Options:
     checkpoint: Positional[str]  # checkpoint folder, GGUF file or hub id; also the name of the model in requests
     scheme: str | None = None  # such as rerope:window=512+logn; default what it was saved under
-    max_length: int | None = None  # prompt and answer of a request in tokens; default 4 L
+    max_length: Length | None = None  # prompt and answer of a request in tokens; default 4 L
     max_requests: int = 8  # how many requests of max_length the cache holds
     max_batch_tokens: int | None = None  # of one step; default 512, or max_length where frequencies follow the length
     temperature: float = 0.0  # 0 takes the likeliest token

@@ -55,7 +55,7 @@ class Options(Measured):
 
 def main(options: Options) -> None:
     """Plan, measure round after round, and recommend."""
-    from rope_patch.errors import MissingPackage, RopePatchError
+    from rope_patch.errors import MissingPackage, RopePatchError, counted
     from rope_patch.evaluation import charts, checkpoints
     from rope_patch.evaluation.corpora import load_text, name_of_text
     from rope_patch.evaluation.lines import CUT, REFERENCES
@@ -91,7 +91,7 @@ def main(options: Options) -> None:
     with checkpoints.quiet_transformers():
         model = checkpoints.load_model(checkpoint, **settings)
     learned = take_off(model, say)
-    say(f"trying {len(swept)} schemes at {', '.join(map(str, lengths))} tokens, best guesses first")
+    say(f"trying {counted(len(swept), 'scheme')} at {', '.join(map(str, lengths))} tokens, best guesses first")
     asked: dict[str, Any] = {"targets": options.targets, "documents": options.documents, "seed": options.seed}
     asked |= {"windows_per_document": options.windows_per_document, "name": options.model or "tiny-llama"}
     asked["text"] = name_of_text(options.text, options.dataset, options.split)
@@ -198,6 +198,7 @@ def schemes_to_sweep(regime: str, only: Sequence[str]) -> list[tuple[str, Any]]:
     from rope_patch.schemes import Scheme, list_schemes, scheme_class
 
     known = {name: scheme_class(name) for name in list_schemes() if scheme_class(name).sweep}
+    only = [scheme_class(name).name for name in only]
     for name in only:
         if name not in known:
             raise EvaluationError(f"a sweep does not try {name!r}; {did_you_mean(name, known)}")
@@ -277,8 +278,9 @@ def recommend(rows: Mapping[str, Sequence[Any]], best: str | None, difference: f
     """Whether the best line is `better`, `worse` or within the `noise` of `reference_of` these rows, and the evidence;
     below 8 windows there are `too few` to tell.
     """
+    from rope_patch.errors import counted
     from rope_patch.evaluation.lines import display_name
-    from rope_patch.evaluation.standard_errors import FEW, counted, pairs_of
+    from rope_patch.evaluation.standard_errors import FEW, pairs_of
 
     if best is None:
         reasons = "the model refuses every scheme of the sweep, the server has none, or the budget allows none"

@@ -2,27 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import html
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import nn
 
-from rope_patch.models.base import Stack
+from rope_patch.errors import InvalidField, RopePatchError, counted
+from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.config import BASE
 from rope_patch.models.reading import find_stacks
-from rope_patch.mounting.parameters import inventory
+from rope_patch.mounting.caution import caution, lost_positions
+from rope_patch.mounting.parameters import NAME, inventory
 from rope_patch.mounting.plan import Plan
-from rope_patch.patching import find_handles
+from rope_patch.patching import find_handles, find_record
 from rope_patch.saving.rope_parameters import native_scheme_of
-from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.base import TRAINING, Scheme
+from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.schemes.rope import NoPE, RoPE
+from rope_patch.schemes.slots import Tokens
+from rope_patch.typing import RotarySpec, Weights
+
+Rows = Sequence[tuple[str, str]]
 
 
-def describe(model: nn.Module) -> str:
-    """A table: each scheme with its slots, fields and source, the mount, the layers left alone, and a few positions.
+class Description(str):
+    """Tables as text. A notebook shows them as HTML where they are the last line of a cell.
 
-    The position map shows phi_q(m) - phi_k(n), the distance that is rotated, for some pairs (m, n). An encoder and a
-    decoder have a table each.
+    Attributes:
+        tables: for each part of a model its rows, of a name and a value.
+    """
+
+    tables: Sequence[Rows]
+
+    @classmethod
+    def of(cls, tables: Sequence[Rows]) -> Description:
+        """The text of some tables, which are kept beside it."""
+        found = cls("\n\n".join(map(_as_text, tables)))
+        found.tables = tables
+        return found
+
+    __repr__ = str.__str__
+
+    def _repr_html_(self) -> str:
+        cell = "<td style='text-align: left'>{}</td>".format
+        rows = [
+            "".join(f"<tr>{cell(name)}{cell(html.escape(value))}</tr>" for name, value in each) for each in self.tables
+        ]
+        return "".join(f"<table>{each}</table>" for each in rows)
+
+
+def _as_text(rows: Rows) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in rows)
+
+
+def describe(model: nn.Module) -> Description:
+    """A table: each scheme with its slots, fields and source, the mount, the layers left alone, and some numbers.
+
+    The numbers are those that a scheme changes: frequencies and wavelengths of a few pairs, slopes or biases, query
+    scales at a few positions, and the position map phi_q(m) - phi_k(n), the distance that is rotated, for some pairs
+    (m, n). An encoder and a decoder have a table each.
 
     Args:
         model: patched or not.
@@ -35,20 +77,24 @@ def describe(model: nn.Module) -> str:
         for handle in find_handles(model)
         for stack, plan in handle.mounted
     }
-    return "\n\n".join(
-        mounted.get(module) or _table(model, stack := style.read(module), native_scheme_of(stack), None)
-        for style, module in find_stacks(model)
+    return Description.of(
+        [
+            mounted.get(module) or _table(model, stack := style.read(module), native_scheme_of(stack), None)
+            for style, module in find_stacks(model)
+        ]
     )
 
 
-def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> str:
+def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> Rows:
     part_of = f", {stack.part}" if stack.part else ""
-    content = f"{len(stack.layers)} attention layers" if stack.layers else "a table of positions"
+    content = counted(len(stack.layers), "attention layer") if stack.layers else "a table of positions"
     rows = [
         ("model", f"{type(model).__name__}{part_of}, {content}"),
         ("training length", f"{stack.training_length} tokens"),
-        ("state", f"patched, mounted {plan.mounts()}" if plan else "not patched; this is its native scheme"),
+        ("state", f"patched, mounted {plan.mounts()}" if plan else _unpatched(model, stack)),
     ]
+    if plan and (words := caution(asked, [(stack, plan)])):
+        rows.append(("warning", words))
     resolved = asked.resolve(stack.checkpoint)
     by_layer = resolved.of_layers({layer.index: layer.kind for layer in stack.layers}, stack.config.num_hidden_layers)
     for part, its_plan in plan.by_layer if plan else ():
@@ -59,24 +105,100 @@ def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> 
         rows += _under(resolved, stack, plan)
     if plan:
         rows += [("left alone", line) for line in _left_alone(plan)]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in rows)
+    return rows
+
+
+def _unpatched(model: nn.Module, stack: Stack) -> str:
+    """The state of a model that carries no scheme; its config may record one."""
+    record = find_record(model)
+    if record is None:
+        return "not patched; this is its native scheme"
+    try:
+        recorded = scheme_from_dict(record["scheme"])
+    except (RopePatchError, LookupError, TypeError):
+        return "not patched; its config records a scheme that cannot be read"
+    if "positions" in record:
+        return f"not patched; its table has the rows of {recorded}, which repatch(model) takes up"
+    own = getattr(stack.config, "rope_parameters", None)
+    if record.get("rope_parameters", own) != own:
+        return f"not patched; its config records {recorded}, which Transformers applies by itself"
+    return f"not patched; its config records {recorded}, which is not applied: use repatch(model)"
 
 
 def _under(scheme: Scheme, stack: Stack, plan: Plan | None) -> Iterable[tuple[str, str]]:
     """The rows of layers under one scheme, whose defaults are filled in."""
+    lost = plan is not None and lost_positions(stack, plan.scheme)
     for part in scheme.parts():
-        yield "scheme", str(part)
+        training = "needed on this model, see the warning" if lost and part.regime == "training-free" else None
+        yield "scheme", f"{part} ({type(part).__name__})"
         yield "  slot", ", ".join(sorted(part.slots))
         yield "  equation", part.equation
-        yield "  needs", part.regime
+        yield "  training", training or TRAINING[part.regime]
         yield "  source", f"{part.source.title} ({part.source.year}) {part.source.link}"
     if plan:
         yield from _own_positions(stack, scheme, plan)
         if plan.embedding != "rows":
             yield from (("learned", line) for line in inventory(plan.scheme, stack, plan.touched(stack)))
+    if stack.absolute:
+        yield "table", counted(stack.absolute.capacity, "position")
     if stack.layers:
+        full = [layer for layer in stack.layers if layer.kind == "full_attention"] or stack.layers
+        with suppress(InvalidField):  # of fields that do not fit these heads, which the first text tells
+            yield from _numbers(plan.scheme if plan else scheme, stack, (plan.touched(stack) if plan else full)[0])
         yield "positions", _position_map(scheme, stack.training_length)
+
+
+@torch.no_grad()
+def _numbers(scheme: Scheme, stack: Stack, layer: AttentionLayer) -> Iterable[tuple[str, str]]:
+    """What the slots of a scheme hold in a layer at a few pairs, heads, distances and positions."""
+    weights, trained = _weights(stack, layer), stack.training_length
+    if any(value.is_meta for value in weights.values()):
+        return
+    places = torch.tensor([1, trained // 4, trained, 4 * trained])
+    if "frequencies" in scheme.slots:
+        yield from _frequencies(scheme, layer.spec, weights)
+    if "query_scale" in scheme.methods:
+        yield "query scale", _listed("position", places, scheme.query_scale(places, layer.heads.num, weights)[0])
+    if "bias" in scheme.methods:
+        biases = scheme.bias(places, layer.heads.num, weights)
+        if scheme.linear:
+            yield "slopes", _listed("head", range(len(biases)), -biases[:, 0])
+        else:
+            yield "bias, head 0", _listed("distance", places, biases[0])
+    if "embedding" in scheme.methods and not (scheme.learns or scheme.stateful):
+        states = torch.zeros(1, len(places), stack.config.hidden_size)
+        added = scheme.embedding(Tokens(states, places[None]))[0, :, 0]
+        yield "added", _listed("to the first dimension at position", places, added)
+
+
+def _weights(stack: Stack, layer: AttentionLayer) -> Weights:
+    """The learned parameters of a scheme in a layer, and the layer's own table of biases, on the CPU."""
+    found = {} if layer.bias_table is None else {"relative_attention_bias": layer.bias_table.weight}
+    for module in (stack.module, layer.module):
+        if NAME in module._modules:  # what adapters train comes last
+            found |= {path.rpartition(".")[2]: value for path, value in getattr(module, NAME).named_parameters()}
+    return {name: value if value.is_meta else value.detach().cpu() for name, value in found.items()}
+
+
+def _frequencies(scheme: Scheme, spec: RotarySpec, weights: Weights) -> Iterable[tuple[str, str]]:
+    length = 4 * spec.training_length
+    found = scheme.frequencies(spec, torch.tensor([length]) if scheme.length_dependent else None, weights)
+    inv_freq, scaling = found.inv_freq.flatten(), torch.as_tensor(found.attention_scaling).flatten()[0]
+    if not inv_freq.any():
+        yield "frequencies", "all 0: nothing rotates"
+        return
+    last, where = len(inv_freq) - 1, f"; in a text of {length} tokens" if scheme.length_dependent else ""
+    pairs = sorted({last * part // 4 for part in range(5)})
+    yield "frequencies", _listed("pair", pairs, inv_freq[pairs]) + where
+    yield "wavelengths", _listed("pair", pairs, 2 * torch.pi / inv_freq[pairs]) + " tokens"
+    if found.decay is not None:
+        yield "decay", _listed("pair", pairs, found.decay[pairs]) + " per token"
+    if scaling != 1:
+        yield "scaling", f"cos and sin times {scaling:.4g}"
+
+
+def _listed(what: str, places: Iterable[Any], values: torch.Tensor) -> str:
+    return f"{what} " + ", ".join(f"{place}: {value:.4g}" for place, value in zip(places, values.tolist(), strict=True))
 
 
 def _numbered(indices: Iterable[int]) -> str:

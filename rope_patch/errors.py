@@ -1,6 +1,6 @@
-"""Every error that the library raises on its own account.
+"""Every error and warning of this library.
 
-All derive from `RopePatchError` and from the builtin that fits, so both styles of `except` work.
+Errors derive from `RopePatchError` and from the builtin that fits, so both styles of `except` work.
 """
 
 from __future__ import annotations
@@ -12,6 +12,13 @@ from collections.abc import Iterable
 
 class RopePatchError(Exception):
     """Base of all errors of this library."""
+
+
+class RopePatchWarning(UserWarning):
+    """A patch that changes nothing, or after which a pretrained model needs training. `describe` shows it too.
+
+    Silence it with `warnings.simplefilter("ignore", rope_patch.RopePatchWarning)`.
+    """
 
 
 class UnknownScheme(RopePatchError, KeyError):
@@ -53,6 +60,10 @@ class NothingToPatch(RopePatchError, ValueError):
     """The scheme would leave every layer of this model as it is."""
 
 
+class NoCheckpoint(RopePatchError, OSError):
+    """There is no checkpoint at the given place."""
+
+
 class CorpusError(RopePatchError, ValueError):
     """There is no text where the corpus was said to be."""
 
@@ -83,9 +94,19 @@ def require(package: str, what: str, extra: str | None = None) -> None:
         raise MissingPackage(f"{what} needs {package}: pip install {wanted}") from error
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 window`, `2 windows`."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def nearest(name: str, known: Iterable[str], number: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The `number` closest of the known names, best first; `cutoff`, from 0 to 1, leaves out what is less alike."""
+    return difflib.get_close_matches(name[:80], known, number, cutoff)  # comparing takes the square of the length
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The tail of a message: the closest known name, if any is close, and all that are allowed."""
     known = sorted(known)
-    close = difflib.get_close_matches(name[:80], known, n=1)  # comparing takes the square of the length
+    close = nearest(name, known)
     suggestion = f"did you mean {close[0]!r}? " if close else ""
     return f"{suggestion}allowed: {', '.join(known) or 'none'}"

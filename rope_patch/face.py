@@ -8,6 +8,7 @@ from rope_patch.errors import (
     NothingToPatch,
     NotPatched,
     RopePatchError,
+    RopePatchWarning,
     SlotConflict,
     UnknownScheme,
     UnsupportedModel,

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeVar, get_args
+import warnings
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from rope_patch.attention.inputs import AttentionMode
-from rope_patch.errors import AlreadyPatched, InvalidField, NotPatched, did_you_mean
+from rope_patch.errors import (
+    AlreadyPatched,
+    InvalidField,
+    NotPatched,
+    RopePatchWarning,
+    UnsupportedModel,
+    did_you_mean,
+)
 from rope_patch.models.base import Stack
 from rope_patch.models.paged import forget_managers
 from rope_patch.models.reading import find_enclosing, read_stacks
+from rope_patch.mounting.caution import caution
 from rope_patch.mounting.late import LateAttention
 from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
 from rope_patch.mounting.undo import Changes
@@ -21,7 +30,7 @@ from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import as_scheme
 from rope_patch.schemes.target import reached
 
-Model = TypeVar("Model", bound=nn.Module)
+Mounted = tuple[tuple[Stack, Plan], ...]
 
 _HANDLE = "_rope_patch_handle"
 
@@ -38,9 +47,7 @@ class PatchHandle:
         changes: what `remove` takes back.
     """
 
-    def __init__(
-        self, model: nn.Module, scheme: Scheme, mounted: tuple[tuple[Stack, Plan], ...], changes: Changes
-    ) -> None:
+    def __init__(self, model: nn.Module, scheme: Scheme, mounted: Mounted, changes: Changes) -> None:
         self.model = model
         self.scheme = scheme
         self.mounted = mounted
@@ -56,13 +63,17 @@ class PatchHandle:
         """Where the scheme went in `stack`."""
         return self.mounted[0][1]
 
+    @property
+    def _is_mounted(self) -> bool:
+        return vars(self.stack.module).get(_HANDLE) is self
+
     def remove(self) -> None:
         """Restore the model bit for bit.
 
         Raises:
             NotPatched: when this handle was removed already.
         """
-        if vars(self.stack.module).get(_HANDLE) is not self:
+        if not self._is_mounted:
             raise NotPatched(f"{type(self.model).__name__} does not carry {self.scheme} any more")
         forget_managers([*find_enclosing(self.model), *self.model.modules()])
         _take_back(self.mounted, self._changes)
@@ -71,11 +82,12 @@ class PatchHandle:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if vars(self.stack.module).get(_HANDLE) is self:
+        if self._is_mounted:
             self.remove()
 
     def __repr__(self) -> str:
-        return f"<{type(self.model).__name__} under {self.scheme}, mounted {self.plan.mounts()}>"
+        state = f"under {self.scheme}, mounted {self.plan.mounts()}" if self._is_mounted else f"without {self.scheme}"
+        return f"<{type(self.model).__name__} {state}>"
 
 
 def patch(
@@ -105,28 +117,49 @@ def patch(
         NothingToPatch: no layer would change.
         AlreadyPatched: the model carries a scheme; `unpatch` it first.
 
+    Warns:
+        RopePatchWarning: the scheme would change nothing, or a pretrained model needs training under it.
+
     Example:
         >>> with patch(model, "rerope", window=512):
         ...     model.generate(**inputs)
     """
+    if any(isinstance(scheme, nn.Module) for scheme in schemes):
+        others = [f"'{each}'" for each in (model, *schemes) if not isinstance(each, nn.Module)] or ["SCHEME"]
+        others += [f"{name}={value!r}" for name, value in fields.items()]
+        raise UnsupportedModel(f"the model comes first: write patch(model, {', '.join(others)})")
     scheme = as_scheme(schemes, fields)
     if attention not in get_args(AttentionMode):
         raise InvalidField(f"attention={attention!r}: {did_you_mean(str(attention), get_args(AttentionMode))}")
+    with torch.device("cpu"):  # whatever the default is, as within `with torch.device("meta")`
+        scheme, mounted = _planned(model, scheme, mount)
+        if words := caution(scheme, mounted):
+            silence = "warnings.simplefilter('ignore', rope_patch.RopePatchWarning) silences this"
+            warnings.warn(f"{words} ({silence})", RopePatchWarning, stacklevel=2)
+        return _mount(model, scheme, mounted, attention)
+
+
+def mount_scheme(model: nn.Module, scheme: Scheme) -> PatchHandle:
+    """`patch` without its warning, for a model that was trained under the scheme, is to be, or is measured."""
+    with torch.device("cpu"):
+        return _mount(model, *_planned(model, scheme, "auto"), "auto")
+
+
+def _planned(model: nn.Module, scheme: Scheme, mount: Mount) -> tuple[Scheme, Mounted]:
+    """The scheme with what a target fills, and where it goes in each part of a model that carries none."""
     if isinstance(model, nn.Module) and (handle := find_handle(model)) is not None:
         raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}; unpatch it before applying {scheme}")
     if isinstance(record := find_record(model), dict) and "positions" in record:
         raise AlreadyPatched(
             f"{type(model).__name__} was saved with the table of {record.get('scheme')}; `repatch` takes it up"
         )
-    with torch.device("cpu"):  # whatever the default is, as within `with torch.device("meta")`
-        return _mount(model, scheme, mount, attention)
-
-
-def _mount(model: nn.Module, scheme: Scheme, mount: Mount, attention: AttentionMode) -> PatchHandle:
     stacks = read_stacks(model)
     scheme = reached(scheme, (stack.checkpoint for stack in stacks))
-    mounted = tuple((stack, plan_mounts(scheme, stack, mount)) for stack in stacks)
-    rotary = {tables.module: stack.module for stack in stacks for tables in stack.rotary}
+    return scheme, tuple((stack, plan_mounts(scheme, stack, mount)) for stack in stacks)
+
+
+def _mount(model: nn.Module, scheme: Scheme, mounted: Mounted, attention: AttentionMode) -> PatchHandle:
+    rotary = {tables.module: stack.module for stack, _ in mounted for tables in stack.rotary}
     forget_managers([*find_enclosing(model), *model.modules()])
     changes = Changes()
     handle = PatchHandle(model, scheme, mounted, changes)
@@ -145,14 +178,14 @@ def _mount(model: nn.Module, scheme: Scheme, mount: Mount, attention: AttentionM
     return handle
 
 
-def unpatch(model: Model) -> Model:
+def unpatch(model: nn.Module) -> PatchHandle:
     """Restore a patched model exactly: forwards, hooks, buffers, config, attention choice, registries.
 
     Args:
         model: patched.
 
     Returns:
-        the model.
+        the handle of the scheme that was taken off, as `patch` returned it: `handle.model`, `handle.scheme`.
 
     Raises:
         NotPatched: when it carries no scheme.
@@ -162,7 +195,7 @@ def unpatch(model: Model) -> Model:
         raise NotPatched(f"{type(model).__name__} carries no scheme")
     for handle in handles:
         handle.remove()
-    return model
+    return handles[0]
 
 
 def find_handle(model: nn.Module) -> PatchHandle | None:
@@ -186,7 +219,7 @@ def find_record(model: Any) -> Any:
     return next((record for record in records if record is not None), None)
 
 
-def _take_back(mounted: tuple[tuple[Stack, Plan], ...], changes: Changes) -> None:
+def _take_back(mounted: Mounted, changes: Changes) -> None:
     hooks = [
         hook for stack, _ in mounted for layer in stack.layers for hook in layer.module._forward_pre_hooks.values()
     ]
@@ -196,9 +229,7 @@ def _take_back(mounted: tuple[tuple[Stack, Plan], ...], changes: Changes) -> Non
             hook.release()
 
 
-def _name_in_config(
-    model: nn.Module, scheme: Scheme, mounted: tuple[tuple[Stack, Plan], ...], changes: Changes
-) -> None:
+def _name_in_config(model: nn.Module, scheme: Scheme, mounted: Mounted, changes: Changes) -> None:
     """Give this model configs of its own (other models may share the ones it had) that name the scheme.
 
     A scheme that Transformers has words for is also said in them, so that it survives without this library.

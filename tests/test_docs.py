@@ -193,7 +193,7 @@ def test_the_tutorial_runs_in_order(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert "did you mean 'yarn'?" in done.stdout
+    assert "did you mean 'yarn'" in done.stdout
     assert (tmp_path / "runs" / "tutorial" / "long" / "config.json").is_file()
 
 

@@ -22,13 +22,13 @@ class Options:
 
 def main(options: Options) -> None:
     """Load the checkpoint on the CPU and describe it."""
-    from rope_patch import describe, native_scheme, patch
+    from rope_patch import describe, get_scheme, native_scheme
     from rope_patch.evaluation.checkpoints import default_checkpoint, load_model
-    from rope_patch.patching import find_handle
+    from rope_patch.patching import find_handle, mount_scheme
 
     model = load_model(options.model or default_checkpoint(), device="cpu")
     if options.scheme:
-        patch(model, options.scheme)
+        mount_scheme(model, get_scheme(options.scheme))  # what `patch` would warn of is among the rows
     if not options.json:
         print(describe(model))
         return

@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from rope_patch.cli.options import Positional, print_json
+from rope_patch.cli.options import Length, Positional, print_json
 
 
 @dataclass(kw_only=True)
 class Options:
     checkpoint: Positional[str]  # a checkpoint folder, or a GGUF file, which is unpacked
     scheme: str | None = None  # such as yarn:factor=4; default what it was saved under
-    length: int | None = None  # context to serve in tokens; default factor times L
+    length: Length | None = None  # context to serve in tokens; default factor times L
     output: str | None = None  # the folder to write; default none, and only tell what it would be
     link: bool = False  # hard links instead of copies of weights and tokenizer
     dry_run: bool = False  # write nothing, even with --output

@@ -1,9 +1,10 @@
-"""The schemes, with slots, equation and source.
+"""The schemes, one line each; of those you name, all the rest.
 
     rope-patch list
+    rope-patch list yarn
     rope-patch list --json
 
-"needs" is what a pretrained checkpoint needs before it makes sense under the scheme.
+"training" is what a pretrained checkpoint needs before it makes sense under the scheme.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from rope_patch.cli.options import print_json
+from rope_patch.cli.options import Positional, print_json
 
 
 @dataclass(kw_only=True)
 class Options:
+    schemes: Positional[tuple[str, ...]] = ()  # names, such as yarn; default all
     json: bool = False  # print one JSON document, with the fields and their defaults
     markdown: bool = False  # print the table of the README
 
@@ -29,15 +31,16 @@ def main(options: Options) -> None:
     sys.modules.setdefault("torch", _Later("torch"))
     from rope_patch.schemes.registry import list_schemes, scheme_class
 
-    schemes = [_entry(scheme_class(name)) for name in list_schemes()]
+    schemes = [_entry(scheme_class(name)) for name in options.schemes or list_schemes()]
     if options.json:
         print_json(schemes)
     elif options.markdown:
         print(_markdown(schemes))
+    elif options.schemes:
+        print("\n\n".join(map(_in_full, schemes)))
     else:
         for scheme in schemes:
-            print(f"{scheme['name']:<16}{scheme['year']}  {', '.join(scheme['slots'])}; {scheme['needs']}")
-            print(f"{'':<16}{scheme['equation']}\n{'':<16}{scheme['link'] or scheme['source']}")
+            print(f"{scheme['name']:<15}{scheme['class']:<23}{scheme['summary']}")
 
 
 class _Later(ModuleType):
@@ -52,6 +55,27 @@ class _Later(ModuleType):
         return getattr(import_module(self.__name__), name)
 
 
+def _in_full(scheme: dict[str, Any]) -> str:
+    """All that a scheme declares, as a table to print."""
+    from rope_patch.schemes.base import TRAINING
+
+    rows = {
+        "scheme": f"{scheme['name']}, class {scheme['class']}",
+        "in short": scheme["summary"],
+        "also called": ", ".join(scheme["aliases"]),
+        "slot": ", ".join(scheme["slots"]),
+        "training": TRAINING[scheme["needs"]],
+        "families": ", ".join(scheme["families"]),
+        "fields": ", ".join(
+            f"{name}={value}".replace("=required", " (required)") for name, value in scheme["fields"].items()
+        ),
+        "equation": scheme["equation"],
+        "source": f"{scheme['source']} ({scheme['year']}) {scheme['link']}",
+        "code": scheme["code"],
+    }
+    return "\n".join(f"{name:<13}{value}" for name, value in rows.items() if value)
+
+
 def _markdown(schemes: list[dict[str, Any]]) -> str:
     lines = ["| scheme | year | slot | needs training? | families | paper |", "|---|---|---|---|---|---|"]
     for entry in schemes:
@@ -64,6 +88,7 @@ def _markdown(schemes: list[dict[str, Any]]) -> str:
 
 def _entry(cls: Any) -> dict[str, Any]:
     from rope_patch.schemes.base import SLOTS, Scheme
+    from rope_patch.schemes.names import other_names
 
     slots = [slot for name, slot in SLOTS.items() if getattr(cls, name) is not getattr(Scheme, name)]
     encodes = cls.causal_only is not True and not cls.decays  # T5's encoder looks in both directions
@@ -71,6 +96,8 @@ def _entry(cls: Any) -> dict[str, Any]:
     return {
         "name": cls.name,
         "class": cls.__name__,
+        "summary": vars(cls).get("summary") or (cls.__doc__ or "").strip().partition("\n")[0],
+        "aliases": [name for name in other_names(cls) if name != cls.name],
         "slots": list(dict.fromkeys(slots)),
         "needs": cls.regime,
         "families": ["Llama", "Baichuan", *["T5"] * encodes, *["BERT"] * fills_table],

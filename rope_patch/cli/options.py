@@ -34,6 +34,13 @@ INTERRUPTED, NO_READER = 130, 141
 """Exit statuses after Ctrl-C, and where whoever read stdout went away."""
 
 
+class Multiple(float):
+    """A length in multiples of the training length L, until the checkpoint is known."""
+
+    def __str__(self) -> str:
+        return f"{self:g}x"
+
+
 def _numbers(words: list[str]) -> tuple[int, ...]:
     listed = [word for part in words for word in part.split(",")]
     if not all(re.fullmatch(r"-?\d+", word) for word in listed):
@@ -41,17 +48,41 @@ def _numbers(words: list[str]) -> tuple[int, ...]:
     return tuple(map(int, listed))
 
 
-Numbers = Annotated[
-    tuple[int, ...],
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs="*",
-        metavar="N,N,...",
-        instance_from_str=_numbers,
+def _lengths(words: list[str]) -> tuple[int, ...]:
+    listed = [word for part in words for word in part.split(",")]
+    if not all(re.fullmatch(r"-?\d+|\d+(\.\d+)?x", word) for word in listed):
+        raise ValueError(f"{' '.join(words)!r} is no list of lengths such as 256,512,1024 or 1x,2x,4x")
+    # a multiple is an integer as soon as `run` has asked the checkpoint
+    return tuple(Multiple(word[:-1]) if word.endswith("x") else int(word) for word in listed)  # type: ignore[misc]
+
+
+def _listed(read: Callable[[list[str]], tuple[int, ...]], nargs: Any, metavar: str) -> Any:
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=nargs,
+        metavar=metavar,
+        instance_from_str=read,
         is_instance=lambda value: isinstance(value, tuple),
         str_from_instance=lambda value: [",".join(map(str, value))],
+    )
+
+
+Numbers = Annotated[tuple[int, ...], _listed(_numbers, "*", "N,N,...")]
+"""Whole numbers: `256,512` or `256 512`."""
+
+Lengths = Annotated[tuple[int, ...], _listed(_lengths, "*", "N,Nx,...")]
+"""Lengths in tokens, `256,512` or `256 512`, or in multiples of the training length, `1x,4x`."""
+
+Length = Annotated[
+    int,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N|Nx",
+        instance_from_str=lambda words: _lengths(words)[0],
+        is_instance=lambda value: isinstance(value, (int, Multiple)),
+        str_from_instance=lambda value: [str(value)],
     ),
 ]
-"""Whole numbers: `256,512` or `256 512`."""
+"""A length in tokens, or in multiples of the training length."""
 
 Specs = Annotated[tuple[str, ...], tyro.conf.arg(name="scheme", metavar="SCHEME"), tyro.conf.UseAppendAction]
 """Schemes, such as `yarn:target=auto` or `rerope:window=128+logn`: the option `--scheme` is repeated."""
@@ -91,7 +122,7 @@ def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | No
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # also the bars of libraries: in a log they are no lines
     try:
-        status = _ending(lambda: main(parse(options, sys.argv[1:] if words is None else words, prog)))
+        status = _ending(lambda: main(in_tokens(parse(options, sys.argv[1:] if words is None else words, prog))))
     except SystemExit as end:  # after --help
         status = int(end.code or 0)
     if words is None:
@@ -133,6 +164,33 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
         if end.code:
             raise EvaluationError(_one_line(shown.getvalue())) from None
         raise
+
+
+def in_tokens(options: Any) -> Any:
+    """The same options with every length in tokens: those in multiples of L are read off the config of the checkpoint.
+
+    Raises:
+        RopePatchError: there is no such checkpoint, or its config does not give L.
+    """
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    asked = {name: value for name, value in given.items() if Multiple in map(type, _several(value))}
+    if not asked:
+        return options
+    from rope_patch.evaluation.checkpoints import default_checkpoint, trained_length
+
+    trained = trained_length(given.get("model") or given.get("checkpoint") or default_checkpoint())
+
+    def tokens(length: Any) -> Any:
+        return round(length * trained) if isinstance(length, Multiple) else length
+
+    found = {
+        name: tuple(map(tokens, value)) if isinstance(value, tuple) else tokens(value) for name, value in asked.items()
+    }
+    return dataclasses.replace(options, **found)
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def say(sentence: str) -> None:

@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from rope_patch.errors import EvaluationError, MissingPackage, did_you_mean
 from rope_patch.evaluation.processes import joined
+from rope_patch.models import t5
+from rope_patch.models.config import training_length
 from rope_patch.saving.gguf import is_gguf, load_gguf_config, load_gguf_tokenizer
 from rope_patch.saving.loading import from_pretrained, make_loadable
 from rope_patch.shipped import recipes_folder
@@ -66,6 +68,22 @@ def load_config(path: str) -> Any:
         EvaluationError: there is none.
     """
     return _read(path, "a config", AutoConfig, load_gguf_config)
+
+
+def trained_length(path: str) -> int:
+    """L in tokens of a checkpoint, from its config alone.
+
+    Raises:
+        EvaluationError: there is no config, or it does not give a length.
+    """
+    config = load_config(path)
+    if getattr(config, "rope_parameters", None):
+        return training_length(config)
+    default = t5.TRAINING_LENGTH if hasattr(config, "relative_attention_num_buckets") else None
+    lengths = (getattr(config, name, None) for name in ("n_positions", "max_position_embeddings", "model_max_length"))
+    if not (found := next(filter(None, lengths), default)):
+        raise EvaluationError(f"the config of {path} does not give the training length; write lengths in tokens")
+    return int(found)
 
 
 def unpack(path: str, folder: str | Path, dtype: str = "auto") -> None:

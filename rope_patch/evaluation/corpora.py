@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets, get_dataset_split_names, load_dataset
 
-from rope_patch.errors import CorpusError
+from rope_patch.errors import CorpusError, counted
 
 HELD_OUT_MODULES = {
     *("argparse", "configparser", "difflib", "doctest", "ipaddress", "mailbox"),
@@ -80,7 +80,7 @@ def load_text(
     else:
         return load_corpus(split or "held_out")
     if not any(found["text"]):
-        raise CorpusError(f"there is no text in {text!r}: {len(found)} documents, all empty")
+        raise CorpusError(f"there is no text in {text!r}: {counted(len(found), 'document')}, all empty")
     return found
 
 

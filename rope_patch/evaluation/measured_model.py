@@ -15,7 +15,7 @@ from rope_patch.evaluation.rows import provenance, weights_fingerprint
 from rope_patch.models.head import find_language_model
 from rope_patch.models.reading import read_stacks
 from rope_patch.mounting.parameters import learned_parameters
-from rope_patch.patching import find_handle, find_handles, patch, unpatch
+from rope_patch.patching import find_handle, find_handles, mount_scheme, unpatch
 from rope_patch.schemes import Scheme
 
 
@@ -103,7 +103,7 @@ class MeasuredModel:
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
-            with patch(self.model, scheme) if scheme is not None and self.carried is None else nullcontext():
+            with mount_scheme(self.model, scheme) if scheme is not None and self.carried is None else nullcontext():
                 learned = self.learned
                 if learned and scheme in (learned.scheme, learned.scheme.resolve(self.stacks[0].checkpoint)):
                     for name, value in learned_parameters(self.model).items():

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from rope_patch.errors import EvaluationError
+from rope_patch.errors import EvaluationError, counted
 from rope_patch.evaluation.rows import Row
 
 FEW = 8  # below as many documents windows are counted, and below as many windows an error means little
@@ -42,8 +42,3 @@ def pairs_of(row: Row) -> str:
         return counted(number, "document")
     parts = "window" if number == row.windows else "block"
     return f"{counted(number, parts)}{' of windows' * (parts == 'block')} of {counted(row.documents, 'document')}"
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 window`, `2 windows`."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -13,11 +13,11 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from rope_patch.errors import EvaluationError
+from rope_patch.errors import EvaluationError, counted
 from rope_patch.evaluation.lines import CUT, PLAIN, REFERENCES, display_name
 from rope_patch.evaluation.protocols import PROTOCOLS
 from rope_patch.evaluation.rows import Row
-from rope_patch.evaluation.standard_errors import FEW, counted, paired_difference, pairs_of, standard_error
+from rope_patch.evaluation.standard_errors import FEW, paired_difference, pairs_of, standard_error
 
 _REGIMES = {
     "fine-tune": ("†", "made to be fine-tuned; measured here without"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rope_patch.errors import SlotConflict
+from rope_patch.errors import SlotConflict, counted
 from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.probe import device_of, dtype_of
 from rope_patch.mounting.undo import Changes
@@ -150,7 +150,7 @@ def inventory(scheme: Scheme, stack: Stack, layers: Iterable[AttentionLayer]) ->
         shared = name in scheme.shared
         holders = [stack.module] if shared else [layer.module for layer in layers]
         as_it_started = all(_is_as_it_started(module, name, started[module][name]) for module in holders)
-        where = "shared by all layers" if shared else f"in each of {len(holders)} layers"
+        where = "shared by all layers" if shared else f"in each of {counted(len(holders), 'layer')}"
         state = "new and untrained" if as_it_started else "trained"
         yield f"{name} {tuple(value.shape)} {where}: {len(holders) * value.numel():,} numbers, {state}"
 

@@ -31,7 +31,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from rope_patch.errors import InvalidField, NotPatched, UnsupportedModel, require
+from rope_patch.errors import InvalidField, NoCheckpoint, NotPatched, UnsupportedModel, require
 from rope_patch.models import absolute
 from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
 from rope_patch.models.base import AbsoluteTable
@@ -40,7 +40,7 @@ from rope_patch.models.reading import find_stacks, read_stacks
 from rope_patch.mounting.entry import shorten
 from rope_patch.mounting.parameters import NAME, learned_parameters
 from rope_patch.mounting.plan import plan_mounts
-from rope_patch.patching import PatchHandle, find_handle, find_record, patch, unpatch
+from rope_patch.patching import PatchHandle, find_handle, find_record, mount_scheme, unpatch
 from rope_patch.saving.gguf import is_gguf, load_gguf
 from rope_patch.schemes.registry import scheme_from_dict
 
@@ -65,7 +65,7 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
         the model, of adapters a `PeftModel`; `unpatch` gives the checkpoint without the scheme.
 
     Raises:
-        OSError: there is no checkpoint, or none in safetensors.
+        NoCheckpoint, OSError: there is no checkpoint, or none in safetensors.
         UnsupportedModel: its model is code that lies beside the weights.
         InvalidField, UnknownScheme, NotPatched: its files do not describe a scheme, or not one of such a model.
         MissingPackage: the path holds adapters, and PEFT is not installed.
@@ -75,6 +75,7 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
 
 def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
     """What `from_pretrained` does, below the adapters that named the path."""
+    _check_there(str(path), kwargs.get("subfolder") or "")
     if is_gguf(path):
         return load_gguf(path, **kwargs)
     places = {key: kwargs[key] for key in _PLACES if key in kwargs}
@@ -104,6 +105,21 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
     return model
 
 
+def _check_there(path: str, subfolder: str) -> None:
+    """Refuse what is neither a checkpoint here nor a name that the Hub may know.
+
+    Raises:
+        NoCheckpoint: with the reason, in one sentence.
+    """
+    folder = Path(path, subfolder)
+    if not path or (not folder.exists() and (path.count("/") > 1 or path.startswith(("/", ".", "~")))):
+        raise NoCheckpoint(f"there is no checkpoint {path!r}: no folder or file has this name")
+    if folder.is_dir() and not any((folder / name).is_file() for name in (CONFIG_NAME, _ADAPTERS)):
+        raise NoCheckpoint(f"there is no checkpoint in {path!r}: the folder has no {CONFIG_NAME}")
+    if folder.is_file() and not is_gguf(path):
+        raise NoCheckpoint(f"{path!r} is no checkpoint: it is neither a folder nor a GGUF file")
+
+
 def _parts(config: Any) -> Iterator[Any]:
     """A config and those inside it, of its text and its images."""
     yield config
@@ -116,6 +132,10 @@ def _config_of(path: str | Path, places: dict[str, Any]) -> Any:
     """The config of a checkpoint, of a class that Transformers or this library has."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False, **places)
+    except OSError as error:
+        raise NoCheckpoint(
+            f"there is no checkpoint {str(path)!r}: no folder here has this name, and the Hub did not give it"
+        ) from error
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -163,7 +183,7 @@ def _with_adapters(
         if carried is not None:
             unpatch(model)
         if wanted is not None:
-            patch(model, wanted)
+            mount_scheme(model, wanted)
     return PeftModel.from_pretrained(model, path, **places)
 
 
@@ -329,7 +349,7 @@ def _resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
     """Put a loaded model under the scheme that it was saved under; None where its own positions were not saved."""
     scheme = scheme_from_dict(record["scheme"])
     if "positions" not in record or find_handle(model) is not None:
-        return patch(model, scheme)
+        return mount_scheme(model, scheme)
     capacity, has_table = record["positions"], find_stacks(model)[0][0] is absolute
     if not has_table or type(capacity) is not int or capacity <= 0:
         raise NotPatched(f"`rope_patch` says positions={capacity!r}, which {type(model).__name__} cannot have had")
@@ -342,6 +362,6 @@ def _resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
         raise NotPatched(f"`rope_patch` says positions={capacity!r}, but {type(model).__name__} has {table.capacity}")
     saved = shorten(table, capacity)
     del stack.config.rope_patch
-    handle = patch(model, scheme)
+    handle = mount_scheme(model, scheme)
     table.rows.copy_(saved)  # as they were trained
     return handle

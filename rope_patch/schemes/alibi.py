@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.errors import InvalidField
+from rope_patch.errors import InvalidField, counted
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.slots import Checkpoint, ModelShape
 from rope_patch.typing import NO_WEIGHTS, Weights
@@ -29,6 +29,7 @@ class ALiBi(Scheme):
     """
 
     name = "alibi"
+    summary = "penalises distance in a straight line, each head by a slope of its own"
     equation = "-slope_h |m - n|"
     source = Source(
         "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation",
@@ -61,7 +62,8 @@ class ALiBi(Scheme):
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         if self.slopes is not None and len(self.slopes) != checkpoint.num_heads:
             raise InvalidField(
-                f"alibi: slopes has {len(self.slopes)} values; this checkpoint has {checkpoint.num_heads} heads"
+                f"alibi: slopes has {counted(len(self.slopes), 'value')}; this checkpoint has "
+                f"{counted(checkpoint.num_heads, 'head')}"
             )
         return dataclasses.replace(self, symmetric=self.symmetric or checkpoint.bidirectional)
 

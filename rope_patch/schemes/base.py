@@ -93,6 +93,8 @@ class Scheme:
         equation: the formula, as a line of text.
         source: where it was published.
         regime: what a pretrained checkpoint needs before it makes sense under this scheme.
+        summary: what it does, in plain words; default the first line of the docstring.
+        aliases: names by which papers and other libraries call it, beside those of the class and its `rope_type`.
         length_dependent: whether the frequencies follow the length of the text.
         learned_frequencies: whether the frequencies follow learned parameters.
         refines: whether it makes its frequencies of those of another scheme beside it, see `refine`.
@@ -117,6 +119,8 @@ class Scheme:
     equation: ClassVar[str]
     source: ClassVar[Source]
     regime: ClassVar[Annotated[Regime, Composed(_most_demanding)]] = "training-free"
+    summary: ClassVar[str] = ""
+    aliases: ClassVar[tuple[str, ...]] = ()
     length_dependent: ClassVar[IfAny] = False
     learned_frequencies: ClassVar[Annotated[bool, Composed(any, filling="frequencies")]] = False
     refines: ClassVar[Annotated[bool, Composed(_any_and_all, filling="frequencies")]] = False
@@ -134,6 +138,11 @@ class Scheme:
     reads_ids: ClassVar[IfAny] = False
     by_layer: ClassVar[IfAny] = False
     sweep: ClassVar[Sweeps] = None
+    composition: ClassVar[type[Scheme]]  # `Compose`, which is built on this class
+
+    def __add__(self, other: Scheme) -> Scheme:
+        """Both side by side, as `Compose(self, other)`."""
+        return type(self).composition(self, other) if isinstance(other, Scheme) else NotImplemented  # type: ignore[call-arg]
 
     # --- slots ---------------------------------------------------------------------------------------------------
 
@@ -364,14 +373,18 @@ class Scheme:
             bounds = "" if _computable(value) else f", and 0 or of a size from {1 / _LARGEST:g} to {_LARGEST:g}"
             raise InvalidField(f"{self.name}: {field}={value!r} is not allowed; {field} must be {allowed}{bounds}")
 
-    def _at_least(self, field: str, minimum: float, kind: type, optional: bool = False) -> None:
-        """Check that a number is finite, of its kind and not below `minimum`; None passes where `optional`."""
+    def _at_least(self, field: str, minimum: float | str, kind: type, optional: bool = False) -> None:
+        """Check that a number is finite, of its kind and not below `minimum`, which may be another field; None passes
+        where `optional`.
+        """
         value = getattr(self, field)
         if optional and value is None:
             return
+        bound: float = getattr(self, minimum) if isinstance(minimum, str) else minimum
+        least = f"{minimum}={bound:g}" if isinstance(minimum, str) else f"{bound:g}"
         noun = "an integer" if kind is int else "a number"
         comparable = isinstance(value, (int, float))
-        self._require(field, kind, comparable and value >= minimum, f"{noun} of at least {minimum:g}")
+        self._require(field, kind, comparable and value >= bound, f"{noun} of at least {least}")
 
     def _above_zero(self, field: str, optional: bool = False) -> None:
         """Check that a number is finite and positive; None passes where `optional`."""
@@ -412,6 +425,13 @@ SLOTS: dict[str, Slot] = {
     "embedding": "embedding",
 }
 """Which slot of the equation each method fills."""
+
+TRAINING: dict[Regime, str] = {
+    "training-free": "none needed",
+    "fine-tune": "fine-tuning needed",
+    "from-scratch": "needed from scratch",
+}
+"""What a pretrained checkpoint needs, in words."""
 
 COMPOSED: dict[str, Composed] = {
     name: rule

@@ -36,6 +36,7 @@ class ComplexOrder(Scheme):
     """
 
     name = "complex_order"
+    summary = "every word learns by itself how fast its dimensions turn with the position"
     title = "complex order"
     equation = "z_j e^(i (omega_(word,j) k + phi_(word,j))), z_j = x_2j + i x_(2j+1)"
     source = Source(

@@ -30,6 +30,8 @@ class Compose(Scheme):
     """
 
     name = "compose"
+    summary = "several schemes side by side"
+    aliases = ()
     title = "composition"  # its parts are named one by one
     equation = "each slot from its owner; query scales multiply, biases add, frequencies are refined in turn"
     source = Source("the one equation of this project", 2026, "")
@@ -145,6 +147,7 @@ def _of_the_owner(method: str, slot: Slot) -> Callable[..., Any]:
     return lambda self, *args, **kwargs: getattr(self._owners[slot], method)(*args, **kwargs)
 
 
+Scheme.composition = Compose
 for _name, _rule in COMPOSED.items():
     setattr(Compose, _name, _of_the_parts(_name, _rule))
 for _name, _slot in {**SLOTS, "advance": SLOTS["embedding"], "rows": SLOTS["embedding"]}.items():

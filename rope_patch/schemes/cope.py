@@ -29,6 +29,7 @@ class CoPE(Scheme):
     """
 
     name = "cope"
+    summary = "counts what matters between two tokens, such as words, instead of tokens"
     equation = "b = q . e[p], p = sum_(j=n..m) sigmoid(s(m,j))"
     source = Source(
         "Contextual Position Encoding: Learning to Count What's Important", 2024, "https://arxiv.org/abs/2405.18719"

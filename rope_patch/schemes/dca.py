@@ -30,6 +30,7 @@ class DualChunkAttention(Scheme):
     """
 
     name = "dca"
+    summary = "reads in chunks, so that no distance exceeds those of training"
     title = "DCA"
     equation = "key n mod s; query r, min(r + s, c), min(2s - 1, c) for the same, the previous and earlier chunks"
     source = Source(

@@ -45,6 +45,7 @@ class Disentangled(Scheme):
     """
 
     name = "deberta"
+    summary = "learns a vector per distance and compares it with queries and keys"
     title = "DeBERTa"
     equation = "s = (q.k + q . R^K_delta(m,n) + k . R^Q_delta(m,n)) / sqrt((1 + terms) d)"
     source = Source(

@@ -37,6 +37,7 @@ class FIRE(Scheme):
     """
 
     name = "fire"
+    summary = "a small network turns the share of distance in position into a bias"
     equation = "f_h(psi(m-n) / psi(max(m, threshold))), psi(x) = log(1 + |c x|), f a network of two layers"
     source = Source(
         "Functional Interpolation for Relative Positions Improves Long Context Transformers",

@@ -45,6 +45,7 @@ class FLOATER(Scheme):
     """
 
     name = "floater"
+    summary = "a learned flow carries the vector of one position to the next"
     equation = "x_m + p(stride m), dp/dtau = h(tau, p; theta)"
     source = Source(
         "Learning to Encode Position for Transformer with Continuous Dynamical Model",

@@ -34,6 +34,7 @@ class FoPECut(Scheme):
     """
 
     name = "fope_cut"
+    summary = "stops the pairs that never complete a turn within L"
     title = "FoPE's cut"
     equation = "theta_i <- theta_i if theta_i >= 2 pi / L, else 0"
     source = Source(

@@ -33,6 +33,7 @@ class FoX(Scheme):
     """
 
     name = "fox"
+    summary = "every token decides how much of the past each head forgets"
     equation = "sum_(l=n+1..m) ln sigmoid(w_h . x_l + b_h)"
     source = Source(
         "Forgetting Transformer: Softmax Attention with a Forget Gate",

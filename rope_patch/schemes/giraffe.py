@@ -33,6 +33,7 @@ class TruncatedBasis(Scheme):
     """
 
     name = "giraffe"
+    summary = "keeps fast pairs, gives slow ones one common frequency, stops the slowest"
     title = "Giraffe"
     equation = "theta if theta >= 2pi/t; 2pi/(16t) if theta >= 2pi/(8t); else 0"
     source = _PAPER
@@ -68,6 +69,7 @@ class PowerScaling(Scheme):
     """
 
     name = "giraffe_power"
+    summary = "slows every pair by a power, slow pairs most"
     title = "Giraffe, power"
     equation = "theta_i <- theta_i (1 - 2i/d)^k"
     source = _PAPER

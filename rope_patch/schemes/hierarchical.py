@@ -36,6 +36,7 @@ class Hierarchical(Scheme):
     """
 
     name = "hierarchical"
+    summary = "builds n x n positions from a trained table of n"
     equation = "q_((i-1)n+j) = alpha u_i + (1-alpha) u_j, u_i = (p_i - alpha p_1) / (1-alpha)"
     source = Source(
         "Hierarchical decomposition of position embeddings, so that BERT can read very long texts (in Chinese)",

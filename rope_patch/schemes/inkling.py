@@ -36,6 +36,7 @@ class Inkling(Scheme):
     """
 
     name = "inkling"
+    summary = "the query's token mixes learned profiles of distance"
     equation = "b = tau(m) (W_h x_m) . P_(m-n) for m-n < extent, else 0; tau(m) = 1 + a ln max(1, (m+1)/n0)"
     source = Source(
         "Inkling, in Transformers",

@@ -35,6 +35,7 @@ class KERPLE(Scheme):
     """
 
     name = "kerple"
+    summary = "penalises distance by a learned logarithm or power"
     equation = "log: -r1_h log(1 + r2_h |m-n|); power: -r1_h |m-n|^r2_h"
     source = Source(
         "KERPLE: Kernelized Relative Positional Embedding for Length Extrapolation",

@@ -38,6 +38,7 @@ class Learned(Scheme):
     """
 
     name = "learned"
+    summary = "a table with a learned vector for each position"
     equation = "x_m + p_m"
     source = Source(
         "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding",

@@ -28,6 +28,7 @@ class Llama3Scaling(Scheme):
     """
 
     name = "llama3"
+    summary = "divides slow pairs by k, keeps fast ones, blends those between"
     title = "Llama 3"
     equation = "theta_i (s + (1 - s)/k), s = clamp((L theta_i / 2 pi - low) / (high - low), 0, 1)"
     source = Source("The Llama 3 Herd of Models", 2024, "https://arxiv.org/abs/2407.21783")

@@ -20,6 +20,7 @@ class LMInfinite(Scheme):
     """
 
     name = "lm_infinite"
+    summary = "attends a window and the first tokens"
     title = "LM-Infinite"
     equation = "attend n < n_global or m - n < w; distance = min(m - n, w)"
     source = Source(

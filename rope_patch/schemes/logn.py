@@ -39,6 +39,7 @@ class LogN(Scheme):
     """
 
     name = "logn"
+    summary = "sharpens attention as the text grows"
     title = "log-n"
     equation = (
         "q_m max(1, ln(m + 1) / ln L); llama4: q_m (1 + a ln(1 + floor((m + 1) / n0))); "

@@ -31,6 +31,7 @@ class LongRoPE(Scheme):
     """
 
     name = "longrope"
+    summary = "slows every pair by a factor of its own, found by search"
     equation = "theta_i / lambda_i, lambda = short_factor up to L, long_factor beyond; t = sqrt(1 + ln k / ln L)"
     source = Source(
         "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens",
@@ -39,6 +40,7 @@ class LongRoPE(Scheme):
         "https://github.com/microsoft/LongRoPE",
     )
     regime = "fine-tune"
+    aliases = ("su",)
     rope_type = "longrope"
     precise = ("short_factor", "long_factor")
     sweep = None  # a factor for every pair, which its authors search for by themselves

@@ -28,6 +28,7 @@ class Multiplicative(Scheme):
     """
 
     name = "multiplicative"
+    summary = "multiplies each token by a learned vector of its position"
     equation = "x_m * p_m"
     source = Source(
         "The position encodings of Transformers that researchers rack their brains over (in Chinese)",

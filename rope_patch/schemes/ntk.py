@@ -29,6 +29,7 @@ class NTKScaling(Scheme):
     """
 
     name = "ntk"
+    summary = "raises the base so that only the slowest pair is slowed by k"
     title = "NTK"
     equation = "b <- b k^(d/(d-2))"
     source = Source(
@@ -37,6 +38,7 @@ class NTKScaling(Scheme):
         "https://kexue.fm/archives/9675",
         "https://github.com/bojone/rerope",
     )
+    aliases = ("ntk_aware",)
     sweep = (Sweep("factor", "target", (2, 1, 1.5, 3)),)
 
     factor: float
@@ -75,6 +77,7 @@ class AdjustedBase(Scheme):
     """
 
     name = "abf"
+    summary = "gives the rotation a base of your choice"
     title = "ABF"
     equation = "b <- base"
     source = Source("Effective Long-Context Scaling of Foundation Models", 2023, "https://arxiv.org/abs/2309.16039")
@@ -109,6 +112,7 @@ class DynamicNTK(Scheme):
     """
 
     name = "dynamic_ntk"
+    summary = "raises the base as the text grows; plain RoPE up to L"
     title = "dynamic NTK"
     equation = "b <- b (f l / L - (f - 1))^(d/(d-2)) for l > L"
     source = Source(

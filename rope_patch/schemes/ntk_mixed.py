@@ -27,6 +27,7 @@ class NTKMixed(Scheme):
     """
 
     name = "ntk_mixed"
+    summary = "slows pairs more and more from the fastest to the slowest"
     title = "NTK-mixed"
     equation = "theta_i exp(-a (i+1)^exponent), a = ln k / (d/2)^exponent"
     source = Source(

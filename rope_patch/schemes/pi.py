@@ -21,6 +21,7 @@ class PositionInterpolation(Scheme):
     """
 
     name = "pi"
+    summary = "squeezes all positions into the trained range"
     title = "PI"
     equation = "theta_i / k"
     source = Source(

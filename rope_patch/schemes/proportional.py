@@ -23,6 +23,7 @@ class Proportional(Scheme):
     """
 
     name = "proportional"
+    summary = "turns a share of the pairs and leaves the rest unrotated"
     equation = "theta_i / k for i < p d/2, else 0"
     source = Source(
         "`proportional` in Transformers (Gemma 4)",

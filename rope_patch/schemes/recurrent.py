@@ -35,6 +35,7 @@ class Recurrent(Scheme):
     """
 
     name = "rnn"
+    summary = "adds what a recurrent network remembers of the text before"
     title = "RNN"
     equation = "x_m + W_o h_m, h_m = GRU(x_m, h_(m-1)), h_(-1) = 0"
     source = Source(

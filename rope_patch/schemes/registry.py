@@ -11,6 +11,7 @@ from typing import Any
 from rope_patch.errors import InvalidField, UnknownScheme, did_you_mean
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
+from rope_patch.schemes.names import WHERE, find_name
 from rope_patch.schemes.target import Reaching, filled_for, takes_target
 
 _REGISTRY: dict[str, type[Scheme]] = {}
@@ -55,21 +56,20 @@ def scheme_class(name: str) -> type[Scheme]:
     """The class behind a name.
 
     Args:
-        name: as registered.
+        name: as registered, or as `find_name` understands it.
 
     Raises:
-        UnknownScheme: with the closest name and the list of all.
+        UnknownScheme: with the five nearest names.
     """
-    if not isinstance(name, str) or name not in _REGISTRY:
-        raise UnknownScheme(f"there is no scheme {name!r}; {did_you_mean(str(name), [*_REGISTRY, *_FORMS])}")
-    return _REGISTRY[name]
+    return _REGISTRY[find_name(name if isinstance(name, str) else repr(name), _REGISTRY)]
 
 
 def get_scheme(name: str, **fields: Any) -> Scheme:
     """A scheme from its name and fields, or from a string that spells both.
 
     Args:
-        name: a registered name, or `name:field=value,...` and several of them joined by `+`.
+        name: a registered name, or `name:field=value,...` and several of them joined by `+`. Case, hyphens and
+            underscores do not matter, and the names of Transformers and of papers lead to ours.
         **fields: the fields, beside exactly one plain name. `target`, a length in tokens, is allowed beside any: it
             fills the open fields of all schemes that it means something to, see `Scheme.fields_for`.
 
@@ -87,7 +87,7 @@ def get_scheme(name: str, **fields: Any) -> Scheme:
         'yarn:target=8192,beta_fast=16'
     """
     if not isinstance(name, str):
-        raise UnknownScheme(f"{name!r} is not the name of a scheme; {did_you_mean(str(name), _REGISTRY)}")
+        raise _no_scheme(name, fields)
     parts = [_parse(part) for part in split_outside_brackets(name, "+")]
     if "target" in fields and (len(parts) > 1 or parts[0][1]):
         _aim(parts, fields.pop("target"))
@@ -133,13 +133,44 @@ def as_scheme(schemes: Iterable[str | Scheme], fields: dict[str, Any]) -> Scheme
     if "target" in fields and len(schemes) > 1 and all(isinstance(scheme, str) for scheme in schemes):
         schemes = ["+".join(map(str, schemes))]
     if not schemes:
-        raise InvalidField(f"no scheme was given; {did_you_mean('', _REGISTRY)}")
-    if fields and not (len(schemes) == 1 and isinstance(schemes[0], str)):
-        raise InvalidField(
-            f"fields {', '.join(fields)} are allowed beside exactly one scheme name, target beside names"
-        )
+        raise InvalidField(f"no scheme was given; name one, such as 'yarn', factor=4; {WHERE}")
+    if fields and (len(schemes) > 1 or isinstance(schemes[0], Scheme)):
+        raise _misplaced(schemes, fields)
     built = [scheme if isinstance(scheme, Scheme) else get_scheme(scheme, **fields) for scheme in schemes]
     return built[0] if len(built) == 1 else Compose(*built)
+
+
+def _misplaced(schemes: list[Any], fields: dict[str, Any]) -> InvalidField:
+    """What to write where fields stand beside several schemes, or beside one that has its own."""
+    given, first = _spelled(fields), schemes[0]
+    if len(schemes) > 1 or type(first) not in _REGISTRY.values():
+        inside = ",".join(f"{name}={value}" for name, value in fields.items())
+        return InvalidField(
+            f"{given} beside several schemes: write it inside the name that it belongs to, 'NAME:{inside}'"
+        )
+    wanted = f"{first.name!r}, {given}"
+    if "target" not in fields:
+        known = dataclasses.fields(first)
+        own = {field.name: value for field in known if (value := getattr(first, field.name)) != field.default}
+        wanted += f", or {type(first).__name__}({_spelled({**own, **fields})})"
+    return InvalidField(f"{given} beside a scheme that has its fields: write {wanted}")
+
+
+def _no_scheme(given: Any, fields: dict[str, Any]) -> UnknownScheme | InvalidField:
+    """What to write in place of something that is neither a name nor a scheme."""
+    if given is None:
+        find_name("none", _REGISTRY)
+    if given not in _REGISTRY.values():
+        return UnknownScheme(
+            f"{given!r} is not a scheme; write a name such as 'yarn', or an object such as YaRN(factor=4)"
+        )
+    words = _spelled({**dict.fromkeys(_required(given), ...), **fields}).replace("Ellipsis", "...")
+    by_name = ", ".join(filter(None, [repr(given.name), words]))
+    return InvalidField(f"{given.__name__} is a class: write {given.__name__}({words}), or {by_name}")
+
+
+def _spelled(fields: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in fields.items())
 
 
 def _aim(parts: list[tuple[str, dict[str, Any]]], target: Any) -> None:
@@ -161,7 +192,8 @@ def _means_nothing(names: list[str], target: Any) -> InvalidField:
 
 
 def _parse(text: str) -> tuple[str, dict[str, Any]]:
-    name, _, rest = text.strip().partition(":")
+    typed, _, rest = text.strip().partition(":")
+    name = find_name(typed.strip(), _REGISTRY, _FORMS)
     if rest.startswith("[") and name in _FORMS:
         return name, {"text": rest}
     fields: dict[str, Any] = {}
@@ -172,7 +204,7 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
         if (field := key.strip()) in fields:
             raise InvalidField(f"{text!r} gives {field!r} twice; each field is allowed once")
         fields[field] = _value(value.strip())
-    return name.strip(), fields
+    return name, fields
 
 
 def split_outside_brackets(text: str, separator: str = ",") -> list[str]:
@@ -227,16 +259,19 @@ def _build(cls: type[Scheme], fields: dict[str, Any]) -> Scheme:
     for name, value in fields.items():
         if name not in known:
             raise InvalidField(f"{cls.name} has no field {name!r}; {did_you_mean(str(name), allowed)}")
-        if isinstance(value, str) and value == "auto":
+        if value == "auto" and takes_target(cls) and name in filled_for(cls, 1):
             raise InvalidField(
-                f"{cls.name}: {name}=auto is not allowed; target=TOKENS fills the open fields, and so does target=auto "
-                "for every length that is measured"
+                f"{cls.name}: {name}='auto' is not allowed; write target=8192, the length in tokens to reach, or "
+                "target=auto where lengths are measured"
             )
-    required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
-    missing = [name for name in required if name not in fields]
+    missing = [name for name in _required(cls) if name not in fields]
     if missing:
         raise InvalidField(f"{cls.name} needs {', '.join(missing)}; its fields are {', '.join(allowed)}")
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+
+
+def _required(cls: type[Scheme]) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]  # type: ignore[arg-type]
 
 
 def _reaching(cls: type[Scheme], fields: dict[str, Any]) -> Scheme:

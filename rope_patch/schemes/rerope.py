@@ -29,6 +29,7 @@ class ReRoPE(Scheme):
     """
 
     name = "rerope"
+    summary = "keeps near distances and holds all far ones at the window's edge"
     equation = "distance = min(m - n, w)"
     source = _POST
     sweep = (Sweep("window", "L", (1 / 2, 3 / 8, 5 / 8, 1 / 4)),)
@@ -62,6 +63,7 @@ class LeakyReRoPE(Scheme):
     """
 
     name = "leaky_rerope"
+    summary = "keeps near distances and lets far ones grow k times slower"
     title = "Leaky ReRoPE"
     equation = "distance = m - n if m - n < w else w + (m - n - w) / k"
     source = _POST

@@ -26,6 +26,7 @@ class Resonance(Scheme):
     """
 
     name = "resonance"
+    summary = "rounds wavelengths to whole numbers of tokens"
     equation = "theta_i <- 2 pi / round(2 pi / theta_i)"
     source = Source(
         "Resonance RoPE: Improving Context Length Generalization of Large Language Models",

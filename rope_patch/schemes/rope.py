@@ -22,6 +22,7 @@ class RoPE(Scheme):
     """
 
     name = "rope"
+    summary = "the rotation itself, as most checkpoints were trained"
     equation = "theta_i = b^(-2i/d)"
     source = Source(
         "RoFormer: Enhanced Transformer with Rotary Position Embedding",
@@ -44,6 +45,7 @@ class NoPE(Scheme):
     """
 
     name = "nope"
+    summary = "no positions at all; only the causal mask tells the order"
     equation = "theta_i = 0"
     source = Source(
         "The Impact of Positional Encoding on Length Generalization in Transformers",
@@ -68,6 +70,7 @@ class LearnedRoPE(Scheme):
     """
 
     name = "learned_rope"
+    summary = "every layer trains the frequencies of its rotation"
     title = "learned RoPE"
     equation = "theta_i <- theta_i exp(w_i), w learned per layer"
     source = Source("Transformer upgrade 2: rotary position embedding", 2021, "https://kexue.fm/archives/8265")

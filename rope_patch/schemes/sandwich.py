@@ -29,6 +29,7 @@ class Sandwich(Scheme):
     """
 
     name = "sandwich"
+    summary = "a bias that falls with the logarithm of distance, nothing learned"
     equation = "(sum_i cos((m-n) b^(-2i/d)) - d/2) H / (8h)"
     source = Source(
         "Dissecting Transformer Length Extrapolation via the Lens of Receptive Field Analysis",

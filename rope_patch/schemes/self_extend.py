@@ -28,6 +28,7 @@ class SelfExtend(Scheme):
     """
 
     name = "self_extend"
+    summary = "keeps near distances and counts far ones in groups"
     title = "Self-Extend"
     equation = "distance = m - n if m - n < W else floor(m/G) + W - floor(W/G) - floor(n/G)"
     source = Source(

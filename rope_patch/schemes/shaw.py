@@ -29,6 +29,7 @@ class ShawRelative(Scheme):
     """
 
     name = "shaw"
+    summary = "learned vectors for each distance join keys and values"
     title = "Shaw"
     equation = "b = q . R^K_clip(n-m) * scaling; u = R^V_clip(n-m)"
     source = Source(

@@ -35,6 +35,7 @@ class Sinusoidal(Scheme):
     """
 
     name = "sinusoidal"
+    summary = "adds sines and cosines of the position to the input"
     equation = "x_m + PE(m), PE(m) = sin(m / base^(2i/d)) at 2i, cos(m / base^(2i/d)) at 2i+1"
     source = Source(
         "Attention Is All You Need",

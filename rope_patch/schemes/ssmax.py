@@ -27,6 +27,7 @@ class SSMax(Scheme):
     """
 
     name = "ssmax"
+    summary = "each head learns how fast attention sharpens as the text grows"
     equation = "q_m s_h ln(m + 1)"
     source = Source("Scalable-Softmax Is Superior for Attention", 2025, "https://arxiv.org/abs/2501.19399")
     regime = "fine-tune"

@@ -35,6 +35,7 @@ class STRING(Scheme):
     """
 
     name = "string"
+    summary = "replaces the rarest, longest trained distances by shorter ones"
     equation = "distance = m - n if m - n < S else m - n - S + W"
     source = Source(
         "Why Does the Effective Context Length of LLMs Fall Short?",

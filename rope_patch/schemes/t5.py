@@ -35,6 +35,7 @@ class T5Bias(Scheme):
     """
 
     name = "t5"
+    summary = "a learned bias for each bucket of distances"
     title = "T5"
     equation = "table[bucket((n - m) / k), h]"
     source = Source(

@@ -34,6 +34,7 @@ class TransformerXL(Scheme):
     """
 
     name = "xl"
+    summary = "compares queries with sinusoids of the distance"
     title = "Transformer-XL"
     equation = "b = (u . k + (q + v) . W R_(m-n)) * scaling"
     source = Source(

@@ -32,6 +32,7 @@ class URPE(Scheme):
     """
 
     name = "urpe"
+    summary = "multiplies attention weights by a learned factor per distance"
     equation = "c = table[clip(m-n), h], not renormalised"
     source = Source(
         "Your Transformer May Not be as Powerful as You Expect",

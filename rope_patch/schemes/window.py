@@ -20,6 +20,7 @@ class SlidingWindow(Scheme):
     """
 
     name = "window"
+    summary = "attends the nearest L tokens only"
     title = "sliding window"
     equation = "attend only m - n < w"
     source = Source("Longformer: The Long-Document Transformer", 2020, "https://arxiv.org/abs/2004.05150")

@@ -25,6 +25,7 @@ class XPos(Scheme):
     """
 
     name = "xpos"
+    summary = "a rotation whose scores fade with distance"
     equation = "RoPE, each pair times zeta_i^((m-n)/scale_base), zeta_i = (2i/d + gamma)/(1 + gamma)"
     source = Source(
         "A Length-Extrapolatable Transformer",

@@ -44,8 +44,10 @@ class YaRN(Scheme):
     """
 
     name = "yarn"
+    summary = "keeps fast pairs, interpolates slow ones and sharpens attention"
     equation = "theta_i/k r_i + theta_i (1 - r_i), r = ramp(low, high); t = 0.1 ln k + 1"
     source = _PAPER
+    aliases = ("deepseek_yarn",)
     rope_type: ClassVar[str | None] = "yarn"
     sweep: ClassVar[Sweeps] = (Sweep("factor", "target", (1, 1.5, 2)),)
 
@@ -62,7 +64,7 @@ class YaRN(Scheme):
     def __post_init__(self) -> None:
         self._at_least("factor", 1, float)
         self._above_zero("beta_slow")
-        self._at_least("beta_fast", self.beta_slow, float)
+        self._at_least("beta_fast", "beta_slow", float)
         self._above_zero("attention_factor", optional=True)
         self._require("truncate", bool, True, "True or False")
         self._above_zero("mscale", optional=True)
@@ -138,6 +140,7 @@ class NTKByParts(Scheme):
     """
 
     name = "ntk_by_parts"
+    summary = "keeps fast pairs and interpolates slow ones"
     title = "NTK-by-parts"
     equation = "theta_i/k r_i + theta_i (1 - r_i), r = ramp(low, high)"
     source = _PAPER
@@ -150,7 +153,7 @@ class NTKByParts(Scheme):
     def __post_init__(self) -> None:
         self._at_least("factor", 1, float)
         self._above_zero("beta_slow")
-        self._at_least("beta_fast", self.beta_slow, float)
+        self._at_least("beta_fast", "beta_slow", float)
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:
@@ -178,6 +181,7 @@ class DynamicYaRN(YaRN):
     """
 
     name = "dynamic_yarn"
+    summary = "YaRN whose factor follows the length of the text"
     title = "dynamic YaRN"
     equation = "YaRN with k = max(1, l/L)"
     rope_type = None

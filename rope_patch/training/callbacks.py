@@ -14,7 +14,7 @@ from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.perplexity import measure
 from rope_patch.evaluation.rows import JsonRow, Rows
 from rope_patch.models.head import find_language_model
-from rope_patch.patching import find_handle, patch
+from rope_patch.patching import find_handle, mount_scheme
 from rope_patch.schemes import PositionInterpolation, Scheme
 
 
@@ -104,4 +104,4 @@ class WarmStart(TrainerCallback):
         if handle is not None:
             handle.remove()
         if wanted is not None:
-            patch(model, wanted)
+            mount_scheme(model, wanted)

@@ -28,7 +28,17 @@ def cpu_seconds(*words: str) -> tuple[float, subprocess.CompletedProcess[str]]:
 
 @pytest.mark.parametrize(
     ("words", "status"),
-    [("--help", 0), ("--version", 0), ("list", 0), ("perplexity --help", 0), ("perplexity --modle x", 2), ("lst", 2)],
+    [
+        ("--help", 0),
+        ("--version", 0),
+        ("list", 0),
+        ("list YaRN", 0),
+        ("list yarm", 2),
+        ("perplexity --lengths 4y", 2),
+        ("perplexity --help", 0),
+        ("perplexity --modle x", 2),
+        ("lst", 2),
+    ],
 )
 def test_explaining_itself_takes_less_than_a_second(words, status):
     seconds, done = cpu_seconds("-m", "rope_patch.cli", *words.split())
@@ -63,14 +73,20 @@ def test_help_names_every_command(capsys):
 
 def test_list_names_every_scheme(capsys):
     assert main(["list"]) == 0
-    table = capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
     assert main(["list", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)
     assert [entry["name"] for entry in entries] == rope_patch.list_schemes()
-    for entry in entries:
-        assert entry["name"] in table
+    assert main(["list", *rope_patch.list_schemes()]) == 0
+    tables = capsys.readouterr().out.split("\n\n")
+    for entry, line, table in zip(entries, lines, tables, strict=True):
+        assert line.split()[:2] == [entry["name"], entry["class"]]
+        assert len(entry["summary"].split()) > 3
+        assert line.endswith(entry["summary"])
+        assert len(line) <= 120
         assert entry["slots"]
         assert entry["equation"] in table
+        assert entry["link"] in table
         assert entry["year"] > 2000
     yarn = next(entry for entry in entries if entry["name"] == "yarn")
     assert yarn["fields"]["factor"] == "required"

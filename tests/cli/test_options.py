@@ -9,13 +9,13 @@ from typing import Literal
 import pytest
 
 from rope_patch.cli import COMMANDS, load
-from rope_patch.cli.options import Measured, Names, Numbers, Positional, Specs, parse, run
+from rope_patch.cli.options import Lengths, Measured, Names, Positional, Specs, parse, run
 from rope_patch.errors import EvaluationError
 
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    lengths: Numbers  # context lengths in tokens
+    lengths: Lengths  # context lengths in tokens
     schemes: Specs = ()  # a line of the table
     only: Names = ()  # these alone
     protocol: Literal["auto", "last"] = "auto"  # which
@@ -73,7 +73,7 @@ def test_a_file_gives_the_same_and_the_command_line_overrules_it(tmp_path):
     [
         ([], ["--lengths"]),
         (["--lenghts", "3"], ["'--lenghts'", "did you mean '--lengths'", "--protocol"]),
-        (["--lengths", "2x"], ["--lengths", "'2x'", "256,512"]),
+        (["--lengths", "x2"], ["--lengths", "'x2'", "256,512", "1x,2x"]),
         (["--lengths", "3", "--protocol", "lst"], ["--protocol", "'lst'", "'last'"]),
         (["--lengths", "3", "--targets", "x"], ["--targets", "INT", "'x'"]),
         (["--lengths", "3", "--seed"], ["--seed"]),

@@ -105,7 +105,7 @@ def test_a_scheme_that_transformers_loaded_natively_is_not_applied_twice(llama, 
         loaded.save_pretrained(tmp_path / "again")
     again = rope_patch.from_pretrained(tmp_path / "again")
     assert_close(logits(again, tokens()), expected)
-    assert_close(logits(unpatch(again), tokens()), logits(llama, tokens()))
+    assert_close(logits(unpatch(again).model, tokens()), logits(llama, tokens()))
 
 
 def test_repatch_of_a_model_without_a_record_is_refused(llama):
@@ -273,8 +273,8 @@ def test_a_scheme_on_a_backbone_is_saved_with_the_model_around_it(cls, spec, tmp
     loaded = rope_patch.from_pretrained(tmp_path)
     assert type(loaded) is cls
     assert torch.equal(logits(loaded, tokens()), expected)
-    assert not hasattr(unpatch(model).config, "rope_patch")
-    assert torch.equal(logits(unpatch(loaded), tokens()), logits(model, tokens()))
+    assert not hasattr(unpatch(model).model.config, "rope_patch")
+    assert torch.equal(logits(unpatch(loaded).model, tokens()), logits(model, tokens()))
 
 
 def test_a_longer_table_in_a_backbone_is_saved_with_the_model_around_it(tmp_path):

@@ -31,7 +31,7 @@ def assert_restored(model: nn.Module, *schemes: str, **options: str) -> None:
     before, config = snapshot(model), model.config
     handle = patch(model, *schemes, **options)
     use(model)
-    assert unpatch(model) is model
+    assert unpatch(model) is handle
     assert model.config is config
     assert snapshot(model) == before
     with pytest.raises(NotPatched):

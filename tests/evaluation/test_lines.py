@@ -46,9 +46,13 @@ def test_a_line_is_checked_without_a_model():
 
 
 def test_wrong_specs_say_why():
-    for spec in ("yarn:factor=auto", "self_extend:group_size=auto,window=128", "yarn:factor=2,attention_factor=auto"):
-        with pytest.raises(InvalidField, match=r"=auto is not allowed; target=TOKENS .* and so does target=auto"):
+    for spec in ("yarn:factor=auto", "self_extend:group_size=auto,window=128"):
+        with pytest.raises(
+            InvalidField, match=r"='auto' is not allowed; write target=8192.* or target=auto where lengths are measured"
+        ):
             scheme_at(spec, 512, TRAINED)
+    with pytest.raises(InvalidField, match=r"attention_factor='auto' is not allowed; .* a number above 0"):
+        scheme_at("yarn:factor=2,attention_factor=auto", 512, TRAINED)
     with pytest.raises(InvalidField, match=r"window=256 .* below the training length of 256"):
         scheme_at("self_extend:target=auto,window=256", 512, TRAINED)
 

@@ -99,7 +99,7 @@ def test_without_matplotlib_the_picture_alone_is_left_out(words, tmp_path, capsy
 
 
 WRONG = {
-    "there is no scheme 'yran'; did you mean 'yarn'?": {"scheme": "yran:factor=2"},
+    "there is no scheme 'yran'; did you mean 'yarn'": {"scheme": "yran:factor=2"},
     "yarn needs factor": {"scheme": "yarn"},
     "factor=0.5 is not allowed": {"scheme": "pi:factor=0.5"},
     "both own the slot 'frequencies'": {"scheme": "pi:factor=2+yarn:factor=2"},

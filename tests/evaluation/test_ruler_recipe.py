@@ -103,7 +103,7 @@ def test_the_configs_are_options(name):
 
 
 COMPLAINTS = {
-    "there is no scheme 'yran'; did you mean 'yarn'?": {"scheme": "yran:factor=2"},
+    "there is no scheme 'yran'; did you mean 'yarn'": {"scheme": "yran:factor=2"},
     "lengths 1100, 1024: they must ascend": {"lengths": "1100,1024"},
     "samples=0": {"samples": 0},
     "texts of RULER's tasks are part of them": {"text": "book.txt"},

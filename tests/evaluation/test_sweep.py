@@ -163,7 +163,7 @@ def test_a_round_after_nothing_could_be_measured_is_empty():
     ("words", "message"),
     [
         (["--regime", "from-scratch"], "regime"),
-        (["--schemes", "reropes"], "does not try 'reropes'; did you mean 'rerope'"),
+        (["--schemes", "reropes"], "there is no scheme 'reropes'; did you mean 'rerope'"),
         (["--schemes", "alibi"], "does not try 'alibi'"),
         (["--schemes", "pi"], "ask for it with --regime fine-tune"),
         (["--target", "four"], "target 'four' is not allowed"),

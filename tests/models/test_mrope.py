@@ -225,7 +225,7 @@ def test_saving_loading_and_taking_back_a_whole_model(model, spec, tmp_path):
         model.save_pretrained(tmp_path)
     loaded = rope_patch.from_pretrained(tmp_path)
     assert torch.equal(logits(loaded, ids), expected)
-    assert torch.equal(logits(unpatch(loaded), ids), plain)
+    assert torch.equal(logits(unpatch(loaded).model, ids), plain)
     found = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
     repatch(found)
     assert torch.equal(logits(found, ids), expected)

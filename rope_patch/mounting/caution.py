@@ -1,0 +1,88 @@
+"""What a patch may do to a pretrained model that nobody wants: nothing at all, or to take its own positions away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rope_patch.models.base import Stack
+from rope_patch.mounting.plan import Plan
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.rope import NoPE
+from rope_patch.schemes.slots import Region
+
+_SAMPLES = 1025
+
+
+def caution(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str:
+    """A sentence without a full stop, for a warning and for `describe`; empty where nothing is wrong.
+
+    Args:
+        scheme: as it was asked for.
+        mounted: the parts of a model, as they were read before the patch, and where the scheme goes in each.
+    """
+    groups = [group for stack, plan in mounted for group in plan.by_layer or ((stack, plan),)]
+    if all(_is_idle(stack, plan) for stack, plan in groups):
+        longest = 2 * max(stack.checkpoint.max_length for stack, _ in groups)
+        return f"{scheme} changes nothing in texts of up to {longest} tokens, twice the model's maximum"
+    names = "+".join(part.name for part in scheme.parts())
+    if lost := next(filter(None, (lost_positions(stack, plan.scheme) for stack, plan in groups)), ""):
+        return f"{names} replaces {lost} that the model was trained with: it needs training under {names}"
+    if any(_is_foreign(stack, plan.scheme) for stack, plan in groups):
+        return f"{names} is for training from scratch: a pretrained model needs training under {names}"
+    return ""
+
+
+def lost_positions(stack: Stack, scheme: Scheme) -> str:
+    """Which positions of the checkpoint are gone under a planned scheme."""
+    if stack.absolute is not None:
+        return "" if scheme.keeps_rows else "the table of positions"
+    if stack.rotary:
+        return "the rotation" if NoPE() in scheme.parts() else ""
+    return "" if type(stack.native) in map(type, scheme.parts()) else "the bias"
+
+
+def _is_foreign(stack: Stack, scheme: Scheme) -> bool:
+    """Whether a part that acts from the first token on expects weights that were trained under it."""
+    own = stack.native.resolve(stack.checkpoint).parts() if stack.native else ()
+    return any(part.regime == "from-scratch" and not part.learns for part in scheme.parts() if part not in own)
+
+
+def _is_idle(stack: Stack, plan: Plan) -> bool:
+    """Whether the model computes what it would without the plan, in texts of up to twice its maximum: a scheme for
+    longer texts acts within them.
+    """
+    if stack.native is None:
+        return False
+    scheme, own = plan.scheme, stack.native.resolve(stack.checkpoint)
+    if scheme == own:
+        return True
+    if not stack.rotary or scheme.slots - {"frequencies", "segments", "query_scale"} or scheme.learns or scheme.decays:
+        return False
+    longest = 2 * stack.checkpoint.max_length
+    positions = torch.linspace(0, longest - 1, _SAMPLES).long()
+    return (
+        ("frequencies" not in scheme.slots or _turn_alike(scheme, own, stack, plan, longest))
+        and ("segments" not in scheme.slots or _keep_distances(scheme.segments(), positions))
+        and ("query_scale" not in scheme.slots or bool((scheme.query_scale(positions, 1) == 1).all()))
+    )
+
+
+def _turn_alike(scheme: Scheme, other: Scheme, stack: Stack, plan: Plan, length: int) -> bool:
+    """Whether two schemes have the same frequencies in a text of this length."""
+    for spec in {layer.spec for layer in plan.touched(stack)}:
+        ours, theirs = (each.frequencies(spec, torch.tensor([length])) for each in (scheme, other))
+        apart = ours.inv_freq * ours.attention_scaling - theirs.inv_freq * theirs.attention_scaling
+        if (apart.abs() > 1e-6 * theirs.inv_freq).any():
+            return False
+    return True
+
+
+def _keep_distances(regions: Sequence[Region], positions: torch.Tensor) -> bool:
+    """Whether the last position sees all of these at their true distances."""
+    m, kept = positions[-1:], torch.zeros_like(positions, dtype=torch.bool)
+    for region in regions:
+        alike = region.query_map(m) - region.key_map(positions) == m - positions
+        kept |= region.contains(m, positions) & alike
+    return bool(kept.all())
