@@ -25,7 +25,7 @@ def test_tokens_have_the_probability_in_training_that_they_were_drawn_with(tmp_p
     ids = torch.randint(3, 2048, (1, 600))
     assert torch.equal(logits(again, ids), logits(trainer.model, ids))
 
-    prompts = tokenizer(names["prompts"]["prompt"], return_tensors="pt", padding=True, padding_side="left")
+    prompts = tokenizer(list(names["prompts"]["prompt"]), return_tensors="pt", padding=True, padding_side="left")
     counts = prompts["attention_mask"].sum(1)
     assert counts.max() > 256 > counts.min()  # beyond L, and within
     rollout = {"max_new_tokens": 16, "do_sample": True, "output_logits": True, "return_dict_in_generate": True}
