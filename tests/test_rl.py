@@ -13,6 +13,7 @@ from tests.test_docs import ROOT, python_blocks
 pytest.importorskip("trl")
 
 
+@pytest.mark.slow
 def test_tokens_have_the_probability_in_training_that_they_were_drawn_with(tmp_path, monkeypatch, capfd):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
