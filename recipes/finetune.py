@@ -228,7 +228,8 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     scheme = scheme_at(spec, options.length, [stack.checkpoint for stack in stacks])
     doublings = [trained * 2**n for n in range(30) if trained * 2**n < options.length]
     lengths = options.lengths or (*doublings, options.length)
-    perplexity = callbacks.PerplexityCallback(points, spec, options.evaluate_every, lengths=lengths, **measured)
+    asked = {"every": options.evaluate_every, "start": False, "points": points, "line": spec}
+    perplexity = callbacks.PerplexityCallback(lengths=lengths, **asked, **measured)
     for line in REFERENCES:
         perplexity.measure(model, line, 0, line)
     if scheme is not None:

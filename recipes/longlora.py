@@ -99,7 +99,7 @@ def train(options: Options, method: str, rate: float, seed: int, rows: Any, poin
     tokenizer, model = load_tokenizer(path), load_model(path, dtype="float32", device=options.device)
     told: dict[str, Any] = {"tokenizer": tokenizer, "lengths": options.lengths, "protocol": "last", "results": rows}
     told |= {"corpus": load_text(options.eval_text), "text": name_of_text(options.eval_text), "name": Path(path).name}
-    measured = PerplexityCallback(points, line, **told)
+    measured = PerplexityCallback(start=False, points=points, line=line, **told)
     scheme: Any = scheme_at(options.scheme, options.length, [stack.checkpoint for stack in read_stacks(model)])
     for reference in (*REFERENCES, options.scheme):
         measured.measure(model, reference if reference in REFERENCES else scheme, 0, reference)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ import rope_patch
 from rope_patch import UnsupportedPositions, patch, repatch
 from rope_patch.mounting.parameters import learned_parameters
 from rope_patch.patching import find_handle
+from rope_patch.training.callbacks import PerplexityCallback
+from rope_patch.training.pose import PoSECollator
 from tests.families import TRAINING_LENGTH, build
 from tests.runs import logits
 from tests.test_docs import python_blocks
@@ -379,6 +382,57 @@ def test_frozen_parameters_of_a_scheme_outlive_a_config_beside_adapters(spec, tm
     adapted.config.save_pretrained(tmp_path / "adapter")
     again = rope_patch.from_pretrained(tmp_path / "adapter")
     assert torch.equal(logits(again, IDS), logits(adapted, IDS))
+
+
+def embedded(spec):
+    model = AutoModelForCausalLM.from_pretrained(TOKENIZER)
+    patch(model, spec)
+    return model
+
+
+@pytest.mark.parametrize(("spec", "with_lora"), [("yarn:factor=4", False), ("rerope:window=128+logn", True)])
+def test_rows_of_the_training_length_train_a_longer_one_under_a_measuring_callback(with_lora, spec, tmp_path):
+    embedded(spec).save_pretrained(tmp_path / "base")
+    model = rope_patch.from_pretrained(tmp_path / "base")
+    seen = []
+    model.register_forward_pre_hook(lambda _, __, given: seen.append(given.get("position_ids")), with_kwargs=True)
+    settings = {"bf16": False, "max_length": 256, "gradient_checkpointing": True, "learning_rate": 1e-3}
+    arguments = trl.SFTConfig(**common(tmp_path / "runs", **settings, max_steps=2, save_strategy="no"))
+    files = [path.read_text()[:4000] for path in sorted((ROOT / "recipes").glob("*.py"))]
+    trainer = trl.SFTTrainer(
+        model,
+        arguments,
+        train_dataset=Dataset.from_dict({"text": files[:4]}),
+        processing_class=tokenizer(),
+        data_collator=PoSECollator(target_length=1024),
+        peft_config=lora() if with_lora else None,
+    )
+    measured = {"every": 1, "targets": 64, "documents": 2, "windows_per_document": 1}
+    trainer.add_callback(PerplexityCallback(files[4:6], [256, 512], **measured, log=trainer.log))
+    trainer.train()
+    skips = [positions for positions in seen if positions is not None and (positions.diff() > 1).any()]
+    assert skips
+    assert max(positions.max() for positions in skips) in range(256, 1024)
+    points = [json.loads(line) for line in (tmp_path / "runs" / "perplexity.jsonl").read_text().splitlines()]
+    assert [(point["step"], point["length"]) for point in points] == [(s, n) for s in range(3) for n in (256, 512)]
+    assert len({point["nll"] for point in points}) == 6  # it learns
+    assert sum("eval_perplexity_512" in log for log in trainer.state.log_history) == 3
+
+    trainer.save_model(tmp_path / "saved")
+    again = rope_patch.from_pretrained(tmp_path / "saved")
+    assert find_handle(again).scheme == find_handle(trainer.model).scheme
+    ids = torch.randint(3, 2048, (1, 600))
+    assert torch.equal(logits(again, ids), logits(trainer.model, ids))
+
+
+def test_pose_learns_the_completions_alone_where_the_rows_say_so(tmp_path):
+    prompts, completions = zip(*((f"{text[:8]}", text[8:]) for text in TEXTS), strict=True)
+    pairs = Dataset.from_dict({"prompt": prompts, "completion": completions})
+    trainer = sft_trainer_of(patched("yarn:factor=4"), tmp_path, pairs, packing=False)
+    trainer.data_collator = PoSECollator(target_length=4 * TRAINING_LENGTH)
+    batch = next(iter(trainer.get_train_dataloader()))
+    for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
+        assert tokenizer().decode(ids[(labels == -100) & (mask == 1)]) in prompts
 
 
 def test_prefix_tuning_is_refused_where_transformers_lets_a_prefix_through(tmp_path):

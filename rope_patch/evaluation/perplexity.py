@@ -34,7 +34,7 @@ BLOCKS = 32  # of windows of few documents, for standard errors, at most
 def measure(
     model: nn.Module,
     tokenizer: Any,
-    corpus: Iterable[Mapping[str, str]],
+    corpus: Iterable[Mapping[str, Any]],
     schemes: Sequence[str | Scheme],
     lengths: Sequence[int],
     *,
@@ -60,7 +60,8 @@ def measure(
 
     Args:
         model: a language model of Transformers, causal or of T5's style, also inside PEFT or another wrapper.
-        corpus: rows with `name` and `text`, such as `load_corpus()` gives.
+        tokenizer: None where the corpus has tokens, which no start-of-text token is then set in front of.
+        corpus: rows with `name` and `text`, such as `load_corpus()` gives, or `input_ids` in place of `text`.
         schemes: scheme objects or strings; a string may be `plain`, and may contain `target=auto` (see `scheme_at`).
         lengths: context lengths in tokens, ascending.
         protocol: one of `PROTOCOLS`; `"auto"` chooses `"last"` or `"span_corruption"` by the model.

@@ -19,7 +19,7 @@ from rope_patch.evaluation.windows import Selection, Window, prefix_of, select, 
 DEFAULT_TARGETS = 4096  # T, where the training length does not set it lower
 DEFAULT_STRIDE = 256  # S of PI and of YaRN; the shortest length, where that is below
 
-Corpus = Iterable[Mapping[str, str]]
+Corpus = Iterable[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Selection:
 
 
 def select_windows(
-    corpus: Iterable[Mapping[str, str]],
+    corpus: Iterable[Mapping[str, Any]],
     tokenizer: Any,
     *,
     longest: int,
@@ -52,7 +52,7 @@ def select_windows(
     """Windows as long as the longest context, spread over each document; the first ends where the document ends.
 
     Args:
-        corpus: rows with `name` and `text`, such as a `datasets.Dataset`.
+        corpus: rows with `name` and `text` or `input_ids`, such as a `datasets.Dataset`.
         longest: the longest context length in tokens.
         targets: T, scored tokens per window; windows of one document share none.
         documents: how many to take, drawn at random where there are more; default all.
@@ -86,7 +86,7 @@ def spread(counts: Sequence[int], needed: int, targets: int, each: int | None) -
 
 
 def select(
-    corpus: Iterable[Mapping[str, str]],
+    corpus: Iterable[Mapping[str, Any]],
     tokenizer: Any,
     prefix: torch.Tensor,
     longest: int,
@@ -113,7 +113,7 @@ def select(
     for index in tqdm(order, desc="reading", unit="document", leave=False, disable=None):
         if len(kept) == documents:
             break
-        ids = tokenizer(rows[index]["text"], add_special_tokens=False, verbose=False)["input_ids"]
+        ids = _ids(rows[index], tokenizer)
         lengths.append(len(ids))
         if len(ids) >= needed:
             kept[index] = torch.tensor(ids[:limit])
@@ -136,11 +136,17 @@ def select(
     )
 
 
+def _ids(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    if "input_ids" in row:
+        return torch.as_tensor(row["input_ids"]).tolist()
+    return tokenizer(row["text"], add_special_tokens=False, verbose=False)["input_ids"]
+
+
 def prefix_of(tokenizer: Any) -> torch.Tensor:
     """The start-of-text token where the tokenizer sets one in front of every text, `(0,)` or `(1,)`.
 
     Models lean on it: a context without it is one that they never saw.
     """
-    ids = tokenizer("")["input_ids"]
+    ids = tokenizer("")["input_ids"] if tokenizer is not None else []
     starts = bool(ids) and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
     return torch.tensor(ids[:1] if starts else [], dtype=torch.long)

@@ -1,16 +1,19 @@
-"""What fine-tuning at a longer context adds to `transformers.Trainer`, as callbacks."""
+"""What fine-tuning at a longer context adds to `transformers.Trainer`, and to any trainer made of it, as callbacks."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import TrainerCallback
 
 from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.corpora import load_text
+from rope_patch.evaluation.lines import check_lengths
 from rope_patch.evaluation.perplexity import measure
 from rope_patch.evaluation.rows import JsonRow, Rows
 from rope_patch.models.head import find_language_model
@@ -43,43 +46,120 @@ class Point(JsonRow):
 
 
 class PerplexityCallback(TrainerCallback):
-    """Perplexity against length of the same held-out text, during and after the training, and before where asked.
+    """Perplexity against context length of the same held-out text, before, during and after anybody's training.
+
+    The model is measured as it is, under the scheme that it carries or none, without dropout and in the dtype of its
+    weights. Modes and random numbers stay as they were: the weights end as those of a run without, bit for bit. Of
+    several processes each reads a share of the text, and the main one writes.
 
     Args:
-        points: where the points of `line` are appended; None on processes that write nothing.
-        line: the name of the scheme in them.
-        every: steps between two measurements; None for one after the last step alone.
-        settings: of `measure`: tokenizer, corpus, lengths, and others. With `results`, the rows of an earlier run are
-            found and not measured again.
+        corpus: documents that are not trained on: a file, a folder or a pattern as of `load_text`, or rows, each of
+            them a text or a mapping with `text` or `input_ids`.
+        lengths: of contexts in tokens, ascending; some document has to fill the longest.
+        every: steps between two measurements, besides one after the last step; `"eval"` or `"save"` for whenever the
+            trainer evaluates or saves, which makes `eval_perplexity_512` a `metric_for_best_model`; None for the last
+            step alone.
+        start: measure before the first step too.
+        points: the file to which the points are appended as lines of JSON, or the `Rows` of it; default
+            `perplexity.jsonl` in the `output_dir` of the trainer.
+        log: what else is told the numbers, such as `trainer.log`, which sends them to the trainer's trackers.
+        tokenizer: default that of the trainer, its `processing_class`.
+        line: the name of the model in the points; default that of its scheme.
+        settings: others of `measure`, such as `targets`, `documents` and `windows_per_document`.
+
+    Raises:
+        EvaluationError: an argument is not allowed, or the texts are too short; before anything is computed.
+
+    Example:
+        >>> trainer = Trainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
+        >>> trainer.add_callback(PerplexityCallback("held_out/", lengths=[4096, 16384], every=100, log=trainer.log))
     """
 
-    def __init__(self, points: Rows[Point] | None, line: str, every: int | None = None, **settings: Any) -> None:
-        self.points, self.line, self.every, self.settings = points, line, every, settings
+    def __init__(
+        self,
+        corpus: str | Path | Iterable[str | Mapping[str, Any]],
+        lengths: Sequence[int],
+        *,
+        every: int | Literal["eval", "save"] | None = None,
+        start: bool = True,
+        points: str | Path | Rows[Point] | None = None,
+        log: Callable[[dict[str, float]], None] | None = None,
+        tokenizer: Any = None,
+        line: str | None = None,
+        **settings: Any,
+    ) -> None:
+        allowed = every is None or every in ("eval", "save") or (isinstance(every, int) and every >= 1)
+        if not allowed:
+            raise EvaluationError(f"every={every!r} is not allowed; it is a number of steps, 'eval', 'save' or None")
+        check_lengths(lengths)
+        rows = load_text(str(corpus)) if isinstance(corpus, (str, Path)) else corpus
+        self.corpus = [_document(number, row) for number, row in enumerate(rows)]
+        self.lengths, self.every, self.start, self.points, self.log = lengths, every, start, points, log
+        self.tokenizer, self.line, self.settings = tokenizer, line, settings
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Measure before the first step."""
+        if self.start and state.global_step == 0:
+            self._measure(args, state, control, **given)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Measure where a measurement is due."""
-        if state.global_step == state.max_steps or (self.every and state.global_step % self.every == 0):
-            handle = find_handle(model)
-            self.measure(model, "plain" if handle is None else handle.scheme, state.global_step)
+        steps = state.max_steps if self.every is None else self.every
+        if isinstance(steps, int) and (state.global_step % steps == 0 or state.global_step == state.max_steps):
+            self._measure(args, state, control, **given)
 
-    def measure(self, model: nn.Module, scheme: str | Scheme, step: int, line: str | None = None) -> None:
-        """Measure a model now: without a scheme, or under this one.
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **given: Any) -> None:
+        """Add the numbers to those by which the trainer chooses its best checkpoint."""
+        if self.every == "eval":
+            found = self._measure(args, state, control, **given)
+            (metrics if metrics is not None else {}).update(found)
 
-        Raises:
-            EvaluationError: a loss is not finite.
-        """
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Measure what was saved."""
+        if self.every == "save":
+            self._measure(args, state, control, **given)
+
+    def _measure(
+        self, args: Any, state: Any, control: Any, model: Any, processing_class: Any = None, **_: Any
+    ) -> dict[str, float]:
+        if self.tokenizer is None:
+            self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        if state.is_world_process_zero and not isinstance(self.points, Rows):
+            self.points = Rows(self.points or Path(args.output_dir) / "perplexity.jsonl", Point)
+        handle = find_handle(model)
+        found = self.measure(model, "plain" if handle is None else handle.scheme, state.global_step)
+        numbers = {f"eval_perplexity_{point.length}": point.perplexity for point in found}
+        if self.log is not None:
+            due = control.should_log  # which `Trainer.log` takes back
+            self.log({**numbers})
+            control.should_log = due
+        return numbers
+
+    def measure(self, model: nn.Module, scheme: str | Scheme, step: int, line: str | None = None) -> list[Point]:
+        """Measure a model now: without a scheme, or under this one."""
+        if self.tokenizer is None and any("text" in row for row in self.corpus):
+            raise EvaluationError("tokenizer=None: texts need one, here or as the processing_class of the trainer")
         language_model = find_language_model(model)
         # weights that adapters leave in bfloat16 meet norms that are trained in float32
         mixed = len({parameter.dtype for parameter in language_model.parameters()}) > 1
         with torch.autocast(language_model.device.type, torch.bfloat16, enabled=mixed):
-            rows = measure(model, schemes=[scheme], **self.settings)
+            rows = measure(model, self.tokenizer, self.corpus, [scheme], self.lengths, **self.settings)
+        named = {"line": line or self.line or str(scheme), "step": step}
+        found = []
         for row in rows:
-            shared: dict[str, Any] = {field.name: getattr(row, field.name, step) for field in fields(Point)}
-            point = Point(**{**shared, "line": line or self.line})
-            if self.points is not None and self.points.find(point.key()) != point:
+            shared: dict[str, Any] = {field.name: getattr(row, field.name, None) for field in fields(Point)}
+            found.append(point := Point(**{**shared, **named}))
+            if isinstance(self.points, Rows) and self.points.find(point.key()) != point:
                 self.points.append(point)
-            if not math.isfinite(row.nll):
-                raise EvaluationError(f"{point.line}: the loss after {step} steps is {row.nll} at {row.length} tokens")
+        return found
+
+
+def _document(number: int, row: str | Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a corpus as `measure` reads it."""
+    row = {"text": row} if isinstance(row, str) else row
+    if not {"text", "input_ids"} & set(row):
+        raise EvaluationError(f"row {number} of the corpus has {', '.join(map(str, row))}; text or input_ids is needed")
+    return {"name": f"row {number}", **row}
 
 
 class WarmStart(TrainerCallback):

@@ -37,7 +37,7 @@ class PoSECollator:
     seed: int = 0
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """A batch of rows of `input_ids`.
+        """A batch of rows of `input_ids` and, where not every token is to be learned, `labels`.
 
         Raises:
             EvaluationError: a row is longer than the target length.
@@ -45,7 +45,7 @@ class PoSECollator:
         tokens = [torch.as_tensor(row["input_ids"]) for row in rows]
         columns = {
             "input_ids": (tokens, 0),
-            "labels": (tokens, -100),
+            "labels": ([torch.as_tensor(row.get("labels", row["input_ids"])) for row in rows], -100),
             "attention_mask": ([torch.ones_like(ids) for ids in tokens], 0),
             "position_ids": ([self._positions(ids) for ids in tokens], 0),
         }
