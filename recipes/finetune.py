@@ -4,9 +4,9 @@
     rope-patch finetune --model DIR --scheme yarn:target=auto --length 16384 --text books.jsonl --output runs/mine
     accelerate launch --config_file recipes/configs/accelerate/ddp.yaml recipes/finetune.py CONFIG
 
-Each scheme is trained on its own from the same checkpoint, by `transformers.Trainer`. The same tokens, a share of the
-text that is never trained on, are scored before, during and after, from contexts of several lengths, beside the plain
-checkpoint and attention cut at its training length L. Started again, the same command goes on where it stopped.
+`transformers.Trainer` trains each scheme on its own from the same checkpoint. A share of the text is held out. The same
+held-out tokens are scored before, during and after the training, from contexts of several lengths, with two references:
+the plain checkpoint, and attention cut at its training length L. Run the same command again to resume.
 """
 
 from __future__ import annotations
@@ -33,38 +33,40 @@ class Options(Measured):
 
     schemes: Specs  # each trained on its own; target=auto means the length; plain trains the checkpoint as it is
     length: Length  # tokens of a training row
-    dtype: str = "float32"  # of what is not trained; bfloat16 halves a checkpoint under adapters
+    dtype: str = "float32"  # of frozen weights; bfloat16 halves a checkpoint under adapters
     streaming: bool = False  # read the text while training on it
     shuffle_buffer: int = 1000  # documents among which a stream is shuffled
     layout: Literal["packed", "padded", "pose"] = "packed"  # pose: rows of L tokens whose positions skip up to length
-    pose_chunks: int = 2  # into which a row is cut
+    pose_chunks: int = 2  # pieces of a row under layout pose
     allow_short: bool = False  # train although no document fills a row
-    held_out: float = 0.1  # share of the text that is measured on and never trained on, where nothing else is named
-    eval_text: str | None = None  # measure on this text instead, and train on all of the other
+    held_out: float = 0.1  # share of the text that is held out for measuring
+    eval_text: str | None = None  # measure on this text instead, and train on all of --text
     eval_dataset: str | None = None  # or on this dataset
     eval_split: str | None = None  # of that dataset or else of the one trained on; default its test or validation
-    lengths: Lengths = ()  # that are measured; default L, 2 L, ... up to length
+    lengths: Lengths = ()  # contexts to measure; default L, 2 L, ... up to length
     targets: int | None = None  # scored tokens per document; default L
     documents: int | None = None  # how many are scored; default all
     windows_per_document: int | None = None  # places scored in each; default as many as make 16 in all
     evaluate_every: int | None = None  # steps between two measurements; default only before and after
-    method: Literal["full", "lora", "lora_norms", "lora_embeddings", "lora_norms_embeddings"] = "full"  # what learns
+    method: Literal["full", "lora", "lora_norms", "lora_embeddings", "lora_norms_embeddings"] = (
+        "full"  # which weights are trained
+    )
     rank: int = 8  # of LoRA
     alpha: float = 16.0  # of LoRA
     dropout: float = 0.0  # of LoRA
     merge: bool = False  # save whole weights instead of adapters
     steps: int = 400  # of the optimiser
     batch_size: int = 64  # rows per step, over all processes
-    micro_batch_size: int | None = None  # rows that pass through the model at once; default all of a process
+    micro_batch_size: int | None = None  # rows in one forward; default all of a process
     learning_rate: float = 2e-5  # with AdamW (0.9, 0.95), as YaRN and LongLoRA
-    warmup_steps: int = 20  # over which the learning rate rises
-    decay_steps: int = 0  # over which it falls to zero at the end
+    warmup_steps: int = 20  # the learning rate rises over these
+    decay_steps: int = 0  # and falls to zero over the last of these
     weight_decay: float = 0.0  # of AdamW
     warm_start_steps: int = 0  # first steps, trained under position interpolation
     precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 computes in it, by autocast
     gradient_checkpointing: bool = False  # compute activations again in the backward
     loss: Literal["chunked", "plain", "liger"] = "chunked"  # chunked and liger hold no logits of a whole row
-    save_every: int = 50  # steps between two checkpoints of Trainer; the newest is kept, and gone on from
+    save_every: int = 50  # steps between two checkpoints of Trainer; the newest is kept to resume from
     log_every: int = 10  # steps between two losses in the log
     report_to: Names = ()  # trackers that Transformers knows, such as tensorboard or wandb
     output: str = "runs/finetune"  # folder of the results
@@ -79,7 +81,7 @@ COUNTED = "length steps batch_size micro_batch_size save_every log_every evaluat
 
 
 def main(options: Options) -> None:
-    """Measure the checkpoint, train it under every scheme, measure again, tell the story."""
+    """Measure the checkpoint, train it under every scheme, measure again, and report."""
     check(options)
     from accelerate import PartialState
 
@@ -118,7 +120,7 @@ def main(options: Options) -> None:
 
 
 def check(options: Options) -> None:
-    """Refuse what cannot be meant, before anything is loaded."""
+    """Refuse options that contradict each other, before anything is loaded."""
     from rope_patch.errors import EvaluationError, require
 
     for name in COUNTED.split():
@@ -155,7 +157,7 @@ def alone_in(output: Path) -> Any:
 
 
 def claim(output: Path, options: Options, text: str, corpus: Any) -> None:
-    """Note what the runs of this folder are started with, and refuse to go on with something else."""
+    """Record the settings of this folder, and refuse to resume with others."""
     from rope_patch.errors import EvaluationError
 
     path, ours = output / "options.json", {name: getattr(options, name) for name in KEPT.split()}
@@ -319,7 +321,7 @@ def training_rows(options: Options, documents: Any, tokenizer: Any, vocabulary: 
 
 
 def packed(documents: list[list[int]], length: int) -> dict[str, Any]:
-    """Documents behind one another in full rows. A document that is cut goes on in the next row; `position_ids` start
+    """Documents behind one another in full rows. A document that is cut continues in the next row; `position_ids` start
     again with each piece, by which attention keeps the pieces apart.
     """
     import numpy as np

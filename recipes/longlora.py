@@ -64,7 +64,7 @@ def main(options: Options) -> None:
 
 
 def claim(output: Path, options: Options) -> None:
-    """Note what the rows of this folder are measured with, and refuse to go on with something else."""
+    """Record the settings of this folder, and refuse to resume with others."""
     from rope_patch.errors import EvaluationError
 
     more = ("methods", "learning_rates", "seeds", "lengths", "output", "json")  # may be added to

@@ -4,9 +4,9 @@
     python recipes/passkey.py recipes/configs/passkey_tiny.yaml
     torchrun --nproc-per-node 4 recipes/passkey.py recipes/configs/passkey_tiny.yaml
 
-Task passkey hides five digits in English filler and wants them back; task spans, for small checkpoints, wants a span of
-text to be repeated from its beginning. Every row is written as soon as it is measured: the same command goes on where
-an interrupted one stopped.
+Task passkey hides five digits in English filler and asks for them. Task spans, for small checkpoints, gives the
+beginning of a span of text and asks for the rest. Rows are written as they are measured: run the same command again
+to resume.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    lengths: Lengths  # context lengths in tokens, ascending, of which no more is read
-    schemes: Specs = ()  # a heat map; target=auto means each length in turn
+    lengths: Lengths  # context lengths in tokens, ascending
+    schemes: Specs = ()  # one for each heat map; target=auto is each length in turn
     references: bool = True  # add the heat maps of plain and window
     task: Literal["passkey", "spans"] = "passkey"  # in English, or synthetic, for small checkpoints
     depths: tuple[str, ...] = ("5",)  # how many from 0, the beginning of the context, to 1, or shares such as 0,0.5,1
     trials: int = 10  # prompts in each cell
-    span: int = 32  # tokens of a span, of task spans
-    batch_size: int = 1  # prompts of equal length that are answered together
+    span: int = 32  # length of a span in tokens, for task spans
+    batch_size: int = 1  # prompts of equal length in one batch
     output: str = "runs/retrieval"  # folder of TASK.jsonl and TASK.png
 
 

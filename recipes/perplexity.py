@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 2 recipes/perplexity.py recipes/configs/demo.yaml
 
 The plain checkpoint (plain) and attention cut at the training length (window) are always among the lines, unless
---no-references leaves them out. Every row is written as soon as it is measured: the same command goes on where an
-interrupted one stopped. Several processes divide the windows; the rows are those of one.
+--no-references leaves them out. Rows are written as they are measured: run the same command again to resume. Several
+processes divide the windows and write the rows of one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json
 @dataclass(kw_only=True)
 class Options(Measured):
     lengths: Lengths  # context lengths in tokens, ascending
-    schemes: Specs = ()  # a line of the table; target=auto means each length in turn
+    schemes: Specs = ()  # one for each line of the table; target=auto is each length in turn
     references: bool = True  # add the lines plain and window
     protocol: str = "auto"  # last, by_position, span_corruption, sliding, disjoint, yarn_compat or yarn_truncate
     targets: int | None = None  # scored tokens per window; default min(L, 4096)
-    stride: int | None = None  # of sliding and yarn_compat, in tokens; default 256, or the shortest length
+    stride: int | None = None  # step of sliding and yarn_compat, in tokens; default 256, or the shortest length
     tokens_per_document: int | None = None  # where whole documents are scored; default all
     documents: int | None = None  # how many, drawn at random where there are more; default all
     windows_per_document: int | None = None  # places scored in each document; default as many as make 16 in all

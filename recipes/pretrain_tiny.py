@@ -3,8 +3,8 @@
     python recipes/pretrain_tiny.py recipes/configs/pretrain_tiny.yaml
     python recipes/pretrain_tiny.py recipes/configs/pretrain_gpu.yaml     # 112 million parameters, on a GPU
 
-Started again, the run goes on from its last checkpoint. The learning rate warms up, stays, and falls to zero over the
-last `decay_steps`: while it stays, `steps` may be changed between two starts. A part of the sequences carries a span
+Run the same command again to resume from the last checkpoint. The learning rate warms up, stays, and falls to zero over
+the last `decay_steps`: while it stays, you may change `steps` between two starts. A part of the sequences carries a span
 twice, with a gap between, so that attending far back is worth something and retrieval can be measured.
 """
 

@@ -4,9 +4,9 @@
     python recipes/ruler.py recipes/configs/ruler_smollm2.yaml
     torchrun --nproc-per-node 4 recipes/ruler.py recipes/configs/ruler.yaml
 
-A needle in noise (niah_single_1), chains of variables (vt), common words (cwe) and frequent words (fwe), with prompts
-that are NVIDIA/RULER's of the same seed. Every row is written as soon as it is measured: the same command goes on where
-an interrupted one stopped.
+The tasks are a needle in noise (niah_single_1), chains of variables (vt), common words (cwe) and frequent words
+(fwe), with the prompts of NVIDIA/RULER for the same seed. Rows are written as they are measured: run the same command
+again to resume.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rope_patch.cli.options import Lengths, Measured, Specs, is_main, load_recip
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    lengths: Lengths  # in tokens, ascending: of a prompt and its longest answer
-    schemes: Specs = ()  # a heat map; target=auto means each length in turn
+    lengths: Lengths  # of a prompt with its longest answer, in tokens, ascending
+    schemes: Specs = ()  # one for each heat map; target=auto is each length in turn
     references: bool = True  # add the heat maps of plain and window
     tasks: tuple[Literal["niah_single_1", "vt", "cwe", "fwe"], ...] = ("niah_single_1", "vt", "cwe", "fwe")
     samples: int = 20  # of each task at each length; RULER takes 500
@@ -77,7 +77,7 @@ def main(options: Options) -> None:
     except MissingPackage as error:
         say(str(error))
     if options.lengths[0] > trained:
-        say(f"no length within L = {trained} was measured: whether the checkpoint can do the tasks at all is not known")
+        say(f"no length within L = {trained} was measured: nobody knows whether this checkpoint can do the tasks")
     for task, score in failed.items():
         say(
             f"task {task} means nothing here: within its training length this checkpoint gives {score:.0%} of the "

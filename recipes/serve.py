@@ -5,9 +5,9 @@ r"""An OpenAI endpoint for a checkpoint under a scheme: the server of Transforme
     curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' \
         -d '{"prompt": "import os\n", "max_tokens": 16}'
 
-Completions, chat completions and responses, streamed or whole; requests join and leave the batch as they come. A folder
-that was saved under a scheme needs no --scheme. Sampling is set here, for all requests, because a batch of Transformers
-has one setting; a request that asks for another gets a 400. SIGTERM ends the server after the running requests, or ten
+It serves completions, chat completions and responses, streamed or whole. Requests join and leave the batch at any
+time. A folder that was saved under a scheme needs no --scheme. A batch of Transformers has one setting for sampling,
+so you set it here; a request for another gets a 400. SIGTERM ends the server after the running requests, or after ten
 seconds.
 """
 
@@ -29,7 +29,7 @@ UNSAID = 1 << 30  # `max_new_tokens` of a request that does not say
 
 @dataclass(kw_only=True)
 class Options:
-    checkpoint: Positional[str]  # checkpoint folder, GGUF file or hub id; also the name of the model in requests
+    checkpoint: Positional[str]  # checkpoint folder, GGUF file or Hub ID; also the name of the model in requests
     scheme: str | None = None  # such as rerope:window=512+logn; default what it was saved under
     max_length: Length | None = None  # prompt and answer of a request in tokens; default 4 L
     max_requests: int = 8  # how many requests of max_length the cache holds

@@ -4,10 +4,10 @@
     rope-patch sweep --target 2x --documents 4 --schemes rerope yarn --budget-minutes 1
     torchrun --nproc-per-node 4 recipes/sweep.py recipes/configs/sweep_tiny.yaml
 
-The same tokens are scored under many schemes, from the training length L up to the target. The best guess of every
-scheme comes first, then log-n, other values, and values in between for the best of them; what a scheme tries is its
-class attribute `sweep`. The plain checkpoint (plain) and attention cut at L (window) are always measured. Every row is
-written as soon as it is measured: the same command goes on where an interrupted one stopped, as it would have.
+Many schemes score the same tokens, from the training length L up to the target. The best guess of every scheme comes
+first, then log-n, other values, and values in between for the best of them. The class attribute `sweep` of a scheme
+names its values. The plain checkpoint (plain) and attention cut at L (window) are always measured. Rows are written
+as they are measured: run the same command again to resume.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ ROUNDS = (
 @dataclass(kw_only=True)
 class Options(Measured):
     target: str  # the length that matters, in tokens, or as 4x in multiples of L
-    schemes: Names = ()  # these alone, such as rerope yarn; default all that have something to try
-    regime: Literal["training-free", "fine-tune"] = "training-free"  # fine-tune: those made to be fine-tuned, too
-    budget_minutes: float | None = None  # begin no other line after as many minutes
-    budget_measurements: int | None = None  # at most as many new measurements of a line at a length
+    schemes: Names = ()  # only these, such as rerope yarn; default all that declare values
+    regime: Literal["training-free", "fine-tune"] = "training-free"  # fine-tune adds schemes made for it
+    budget_minutes: float | None = None  # start no new line after this many minutes
+    budget_measurements: int | None = None  # most new measurements, of one line at one length each
     targets: int | None = None  # scored tokens per window; default min(L, 4096)
     documents: int | None = None  # how many, drawn at random where there are more; default all
     windows_per_document: int | None = None  # places scored in each document; default as many as make 16 in all
     serve: str | None = None  # try only what this can serve: config (any reader of rope_parameters), vLLM or llama.cpp
     output: str = "runs/sweep"  # folder of sweep.jsonl and sweep.png
-    dry_run: bool = False  # say what would be tried, and measure nothing
+    dry_run: bool = False  # show what would be tried, and measure nothing
 
 
 def main(options: Options) -> None:

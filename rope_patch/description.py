@@ -207,22 +207,22 @@ def _numbered(indices: Iterable[int]) -> str:
 
 
 def _own_positions(stack: Stack, asked: Scheme, plan: Plan) -> Iterable[tuple[str, str]]:
-    """What becomes of the checkpoint's own positions, where the scheme does not say."""
+    """What happens to the checkpoint's own positions."""
     added = [part for part in plan.scheme.parts() if part not in asked.parts()]
     if stack.absolute is not None:
-        return [("rows", "the checkpoint's own come first" if asked.keeps_rows else "in place of the checkpoint's own")]
+        return [("rows", "the checkpoint's own come first" if asked.keeps_rows else "instead of the checkpoint's own")]
     if stack.rotary:
         if asked.refines and added:
             return [("frequencies", f"{part}, the checkpoint's own, refined") for part in added]
         stand_in = "the bias" if "bias" in asked.slots else "positions that join at the input"
-        return [("rotation", f"replaced by {stand_in}; list RoPE() beside it to keep both")] if NoPE() in added else []
+        return [("rotation", f"replaced by {stand_in}; list RoPE() as well to keep both")] if NoPE() in added else []
     if "bias" in plan.scheme.slots:
         return [("bias", f"{part}, the checkpoint's own, stays") for part in added if "bias" in part.slots]
     native = stack.native.name if stack.native else "it"
     if "embedding" in asked.slots:
-        return [("bias", f"replaced by positions that join at the input; list {native} beside it to keep both")]
+        return [("bias", f"replaced by positions that join at the input; list {native} as well to keep both")]
     rotation = f"a rotation of base {BASE:g}" if RoPE() in added else "the rotation"
-    return [("bias", f"replaced by {rotation}; list {native} beside it to keep both")]
+    return [("bias", f"replaced by {rotation}; list {native} as well to keep both")]
 
 
 def _left_alone(plan: Plan) -> Iterable[str]:

@@ -33,7 +33,7 @@ class InvalidField(RopePatchError, ValueError):
 
 
 class UnsupportedModel(RopePatchError, TypeError):
-    """The model has no seam that a scheme could be mounted on, and the message says which is missing."""
+    """The model lacks the seam that a scheme is mounted on; the message names it."""
 
 
 class AlreadyPatched(RopePatchError, ValueError):
@@ -53,7 +53,7 @@ class UnsupportedPositions(RopePatchError, ValueError):
 
 
 class NotExpressible(RopePatchError, ValueError):
-    """A scheme that the `rope_parameters` of Transformers cannot say."""
+    """The `rope_parameters` of Transformers cannot express the scheme."""
 
 
 class NothingToPatch(RopePatchError, ValueError):
@@ -65,7 +65,7 @@ class NoCheckpoint(RopePatchError, OSError):
 
 
 class CorpusError(RopePatchError, ValueError):
-    """There is no text where the corpus was said to be."""
+    """There is no text at the path of the corpus."""
 
 
 class EvaluationError(RopePatchError, ValueError):
@@ -73,7 +73,7 @@ class EvaluationError(RopePatchError, ValueError):
 
 
 class MissingPackage(RopePatchError, ImportError):
-    """An optional package that what was asked for needs; the message says what to install."""
+    """An optional package is missing; the message names what to install."""
 
 
 def require(package: str, what: str, extra: str | None = None) -> None:

@@ -105,7 +105,7 @@ def patch(
         mount: `"auto"`, or `"late"` to rotate inside attention whatever the scheme, the slow and literal way.
         attention: `"auto"`, `"oracle"` for the dense definition, `"chunked"` for the same with linear memory,
             `"segmented"` for flash per region even where products of bfloat16 are faster, `"fused"` for Triton's.
-        **fields: the scheme's fields, beside exactly one name. `target`, a length in tokens, may stand beside several:
+        **fields: the scheme's fields, with exactly one name. `target`, a length in tokens, may stand beside several:
             it fills the fields that are left open, so that the scheme reaches that length on this model.
 
     Returns:
@@ -210,9 +210,7 @@ def find_handles(model: nn.Module) -> tuple[PatchHandle, ...]:
 
 
 def find_record(model: Any) -> Any:
-    """What the config of a model says of the scheme under which it was patched or saved, as it stands there; None where
-    it says nothing.
-    """
+    """The record of a scheme in the config of a model that was patched or saved under it; None without one."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     configs = (vars(module).get("config") for module in modules)
     records = (getattr(config, "rope_patch", None) for config in configs)
@@ -232,7 +230,7 @@ def _take_back(mounted: Mounted, changes: Changes) -> None:
 def _name_in_config(model: nn.Module, scheme: Scheme, mounted: Mounted, changes: Changes) -> None:
     """Give this model configs of its own (other models may share the ones it had) that name the scheme.
 
-    A scheme that Transformers has words for is also said in them, so that it survives without this library.
+    Where `rope_parameters` can express the scheme, they do, so that it survives without this library.
     """
     stack, plan = mounted[0]
     native = copy.deepcopy(getattr(stack.config, "rope_parameters", None))

@@ -21,14 +21,14 @@ class Options:
     checkpoint: Positional[str]  # a checkpoint folder, or a GGUF file, which is unpacked
     scheme: str | None = None  # such as yarn:factor=4; default what it was saved under
     length: Length | None = None  # context to serve in tokens; default factor times L
-    output: str | None = None  # the folder to write; default none, and only tell what it would be
+    output: str | None = None  # the folder to write; without it, only show what would be written
     link: bool = False  # hard links instead of copies of weights and tokenizer
     dry_run: bool = False  # write nothing, even with --output
     json: bool = False  # print one JSON document
 
 
 def main(options: Options) -> None:
-    """Write the copy, or tell what it would be, and who reads it."""
+    """Write the copy, or show what it would be, and who reads it."""
     from rope_patch.evaluation.checkpoints import as_folder, quiet_transformers
     from rope_patch.saving.export import describe_serving, export_checkpoint
 

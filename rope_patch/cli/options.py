@@ -1,4 +1,4 @@
-"""Typed options from YAML and from the command line: a dataclass says each of them once, and tyro reads it.
+"""Typed options from YAML and from the command line: one dataclass declares them, and tyro reads it.
 
 Nothing here imports torch, so `--help` and a mistyped option answer at once.
 """
@@ -93,7 +93,7 @@ Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]
 
 @dataclass(kw_only=True)
 class Measured:
-    """What every measurement is told. The text is Python's standard library where none is named."""
+    """Options of every measurement. The default text is Python's standard library."""
 
     model: str | None = None  # checkpoint folder, GGUF file or hub id; default the small one of the recipes
     text: str | None = None  # a .txt, .jsonl or .parquet file, a folder of files, or a pattern

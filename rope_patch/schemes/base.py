@@ -38,7 +38,7 @@ class Sweep:
         unit: what the values count in: `L`, or `target`, which is what the field is for the target, see
             `Scheme.fields_for`, or `one`.
         values: in that unit, best guess first.
-        window: w, a field beside the main one, in multiples of L; 0 for a scheme without one.
+        window: w in multiples of L; 0 for a scheme without a window.
     """
 
     field: str = ""
@@ -82,7 +82,7 @@ Names = Annotated[tuple[str, ...], Composed(_joined)]
 
 class Scheme:
     """Base of all schemes. A subclass is a frozen dataclass; it fills a slot by overriding the slot's method.
-    The annotation of a class attribute says beside its type what it is for a composition, see `Composed`.
+    The annotation of a class attribute holds its type and its rule for compositions, see `Composed`.
 
     Where methods take them, `distance` is m - n in tokens, of any shape, `num_heads` the number of query heads, and
     `weights` the learned parameters by name.
@@ -94,12 +94,12 @@ class Scheme:
         source: where it was published.
         regime: what a pretrained checkpoint needs before it makes sense under this scheme.
         summary: what it does, in plain words; default the first line of the docstring.
-        aliases: names by which papers and other libraries call it, beside those of the class and its `rope_type`.
+        aliases: its other names in papers and libraries; those of the class and its `rope_type` are known anyway.
         length_dependent: whether the frequencies follow the length of the text.
         learned_frequencies: whether the frequencies follow learned parameters.
-        refines: whether it makes its frequencies of those of another scheme beside it, see `refine`.
+        refines: whether it makes its frequencies of those of another scheme, see `refine`.
         decays: whether the frequencies bring a decay, so that queries and keys are turned by different tables.
-        linear: whether the bias is a multiple of the distance, so that beside a causal mask a term per key says it all.
+        linear: whether the bias is a multiple of the distance, so that under a causal mask one term per key is enough.
         absolute: whether a shift of all positions changes the scores.
         causal_only: whether the scheme has no meaning for keys after the query.
         keeps_rows: whether the first rows of its table of positions are the checkpoint's own.
@@ -183,8 +183,8 @@ class Scheme:
         raise NotImplementedError
 
     def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        """b by content, or by positions that a distance does not say: added to `pairs.scores`, to whose shape it
-        broadcasts. What it says of hidden pairs is not looked at.
+        """b by content, or by positions that a distance does not give: added to `pairs.scores`, to whose shape it
+        broadcasts. Values for hidden pairs are ignored.
         """
         raise NotImplementedError
 

@@ -70,7 +70,7 @@ def get_scheme(name: str, **fields: Any) -> Scheme:
     Args:
         name: a registered name, or `name:field=value,...` and several of them joined by `+`. Case, hyphens and
             underscores do not matter, and the names of Transformers and of papers lead to ours.
-        **fields: the fields, beside exactly one plain name. `target`, a length in tokens, is allowed beside any: it
+        **fields: the fields, with exactly one plain name. `target`, a length in tokens, is allowed with any: it
             fills the open fields of all schemes that it means something to, see `Scheme.fields_for`.
 
     Returns:
@@ -92,7 +92,7 @@ def get_scheme(name: str, **fields: Any) -> Scheme:
     if "target" in fields and (len(parts) > 1 or parts[0][1]):
         _aim(parts, fields.pop("target"))
     if fields and (len(parts) > 1 or parts[0][1]):
-        raise InvalidField(f"fields {', '.join(fields)} beside {name!r}: they are allowed beside one plain name only")
+        raise InvalidField(f"fields {', '.join(fields)} with {name!r}: they are allowed with one plain name only")
     schemes = [_made(part, {**spelled, **fields}) for part, spelled in parts]
     return schemes[0] if len(schemes) == 1 else Compose(*schemes)
 
@@ -120,14 +120,14 @@ def scheme_from_dict(data: dict[str, Any]) -> Scheme:
 
 
 def as_scheme(schemes: Iterable[str | Scheme], fields: dict[str, Any]) -> Scheme:
-    """One scheme from what `patch` was given: names, objects, and fields beside exactly one name.
+    """One scheme from what `patch` was given: names, objects, and fields with exactly one name.
 
     Args:
         schemes: names, spelled-out strings, or schemes.
-        fields: of the only name; `target` may stand beside several.
+        fields: of the only name; `target` is allowed with several.
 
     Raises:
-        InvalidField: nothing was given, or fields do not stand beside exactly one name.
+        InvalidField: nothing was given, or fields without exactly one name.
     """
     schemes = list(schemes)
     if "target" in fields and len(schemes) > 1 and all(isinstance(scheme, str) for scheme in schemes):
@@ -141,23 +141,23 @@ def as_scheme(schemes: Iterable[str | Scheme], fields: dict[str, Any]) -> Scheme
 
 
 def _misplaced(schemes: list[Any], fields: dict[str, Any]) -> InvalidField:
-    """What to write where fields stand beside several schemes, or beside one that has its own."""
+    """What to write for fields with several schemes, or with one that has its own."""
     given, first = _spelled(fields), schemes[0]
     if len(schemes) > 1 or type(first) not in _REGISTRY.values():
         inside = ",".join(f"{name}={value}" for name, value in fields.items())
         return InvalidField(
-            f"{given} beside several schemes: write it inside the name that it belongs to, 'NAME:{inside}'"
+            f"{given} with several schemes: write it inside the name that it belongs to, 'NAME:{inside}'"
         )
     wanted = f"{first.name!r}, {given}"
     if "target" not in fields:
         known = dataclasses.fields(first)
         own = {field.name: value for field in known if (value := getattr(first, field.name)) != field.default}
         wanted += f", or {type(first).__name__}({_spelled({**own, **fields})})"
-    return InvalidField(f"{given} beside a scheme that has its fields: write {wanted}")
+    return InvalidField(f"{given} with a scheme that has its fields: write {wanted}")
 
 
 def _no_scheme(given: Any, fields: dict[str, Any]) -> UnknownScheme | InvalidField:
-    """What to write in place of something that is neither a name nor a scheme."""
+    """What to write instead of something that is neither a name nor a scheme."""
     if given is None:
         find_name("none", _REGISTRY)
     if given not in _REGISTRY.values():
@@ -180,7 +180,7 @@ def _aim(parts: list[tuple[str, dict[str, Any]]], target: Any) -> None:
         raise _means_nothing([name for name, _ in parts], target)
     for fields in aimed:
         if "target" in fields:
-            raise InvalidField(f"target={target!r} beside target={fields['target']!r}: it is allowed once")
+            raise InvalidField(f"target={target!r} and target={fields['target']!r}: it is allowed once")
         fields["target"] = target
 
 

@@ -255,7 +255,7 @@ def test_the_command_line_knows_the_word(tmp_path, capsys):
         (("abf",), {"target": 64}, ["target=64 means nothing to abf", "ntk"]),
         (("alibi+logn",), {"target": 64}, ["target=64 means nothing to alibi and logn"]),
         (("alibi", "logn"), {"target": 64}, ["target=64 means nothing to alibi and logn"]),
-        (("yarn:target=64",), {"target": 64}, ["target=64 beside target=64", "once"]),
+        (("yarn:target=64",), {"target": 64}, ["target=64 and target=64", "once"]),
         ((RoPE(),), {"target": 64}, ["target=64"]),
         (("yarn", LogN()), {"target": 64}, ["target=64"]),
         (("yarn:beta_fast=16",), {"target": 64, "factor": 2}, ["factor", "one plain name only"]),
