@@ -4,8 +4,8 @@
     python recipes/pretrain_tiny.py recipes/configs/pretrain_gpu.yaml     # 112 million parameters, on a GPU
 
 Run the same command again to resume from the last checkpoint. The learning rate warms up, stays, and falls to zero over
-the last `decay_steps`: while it stays, you may change `steps` between two starts. Some sequences carry a span twice, with
-a gap between, so that attending far back is worth something and retrieval can be measured.
+the last `decay_steps`: while it stays, you may change `steps` between two starts. Some sequences carry a span twice,
+with a gap between, so that attending far back is worth something and retrieval can be measured.
 """
 
 from __future__ import annotations
