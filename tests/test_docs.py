@@ -167,7 +167,8 @@ def test_every_scheme_has_an_equation_an_example_and_a_use():
     schemes = scheme_hook()
     assert schemes.FACTS.keys() == set(list_schemes())
     for name, facts in schemes.FACTS.items():
-        assert facts["equation"] and facts["when"].endswith(".")
+        assert facts["equation"]
+        assert facts["when"].endswith(".")
         example = ast.parse(f"patch({schemes.example(name)})", mode="eval").body
         spec, fields = ast.literal_eval(example.args[0]), {each.arg: each.value for each in example.keywords}
         if name != "longrope":  # its two lists are the reader's
@@ -206,9 +207,8 @@ def test_equations_are_typeset_when_the_site_is_built():
 
 
 def test_the_help_of_a_command_is_a_table():
-    page = hook("commands").as_markdown(
-        "usage: x [-h]\n\nWhat it does.\n\n    x --a 1\n\n╭─ options ─╮\n│ --a INT  one of a|b │\n│ --long  │\n│     two  │\n╰───╯\n"
-    )
+    options = "╭─ options ─╮\n│ --a INT  one of a|b │\n│ --long  │\n│     two  │\n╰───╯\n"
+    page = hook("commands").as_markdown(f"usage: x [-h]\n\nWhat it does.\n\n    x --a 1\n\n{options}")
     assert "| `--a INT` | one of a&#124;b |\n| `--long` | two |" in page
     assert "What it does." in page.splitlines()
     assert "x --a 1" in page.splitlines()

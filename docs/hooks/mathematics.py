@@ -21,7 +21,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def typeset(latex: str) -> str:
-    """A displayed equation as HTML, on one line; its parts, with `\\qquad` between them, wrap where a line is full."""
+    """A displayed equation as HTML, on one line; its parts, with qquad between them, wrap where a line is full."""
     aligned = latex.replace("{aligned}", "{align*}")  # the converter's name for it
     parts = " ".join(aligned.split()).split(r"\qquad")
     return f'<div class="equation">{"".join(convert(part, display="block") for part in parts)}</div>'
