@@ -30,8 +30,8 @@ encoders and decoders, and the tables of BERT-likes, have suites of their own (`
 
 - **{PASSES}**: the contract suite holds for a tiny random model of it (`pytest --all-families tests/contract`).
 - **patched**: a tiny random model takes `{_SCHEME}` and runs under it; nothing more is known.
-- **table**: it adds a table of learned positions (as BERT, GPT-2 and OPT do), which takes other rows: a tiny random model
-  runs under `{_ROWS}` ([tables of positions](absolute.md)).
+- **table**: it adds a table of learned positions (as BERT, GPT-2 and OPT do): a tiny random model runs under
+  `{_ROWS}` ([tables of positions](absolute.md)).
 - **refused**: the library says why, and leaves the model as it was.
 - **not built**: no tiny random model came out of the settings that the others share.
 
