@@ -89,7 +89,7 @@ def figure(rows: Sequence[Row]) -> Figure:
     notes += [bands] if grid.any.nll_by_document[1:] else []
     caption = ". ".join(note[:1].upper() + note[1:] for note in notes) + "."
     heights = [max(2.6, 0.17 * len(grid.lines) + 0.6), *([1.7] if close_up else [])]
-    panels = {"sharex": True, "height_ratios": heights}
+    panels: dict[str, Any] = {"sharex": True, "height_ratios": heights}
     drawn, *axes = sheet("Loss against context length", caption, sum(heights), len(heights), **panels)
     multiples = [length / trained for length in grid.lengths]
     names, closest, apart = {}, {}, {}
