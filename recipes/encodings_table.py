@@ -17,7 +17,8 @@ from rope_patch.cli.options import Names, print_json, run, say
 from rope_patch.errors import EvaluationError, MissingPackage, require
 
 PANELS = ("frequencies", "bias", "values", "embedding")  # the slots that order the table and divide the chart
-REFERENCES = ("rope", "nope", "alibi")  # grey lines in every panel but their own
+REFERENCES = ("nope", "window")  # without positions, and attention cut at L: in every panel
+LINES = 7  # in a panel at most
 
 
 @dataclass(kw_only=True)
@@ -108,7 +109,7 @@ def table(cells: Any, costs: Any, training_length: int) -> list[list[str]]:
     best = cells.groupby("length")["mean"].min()
     nope = cells[(cells.encoding == "nope") & (cells.length == training_length)]["mean"].min()
     header = ["encoding", "slot", "new parameters", *(f"{length // training_length}L" for length in lengths)]
-    header += ["below nope", *([] if costs is None else ["speed", "memory"])]
+    header += ["below nope at L", *([] if costs is None else ["speed", "memory"])]
     lines = [header]
     for spec, own in cells.groupby("encoding", sort=False):
         line = [spec, own.slot.iloc[0], f"{own.new_parameters.max():,}"]
@@ -126,50 +127,69 @@ def table(cells: Any, costs: Any, training_length: int) -> list[list[str]]:
 
 
 def draw(cells: Any, training_length: int, notes: list[str], path: Path) -> None:
-    """Perplexity against length, a panel per slot; bands are a standard deviation over the seeds to either side."""
-    from numpy import exp
+    """Loss against length, panels for each slot; bands are a standard deviation over the seeds to either side."""
+    from rope_patch.evaluation import charts
 
-    from rope_patch.evaluation.charts import COLOURS, FAINT, INK, MARKERS, blank, scale_axes, tidy
-
-    slots = [slot for slot in PANELS if slot in set(cells.slot)]
-    rows, columns = math.ceil(len(slots) / 2), min(2, len(slots))
-    figure = blank(7.2 * columns, 0.9 + 4.2 * rows, layout="constrained")
-    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    panels = divided(cells)
     lengths = sorted(cells.length.unique())
     multiples = [length / training_length for length in lengths]
-    # where the axis ends, lines beyond it carry their last perplexity in their name
-    low, high = exp(cells["mean"].min()), exp(min(cells["mean"].max(), 100))
-    for panel, slot in zip(panels.flat, slots, strict=False):
-        scale_axes(panel, multiples, [f"{m:g}L\n{n}" for m, n in zip(multiples, lengths, strict=True)])
-        own = list(cells[cells.slot == slot].encoding.unique())
-        ends = []
-        for name in [*(name for name in REFERENCES if name not in own and name in set(cells.encoding)), *own]:
+    caption = ". ".join(note[0].upper() + note[1:] for note in notes[:2]) + "."
+    heights = [max(1.5, 0.17 * len(names) + 0.7) for names in panels.values()]
+    shared = {"sharex": True, "height_ratios": heights}
+    title = "Position encodings trained from scratch"
+    figure, *axes = charts.sheet(title, caption, sum(heights), len(panels), **shared)
+    charts.scale_lengths(axes[0], multiples, [f"{m:g}L\n{n}" for m, n in zip(multiples, lengths, strict=True)])
+    for panel, (title, names) in zip(axes, panels.items(), strict=True):
+        lines = {}
+        means = cells[cells.encoding.isin([*names, REFERENCES[-1]])]["mean"]
+        low, high = means.min(), min(means.max(), means.min() + 2.2)  # what ends beyond is named with its last loss
+        margin = 0.08 * (high - low)
+        panel.set_ylim(low - margin, high + margin)
+        last = cells[cells.encoding.isin(REFERENCES)].groupby("encoding", sort=False)["mean"].last()
+        grey = [name for name, loss in last.items() if name in names or loss <= high]
+        for name in [*grey, *(name for name in names if name not in grey)]:
             found = cells[cells.encoding == name].dropna(subset="mean")
             if found.empty:
                 continue
-            x, mean, std, last = found.length / training_length, found["mean"], found["std"].fillna(0), found.iloc[-1]
-            label = name.replace(":", " ").replace(",", " ")
-            label += f" (to {x.iloc[-1]:g}L)" if last.length < lengths[-1] else ""
-            label += f" \N{UPWARDS ARROW} {exp(last['mean']):.3g}" if last["mean"] > math.log(8 * low) else ""
-            look = {"color": "#A8A8A8", "linestyle": ("-", "--", ":")[REFERENCES.index(name) if name not in own else 0]}
-            if name in own:
-                turn, i = divmod(own.index(name), len(COLOURS))
-                look = {"color": COLOURS[i], "marker": MARKERS[(i + turn) % len(MARKERS)], "linestyle": "-:"[turn % 2]}
-            (line,) = panel.plot(x, exp(mean), markersize=4.5, label=label, **look)
-            panel.fill_between(x, exp(mean - std), exp(mean + std), color=look["color"], alpha=0.18, linewidth=0)
-            ends.append((-last["mean"], len(ends), line))
-        tidy(panel)
-        panel.set_ylim(low / 1.06, max(min(1.06 * high, 8 * low), 1.1 * low))
-        panel.set_title(f"slot: {slot}", loc="left", weight="bold", size=10.5, color=INK)
-        place = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "frameon": False, "fontsize": 8.5}
-        panel.legend(handles=[line for *_, line in sorted(ends)], **place)  # in the order in which they end
-    for spare in panels.flat[len(slots) :]:
-        spare.set_axis_off()
-    figure.suptitle("Position encodings trained from scratch", x=0.01, ha="left", size=14, weight="bold", color=INK)
-    figure.supylabel("perplexity per byte", size=9.5, color=INK)
-    caption = f"context length in training lengths, and in bytes\n{notes[0]}\n{notes[1]}"
-    figure.supxlabel(caption, x=0.01, ha="left", size=8.5, color=FAINT)
-    figure.savefig(path, dpi=140)
+            look: dict[str, Any] = {"color": charts.INK if name == "window" else charts.FAINT, "linestyle": "--"}
+            if name not in grey:
+                place = names.index(name)
+                look = {"color": charts.COLOURS[place], "marker": charts.MARKERS[place], "markersize": 4}
+            values = list(zip(found["mean"], found["std"].fillna(0), strict=True))
+            line = charts.plot_band(panel, found.length / training_length, values, linewidth=1.5, **look)
+            label = label_of(name, names)
+            label += (
+                f" (to {found.length.iloc[-1] / training_length:g}L)" if found.length.iloc[-1] < lengths[-1] else ""
+            )
+            label += f" \N{UPWARDS ARROW} {values[-1][0]:.3g}" if values[-1][0] > high else ""
+            lines[label] = line
+        panel.set_ylabel("NLL, nats per byte")
+        panel.set_title(title, loc="left", size=charts.SIZE)
+        charts.name_lines(panel, lines)
+    axes[-1].set_xlabel("context length (L, bytes)")
+    charts.write(figure, path)
+
+
+def label_of(spec: str, others: list[str]) -> str:
+    """The name of an encoding, with its first field where another of the panel has the same name."""
+    name = spec.partition(":")[0]
+    alone = [each.partition(":")[0] for each in others].count(name) < 2
+    return name if alone else spec.partition(",")[0].replace(":", " ")
+
+
+def divided(cells: Any) -> dict[str, list[str]]:
+    """The encodings of each panel by its title: those of a slot, or where they are many, of a part of its ranking."""
+    panels = {}
+    longest = cells.length.max()
+    for slot in [slot for slot in PANELS if slot in set(cells.slot)]:
+        own = cells[(cells.slot == slot) & (cells.length == longest)].sort_values("mean", na_position="last")
+        names = [*own.encoding, *sorted(set(cells[cells.slot == slot].encoding) - set(own.encoding))]
+        parts = math.ceil(len(names) / LINES)
+        size = math.ceil(len(names) / parts)
+        for part in range(parts):
+            of = f", ranks {part * size + 1} to {min((part + 1) * size, len(names))}" if parts > 1 else ""
+            panels[f"slot: {slot}{of}"] = names[part * size : (part + 1) * size]
+    return panels
 
 
 if __name__ == "__main__":

@@ -397,27 +397,30 @@ def draw(points: list[Any], options: Options) -> None:
     """Loss against length: dotted before, solid after the training."""
     from rope_patch.evaluation import charts, lines
 
-    figure = charts.blank(9.6, 5.2, layout="constrained")
-    chart, trained = figure.subplots(), points[0].training_length
-    lengths = sorted({point.length for point in points})
-    charts.scale_lengths(chart, [length / trained for length in lengths], [str(length) for length in lengths])
-    colours = dict(zip(options.schemes, itertools.cycle(charts.COLOURS)))
+    trained, lengths = points[0].training_length, sorted({point.length for point in points})
+    multiples = [length / trained for length in lengths]
     last, error = dict(stories(points).keys()), errors(points)  # the last step of every line
+    caption = (
+        f"NLL of the same tokens of {points[0].text}; trained at {trained} tokens, then at {options.length}. Dotted: "
+        "before; solid: after. Bands: ± one standard error, of the difference from attention cut at L."
+    )
+    named = list(dict.fromkeys(line for line, _ in stories(points)))
+    figure, chart = charts.sheet("Before and after fine-tuning", caption, max(3.2, 0.34 * len(named) + 0.4))
+    charts.scale_lengths(chart, multiples, [f"{m:g}L\n{n}" for m, n in zip(multiples, lengths, strict=True)])
+    colours, drawn = dict(zip(options.schemes, itertools.cycle(charts.COLOURS))), {}
     for (line, step), cells in stories(points).items():
         if step in (0, last[line]):
             style = ("-" if step else ":") if line in colours else "--"
             colour = colours.get(line, charts.INK if line == "window" else charts.FAINT)
-            when = f", after {step} steps" if step else ", before" if line in colours else ""
-            label = f"{lines.display_name(line)}{when}"
-            values, noise = zip(*[(cell.nll, error[cell.key()]) for cell in cells.values()], strict=True)
+            values = [(cell.nll, error[cell.key()]) for cell in cells.values()]
             at = [length / trained for length in cells]
-            chart.errorbar(at, values, noise, fmt=style, marker="o", color=colour, capsize=3, label=label)
+            name = lines.display_name(line) + (f", {step} steps" if step else ", before" if line in colours else "")
+            look = {"color": colour, "linestyle": style, "marker": "o" if line in colours else None, "markersize": 4}
+            drawn[name] = charts.plot_band(chart, at, values, **look)
     chart.axvline(options.length / trained, color=charts.FAINT, linewidth=1, linestyle=":")
-    chart.set(xlabel="context length in tokens", ylabel=f"NLL, nats per token, of the same tokens of\n{points[0].text}")
-    chart.set_title(f"Trained at {trained} tokens, then at {options.length}", loc="left")
-    charts.tidy(chart)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-    figure.savefig(Path(options.output) / "finetune.png", dpi=160)
+    chart.set(xlabel="context length (L, tokens)", ylabel="NLL, nats per token")
+    charts.name_lines(chart, drawn)
+    charts.write(figure, Path(options.output) / "finetune.png")
 
 
 if __name__ == "__main__":

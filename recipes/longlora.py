@@ -188,13 +188,13 @@ def by_method(points: list[Any]) -> dict[tuple[str, str], dict[int, list[Any]]]:
 def draw(points: list[Any], path: Path) -> None:
     """The loss of every method at the longest length: a dot for each seed, a colour for each rate."""
     from rope_patch.evaluation import charts
-    from rope_patch.evaluation.lines import display_name
 
     longest, found = max(point.length for point in points), by_method(points)
     methods = list(dict.fromkeys(method for method, rate in found if rate))[::-1]
     rates = list(dict.fromkeys(rate for _, rate in found if rate))
-    figure = charts.blank(9.6, 1.6 + 0.5 * len(methods), layout="constrained")
-    chart = figure.subplots()
+    caption = f"NLL of the held-out tokens from {longest} tokens; a dot for each seed. Not trained: "
+    caption += "attention cut at L (dashed), the scheme (dotted)." + f" Learning rate {rates[0]}." * (len(rates) == 1)
+    figure, chart = charts.sheet("What has to be trained for a longer context", caption, 0.9 + 0.36 * len(methods))
     for (method, rate), cells in found.items():
         nlls = [point.nll for point in cells.get(longest, [])]
         if rate:
@@ -203,15 +203,14 @@ def draw(points: list[Any], path: Path) -> None:
             label = f"learning rate {rate}" if method == methods[-1] else None
             chart.plot(nlls, height, charts.MARKERS[turn], color=charts.COLOURS[turn], label=label, alpha=0.8)
         elif method == "window":
-            chart.axvline(nlls[0], color=charts.INK, linestyle="--", label="attention cut at L, not trained")
+            chart.axvline(nlls[0], color=charts.INK, linestyle="--")
         elif method != "plain":
-            chart.axvline(nlls[0], color=charts.FAINT, linestyle=":", label=f"{display_name(method)}, not trained")
+            chart.axvline(nlls[0], color=charts.FAINT, linestyle=":")
     chart.set_yticks(range(len(methods)), [method.replace("_", " + ") for method in methods])
-    chart.set(xlabel=f"NLL of the held-out tokens from {longest} tokens, nats per token")
-    chart.set_title("What has to be trained for a longer context", loc="left")
-    charts.tidy(chart)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=160)
+    chart.set_xlabel("NLL, nats per token")
+    if len(rates) > 1:
+        chart.legend(frameon=False, fontsize=charts.SIZE)
+    charts.write(figure, path)
 
 
 if __name__ == "__main__":

@@ -125,6 +125,8 @@ def draw(
     """A heat map for each scheme: depth down, length across, and below them the control."""
     import numpy as np
 
+    from rope_patch.evaluation.charts import write
+
     percents = {name: 100 * np.vstack([accuracy, control]) for name, (accuracy, _, control) in found.items()}
     note = "Above the steps, what is hidden is farther than L from the question."
     picture = heat_maps(
@@ -132,7 +134,7 @@ def draw(
     )
     for axes, (_, far, _) in zip(picture.axes, found.values(), strict=True):
         axes.stairs(far.sum(0) - 0.5, np.arange(len(lengths) + 1) - 0.5, baseline=None, color="#D55E00", linewidth=2)
-    picture.savefig(path, dpi=160)
+    write(picture, path)
 
 
 def heat_maps(
@@ -141,21 +143,27 @@ def heat_maps(
     """A figure with a heat map for each scheme: percents, `(down, lengths)`, and where the training length ends."""
     import numpy as np
 
-    from rope_patch.evaluation.charts import blank
+    from rope_patch.evaluation.charts import SIZE, sheet
 
-    high = -(-len(percents) // 3)
-    picture = blank(13, 1.5 + (0.85 + 0.35 * len(down)) * high, layout="constrained")
-    for number, (name, cells) in enumerate(percents.items(), start=1):
-        axes = picture.add_subplot(high, min(3, len(percents)), number, title=name)
-        axes.imshow(cells, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+    wide = min(2, len(percents))
+    high = -(-len(percents) // wide)
+    caption = f"{headline}. Dashed: the training length L. {note}"
+    picture, *axes = sheet(
+        "Answers by context length", caption, (0.8 + 0.24 * len(down)) * high, high, wide, sharey=True
+    )
+    for panel, (name, cells) in zip(axes, percents.items(), strict=False):
+        panel.set_title(name, loc="left", size=SIZE)
+        panel.grid(False)
+        panel.imshow(cells, cmap="Blues", vmin=0, vmax=100, aspect="auto")
         for (row, column), percent in np.ndenumerate(cells):
             ink = "white" if percent > 55 else "black"
-            axes.text(column, row, f"{percent:.0f}".replace("nan", "-"), ha="center", va="center", color=ink)
-        axes.set_xticks(range(len(lengths)), [f"{length / trained:g}L\n{length}" for length in lengths])
-        axes.set_yticks(range(len(down)), down)
-        axes.axvline(sum(length <= trained for length in lengths) - 0.5, color="grey", linestyle="--")
-    picture.suptitle(headline)
-    picture.supxlabel(f"Dashed: the training length L. {note}")
+            text = f"{percent:.0f}".replace("nan", "-")
+            panel.text(column, row, text, ha="center", va="center", color=ink, size=SIZE)
+        panel.set_xticks(range(len(lengths)), [f"{length / trained:g}L\n{length}" for length in lengths])
+        panel.set_yticks(range(len(down)), down)
+        panel.axvline(sum(length <= trained for length in lengths) - 0.5, color="grey", linestyle="--")
+    for spare in axes[len(percents) :]:
+        picture.delaxes(spare)
     return picture
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -60,8 +59,10 @@ def main(options: Options) -> None:
     for name in given:
         if name not in taken:
             raise InvalidField(f"{options.picture} takes no option {name!r}; {did_you_mean(name, taken)}")
+    from rope_patch.evaluation.charts import write
+
     figure = PICTURES[options.picture](**given)
-    figure.savefig(output, format="png", dpi=130, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    write(figure, output)
     print_json({"picture": options.picture, "options": given, "output": output}) if options.json else print(output)
 
 
@@ -72,14 +73,17 @@ def sinusoidal(length: int = 128, dim: Sequence[int] = (128,), base: Sequence[fl
     """PE(pos) of "Attention Is All You Need", one row per position: fast dimensions flicker, slow ones drift."""
     import torch
 
+    from rope_patch.evaluation.charts import sheet
     from rope_patch.schemes.tools.sinusoids import sinusoidal_rows
 
     d, b = check("dim", only("dim", dim), 2, 2), check("base", only("base", base), step=0)
     rows = sinusoidal_rows(torch.arange(check("length", length)), d, b, "split")
-    figure, axes = sheet("Sinusoidal positions", f"d = {d}, base {number(b)}; all sines, then all cosines", 6.6, 4.6)
+    caption = f"d = {d}, base {number(b)}; all sines, then all cosines."
+    figure, axes = sheet("Sinusoidal positions", caption, 3.4)
+    axes.grid(False)
     image = axes.imshow(rows.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
     axes.set(xlabel="dimension", ylabel="position (tokens)", xticks=range(0, d, max(1, d // 8)))
-    figure.colorbar(image, ax=axes, label="value")
+    colour_bar(figure, image, axes, label="value")
     return figure
 
 
@@ -148,12 +152,12 @@ def over_distance(
     """Values from distance 1 to `length`: means over a quarter of an octave, and a band for the ripples within it."""
     import torch
 
-    from rope_patch.evaluation.charts import COLOURS
+    from rope_patch.evaluation.charts import COLOURS, sheet
 
     few("lines", lines, len(COLOURS))
     distance = torch.arange(1, check("length", length, 2) + 1)
     _, sizes = (4 * distance.double().log2()).round().unique_consecutive(return_counts=True)
-    figure, axes = sheet(title, f"{caption}\nbands: range over neighbouring distances", 7.2, 3.9)
+    figure, axes = sheet(title, f"{caption}. Bands: range over neighbouring distances.", 3.2)
     middles = [part.log2().mean().exp2() for part in distance.double().split(sizes.tolist())]
     for colour, (label, values_at) in zip(COLOURS, lines.items(), strict=False):
         parts = values_at(distance).split(sizes.tolist())
@@ -178,7 +182,7 @@ def wavelengths(
     Pairs above the line of the training length never made a full turn in training: beyond L they meet angles that they
     do not know. What a scheme that stretches a text does to the pairs below the line is what differs between schemes.
     """
-    from rope_patch.evaluation.charts import COLOURS
+    from rope_patch.evaluation.charts import COLOURS, SIZE, sheet
     from rope_patch.typing import RotarySpec
 
     d, trained = check("dim", only("dim", dim), 2, 2), check("training_length", training_length)
@@ -190,15 +194,16 @@ def wavelengths(
         named = {name_of(scheme): wavelengths_of(scheme, rotary[0], length) for scheme in ("rope", *schemes)}
         panels[f"schemes, base {number(rotary[0].base)}"] = named
         few("schemes", named, len(COLOURS))
-    caption = f"d = {d}, L = {trained:,} tokens; pairs above the dotted line never made a full turn in training"
-    size, columns = (5.6 * len(panels), 4.2), len(panels)
-    figure, *axes = sheet("Wavelengths of rotary positions", caption, *size, columns=columns, sharey=True)
+    caption = f"d = {d}, L = {trained:,} tokens. Pairs above the dotted line never made a full turn in training."
+    figure, *axes = sheet("Wavelengths of rotary positions", caption, 2.9 * len(panels), rows=len(panels), sharex=True)
     for panel, (title, lines) in zip(axes, panels.items(), strict=True):
         for colour, (label, values) in zip(COLOURS, lines.items(), strict=False):
             panel.plot(values, color=colour, label=label)  # a pair that does not turn is left out
         panel.set_yscale("log")
-        panel.set(xlabel="pair of dimensions i", ylabel="wavelength (tokens)", title=title)
+        panel.set(ylabel="wavelength (tokens)")
+        panel.set_title(title, size=SIZE, loc="left")
         finish(panel, "y", trained)
+    panel.set_xlabel("pair of dimensions i")
     return figure
 
 
@@ -212,34 +217,37 @@ def biases(
 ) -> Figure:
     """What is added to the score of query m and key n: a row per scheme, a column per head.
 
-    With a checkpoint of T5's style, its own learned biases come last, and the others take its number of heads.
+    With a checkpoint of T5's style, its own learned biases come last, those of its first heads.
     """
     from matplotlib import colormaps
 
+    from rope_patch.evaluation.charts import SIZE, sheet
+
     own = None if model is None else biases_of_checkpoint(model)
-    heads = own[2] if own else heads
     few("heads", range(heads), 8)
     chosen = {name_of(scheme): as_scheme(scheme) for scheme in few("schemes", schemes, 6)}
     drawn = {name: matrices.bias_matrices(each, heads, check("length", length)) for name, each in chosen.items()}
     if own:
-        scheme, weights, _, both = own
-        drawn[name_of(scheme)] = matrices.bias_matrices(scheme, heads, length, weights, both)
-    caption = "added to the score of query m and key n (nats); rows of one colour scale, grey is not seen"
-    size = 1.3 + 1.6 * heads, 0.9 + 2.1 * len(drawn)
-    figure, *axes = sheet("Biases by position", caption, *size, rows=len(drawn), columns=heads)
-    figure.get_layout_engine().set(hspace=0.16, rect=(0, 0, 1, 1 - 0.25 / size[1]))  # room for the names
+        scheme, weights, own_heads, both = own
+        drawn[f"{name_of(scheme).partition(',')[0]}, learned"] = matrices.bias_matrices(
+            scheme, own_heads, length, weights, both
+        )[:heads]
+    caption = "Added to the score of query m and key n (nats). Rows of one colour scale; grey is not seen."
+    figure, *axes = sheet("Biases by position", caption, (0.9 + 4 / heads) * len(drawn), len(drawn), heads)
+    figure.get_layout_engine().set(hspace=0.18, rect=(0, 0, 1, 0.94))  # room for the names
     for row, (name, found) in enumerate(drawn.items()):
         panels = axes[row * heads : (row + 1) * heads]
         most = float(found.nan_to_num().abs().max()) or 1.0
         colours = colormaps["RdBu_r"].with_extremes(bad="#EDEDED")
         for head, (panel, matrix) in enumerate(zip(panels, found, strict=True)):
             image = panel.imshow(matrix.numpy(), cmap=colours, vmin=-most, vmax=most, interpolation="nearest")
-            low, high = (f"{end + 0.0:.3g}" for end in matrix[~matrix.isnan()].aminmax())
-            panel.set_title(f"head {head + 1}: {low} to {high}", size=8, loc="left")
+            low, high = (f"{end + 0.0:.2g}" for end in matrix[~matrix.isnan()].aminmax())
+            panel.set_title(f"head {head + 1}\n{low} to {high}", size=SIZE, loc="left")
+            panel.grid(False)
             panel.set(xticks=[0, length - 1], yticks=[0, length - 1], xlabel="key n", ylabel="query m")
             panel.label_outer()
-        panels[0].text(0, 1.18, name, transform=panels[0].transAxes, weight="bold", size=9).set_in_layout(False)
-        figure.colorbar(image, ax=panels, shrink=0.7, aspect=12)
+        panels[0].text(0, 1.5, name, transform=panels[0].transAxes, weight="bold", size=SIZE).set_in_layout(False)
+        colour_bar(figure, image, panels, shrink=0.7, aspect=12)
     return figure
 
 
@@ -262,31 +270,31 @@ def position_maps(schemes: Sequence[str | Scheme] = (), training_length: int = 6
     import torch
     from matplotlib import colormaps
 
-    from rope_patch.evaluation.charts import COLOURS
+    from rope_patch.evaluation.charts import COLOURS, SIZE, sheet
     from rope_patch.schemes.slots import Checkpoint
 
     trained = check("training_length", training_length, 2)
     length = check("length", 4 * trained if length is None else length)
     chosen = few("schemes", [as_scheme(scheme) for scheme in schemes] or mapping_schemes(trained, length), 12)
-    columns = min(4, len(chosen))
+    columns = min(3, len(chosen))
     rows = math.ceil(len(chosen) / columns)
-    caption = f"the distance by which query m and key n are rotated, training length {trained:,}; blank: not attended"
-    figure, *axes = sheet("Position maps", caption, 1.6 + 2.1 * columns, 0.9 + 2.3 * rows, rows=rows, columns=columns)
+    caption = f"The distance by which query m and key n are rotated; L = {trained:,}. Blank pairs are not attended."
+    figure, *axes = sheet("Position maps", caption, 0.7 + (0.8 + 4 / columns) * rows, rows, columns)
     m, n = torch.arange(length)[:, None], torch.arange(length)
     colours = colormaps["YlGnBu"].with_extremes(over=COLOURS[1], bad="white")
     for panel, scheme in zip(axes, chosen, strict=False):
         resolved = scheme.resolve(Checkpoint(trained, num_heads=1, max_length=length))
         distances = matrices.rotated_distances(resolved, m, n).masked_fill(m < n, math.nan)
         image = panel.imshow(distances.numpy(), cmap=colours, vmin=0, vmax=trained, interpolation="nearest")
-        name, _, fields = name_of(resolved).partition(", ")
-        panel.set_title(f"{name}\n{fields.replace(' = ', '=')}", size=8.5, loc="left")
+        panel.set_title(name_of(resolved).replace(" = ", "=").replace(", ", "\n"), size=SIZE, loc="left")
+        panel.grid(False)
         ticks = range(0, length, trained * max(1, math.ceil(length / trained / 4)))
         panel.set(xticks=ticks, yticks=ticks, xlabel="key n", ylabel="query m")
         panel.spines[["top", "right"]].set_visible(False)
         panel.label_outer()
     for spare in axes[len(chosen) :]:
         spare.set_axis_off()
-    bar = figure.colorbar(image, ax=axes, extend="max", shrink=0.6)
+    bar = colour_bar(figure, image, axes, extend="max", shrink=0.6, location="bottom", aspect=30)
     bar.set_ticks([0, trained / 2, trained], labels=["0", f"{trained / 2:g}", f"L = {trained}"])
     return figure
 
@@ -316,67 +324,61 @@ def scores_by_distance(
     Pairs that turn fully within the training length know every angle; slower ones come past L to angles they were never
     trained on, and there the score of far keys may rise above that of near ones. Raising the base slows them down.
     """
-    from rope_patch.evaluation.charts import COLOURS
+    from rope_patch.evaluation.charts import COLOURS, SIZE, sheet
 
     states = scores.read_layer(model, text, layer, length, documents)
     trained, length = states.rotary.training_length, len(states.unrotated)
     after = as_scheme(only("schemes", schemes) if schemes else f"ntk:factor={max(1.0, length / trained)}")
     turning = int((states.own.inv_freq * trained >= 2 * math.pi).sum())
     caption = (
-        f"layer {layer}, {len(states.query)} texts of {length:,} tokens, before the softmax, mean of {smooth} "
-        f"neighbouring distances; {turning} of {len(states.own.inv_freq)} pairs turn fully within the training length"
+        f"Layer {layer}, {len(states.query)} texts of {length:,} tokens, before the softmax, mean of {smooth} "
+        f"neighbouring distances. {turning} of {len(states.own.inv_freq)} pairs turn fully within the training length."
     )
-    figure, *axes = sheet("Mean attention score by distance", caption, 10, 3.9, columns=3, sharey=True)
-    lines = {"as the checkpoint is": scores.mean_scores(states), name_of(after): scores.mean_scores(states, after)}
+    figure, *axes = sheet("Mean attention score by distance", caption, 5.4, rows=3, sharex=True)
+    lines = {"the checkpoint": scores.mean_scores(states), name_of(after): scores.mean_scores(states, after)}
     stop = max(2, 7 * length // 8)  # the farthest distances are the mean of few pairs of tokens
     parts = {"fast": "fast half of the pairs", "slow": "slow half of the pairs", "all": "all of the score"}
     for panel, (part, title) in zip(axes, parts.items(), strict=True):
         for colour, (label, values) in zip(COLOURS, lines.items(), strict=False):
             means = values[part].unfold(0, smooth, 1).mean(dim=-1)[: stop - smooth // 2]
             panel.plot(range(smooth // 2, smooth // 2 + len(means)), means, color=colour, linewidth=1.3, label=label)
-        panel.set(xlim=(0, stop), xlabel="distance m - n (tokens)", title=title, xticks=range(0, stop, trained))
-        finish(panel, "x", trained, legend=part == "all")
-    axes[0].set_ylabel("score (nats)")
+        panel.set(xlim=(0, stop), ylabel="score (nats)", xticks=range(0, stop, trained))
+        panel.set_title(title, size=SIZE, loc="left")
+        finish(panel, "x", trained, marked=part == "fast")
+    panel.set_xlabel("distance m - n (tokens)")
     return figure
 
 
 # --- what all pictures share -----------------------------------------------------------------------------------------
 
 
-def sheet(title: str, caption: str, width: float, height: float, rows: int = 1, columns: int = 1, **axes: Any) -> Any:
-    """An empty figure in inches and its axes, one after another."""
-    from rope_patch.evaluation.charts import FAINT, INK, blank
+def colour_bar(figure: Figure, image: Any, axes: Any, **settings: Any) -> Any:
+    """The scale of an image, its words as large as all others."""
+    from rope_patch.evaluation.charts import SIZE
 
-    figure = blank(width, height, layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, **axes)
-    lines = [line for part in caption.split("\n") for line in textwrap.wrap(part, int(15 * width))]
-    figure.suptitle(title, x=0.01, ha="left", size=12.5, weight="bold", color=INK)
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", size=8.5, color=FAINT)
-    return figure, *panels.flat
+    bar = figure.colorbar(image, ax=axes, **settings)
+    bar.ax.tick_params(labelsize=SIZE)
+    bar.ax.yaxis.label.set_size(SIZE)
+    return bar
 
 
-def finish(axes: Any, tokens: str, training_length: int | None, legend: bool = True) -> None:
-    """Of the axis that counts tokens numbers to read and L, and the names of the lines in the order of their ends."""
+def finish(axes: Any, tokens: str, training_length: int | None, marked: bool = True) -> None:
+    """Of the axis that counts tokens numbers to read and L, and the names of the lines at their ends."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    from rope_patch.evaluation.charts import FAINT, tidy
+    from rope_patch.evaluation.charts import FAINT, SIZE, name_lines
 
-    tidy(axes)
     upright = tokens == "x"
     axis = axes.xaxis if upright else axes.yaxis
     axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     axis.set_minor_locator(NullLocator())
-    axes.title.set(size=9.5)
     low, high = axis.get_view_interval()
     if training_length is not None and low <= check("training_length", training_length) <= high:
         (axes.axvline if upright else axes.axhline)(training_length, color=FAINT, linewidth=1, linestyle=":")
         x, y, edge = (training_length, 0.98, "top") if upright else (0, training_length, "bottom")
         frame = axes.get_xaxis_transform() if upright else axes.get_yaxis_transform()
-        axes.text(x, y, " training length", transform=frame, va=edge, size=8, color=FAINT)
-    if legend:
-        lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
-        lines.sort(key=lambda line: [-y for y in line.get_ydata() if math.isfinite(y)][-1:])
-        axes.legend(handles=lines, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8.5)
+        axes.text(x, y, " training length" * marked, transform=frame, va=edge, size=SIZE, color=FAINT)
+    name_lines(axes, {line.get_label(): line for line in axes.get_lines() if not line.get_label().startswith("_")})
 
 
 def number(value: float) -> str:

@@ -226,19 +226,17 @@ def save(folder: Path, model: Any, tokenizer: Any) -> None:
 
 def draw_loss_curve(folder: Path, history: list[dict[str, Any]], options: Schedule) -> None:
     """`loss.png`, and the numbers behind it."""
-    from rope_patch.evaluation.charts import blank, tidy
+    from rope_patch.evaluation.charts import SIZE, sheet, write
 
     losses = {name: [(p["step"], p[name]) for p in history if name in p] for name in ("loss", "eval_loss")}
     (folder / "training_log.jsonl").write_text("".join(json.dumps(point) + "\n" for point in history))
-    figure = blank(7, 3.2, layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = sheet("Loss during pretraining", f"L = {options.context} tokens.", 2.6)
     for name, label in (("eval_loss", "held-out modules"), ("loss", "training batches")):
         tokens = [step * options.batch_size * options.context / 1e6 for step, _ in losses[name]]
         axes.plot(tokens, [loss for _, loss in losses[name]], label=label)
     axes.set(xlabel="tokens seen, millions", ylabel="NLL, nats per token")
-    axes.legend(frameon=False)
-    tidy(axes)
-    figure.savefig(folder / "loss.png", dpi=120)
+    axes.legend(frameon=False, fontsize=SIZE)
+    write(figure, folder / "loss.png")
     say(f"the checkpoint is {folder}")
 
 

@@ -114,6 +114,8 @@ def draw(
     """A heat map for each scheme: task down, length across."""
     import numpy as np
 
+    from rope_patch.evaluation.charts import write
+
     tasks = list(dict.fromkeys(task for _, task, _ in found))
     percents = {
         line: np.array([[100 * found[line, task, length].score for length in lengths] for task in tasks])
@@ -121,7 +123,7 @@ def draw(
     }
     note = "A task that the checkpoint cannot do within L means nothing." if failed else ""
     labels = [label(task, failed) for task in tasks]
-    load_recipe("passkey").heat_maps(percents, lengths, labels, trained, headline, note).savefig(path, dpi=160)
+    write(load_recipe("passkey").heat_maps(percents, lengths, labels, trained, headline, note), path)
 
 
 def label(task: str, failed: Mapping[str, float]) -> str:

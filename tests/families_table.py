@@ -19,6 +19,7 @@ from tests.runs import generated, logits, tokens
 PASSES = "passes"
 _LARGEST = 40_000_000
 _SCHEME = "rerope:window=6"
+_ROWS = "hierarchical"
 _VERSION = "Transformers "
 
 _HEAD = f"""# Families
@@ -29,6 +30,8 @@ encoders and decoders, and the tables of BERT-likes, have suites of their own (`
 
 - **{PASSES}**: the contract suite holds for a tiny random model of it (`pytest --all-families tests/contract`).
 - **patched**: a tiny random model takes `{_SCHEME}` and runs under it; nothing more is known.
+- **table**: it adds a table of learned positions (as BERT, GPT-2 and OPT do): a tiny random model runs under
+  `{_ROWS}` ([tables of positions](absolute.md)).
 - **refused**: the library says why, and leaves the model as it was.
 - **not built**: no tiny random model came out of the settings that the others share.
 
@@ -44,7 +47,7 @@ def table() -> str:
     own = {values["model_type"] for values in FAMILIES.values()}  # Baichuan is this library's
     rows = [(model_type, *outcome(model_type)) for model_type in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *own})]
     found = [row[1] for row in rows]
-    counts = ", ".join(f"{found.count(kind)} {kind}" for kind in (PASSES, "patched", "refused", "not built"))
+    counts = ", ".join(f"{found.count(kind)} {kind}" for kind in (PASSES, "patched", "table", "refused", "not built"))
     head = _HEAD.format(version=transformers.__version__, counts=f"Of {len(rows)} types: {counts}.")
     return head + "".join(f"| `{model_type}` | {kind} | {reason} |\n" for model_type, kind, reason in rows)
 
@@ -64,7 +67,9 @@ def outcome(model_type: str) -> tuple[str, str]:
     if model_type in {values["model_type"] for values in FAMILIES.values()}:
         return PASSES, ""
     outcomes = [_attempt(model_type, values) for values in _attempts()]
-    return min(outcomes, key=lambda found: (("patched", "refused", "not built").index(found[0]), found[1] != ""))
+    return min(
+        outcomes, key=lambda found: (("patched", "table", "refused", "not built").index(found[0]), found[1] != "")
+    )
 
 
 def _attempt(model_type: str, values: dict[str, Any]) -> tuple[str, str]:
@@ -82,10 +87,20 @@ def _attempt(model_type: str, values: dict[str, Any]) -> tuple[str, str]:
             logits(model, tokens())
             _decode(model)
     except RopePatchError as error:
-        return "refused", _first_sentence(str(error))
+        return ("table", "") if _takes_rows(model) else ("refused", _first_sentence(str(error)))
     except Exception as error:  # of the model, which may want more than token ids
         return "patched", f"but not run: {_named(error)}"
     return "patched", ""
+
+
+def _takes_rows(model: PreTrainedModel) -> bool:
+    """Whether the model has a table of positions, and runs under another."""
+    try:
+        with patch(model, _ROWS):
+            logits(model, tokens())
+    except Exception:  # as a model that a scheme does not fit, or of the model itself
+        return False
+    return True
 
 
 def _decode(model: PreTrainedModel) -> None:

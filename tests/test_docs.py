@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import xml.etree.ElementTree
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,7 +19,7 @@ import pytest
 import yaml
 
 import rope_patch
-from rope_patch import list_schemes
+from rope_patch import get_scheme, list_schemes
 from rope_patch.schemes import scheme_class
 
 ROOT = Path(__file__).parents[1]
@@ -160,6 +161,64 @@ def hook_schemes() -> dict[str, Any]:
 @cache
 def of_slot(path: Path) -> list[str]:
     return scheme_hook().of_slot(path.stem)
+
+
+def test_every_scheme_has_an_equation_an_example_and_a_use():
+    schemes = scheme_hook()
+    assert schemes.FACTS.keys() == set(list_schemes())
+    for name, facts in schemes.FACTS.items():
+        assert facts["equation"]
+        assert facts["when"].endswith(".")
+        example = ast.parse(f"patch({schemes.example(name)})", mode="eval").body
+        spec, fields = ast.literal_eval(example.args[0]), {each.arg: each.value for each in example.keywords}
+        if name != "longrope":  # its two lists are the reader's
+            scheme = get_scheme(spec, **{key: ast.literal_eval(value) for key, value in fields.items()})
+            assert name in str(scheme)
+
+
+def test_figures_of_a_scheme_come_from_the_rows():
+    table = scheme_hook().table("rerope")
+    row = next(line for line in table.splitlines() if "embedded checkpoint" in line)
+    assert row.endswith("| `rerope:window=128` | 2.114 | 2.044 | 2.051 | 2.138 |")
+    assert "attention cut at L" in table
+    assert "in nats" not in scheme_hook().table("longrope")
+
+
+@pytest.mark.parametrize("name", ["rerope", "yarn", "alibi", "logn", "cope"])
+def test_every_kind_of_picture_is_drawn(name):
+    caption, drawn = scheme_hook().draw(name)
+    assert name in caption
+    assert "<svg" in drawn
+    assert "http" not in re.sub(
+        r"xmlns(:\w+)?=\"[^\"]*\"|<!DOCTYPE[^>]*>|<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL
+    )
+
+
+EQUATIONS = [(path, code) for path in PAGES for language, code in FENCE.findall(path.read_text()) if language == "math"]
+
+
+def test_equations_are_typeset_when_the_site_is_built():
+    mathematics = hook("mathematics")
+    equations = [code for _, code in EQUATIONS] + [facts["equation"] for facts in scheme_hook().FACTS.values()]
+    assert len(equations) > len(list_schemes())
+    for equation in equations:
+        drawn = xml.etree.ElementTree.fromstring(mathematics.typeset(equation))
+        assert not any("\\" in (part.text or "") or "&" in (part.text or "") for part in drawn.iter()), equation
+
+
+def test_the_help_of_a_command_is_a_table():
+    options = "╭─ options ─╮\n│ --a INT  one of a|b │\n│ --long  │\n│     two  │\n╰───╯\n"
+    page = hook("commands").as_markdown(f"usage: x [-h]\n\nWhat it does.\n\n    x --a 1\n\n{options}")
+    assert "| `--a INT` | one of a&#124;b |\n| `--long` | two |" in page
+    assert "What it does." in page.splitlines()
+    assert "x --a 1" in page.splitlines()
+
+
+def test_the_site_fetches_nothing():
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert "font: false" in settings
+    assert "http" not in settings
+    assert not any("mermaid" in path.read_text() for path in PAGES)
 
 
 @pytest.mark.parametrize("name", rope_patch.__all__)

@@ -1,33 +1,53 @@
-"""Facts beside the docstrings of schemes, as `rope-patch list` says them: name, equation, slots, need and source."""
+"""Facts beside the docstrings of schemes: equation, picture, example, when to use it, what was measured, source.
+
+Names, slots and sources are those of `rope-patch list`, figures those of the files in `docs/results`, and pictures are
+drawn when the site is built. What remains is in `schemes.yml`.
+"""
 
 from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from commands import printed  # type: ignore[import-not-found]  # the file beside this one: hooks are no package
+import yaml
+from commands import printed  # type: ignore[import-not-found]  # the files beside this one: hooks are no package
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import Files
+from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from scheme_measurements import table  # type: ignore[import-not-found]
+from scheme_pictures import draw  # type: ignore[import-not-found]
 
 from rope_patch.schemes import scheme_class
+from rope_patch.schemes.target import takes_target
 
 MARK = "<!-- rope-patch list -->"
 """Where a page wants the table of all schemes."""
 
+FOLDER = "reference/schemes"
+FACTS: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).with_name("schemes.yml")).read_text())
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the picture of each scheme that has one."""
+    for name in FACTS:
+        if drawn := draw(name):
+            files.append(File.generated(config, f"{FOLDER}/{name}.svg", content=drawn[1]))
+    return files
+
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The table of all schemes where a page asks for it, and on the page of a slot every scheme that it belongs to."""
+    """The table of all schemes where a page asks for it, and on the page of a slot every scheme that belongs to it."""
     folder, _, name = page.file.src_uri.removesuffix(".md").rpartition("/")
-    if folder == "reference/schemes":
+    if folder == FOLDER:
         markdown += "\n\n" + "\n\n".join(_with_facts(path) for path in of_slot(name))
     return markdown.replace(MARK, _table()) if folder.startswith("reference") else markdown
 
 
 @cache
 def schemes() -> dict[str, dict[str, Any]]:
-    """What is said of each scheme, by the full name of its class."""
+    """The entry of each scheme in the list, by the full name of its class."""
     listed = json.loads(printed("list", "--json"))
     return {f"{scheme_class(entry['name']).__module__}.{entry['class']}": entry for entry in listed}
 
@@ -42,14 +62,28 @@ def of_slot(slot: str) -> list[str]:
     return sorted(found, key=found.__getitem__)
 
 
+def example(name: str) -> str:
+    """What `patch` takes after the model."""
+    return FACTS[name].get("use", f'"{name}", target=8192' if takes_target(scheme_class(name)) else f'"{name}"')
+
+
 def _with_facts(path: str) -> str:
     scheme = schemes()[path]
+    name, facts, drawn = scheme["name"], FACTS[scheme["name"]], draw(scheme["name"])
     slots = ", ".join(f"`{slot}`" for slot in scheme["slots"])
     code = f", [code]({scheme['code']})" if scheme["code"] else ""
-    return (
-        f"## {scheme['name']}\n\n```text\n{scheme['equation']}\n```\n\nFills {slots}; {scheme['needs']}. "
-        f"[{scheme['source']}]({scheme['link']}), {scheme['year']}{code}.\n\n"
-        f"::: {path}\n    options:\n      heading_level: 3\n      show_root_toc_entry: false\n"
+    return "\n\n".join(
+        [
+            f"## {name}",
+            f"```math\n{facts['equation'].strip()}\n```",
+            f"![{drawn[0]}]({name}.svg){{ loading=lazy }}" if drawn else "",
+            f"```python\npatch(model, {example(name)})\n```",
+            f"**Use it when** {facts['when']}",
+            f"**Measured.** {table(name)}",
+            f"**Fills** {slots}. **Needs:** {scheme['needs']}.",
+            f"**Source.** [{scheme['source']}]({scheme['link']}), {scheme['year']}{code}.",
+            f"::: {path}\n    options:\n      heading_level: 3\n      show_root_toc_entry: false\n",
+        ]
     )
 
 

@@ -1,7 +1,8 @@
-"""Loss against length as a picture: lines per scheme, and beside them, as their legend, the table."""
+"""The family that all pictures belong to, and loss against length as one of them."""
 
 from __future__ import annotations
 
+import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A4FA3", "#8C6D31")
 MARKERS = "osD^vPX*"
 INK, FAINT = "#222222", "#777777"  # of what is to be read first, and of the rest
+WIDTH = 5.2  # of every picture in inches: words are as large as the text beside it, and can be read on a phone
+SIZE = 9  # of every word in points, and of titles 2 more
+NAMED = 8  # how many lines of the close-up have room for their names
 CLOSEST = 3  # how many lines beside the references the close-up shows from end to end
 
 
@@ -36,10 +40,36 @@ def blank(width: float, height: float, **settings: Any) -> Figure:
     return Figure(figsize=(width, height), facecolor="white", **settings)
 
 
-def save(rows: Sequence[Row], path: str | Path) -> Path:
-    """Draw `figure(rows)` into a PNG; the same rows are the same bytes."""
-    figure(rows).savefig(path, dpi=160, format="png")
+def sheet(title: str, caption: str, height: float, rows: int = 1, columns: int = 1, **panels: Any) -> Any:
+    """An empty figure, as high in inches as its panels are to be, and its axes, one after another.
+
+    Args:
+        title: the subject, in a few words.
+        caption: what a reader needs to know beside it; it stands below, wrapped.
+    """
+    lines = [line for part in caption.split("\n") for line in textwrap.wrap(part, int(14.6 * WIDTH))]
+    figure = blank(WIDTH, height + 0.35 + 0.16 * len(lines), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **panels)
+    figure.suptitle(title, x=0.01, ha="left", size=SIZE + 2, weight="bold", color=INK)
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", size=SIZE, color=FAINT)
+    for chart in axes.flat:
+        tidy(chart)
+    return figure, *axes.flat
+
+
+def write(figure: Figure, path: str | Path) -> Path:
+    """A PNG of 256 colours, twice as fine as a screen; the same picture is the same bytes."""
+    from PIL import Image
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=200)
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, format="png", optimize=True)
     return Path(path)
+
+
+def save(rows: Sequence[Row], path: str | Path) -> Path:
+    """Draw `figure(rows)` into a PNG."""
+    return write(figure(rows), path)
 
 
 def figure(rows: Sequence[Row]) -> Figure:
@@ -54,47 +84,68 @@ def figure(rows: Sequence[Row]) -> Figure:
     """
     grid = Grid.of(rows)
     trained, close_up = grid.any.training_length, CUT in grid.lines and len(grid.lines) > 1
-    upper = max(3.4, 0.22 * (len(grid.lines) + 4))
-    drawn = blank(13.6, upper + 1.3 + 2.2 * close_up, layout="constrained")
-    heights = [upper, 2.0] if close_up else [upper]
-    axes = drawn.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
-    chart, lowest = axes[0, 0], axes[-1, 0]
+    bands = "bands: ± one standard error" + ", in the lower panel of the difference" * close_up
+    notes = [f"Model: {Path(grid.any.model).name}, trained at L = {trained}", *grid.notes()]
+    notes += [bands] if grid.any.nll_by_document[1:] else []
+    caption = ". ".join(note[:1].upper() + note[1:] for note in notes) + "."
+    heights = [max(2.6, 0.17 * len(grid.lines) + 0.6), *([1.7] if close_up else [])]
+    panels: dict[str, Any] = {"sharex": True, "height_ratios": heights}
+    drawn, *axes = sheet("Loss against context length", caption, sum(heights), len(heights), **panels)
     multiples = [length / trained for length in grid.lengths]
-    scale_lengths(chart, multiples, [f"{m:g}L\n{n}" for m, n in zip(multiples, grid.lengths, strict=True)])
-    width = max(len(grid.name(line)) for line in grid.lines)
-    apart: dict[str, list[tuple[float, float]]] = {}  # from the cut, by line
-    for line in sorted(grid.lines, key=lambda line: _end(grid, line)):  # as they end at the right edge
-        cells = [grid.cell(line, n) for n in grid.lengths]
+    names, closest, apart = {}, {}, {}
+    for line in grid.lines:
         found = [grid.rows.get((line, n)) for n in grid.lengths]
         losses = [(row.nll, standard_error(row.nll_by_document) or 0) if row else (math.nan, 0) for row in found]
-        label = f"{grid.name(line):<{width}}" + "".join(f"{cell:>9}" for cell in cells)
-        _draw(chart, multiples, losses, label=label, **_style(line, grid.lines))
+        names[grid.name(line)] = plot_band(axes[0], multiples, losses, **_style(line, grid.lines))
         if close_up:
-            differences = [grid.apart(line, n) for n in grid.lengths]
-            apart[line] = [(difference, error or 0) for difference, error in differences]
-            _draw(lowest, multiples, apart[line], **_style(line, grid.lines))
+            apart[line] = [
+                (difference, error or 0) for difference, error in (grid.apart(line, n) for n in grid.lengths)
+            ]
+            closest[grid.name(line)] = plot_band(axes[1], multiples, apart[line], **_style(line, grid.lines))
     if close_up:
-        lowest.set_ylim(close_range(apart))
-        lowest.set_ylabel("nats above the cut", size=9.5, color=INK)
-        lowest.axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
-        tidy(lowest)
-    header = f"{'NLL, nats per token':<{width}}" + "".join(f"{f'{m:g}L':>9}" for m in multiples)
-    font = {"family": "DejaVu Sans Mono", "size": 8.5}
-    place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "alignment": "right", "frameon": False}
-    chart.legend(title=header, prop=font, title_fontproperties=font, **place)
-    chart.set_ylabel("NLL, nats per token", size=9.5, color=INK)
-    tidy(chart)
-    lowest.set_xlabel("context length in training lengths, and in tokens", size=9.5, color=INK)
-    drawn.suptitle("Loss against context length", x=0.01, ha="left", size=15, weight="bold", color=INK)
-    first, *notes = grid.notes()
-    subtitle = f"{Path(grid.any.model).name}, trained at L = {trained}. {first}"
-    chart.set_title(subtitle, loc="left", size=9.5, color=FAINT)
-    starred = any(grid.cell(line, n).endswith("*") for line in grid.lines for n in grid.lengths)
-    bands = "bands: ± one standard error" + ", in the lower panel of the difference" * close_up
-    keys = {"* best of its column": starred, bands: bool(grid.any.nll_by_document[1:])}
-    lines = textwrap.wrap("   ".join([*(key for key, shown in keys.items() if shown), *notes]), 220)
-    drawn.supxlabel("\n".join(lines), x=0.01, ha="left", size=8.5, color=FAINT)
+        low, high = close_range(apart)
+        axes[1].set_ylim(low, high)
+        axes[1].set_ylabel("nats above the cut")
+        axes[1].axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
+    scale_lengths(axes[0], multiples, [f"{m:g}L\n{n}" for m, n in zip(multiples, grid.lengths, strict=True)])
+    axes[0].set_ylabel("NLL, nats per token")
+    axes[-1].set_xlabel("context length (L, tokens)")
+    name_lines(axes[0], names)
+    within = {name: line for name, line in closest.items() if low <= line.get_ydata()[-1] <= high} if close_up else {}
+    if 0 < len(within) <= NAMED:
+        name_lines(axes[1], within)
     return drawn
+
+
+def name_lines(chart: Any, lines: Mapping[str, Any]) -> None:
+    """Write the name of each line at its end, in its colour, and no name over another; the limits have to stand."""
+    chart.figure.draw_without_rendering()
+    height = chart.get_window_extent().height * 72 / chart.figure.dpi
+    ends = {}
+    for name, line in lines.items():
+        known = [(x, y) for x, y in zip(*line.get_data(), strict=True) if math.isfinite(y)]
+        if known:
+            level = chart.transAxes.inverted().transform(chart.transData.transform(known[-1]))[1]
+            ends[name] = (known[-1], min(max(level, 0.0), 1.0))
+    gap, above = 1.3 * SIZE / height, -math.inf
+    places = {}
+    for name in sorted(ends, key=lambda name: ends[name][1]):
+        above = places[name] = max(ends[name][1], above + gap)
+    below = 1 + gap / 2
+    for name in sorted(places, key=places.__getitem__, reverse=True):
+        below = places[name] = min(places[name], below)
+        below -= gap
+    low, high = chart.get_ylim()
+    for name, ((x, y), _) in ends.items():
+        colour = lines[name].get_color()
+        place = {
+            "xytext": (1.04, places[name]),
+            "textcoords": "axes fraction",
+            "va": "center",
+            "annotation_clip": False,
+        }
+        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 0}
+        chart.annotate(name, (x, min(max(y, low), high)), size=SIZE, color=colour, arrowprops=leader, **place)
 
 
 def close_range(apart: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[float, float]:
@@ -122,50 +173,36 @@ def scale_lengths(chart: Any, multiples: Sequence[float], labels: Sequence[str])
     chart.set_xscale("log", base=2)
     chart.axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
     place = {"xycoords": ("data", "axes fraction"), "xytext": (4, -4), "textcoords": "offset points", "va": "top"}
-    chart.annotate("training length", (1, 1), size=8.5, color=FAINT, **place)
+    chart.annotate("training length", (1, 1), size=SIZE, color=FAINT, **place)
     chart.set_xticks(multiples, labels)
     chart.xaxis.set_minor_locator(NullLocator())
 
 
-def scale_axes(chart: Any, multiples: Sequence[float], labels: Sequence[str]) -> None:
-    """`scale_lengths` against perplexity (log)."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    scale_lengths(chart, multiples, labels)
-    chart.set_yscale("log")
-    chart.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
-    chart.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    chart.yaxis.set_minor_locator(NullLocator())
-
-
 def tidy(chart: Any) -> None:
-    """Faint lines across, and no box around."""
+    """Faint lines across, no box around, and words of one size."""
     chart.grid(axis="y", color="#E6E6E6", linewidth=0.8)
     chart.set_axisbelow(True)
-    chart.tick_params(length=0, labelsize=9, colors=INK)
+    chart.tick_params(length=0, labelsize=SIZE, colors=INK)
     chart.spines[["top", "left", "right"]].set_visible(False)
     chart.spines["bottom"].set_color("#BBBBBB")
+    for text in (chart.xaxis.label, chart.yaxis.label, chart.title, chart._left_title):
+        text.set(size=SIZE, color=INK)
 
 
-def _draw(chart: Any, multiples: Sequence[float], values: Sequence[tuple[float, float]], **style: Any) -> None:
+def plot_band(chart: Any, at: Sequence[float], values: Sequence[tuple[float, float]], **style: Any) -> Any:
     """A line with a light band of its errors."""
     middle, errors = zip(*values, strict=True)
-    chart.plot(multiples, middle, **style)
+    (line,) = chart.plot(at, middle, **style)
     low, high = ([value + side * error for value, error in values] for side in (-1, 1))
     if any(errors):
-        chart.fill_between(multiples, low, high, color=style["color"], alpha=0.08, linewidth=0)
-
-
-def _end(grid: Grid, line: str) -> float:
-    """Where a line stands in the legend: the worst first."""
-    nll = grid.nll(line, grid.lengths[-1])
-    return math.inf if math.isnan(nll) else -nll
+        chart.fill_between(at, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+    return line
 
 
 def _style(line: str, lines: Sequence[str]) -> dict[str, Any]:
     """The references are dashed without markers, and no two of the others alike."""
     if line in REFERENCES:
-        return {"color": INK if line == CUT else "#8A8A8A", "linestyle": "--", "linewidth": 1.8, "zorder": 2}
+        return {"color": INK if line == CUT else "#8A8A8A", "linestyle": "--", "linewidth": 1.6, "zorder": 2}
     turn, look = divmod([each for each in lines if each not in REFERENCES].index(line), len(COLOURS))
     dashes = (0, (turn, 1)) if turn else "-"
-    return {"color": COLOURS[look], "marker": MARKERS[look], "linestyle": dashes, "linewidth": 2.0, "markersize": 5.0}
+    return {"color": COLOURS[look], "marker": MARKERS[look], "linestyle": dashes, "linewidth": 1.8, "markersize": 4.5}

@@ -207,14 +207,15 @@ def drawn(monkeypatch, found, path, lengths=(256, 1024), depths=(0.0, 0.5, 1.0))
 @pytest.mark.parametrize("control", [0.25, None])
 def test_every_cell_of_every_map_is_named(monkeypatch, tmp_path, control):
     figure = drawn(monkeypatch, grids(rows(control=control)), tmp_path / "map.png")
-    assert [axes.get_title() for axes in figure.axes] == ["plain", "window", "yarn:target=auto"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["plain", "window", "yarn:target=auto"]
+    shown = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert shown == ["0%", "50%", "100%", "nothing hidden"]
     below = "-" if control is None else "25"
     for axes in figure.axes:
         assert [text.get_text() for text in axes.texts] == ["60", "0", "60", "30", "60", "60", below, below]
         (image,) = axes.images
         assert image.get_clim() == (0, 100)
         assert [label.get_text() for label in axes.get_xticklabels()] == ["1L\n256", "4L\n1024"]
-        assert [label.get_text() for label in axes.get_yticklabels()] == ["0%", "50%", "100%", "nothing hidden"]
         (steps,) = [patch for patch in axes.patches if hasattr(patch, "get_data")]
         assert np.array_equal(steps.get_data().values, [-0.5, 1.5])  # none of the first column, two of the second
         assert axes.lines[0].get_xdata()[0] == 0.5  # L is the first of the two lengths

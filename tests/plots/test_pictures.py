@@ -63,7 +63,7 @@ def test_the_biases_of_a_checkpoint():
     figure = pictures.biases(model=str(ROOT / "recipes" / "assets" / "tiny-t5"), length=16)
     check_look(figure)
     drawn = [axes.images[0].get_array() for axes in figure.axes if axes.images]
-    assert len(drawn) == 3 * 5
+    assert len(drawn) == 3 * 4
     assert not drawn[-1].mask.any()  # an encoder sees both sides
     assert drawn[0].mask[2, 9]
 
