@@ -1,12 +1,12 @@
 # make demo       set up what it needs, then draw perplexity against length for the embedded checkpoint
 # make demo-compare  set up, then train six position encodings from scratch and compare them (under five minutes)
 # make test       set up what they need, then run the tests
-# make scheme NAME=rerope  the tests of one scheme (two minutes), and its line in the README
+# make scheme NAME=rerope  the tests of one scheme (two minutes), and its line in the reference
 # make nightly    set up, then run the tests on every family and scheme, not on a sample
 # make hard       set up, then thousands of random cases and fuzzed inputs (about two minutes)
 # make vllm-check  real vLLM on this CPU serves folders under schemes that it does not know (six minutes)
 # make transformers-tests TRANSFORMERS=<checkout>  set up, then run Transformers' own tests on patched models (an hour)
-# make lists      write the table of schemes in the README anew, after a scheme was added
+# make lists      write the table of docs/reference/schemes.md anew, after a scheme was added
 # make notebooks  set up, then run the notebooks with fast settings; make notebooks-full runs them in place, as committed
 # make docs       set up, then build the site into site/
 # make wheel      set up, then build wheel and sdist into dist/, and try the wheel in an environment of its own

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from rope_patch.cli import main
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "schemes.md"
 TABLE = re.compile(r"^\| scheme \| year \|.*?(?=^$)", re.MULTILINE | re.DOTALL)
 
 
 def with_lists(page: str) -> str:
-    """The README with the table that `rope-patch list --markdown` prints."""
+    """The page with the table that `rope-patch list --markdown` prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         main(["list", "--markdown"])
@@ -22,4 +22,4 @@ def with_lists(page: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(with_lists(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_lists(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

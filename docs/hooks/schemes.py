@@ -22,9 +22,6 @@ from scheme_pictures import draw  # type: ignore[import-not-found]
 from rope_patch.schemes import scheme_class
 from rope_patch.schemes.target import takes_target
 
-MARK = "<!-- rope-patch list -->"
-"""Where a page wants the table of all schemes."""
-
 FOLDER = "reference/schemes"
 FACTS: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).with_name("schemes.yml")).read_text())
 
@@ -38,11 +35,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The table of all schemes where a page asks for it, and on the page of a slot every scheme that belongs to it."""
+    """On the page of a slot every scheme that belongs to it."""
     folder, _, name = page.file.src_uri.removesuffix(".md").rpartition("/")
     if folder == FOLDER:
         markdown += "\n\n" + "\n\n".join(_with_facts(path) for path in of_slot(name))
-    return markdown.replace(MARK, _table()) if folder.startswith("reference") else markdown
+    return markdown
 
 
 @cache
@@ -85,11 +82,3 @@ def _with_facts(path: str) -> str:
             f"::: {path}\n    options:\n      heading_level: 3\n      show_root_toc_entry: false\n",
         ]
     )
-
-
-def _table() -> str:
-    lines = ["| scheme | class | slot | needs | year |", "|---|---|---|---|---|"]
-    for path, scheme in schemes().items():
-        cells = (f"`{scheme['name']}`", f"[{scheme['class']}][{path}]", ", ".join(scheme["slots"]))
-        lines.append(f"| {' | '.join(cells)} | {scheme['needs']} | {scheme['year']} |")
-    return "\n".join(lines)

@@ -23,7 +23,7 @@ from rope_patch.cli.options import Positional, print_json
 class Options:
     schemes: Positional[tuple[str, ...]] = ()  # names, such as yarn; default all
     json: bool = False  # print one JSON document, with the fields and their defaults
-    markdown: bool = False  # print the table of the README
+    markdown: bool = False  # print the table of docs/reference/schemes.md
 
 
 def main(options: Options) -> None:

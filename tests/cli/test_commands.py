@@ -13,7 +13,7 @@ import pytest
 import rope_patch
 from rope_patch.cli import COMMANDS, main
 from tests.evaluation.conftest import checkpoint  # noqa: F401  # a fixture
-from tests.lists import with_lists
+from tests.lists import PAGE, with_lists
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,9 +93,10 @@ def test_list_names_every_scheme(capsys):
     assert yarn["class"] == "YaRN"
 
 
-def test_the_table_of_schemes_in_the_readme_is_the_one_the_command_prints():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert with_lists(readme) == readme, "`make lists` writes the table of the README anew"
+def test_the_table_of_schemes_in_the_reference_is_the_one_the_command_prints():
+    page = PAGE.read_text(encoding="utf-8")
+    assert all(f"\n| `{name}` |" in page for name in rope_patch.list_schemes())
+    assert with_lists(page) == page, "`make lists` writes the table anew"
 
 
 def test_describe(checkpoint, capsys):  # noqa: F811
