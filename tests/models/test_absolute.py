@@ -372,9 +372,9 @@ def test_a_loaded_table_is_not_made_longer_a_second_time(family, spec, tmp_path)
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("hierarchical:num_positions=65", "num_positions=65 is not allowed; 8 positions"),
-        ("hierarchical:num_positions=7", "num_positions=7 is not allowed; 8 positions"),
-        ("learned:extend=8", "extend=8 is not allowed; the checkpoint has 8 positions"),
+        ("hierarchical:num_positions=65", "num_positions=65 is not allowed; the checkpoint's 8 positions"),
+        ("hierarchical:num_positions=7", "num_positions=7 is not allowed; the checkpoint's 8 positions"),
+        ("learned:extend=8", "extend=8 is not allowed; it must be above the checkpoint's 8"),
     ],
 )
 def test_fields_that_do_not_fit_the_table_change_nothing(family, spec, says):
