@@ -44,7 +44,7 @@ def read(stack: PreTrainedModel) -> Stack:
     modules = [module for module in stack.modules() if _is_rotary(module)]
     if len(modules) > 1:
         raise UnsupportedModel(
-            f"{family} has {len(modules)} rotary modules and does not declare which layer uses which"
+            f"{family} has {len(modules)} rotary modules; it does not declare which layer uses which"
         )
     checkpoint = checkpoint_of_config(stack.config)
     with filled(modules[0], stack), unchanged(modules[0]):
@@ -56,7 +56,7 @@ def read(stack: PreTrainedModel) -> Stack:
         )
     if not layers:
         raise UnsupportedModel(
-            f"{family} has no self-attention that takes `position_embeddings` and uses the attention interface"
+            f"{family} has no self-attention that takes `position_embeddings` through the attention interface"
         )
     return Stack(stack, checkpoint, _native(stack.config), layers, rotary)
 

@@ -213,7 +213,7 @@ def test_a_description_goes_by_layers():
         words = [" ".join(line.split()) for line in lines]
         assert any(line.startswith("layers 1, 3 alibi:symmetric=False,learned=False+logn:") for line in words)
         assert any(line.startswith("layer 0 ntk:factor=2") for line in words)
-        assert "left alone layer 2: as the scheme has it" in words
+        assert "left alone layer 2: selected as none" in words
         assert sum("replaced by the bias" in line for line in lines) == 1
         assert handle.plan.late == (0, 1, 3)
 
@@ -251,7 +251,7 @@ WRONG = {
     "layers": "needs text",
     "layers:[0=rerope]": "rerope needs window",
     "layers:[0=hwfa;rest=none]": "itself a scheme by layer",
-    "layers:[0=sinusoidal;rest=none]": "joins positions to the input",
+    "layers:[0=sinusoidal;rest=none]": "adds positions to the input",
     "hwfa:every=1": "every=1",
     "hwfa:ever=4": "hwfa has no field 'ever'",
     "yarn_full:foo=4": "yarn has no field 'foo'",
