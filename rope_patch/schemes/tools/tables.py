@@ -13,7 +13,7 @@ MOST_NUMBERS = 2**32
 
 
 def require_room(scheme: str, make: Callable[[], Iterable[torch.Tensor]]) -> None:
-    """Check the size of the tables that `make` returns, before they are allocated.
+    """Check the size of the tables, of any shape, that `make` returns, before they are allocated.
 
     Raises:
         InvalidField: they would hold more than `MOST_NUMBERS`.
