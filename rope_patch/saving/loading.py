@@ -66,15 +66,15 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
 
     Raises:
         OSError: there is no checkpoint, or none in safetensors.
-        UnsupportedModel: its model needs remote code.
-        InvalidField, UnknownScheme, NotPatched: its files do not describe a scheme, or not one for this model.
+        UnsupportedModel: its model is code that lies beside the weights.
+        InvalidField, UnknownScheme, NotPatched: its files do not describe a scheme, or not one of such a model.
         MissingPackage: the path holds adapters, and PEFT is not installed.
     """
     return _load(path, kwargs)
 
 
 def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
-    """`from_pretrained`, called for the adapters `above`."""
+    """What `from_pretrained` does, below the adapters that named the path."""
     if is_gguf(path):
         return load_gguf(path, **kwargs)
     places = {key: kwargs[key] for key in _PLACES if key in kwargs}
@@ -344,5 +344,5 @@ def _resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
     saved = shorten(table, capacity)
     del stack.config.rope_patch
     handle = patch(model, scheme)
-    table.rows.copy_(saved)  # the trained values
+    table.rows.copy_(saved)  # as they were trained
     return handle

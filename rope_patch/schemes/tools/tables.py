@@ -44,7 +44,7 @@ def rows_at(table: torch.Tensor, positions: torch.Tensor, scheme: str) -> torch.
 
 
 def require_positions(positions: torch.Tensor, rows: int, scheme: str) -> None:
-    """Check that every position, an integer counted from 0, has a row; skipped while compiling, where positions have no
+    """Check that all positions, integers from 0 of any shape, have a row; skipped while compiling, where they have no
     values.
 
     Raises:
