@@ -75,11 +75,11 @@ def test_llama_cpp_loses_what_its_export_says(tmp_path, scheme, lost):
         (
             {"rope_parameters": {**YARN, "rope_theta": 10000.0}},
             "Transformers 4",
-            "it reads rope_scaling and rope_theta alone",
+            "it reads only rope_scaling and rope_theta",
         ),
         ({"rope_parameters": {**YARN, "rope_theta": 10000.0}}, "llama.cpp", "beyond max_position_embeddings=256"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "Transformers 4", "rope_theta = 500000.0"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4}}, "vLLM", "has to be a float"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4}}, "vLLM", "must be a float"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "llama.cpp", "stays that"),
         (
             {
@@ -87,7 +87,7 @@ def test_llama_cpp_loses_what_its_export_says(tmp_path, scheme, lost):
                 "max_position_embeddings": 1024,
             },
             "Transformers 5",
-            "original_max_position_embeddings is missing, and max_position_embeddings=1024",
+            "original_max_position_embeddings is missing; max_position_embeddings=1024",
         ),
         (
             {
@@ -98,7 +98,7 @@ def test_llama_cpp_loses_what_its_export_says(tmp_path, scheme, lost):
                 "max_position_embeddings": 1024,
             },
             "llama.cpp",
-            "8192 is taken for it",
+            "8192 is used instead",
         ),
     ],
 )

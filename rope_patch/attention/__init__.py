@@ -1,1 +1,1 @@
-"""Attention functions over regions: `oracle` is the meaning, the others are faster and equal it."""
+"""Attention functions over regions: `oracle` is the reference; the others are faster and must equal it."""

@@ -1,7 +1,7 @@
-"""Biases by distance as additive masks that take no more memory than one number per distance and head.
+"""Biases by distance as additive masks that need only one number per distance and head.
 
-Both forms serve the tiles of `segmented`. A bias that is a difference of sums, as a multiple of the distance is, needs
-a term per key alone: softmax does not see what is the same for a whole row. Any other bias is the same along every
+Both forms serve the tiles of `segmented`. A bias that is a difference of sums, such as a multiple of the distance,
+needs only a term per key, because softmax cancels what is constant in a row. Any other bias is constant along every
 diagonal of a tile, so with the queries in reverse order the mask is a strided view of one vector.
 """
 
@@ -19,7 +19,7 @@ from rope_patch.attention.tiles import Tile, in_rows
 
 @dataclass(frozen=True)
 class KeyTerm:
-    """c_m - c_n, of which -c_n is left when the rest, constant in a row, is dropped.
+    """c_m - c_n, reduced to -c_n: c_m is constant in a row.
 
     Sums are counted from the middle of a block of rows, so that the terms of near keys stay small and exact. `sums` are
     float64, `(batch or 1, heads, keys)`.
@@ -47,7 +47,7 @@ class KeyTerm:
         return source[span.rows if len(source) > 1 else slice(None), heads, span.keys]
 
     def pieces(self, tile: Tile) -> Iterator[Tile]:
-        """The tile in parts that each lie within one block of rows."""
+        """The tile, split at the borders of blocks of rows."""
         return in_rows(tile, self.rows)
 
     def mask(self, tile: Tile) -> torch.Tensor:
@@ -59,16 +59,16 @@ class KeyTerm:
         return term.masked_fill(~tile.mask(term.device), -torch.inf) if tile.kind == "band" else term
 
     def gradient(self, tile: Tile, inner: torch.Tensor, into: torch.Tensor) -> None:
-        """Add up the gradients of the scores for each key and query of a tile: `inner`,
-        `(batch, heads, rows, keys + rows)`, zero where pairs are hidden and behind the keys, `into` those of the sums.
-        Those of a whole row would add up to zero, but for the rounding that all sums after it would inherit.
+        """Add the gradients of the scores of a tile, per key and query, to those of the sums, `into`. `inner` is
+        `(batch, heads, rows, keys + rows)`, zero for hidden pairs and behind the keys. A whole row would add up to
+        zero, except for rounding that all later sums would inherit.
         """
         of_keys, of_queries = inner.sum(dim=-2)[..., : tile.k1 - tile.k0], inner.sum(dim=-1)
         if len(into) == 1:
             of_keys, of_queries = of_keys.sum(dim=0, keepdim=True), of_queries.sum(dim=0, keepdim=True)
         into[..., tile.k0 : tile.k1] -= of_keys
         first = tile.k0 + tile.distance
-        of_tokens = into[..., first : first + tile.q1 - tile.q0]  # and not of the pads behind them
+        of_tokens = into[..., first : first + tile.q1 - tile.q0]  # without the pads behind them
         of_tokens += of_queries[..., : of_tokens.shape[-1]]
 
 
@@ -104,7 +104,7 @@ class DiagonalTerm:
         return source[heads]
 
     def pieces(self, tile: Tile) -> Iterator[Tile]:
-        """The tile in bands of rows: the hidden pairs of each are few, and its mask hides them."""
+        """The tile in bands of rows; each has few hidden pairs, which its mask hides."""
         return iter((tile,)) if tile.kind == "full" else in_rows(tile, self.rows, as_bands=True)
 
     def mask(self, tile: Tile) -> torch.Tensor:
@@ -121,12 +121,12 @@ class DiagonalTerm:
         return diagonals.as_strided((1, heads, rows, keys), (heads * length, length, 1, 1))
 
     def gradient(self, tile: Tile, inner: torch.Tensor, into: torch.Tensor) -> None:
-        """Add up the gradients of the scores along the diagonals of a tile: `inner`,
-        `(batch, heads, rows, keys + rows)`, contiguous, its rows in the order of `mask`, zero where pairs are hidden
-        and behind the keys, `into` those of `values`.
+        """Add the gradients of the scores along the diagonals of a tile to those of `values`, `into`. `inner` is
+        `(batch, heads, rows, keys + rows)`, contiguous, with rows in the order of `mask`, zero for hidden pairs and
+        behind the keys.
         """
         rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
-        # with every row read one number shorter than it is, diagonals are columns
+        # reading every row one number short turns diagonals into columns
         skewed = inner.flatten(2)[..., :-rows].unflatten(2, (rows, keys + rows - 1))
         sums = skewed.sum(dim=(0, 2)).flip(-1)
         nearest = tile.distance - keys + 1 - self.first
@@ -142,7 +142,7 @@ def has_terms(inputs: AttentionInputs) -> bool:
 
 
 def tile_bias(inputs: AttentionInputs) -> TileBias | None:
-    """The bias of a call that `has_terms`, in the form that tiles take; None where there is none."""
+    """The bias of a call that `has_terms`, in the form that tiles need; None without a bias."""
     bias, sums = inputs.bias, inputs.sums
     if bias is None:
         return None if sums is None else KeyTerm(sums)

@@ -1,4 +1,4 @@
-"""One call of an attention function, as the engine asks about it."""
+"""One call of an attention function, as the engine sees it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ EVERY = slice(None)
 
 @dataclass(eq=False)
 class Call:
-    """Queries and keys, and how they are turned for each region; here nothing is turned, and all pairs are one region.
+    """Queries and keys, and their rotation in each region. In this class nothing rotates, and all pairs are one region.
 
-    They are kept as they arrived, `(batch, heads or kv_heads, length, head_dim)`, beside the `memo` of this forward.
+    Both stay as they arrived, `(batch, heads or kv_heads, length, head_dim)`; `memo` is that of this forward.
     """
 
     queries: torch.Tensor
@@ -29,20 +29,20 @@ class Call:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """Disjoint; `ALL_PAIRS` alone where there is no other."""
+        """Disjoint; `ALL_PAIRS` alone by default."""
         return (ALL_PAIRS,)
 
     @property
     def differentiable(self) -> bool:
-        """Whether a gradient is to flow through the call, into queries or into what turns or biases them."""
+        """Whether a gradient must flow into queries, or into the parameters of a rotation or bias."""
         return torch.is_grad_enabled() and self.queries.requires_grad
 
     def query(self, region: Region) -> torch.Tensor:
-        """The queries as a region wants them, `(batch, heads, q_len, head_dim)`."""
+        """The queries rotated for a region, `(batch, heads, q_len, head_dim)`."""
         return self.queries
 
     def key(self, region: Region, slots: slice | torch.Tensor = EVERY, rows: slice = EVERY) -> torch.Tensor:
-        """The keys of some `slots` and `rows` as a region wants them, `(batch, kv_heads, slots, head_dim)`."""
+        """The keys of some `slots` and `rows` rotated for a region, `(batch, kv_heads, slots, head_dim)`."""
         return self.keys[rows, :, slots]
 
     def turns_keys(self, region: Region) -> bool:
@@ -50,14 +50,14 @@ class Call:
         return False
 
     def fused(self, in_order: bool) -> Fused:
-        """The same for the one kernel that turns and scores; `in_order` where distance is a difference of slots."""
+        """The same for the fused kernel; `in_order` if distance is a difference of slots."""
         nothing = (None,) * len(self.regions)
         return Fused(self.queries, self.keys, self.regions, nothing, nothing, in_order=in_order)
 
     def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
-        """See `find_spans`; asked only where they help."""
+        """See `find_spans`; called only when spans help."""
         return self.memo.spans(inputs)
 
     def decay(self) -> Decay | None:
-        """How pairs fade with distance; None where they do not."""
+        """How pairs fade with distance; None if they do not."""
         return None

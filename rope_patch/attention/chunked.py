@@ -1,4 +1,4 @@
-"""The oracle, a block of queries at a time: memory linear in the length, any mask, any positions, any region."""
+"""The oracle in blocks of queries: memory linear in the length, for any mask, positions and region."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rope_patch.attention import oracle
 from rope_patch.attention.inputs import AttentionInputs
 
 SCORES_PER_BLOCK = 2**22
-"""How many scores of one head a block of queries may hold at once."""
+"""Maximum number of scores of one head in a block of queries."""
 
 
 def attend(inputs: AttentionInputs) -> torch.Tensor:
     """Output of `oracle.attend`, `(batch, heads, q_len, value_dim)`.
 
-    Where gradients are wanted, each block is computed again in the backward pass, so that its scores are not kept.
+    If gradients are needed, the backward pass recomputes each block, so that its scores are not kept.
     """
     rows = max(1, SCORES_PER_BLOCK // inputs.kv_length)
     if rows >= inputs.q_length:

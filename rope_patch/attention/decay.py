@@ -1,9 +1,8 @@
-"""Rotations that also shrink: queries grow and keys fade from the end of each block of queries.
+"""Rotations with a decay: queries grow and keys fade, counted from the end of each block of queries.
 
-The score of a pair (m, n) is to be multiplied by exp(-decay (m - n)), dimension by dimension. Counted from one fixed
-position, the factors exp(-decay m) and exp(decay n) leave the range of floating point in a long text. Counted from the
-last query of a block, a query's factor is at most exp(decay * rows), and what a key's factor underflows to was nothing
-before.
+The score of a pair (m, n) is multiplied by exp(-decay (m - n)), dimension by dimension. Counted from one fixed
+position, the factors exp(-decay m) and exp(decay n) overflow or underflow in a long text. Counted from the last query
+of a block, a query's factor is at most exp(decay * rows), and a key's factor underflows only where it is negligible.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from rope_patch.errors import UnsupportedPositions
 from rope_patch.schemes.tools.rotary import RotaryLayout
 
 ROWS = 1024
-"""Queries per block: small enough for float16, large enough that keys are faded a few times only."""
+"""Queries per block: small enough for float16, large enough that keys are scaled only a few times."""
 
 LARGEST_EXPONENT = 80.0
-"""Reached only where positions skip by more than a block; exp of it is finite, and so is the score."""
+"""Reached only if positions skip by more than a block; its exp, and so the score, is finite."""
 
 Output = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
 @dataclass(frozen=True)
 class Decay:
-    """How the pairs of one layer fade, at a `rate` per token of distance, `(d/2,)`."""
+    """The decay of the pairs of one layer, at a `rate` per token of distance, `(d/2,)`."""
 
     layout: RotaryLayout
     rate: torch.Tensor
@@ -44,15 +43,15 @@ class Decay:
 
 
 def attend(inputs: AttentionInputs, decay: Decay, score: Callable[[AttentionInputs], Output]) -> Output:
-    """Attention under a decay, block by block: `score` gives the output of one, `(batch, heads, rows, value_dim)`, and
-    the weights where it has them.
+    """Attention under a decay, block by block. `score` returns the output of a block, `(batch, heads, rows,
+    value_dim)`, and its weights or None.
 
     Raises:
         UnsupportedPositions: heads keep different keys.
     """
     if inputs.by_head:
         raise UnsupportedPositions(
-            "heads keep different keys in past_key_values, and a scheme that decays fades those of all heads alike; "
+            "heads keep different keys in past_key_values, but a scheme with a decay needs the same keys in all heads; "
             "keep the same keys for all heads of a layer"
         )
     outputs, weights = [], []
@@ -71,7 +70,7 @@ def _faded(branch: Branch, block: AttentionInputs, decay: Decay) -> Branch:
     if branch.region is not None:
         m, n = branch.region.query_map(m), branch.region.key_map(n)
     last = m.amax(dim=-1, keepdim=True)
-    # keys after the last query are hidden: they need no more than to stay finite
+    # keys after the last query are hidden and only need to stay finite
     keys = (n[:, branch.first :] - last).clamp(max=0)
     query = branch.query * decay.factor(last - m, branch.query)
     return Branch(branch.region, query, branch.key * decay.factor(keys, branch.key), branch.first)

@@ -1,8 +1,8 @@
 """A few queries against a long cache, without rotating the cache.
 
-Queries are rotated once per region. Each region is a run of slots, and only where its rotation differs from the one
-the cache already has are keys turned: the near window, a few out of many. `attend` cuts those runs out of the cache;
-`attend_in_graph` does the same for one query with shapes that do not depend on the step, for a compiler.
+Queries are rotated once per region. Each region is a run of slots. Keys are rotated only where the region differs from
+the rotation in the cache: the near window, a few of many. `attend` cuts these runs out of the cache; `attend_in_graph`
+does the same for one query, with shapes that do not depend on the step, for a compiler.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.slots import Region
 
 QUERIES = 32
-"""As many are scored like one, whatever the cache holds: tiles are for more."""
+"""Up to this many are scored like one, at any cache length; tiles are for more."""
 
 SMALL = 2**18
-"""Or as many that there are no more pairs a row: one dense block is then faster than many tiles."""
+"""Or up to this many pairs per row: one dense block is then faster than many tiles."""
 
 FEW = 8
-"""Up to so many rows, a product that reads the keys row by row is up to twice as fast as one by columns."""
+"""Up to this many rows, a product that reads the keys row by row is up to twice as fast as one by columns."""
 
 BLOCK = 2**21
-"""Bytes of keys that are turned and scored at once, while the processor has them in its cache."""
+"""Bytes of keys that are rotated and scored at once, while they are in the processor's cache."""
 
 
 def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode, fades: Decay | None) -> bool:
-    """Whether a call, its branches not yet rotated, is one step of decoding of the kind that `attend` computes."""
+    """Whether a call, with branches not yet rotated, is a decoding step that `attend` can compute."""
     one = inputs.q_length == 1
     return (
         mode in ("auto", "segmented")
@@ -50,7 +50,7 @@ def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode, fades: Dec
 
 
 def _is_block(inputs: AttentionInputs, call: Call) -> bool:
-    """Whether several queries stand one after the other, after keys of a cache."""
+    """Whether several queries at consecutive positions follow keys of a cache."""
     few = inputs.q_length <= QUERIES or inputs.q_length * inputs.kv_length <= SMALL
     after_keys = few and inputs.q_length < inputs.kv_length
     if torch.compiler.is_compiling() or not after_keys or not (inputs.causal or inputs.mask is not None):
@@ -60,13 +60,12 @@ def _is_block(inputs: AttentionInputs, call: Call) -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """What some queries have to do with a run of slots in one region.
+    """Some queries and a run of slots in one region.
 
     Attributes:
-        rows: queries, those that share keys together: `(batch * kv_heads, group * q_len, head_dim)`.
-        keys: as the region wants them, `(batch * kv_heads, slots, head_dim)`.
-        added: to the scores, to which it broadcasts, `(batch * kv_heads or 1, group * q_len or 1, slots)`; None for
-            nothing.
+        rows: queries, grouped by shared keys: `(batch * kv_heads, group * q_len, head_dim)`.
+        keys: rotated for the region, `(batch * kv_heads, slots, head_dim)`.
+        added: to the scores, broadcasts to them, `(batch * kv_heads or 1, group * q_len or 1, slots)`.
     """
 
     slots: slice
@@ -80,7 +79,7 @@ def attend(inputs: AttentionInputs, call: Call, fades: Decay | None = None) -> t
 
     Distance is a difference of slots: the positions of keys are counted from the queries.
     """
-    # scores of half precision are kept in float32 by the kernel alone
+    # in half precision, only the kernel keeps scores in float32
     score = _by_one_softmax if inputs.value.dtype in (torch.float32, torch.float64) else _by_kernel
     heads, q_length = call.queries.shape[1:3]
     outputs = []
@@ -111,7 +110,7 @@ def _pieces(inputs: AttentionInputs, call: Call, fades: Decay | None, rows: slic
     for region in sorted(call.regions, key=lambda region: -region.start):
         oldest = slots_of(region, slot, position).start
         newest = slots_of(region, slot + last, position + last).stop
-        # where keys are turned, a few at a time
+        # rotated keys are computed a few at a time
         turns = fades is not None or call.turns_keys(region)
         step = max(1, BLOCK // key_bytes) if turns and call.keys.is_cpu else max(1, newest - oldest)
         queries = call.query(region)[rows].unflatten(1, (kv_heads, -1)).flatten(2, 3).flatten(0, 1)
@@ -126,7 +125,7 @@ def _pieces(inputs: AttentionInputs, call: Call, fades: Decay | None, rows: slic
 def _faded(
     inputs: AttentionInputs, call: Call, fades: Decay, region: Region, slots: slice, rows: slice
 ) -> torch.Tensor:
-    """By how much each pair of dimensions of the keys counts for the only query, `(batch or 1, 1, slots, head_dim)`."""
+    """Decay of each pair of dimensions of the keys for the only query, `(batch or 1, 1, slots, head_dim)`."""
 
     def factors() -> torch.Tensor:
         m, n = inputs.query_positions.float(), inputs.key_positions[:, slots].float()
@@ -139,8 +138,8 @@ def _faded(
 def _added(
     inputs: AttentionInputs, call: Call, region: Region, slots: slice, rows: slice, position: int
 ) -> torch.Tensor | None:
-    """What comes on top of scaled products, in the shape of `Piece.added`: biases, and the lowest number where a query
-    does not see a key in this region.
+    """The term added to scaled products, in the shape of `Piece.added`: biases, and the lowest number for keys that a
+    query does not see in this region.
     """
     if inputs.q_length == 1 and inputs.mask is None and inputs.bias is None and inputs.sums is None:
         return None
@@ -203,8 +202,8 @@ def _by_one_softmax(pieces: list[Piece], value: torch.Tensor, scale: float) -> t
 
 
 def _products(piece: Piece, scale: float) -> torch.Tensor:
-    """Scaled products and what is added, `(batch * kv_heads, group * q_len, slots)`."""
-    # of nothing, baddbmm takes no more than the dtype
+    """Scaled products plus `Piece.added`, `(batch * kv_heads, group * q_len, slots)`."""
+    # with beta=0, baddbmm uses only the dtype of its first argument
     added, beta = (piece.rows[:1, :1, :1], 0) if piece.added is None else (piece.added, 1)
     if piece.rows.shape[1] > FEW:
         return torch.baddbmm(added, piece.rows, piece.keys.mT, beta=beta, alpha=scale)
@@ -212,7 +211,7 @@ def _products(piece: Piece, scale: float) -> torch.Tensor:
 
 
 def _joined(runs: list[slice]) -> Iterator[slice]:
-    """Runs of slots, those that follow on to each other as one."""
+    """Runs of slots, with adjacent runs joined."""
     start = runs[0].start
     for run, following in itertools.zip_longest(runs, runs[1:]):
         if following is None or following.start != run.stop:
@@ -221,7 +220,7 @@ def _joined(runs: list[slice]) -> Iterator[slice]:
 
 
 def _by_kernel(pieces: list[Piece], value: torch.Tensor, scale: float) -> torch.Tensor:
-    """The same by the kernel of the platform for each piece, merged by log-sum-exp."""
+    """The same with the platform's kernel for each piece, merged by log-sum-exp."""
     kernel = kernel_for(value, value, masked=any(piece.added is not None for piece in pieces))
     out = lse = None
     for piece in pieces:
@@ -238,8 +237,8 @@ def _by_kernel(pieces: list[Piece], value: torch.Tensor, scale: float) -> torch.
 
 
 def attend_in_graph(inputs: AttentionInputs, call: Call) -> torch.Tensor:
-    """What `attend` computes, in the same shapes, traceable: a narrow region is gathered from the cache, any other is
-    all of it, masked.
+    """A traceable form of `attend`, with the same shapes: a narrow region is gathered from the cache, any other region
+    is the whole cache, masked.
     """
     value, m = inputs.value, inputs.query_positions[..., None]
     every = torch.arange(inputs.kv_length, device=value.device)
@@ -269,7 +268,7 @@ def attend_in_graph(inputs: AttentionInputs, call: Call) -> torch.Tensor:
 
 
 def slots_of(region: Region, slot: int, position: int) -> slice:
-    """The slots of a region for the query at this `slot` and `position`, none of them after the query."""
+    """The slots of a region, up to the query at this `slot` and `position`."""
     behind = slot - position  # slot of a key minus its position
     here = position // region.chunk
     newest = (here - int(max(0, region.start)) + 1) * region.chunk - 1

@@ -1,4 +1,4 @@
-"""A small call as PyTorch's own attention with a mask for every pair, as Transformers has it at any size."""
+"""Small calls by PyTorch's attention with a mask of all pairs, as Transformers does at any size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rope_patch.attention.inputs import AttentionInputs
 
 
 def applies(inputs: AttentionInputs) -> bool:
-    """Whether scores are those of one rotation plus a bias, in a precision that the bias may be rounded to."""
+    """Whether scores are those of one rotation plus a bias, in a dtype precise enough for the bias."""
     return (
         inputs.bias is not None
         and inputs.sums is None
@@ -21,7 +21,7 @@ def applies(inputs: AttentionInputs) -> bool:
 
 
 def attend(inputs: AttentionInputs) -> torch.Tensor:
-    """Output of `oracle.attend`, `(batch, heads, q_len, value_dim)`, to the last bit what T5 computes under `sdpa`."""
+    """Output of `oracle.attend`, `(batch, heads, q_len, value_dim)`, bit for bit as T5 computes it under `sdpa`."""
     (branch,) = inputs.branches
     m, n = inputs.query_positions[:, :, None], inputs.key_positions[:, None, :]
     assert inputs.bias is not None  # for the type checker: see `applies`

@@ -1,4 +1,4 @@
-"""Choosing how to score: the fastest way that is exact for what was given."""
+"""Choose how to score: the fastest path that is exact for the inputs."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def score(
 
 
 def _by_one_kernel(inputs: AttentionInputs, call: Call, mode: AttentionMode) -> torch.Tensor | None:
-    """Output of the kernel that turns and scores all regions; None where it does not apply, or something that is known
-    to be fast does: flash per region, and what a CPU has.
+    """Output of the fused kernel for all regions; None if it does not apply, or if a path known to be fast does: flash
+    per region, or the CPU paths.
     """
     queries, biased = call.queries, inputs.bias is not None or inputs.sums is not None
     if mode == "auto" and queries.is_cuda:
@@ -62,7 +62,7 @@ def _by_one_kernel(inputs: AttentionInputs, call: Call, mode: AttentionMode) -> 
 
 
 def _branch(inputs: AttentionInputs, call: Call, region: Region) -> Branch:
-    """Queries and keys of one region, the keys from the oldest on that a query may have there."""
+    """Queries and keys of one region, starting at the oldest key that a query may see there."""
     if region == ALL_PAIRS:
         return Branch(None, call.query(region), call.key(region))
     first, known = 0, isinstance(inputs.query_start, int) and not inputs.scattered
@@ -74,7 +74,7 @@ def _branch(inputs: AttentionInputs, call: Call, region: Region) -> Branch:
 
 def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.Tensor:
     """Output `(batch, heads, q_len, value_dim)` of rotated branches; `spans` finds the spans of a call, or None, and is
-    asked only where they help.
+    called only when they help.
     """
     if mode == "oracle":
         return oracle.attend(inputs)[0]

@@ -1,4 +1,4 @@
-"""What an attention function is given, in one object that all of them share."""
+"""The inputs of an attention function, in one object that all of them share."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rope_patch.schemes.slots import Pairs, Region
 from rope_patch.typing import Weights
 
 AttentionMode = Literal["auto", "oracle", "chunked", "segmented", "fused"]
-"""How to score: `auto` takes the fastest way that is exact, the others insist."""
+"""How to score: `auto` takes the fastest exact path, the others force one."""
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """`x`, any shape, in float32, or in float64 where it is that already: what scores are computed in."""
+    """`x`, any shape, in the dtype of scores: float64 if it has that already, else float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Queries and keys as they are rotated for one region, `(batch, heads or kv_heads, length, head_dim)`; all pairs
-    where the `region` is None. Keys begin at the slot `first`: no query has an older one in this region.
+    """Queries and keys rotated for one region, `(batch, heads or kv_heads, length, head_dim)`; if `region` is None, for
+    all pairs. Keys begin at slot `first`; no query sees an older one in this region.
     """
 
     region: Region | None
@@ -34,7 +34,7 @@ class Branch:
     first: int = 0
 
     def rows(self, start: int, stop: int, newest: int | None) -> Branch:
-        """The same for the queries `start` to `stop` alone, and the keys in slots before `newest`, or all."""
+        """The same for the queries `start` to `stop` and the keys in slots before `newest`, or all."""
         keys = slice(None) if newest is None else slice(0, max(0, newest - self.first))
         return Branch(self.region, self.query[:, :, start:stop], self.key[:, :, keys], self.first)
 
@@ -44,9 +44,9 @@ class DistanceBias:
     """b(m - n).
 
     Attributes:
-        function: from distances of any shape to `(heads, *shape)`, float32.
+        function: maps distances of any shape to `(heads, *shape)`, float32.
         linear: whether it is a multiple of the distance, on either side.
-        table: from two distances to the values from the first to below the second, `(heads, distances)`; default
+        table: maps two distances to the values from the first to below the second, `(heads, distances)`; default
             computed by `function`.
     """
 
@@ -60,15 +60,15 @@ class DistanceBias:
 
     @property
     def learned(self) -> bool:
-        """Whether a gradient is to flow into it."""
+        """Whether a gradient must flow into it."""
         return self.values(0, 1).requires_grad
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a scheme adds to scores and makes of weights and values, where that is more than a bias by distance: of
-    queries and keys as projected, `(batch, heads or kv_heads, length, head_dim)`, and of the `states` that entered the
-    module at the queries, `(batch, q_len, hidden)`.
+    """A scheme's terms in scores, weights and values that are more than a bias by distance. They depend on queries and
+    keys as projected, `(batch, heads or kv_heads, length, head_dim)`, and on `states`, the module's input at the
+    queries, `(batch, q_len, hidden)`.
     """
 
     scheme: Scheme
@@ -78,8 +78,8 @@ class Content:
     key: torch.Tensor
 
     def bias(self, inputs: AttentionInputs, scores: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor | None:
-        """b(q_m, k_n, m, n) beside `scores` `(batch, heads, q_len, kv_len)`, to whose shape it and `seen` broadcast;
-        None where the scheme has none.
+        """b(q_m, k_n, m, n) for `scores` `(batch, heads, q_len, kv_len)`; it and `seen` broadcast to their shape. None
+        if the scheme has no such bias.
         """
         if "content_bias" not in self.scheme.methods:
             return None
@@ -109,7 +109,7 @@ class Content:
         return self.scheme.relative_values(attention, distance, self.weights)
 
     def rows(self, queries: slice, keys: slice) -> Content:
-        """The same for some queries and keys alone."""
+        """The same for some queries and keys."""
         query, key, states = self.query[:, :, queries], self.key[:, :, keys], self.states[:, queries]
         return dataclasses.replace(self, query=query, key=key, states=states)
 
@@ -122,20 +122,20 @@ class AttentionInputs:
         branches: the rotated queries and keys of each region.
         value: `(batch, kv_heads, kv_len, value_dim)`.
         query_positions, key_positions: integer, `(batch or 1, q_len)` and `(batch or 1, kv_len)`; the latter
-            `(batch, kv_heads, kv_len)` where the heads keep different keys, see `by_head`.
+            `(batch, kv_heads, kv_len)` if heads keep different keys, see `by_head`.
         mask: `(batch or 1, heads or 1, q_len, kv_len)`, boolean (True is attended) or added to the scores. None means
-            causal by slot where `causal`, else everything.
-        groups: beside no mask: integer, `(batch or 1, kv_len)`; a query sees the keys of its own group, below zero are
-            pads, which nobody sees and which see all tokens. None for one group.
-        causal: whether keys after the query are hidden when there is no mask.
+            causal by slot if `causal`, else all pairs.
+        groups: only without a mask: integer, `(batch or 1, kv_len)`. A query sees the keys of its own group. Values
+            below zero are pads, which no token sees and which see all tokens. None for one group.
+        causal: whether keys after the query are hidden without a mask.
         query_start: slot of the first query among the keys.
-        scattered: whether distance is something else than a difference of slots for some cached key that can be seen.
+        scattered: whether the distance of some visible cached key differs from its difference of slots.
         scaling: multiplies the scores.
         bias: by distance, added after scaling.
-        sums: c of a bias c_m - c_n, by slot: float64, `(batch or 1, heads, kv_len)`; None for none.
-        content: whatever else the scheme brings; None for nothing.
-        softcap: c in c tanh(s / c), applied to the scaled scores before any bias or mask; None for none.
-        sinks: one extra score per head that takes part in the softmax and carries no value; None for none.
+        sums: c of a bias c_m - c_n, by slot: float64, `(batch or 1, heads, kv_len)`.
+        content: all other terms of the scheme.
+        softcap: c in c tanh(s / c), applied to the scaled scores before any bias or mask.
+        sinks: one extra score per head that enters the softmax without a value.
         dropout: probability, applied to the attention weights.
     """
 
@@ -168,7 +168,7 @@ class AttentionInputs:
 
     @property
     def by_head(self) -> bool:
-        """Whether heads keep different keys in the cache, as some libraries leave them that evict keys."""
+        """Whether heads keep different keys in the cache, as after eviction by some libraries."""
         return self.key_positions.ndim == 3
 
     @property
@@ -186,7 +186,7 @@ class AttentionInputs:
 
     @property
     def running_bias(self) -> torch.Tensor | None:
-        """c_m - c_n of all pairs, float64, `(batch or 1, heads, q_len, kv_len)`; None where there are no sums."""
+        """c_m - c_n of all pairs, float64, `(batch or 1, heads, q_len, kv_len)`; None without sums."""
         if self.sums is None:
             return None
         queries = torch.arange(self.q_length, device=self.sums.device) + self.query_start
@@ -202,7 +202,7 @@ class AttentionInputs:
         return dataclasses.replace(self, branches=branches)
 
     def visible(self) -> torch.Tensor | None:
-        """Boolean `(batch or 1, 1, q_len, kv_len)` by slot and group where there is no mask; None for everything."""
+        """Boolean `(batch or 1, 1, q_len, kv_len)` by slot and group, without the mask; None for all pairs."""
         device = self.value.device
         queries = torch.arange(self.q_length, device=device) + self.query_start
         causal = None
@@ -212,12 +212,12 @@ class AttentionInputs:
             return None if self.mask is not None else causal
         of_keys = self.groups[:, None, None, :]
         of_queries = self.groups[:, None, queries, None]
-        # a pad sees every token before it, as it does in Transformers
+        # a pad sees every token before it, as in Transformers
         same = ((of_queries == of_keys) | (of_queries < 0)) & (of_keys >= 0)
         return same if causal is None else causal & same
 
     def rows(self, start: int, stop: int) -> AttentionInputs:
-        """The same call for the queries `start` to `stop` alone, without the keys that none of them can see."""
+        """The same call for the queries `start` to `stop`, without keys that none of them can see."""
         keys = slice(None)
         if self.mask is None and self.causal and isinstance(self.query_start, int):
             keys = slice(0, self.query_start + stop)

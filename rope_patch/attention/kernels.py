@@ -21,14 +21,14 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Work:
-    """The attention of one tile, as a kernel is given it.
+    """The attention of one tile, as a kernel receives it.
 
     Attributes:
         q: queries of the tile, `(batch, heads, q_len, head_dim)`.
         k, v: keys and values of the tile, `(batch, kv_heads, kv_len, head_dim or value_dim)`.
         scale: multiplies the products of queries and keys.
-        mask: float32, added to the scores, to whose shape it broadcasts. It takes the place of the tile's own where the
-            tile is a band, and comes on top of it otherwise. None for none.
+        mask: float32, added to the scores, broadcasts to their shape. It replaces the mask of a band and is added to
+            that of any other tile.
     """
 
     q: torch.Tensor
@@ -41,8 +41,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Merged:
-    """What all tiles together made of the queries of one: output and log-sum-exp, `(batch, heads, q_len, value_dim)`
-    and `(batch, heads, q_len)`, and the gradient that the output got.
+    """The merged result of all tiles for the queries of one: output and log-sum-exp, `(batch, heads, q_len,
+    value_dim)` and `(batch, heads, q_len)`, and the gradient of the output.
     """
 
     out: torch.Tensor
@@ -51,26 +51,26 @@ class Merged:
 
 
 class Kernel(Protocol):
-    """Attention of one tile. The log-sum-exp lets tiles be merged; given the merged output and log-sum-exp, each
-    tile's backward yields its exact share of the gradients.
+    """Attention of one tile. Tiles are merged by their log-sum-exp; with the merged output and log-sum-exp, each tile's
+    backward returns its exact share of the gradients.
     """
 
     def band_rows(self, width: float) -> int:
-        """The queries of a tile of a band that is `width` tokens wide."""
+        """Number of queries in a tile of a band that is `width` tokens wide."""
 
     def cut(self, tile: Tile, masked: bool) -> Iterator[Tile]:
-        """A tile in parts of the shapes that suit the kernel; `masked` where it will bring a mask."""
+        """A tile in parts of shapes that suit the kernel; `masked` if it will have a mask."""
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         """Output `(batch, heads, q_len, value_dim)` and log-sum-exp `(batch, heads, q_len)`, float32."""
 
     def backward(self, work: Work, merged: Merged) -> Tensors:
-        """Gradients of queries, keys and values, each of their shape, from that of the merged output."""
+        """Gradients of queries, keys and values, in their shapes, from that of the merged output."""
 
 
 @dataclass(frozen=True)
 class Biased:
-    """A kernel in one span under a bias, which gives each tile its mask, or under none, for some of the heads."""
+    """A kernel in one span for some of the heads, with a bias that provides each tile's mask, or without one."""
 
     kernel: Kernel
     span: Span
@@ -78,11 +78,11 @@ class Biased:
     heads: slice = field(default_factory=lambda: slice(None))
 
     def of_heads(self, heads: slice) -> Biased:
-        """The same for some of all heads."""
+        """The same for some of the heads."""
         return self if self.bias is None else Biased(self.kernel, self.span, self.bias.of_heads(heads), heads)
 
     def tiles(self, region: Region) -> Iterator[Tile]:
-        """The tiles of a region of the span, as the kernel and the bias want them."""
+        """The tiles of a region of the span, cut for the kernel and the bias."""
         span = self.span
         region = region.within(span.window)
         rows = self.kernel.band_rows(region.stop - (max(0, region.start) if span.causal else region.start))
@@ -102,8 +102,8 @@ class Biased:
         return self._ordered(out), self._ordered(lse)
 
     def backward(self, work: Work, merged: Merged, of_bias: torch.Tensor | None) -> Tensors:
-        """See `Kernel.backward`; a tile's share of the gradient of the bias' `source` is added to `of_bias`, of its
-        shape, where that is given.
+        """See `Kernel.backward`; `of_bias`, if given, has the shape of the bias's `source` and accumulates the tile's
+        share of its gradient.
         """
         if self.bias is None:
             return self.kernel.backward(work, merged)
@@ -114,8 +114,8 @@ class Biased:
         return self._ordered(grad_q), grad_k, grad_v
 
     def _backward_of_all(self, work: Work, merged: Merged, bias: TileBias, into: torch.Tensor) -> Tensors:
-        """The gradient of the bias is a sum of those of the scores. Kernels keep these to themselves, so everything is
-        made of them here, in blocks of queries that stay in cache.
+        """The gradient of the bias is a sum of those of the scores. Kernels do not return these, so all gradients are
+        computed from them here, in blocks of queries that stay in cache.
         """
         tile, (batch, heads) = work.tile, work.q.shape[:2]
         keys, values = _by_kv_head(wide(work.k)), _by_kv_head(wide(work.v))
@@ -131,7 +131,7 @@ class Biased:
             delta = (grad * out).sum(dim=-1, keepdim=True)
             q, grad = (x.reshape(len(keys), -1, x.shape[-1]) for x in (q * work.scale, grad))
             k, v = keys[:, seen], values[:, seen]
-            # as many zeros behind each row as there are rows
+            # each row is followed by as many zeros as there are rows
             shape = batch, heads, block.q1 - block.q0, k.shape[1]
             padded = room[0, : math.prod(shape[:3]) * sum(shape[2:])].view(*shape[:3], -1)
             padded[..., shape[3] :] = 0
@@ -153,15 +153,15 @@ class Biased:
         return Work(self._ordered(work.q), work.k, work.v, work.tile, work.scale, bias.mask(work.tile))
 
     def _ordered(self, x: torch.Tensor) -> torch.Tensor:
-        """What belongs to queries, in the order of the mask's rows, or back again."""
+        """Query states in the order of the mask's rows, or back again."""
         return x.flip(2) if self.bias is not None and self.bias.reverses_queries else x
 
 
 SCORES_IN_CACHE = 2**19
-"""How many scores of all heads a block of `Biased` may hold at once."""
+"""Maximum number of scores of all heads in a block of `Biased`."""
 
 LEAST_ROWS = 64
-"""Queries of such a block: fewer make its products slow."""
+"""Minimum number of queries of such a block: fewer make its products slow."""
 
 
 def _by_kv_head(x: torch.Tensor) -> torch.Tensor:
@@ -170,10 +170,10 @@ def _by_kv_head(x: torch.Tensor) -> torch.Tensor:
 
 
 class FlashCPU:
-    """The flash kernel behind `scaled_dot_product_attention` on CPU, which hands out its log-sum-exp."""
+    """The flash kernel behind `scaled_dot_product_attention` on CPU, which returns its log-sum-exp."""
 
     rows = 768
-    """Queries of a tile: from this many on, the kernel works in its largest blocks, of which each thread takes some."""
+    """Queries of a tile: from this many on, the kernel uses its largest blocks, which the threads share."""
 
     scale = 1
 
@@ -181,12 +181,12 @@ class FlashCPU:
         self.scale = math.ceil(threads / (3 * heads))
 
     def band_rows(self, width: float) -> int:
-        """Fewer waste less at the edges; from 192 on, the kernel works in larger blocks."""
+        """Fewer rows waste less at the edges; from 192 on, the kernel uses larger blocks."""
         return 192 * self.scale
 
     def cut(self, tile: Tile, masked: bool) -> Iterator[Tile]:
-        """Blocks of queries. Under a causal mask the kernel computes up to 512 keys in vain for every query, so that
-        the end of each block is a band.
+        """Blocks of queries. Under a causal mask the kernel wastes up to 512 keys per query, so the end of each block
+        becomes a band.
         """
         if masked:
             yield tile
@@ -215,7 +215,7 @@ class FlashCPU:
 
 
 def _of_one_width(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """States with zeros where heads of values are narrower or wider than those of keys, as MLA has them."""
+    """States padded with zeros to one head width; in MLA the widths of keys and values differ."""
     width = max(state.shape[-1] for state in states)
     if all(state.shape[-1] == width for state in states):
         return states
@@ -232,24 +232,25 @@ def _additive(work: Work) -> torch.Tensor | None:
 
 @functools.lru_cache(maxsize=16)
 def _band(rows: int, columns: int, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
-    """The same mask serves every tile inside a band, and the last tiles of all blocks: only the ends differ."""
+    """One mask serves every tile inside a band, and one the last tiles of all blocks: only the ends differ."""
     seen = Tile(0, rows, 0, columns, "band", low, high).mask(torch.device("cpu"))
     return torch.zeros(rows, columns, dtype=dtype).masked_fill(~seen, -torch.inf)
 
 
-@dataclass(frozen=True)  # equal to any other, so that it is tried once and not at every call
+@dataclass(frozen=True)  # instances are equal, so that `agrees` tries it once and not at every call
 class FlashCUDA:
     """The flash kernel behind `scaled_dot_product_attention` on CUDA, for half precision; a band is one call.
 
-    Its windows are aligned with the last query and the last key (FlashAttention-2, from version 2.1). It takes no mask.
+    Its windows are aligned with the last query and the last key (FlashAttention-2, from version 2.1). It supports no
+    mask.
     """
 
     def band_rows(self, width: float) -> int:
-        """All of them: the kernel itself knows windows."""
+        """All of them: the kernel itself supports windows."""
         return 2**62
 
     def cut(self, tile: Tile, masked: bool) -> Iterator[Tile]:
-        """As few launches as can be."""
+        """Uncut, for the fewest launches."""
         yield tile
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,7 +278,7 @@ class FlashCUDA:
 
 
 def _window(tile: Tile) -> dict[str, int]:
-    """How far a band reaches to either side of the diagonal that ends at the last query and the last key."""
+    """Width of a band on either side of the diagonal that ends at the last query and the last key."""
     if tile.kind != "band":
         return {}
     on_diagonal = tile.distance - ((tile.k1 - tile.k0) - (tile.q1 - tile.q0))
@@ -285,20 +286,20 @@ def _window(tile: Tile) -> dict[str, int]:
 
 
 class Dense:
-    """Plain products in float32 at least: on any device, in any dtype; the measure of the other kernels.
+    """Plain products in float32 or wider, on any device, in any dtype; the reference for the other kernels.
 
-    The query heads that share a key head are rows of one product: as a batch of products that broadcasts, they would
-    have the keys copied for each of them.
+    The query heads that share a key head are rows of one product; a broadcast batch of products would copy the keys for
+    each of them.
     """
 
     rows = 256
 
     def band_rows(self, width: float) -> int:
-        """No more than any other tile has."""
+        """As many as in any other tile."""
         return self.rows
 
     def cut(self, tile: Tile, masked: bool) -> Iterator[Tile]:
-        """Blocks of queries, whose scores fit into memory."""
+        """Blocks of queries whose scores fit into memory."""
         return in_rows(tile, self.rows, as_bands=True)
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
@@ -346,8 +347,8 @@ def _folded(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel:
-    """The kernel that is right and fastest for a `query` and a `value` of these shapes and dtypes; `masked` where tiles
-    will bring masks.
+    """The fastest correct kernel for a `query` and a `value` of these shapes and dtypes; `masked` if tiles will have
+    masks.
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
     if query.device.type == "cpu" and (half or query.dtype == torch.float32):
@@ -361,10 +362,10 @@ def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel
 
 @functools.lru_cache(maxsize=64)
 def agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether a kernel computes small tiles of every kind as `Dense` does, forward and backward.
+    """Whether a kernel equals `Dense` on small tiles of every kind, forward and backward.
 
-    The kernels behind PyTorch's own attention are called below their public face, which may change: they are tried
-    once before they are trusted, for each `head_dim`.
+    The kernels behind PyTorch's attention are called through private functions, which may change, so each `head_dim` is
+    tried once before use.
     """
     random = torch.Generator().manual_seed(0)
     q, grad = torch.randn(2, 1, 4, 24, head_dim, generator=random).to(device, dtype)

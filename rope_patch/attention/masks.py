@@ -1,7 +1,7 @@
-"""Masks in all the forms in which Transformers hands them to an attention function, as one of two forms.
+"""Convert every mask that Transformers passes to an attention function into one of two forms.
 
-A materialised mask takes a number for every pair of tokens. Pads and packed documents need no more than a number for
-every key, its *group*: a token sees the keys before it that are of its own group, and pads are of none.
+A materialised mask has a number per pair of tokens. Pads and packed documents need only a number per key, its *group*:
+a token sees the earlier keys of its own group, and pads have no group.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from rope_patch.errors import UnsupportedPositions
 
 PAD = -1
-"""The group of pads: no token sees them."""
+"""The group of pads, which no token sees."""
 
 
 def groups_of_pads(mask: torch.Tensor) -> torch.Tensor:
-    """Groups of a mask `(batch, length)` that is true on tokens: one for all tokens of a row."""
+    """Groups of a mask `(batch, length)` that is true on tokens: one group per row."""
     return torch.where(mask.bool(), 0, PAD).int()
 
 
@@ -28,20 +28,20 @@ def groups_of_documents(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def as_mask_argument(groups: torch.Tensor) -> torch.Tensor:
-    """Groups as an `attention_mask` that Transformers passes on as it is, `(batch, 1, 1, length)`."""
+    """Groups as an `attention_mask` that Transformers passes through unchanged, `(batch, 1, 1, length)`."""
     return groups[:, None, None]
 
 
 def keys_seen(mask: torch.Tensor | None, groups: torch.Tensor | None) -> torch.Tensor | None:
-    """Which keys are no pads, `(batch or 1, kv_len)`: those that some query of the row can see by what `read_mask`
-    returned. None where all are tokens.
+    """Which keys are not pads, `(batch or 1, kv_len)`: those that some query of the row can see, from the two results
+    of `read_mask`. None if there are no pads.
     """
     if groups is not None:
         return groups != PAD
     if mask is None:
         return None
     seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
-    return seen.any(dim=-2)  # the last query alone sees nothing of the documents before its own
+    return seen.any(dim=-2)  # the last query does not see earlier documents
 
 
 def read_mask(
@@ -52,15 +52,14 @@ def read_mask(
     query_start: int | torch.Tensor,
     config: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """A materialised mask `(batch or 1, heads or 1, q_len, kv_len)`, boolean or additive, or groups
-    `(batch or 1, kv_len)`; None for what there is not.
+    """A materialised mask `(batch or 1, heads or 1, q_len, kv_len)`, boolean or additive, and groups
+    `(batch or 1, kv_len)`; one of them, or both, is None.
 
-    `sdpa` and `eager` masks are materialised. A flash mask is `(batch, kv_len)`, true on tokens that are no pads, or
-    None where rows are packed documents whose positions start again; causality is understood in both. The `config` of
-    the model tells which of them was made.
+    `sdpa` and `eager` masks are materialised. A flash mask is `(batch, kv_len)`, true on tokens, or None for packed
+    documents whose positions restart; causality is implied in both. The model's `config` determines which kind it is.
 
     Raises:
-        UnsupportedPositions: for a mask of any other form, such as a FlexAttention block mask.
+        UnsupportedPositions: the mask has another form, such as a FlexAttention block mask.
     """
     implementation = config._attn_implementation
     if mask is None:
@@ -68,7 +67,7 @@ def read_mask(
         return None, groups_of_documents(position_ids) if packed else None
     if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4):
         raise UnsupportedPositions(
-            f"a mask of type {type(mask).__name__} from attn_implementation={implementation!r}; "
+            f"a mask of type {type(mask).__name__} from attn_implementation={implementation!r} is not supported; "
             "call model.set_attn_implementation('sdpa') first"
         )
     is_argument = mask.ndim == 4 and mask.dtype == torch.int32

@@ -1,4 +1,4 @@
-"""What the layers of one stack need alike, and compute once per forward."""
+"""Values that the layers of one stack share and compute once per forward."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 
 def wants_gradient(weights: Weights) -> bool:
-    """Whether a gradient is to flow into learned parameters."""
+    """Whether a gradient must flow into learned parameters."""
     return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values())
 
 
 class ForwardMemo:
-    """What the layers of one forward have in common: they see the same mask and the same positions.
+    """Values shared by the layers of one forward, which see the same mask and the same positions.
 
-    While compiling nothing is remembered: the compiler shares equal expressions itself, and a graph is not to be tied
-    to an object.
+    While compiling nothing is remembered: the compiler itself shares equal expressions, and a graph must not depend on
+    an object.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
 
     def once(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """`compute()`, or what it returned under this `key` before."""
+        """`compute()`, or its earlier result under this `key`."""
         if torch.compiler.is_compiling():
             return compute()
         if key not in self._known:
@@ -38,16 +38,16 @@ class ForwardMemo:
         return self._known[key]
 
     def derived(self, what: Any, compute: Callable[[], Any], *sources: Any) -> Any:
-        """`compute()` of `what` follows from the objects `sources`, or what it returned for these very objects before;
-        they are kept beside it, so that their identities stay their own.
+        """`compute()`, or its earlier result under the key `what` for the same objects `sources`. The sources are kept,
+        so that no other object takes over their identity.
         """
         if torch.compiler.is_compiling():
-            return compute()  # the compiled graph would hold for these identities alone
+            return compute()  # the compiled graph would be valid for these identities only
         return self.once((what, *map(id, sources)), lambda: (sources, compute()))[1]
 
     def same(self, key: Any, value: torch.Tensor) -> torch.Tensor:
-        """The tensor that an earlier layer had under this `key` if it is equal to this layer's `value`, of any shape,
-        so that what follows from it is shared.
+        """An earlier layer's tensor under this `key` if it equals this layer's `value`, of any shape, so that layers
+        also share what is computed from it.
         """
         first = self.once(key, lambda: value)
         return first if first is value or torch.equal(first, value) else value
@@ -75,16 +75,16 @@ class ForwardMemo:
         def table(low: int, high: int) -> torch.Tensor:
             distances = torch.arange(low, high, device=device)
             if wants_gradient(weights):
-                return bias(distances)  # of a graph of its own, which may be walked before another layer's
+                return bias(distances)  # each layer needs its own graph, since backward may free it
             return self.derived(("bias", heads, low, high), lambda: bias(distances), *weights.values())
 
         return self.derived(("bias", heads), lambda: DistanceBias(bias, scheme.linear, table), *weights.values())
 
 
 class StackMemo(threading.local):
-    """The `ForwardMemo` of the forward that a stack is in.
+    """The `ForwardMemo` of a stack's current forward.
 
-    Each thread has its own, so that several may read one model.
+    Each thread has its own, so that several threads can run one model.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class StackMemo(threading.local):
         self._position_ids, self._forward = None, ForwardMemo()
 
     def of(self, position_ids: torch.Tensor) -> ForwardMemo:
-        """What is known of this very tensor of positions, `(batch or 1, length)`."""
+        """The memo for this positions tensor (by identity), `(batch or 1, length)`."""
         if torch.compiler.is_compiling():
             return ForwardMemo()
         if self._position_ids is not position_ids:

@@ -1,4 +1,4 @@
-"""Dense attention over regions: the meaning. Every other path has to equal it."""
+"""Dense attention over regions: the reference that every other path must equal."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from rope_patch.errors import UnsupportedPositions
 
 
 def attend(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """o_m = sum_n c(m, n) softmax_n(s(m, n)) (v_n + u(m, n)), in float32 at least, with all scores in memory.
+    """o_m = sum_n c(m, n) softmax_n(s(m, n)) (v_n + u(m, n)), in float32 or wider, with all scores in memory.
 
-    A query that sees no key at all (a pad before the text) gets zeros, as from PyTorch's attention; beside a mask that
-    is added, the mean of all values, as from Transformers' eager attention.
+    A query that sees no key (a pad before the text) gets zeros, as in PyTorch's attention; with an additive mask it
+    gets the mean of all values, as in Transformers' eager attention.
 
     Returns:
         output `(batch, heads, q_len, value_dim)` in the dtype of the values, and the attention weights
         `(batch, heads, q_len, kv_len)`.
 
     Raises:
-        UnsupportedPositions: heads keep different keys under a scheme that looks at content.
+        UnsupportedPositions: heads keep different keys under a scheme that depends on content.
     """
     distance = (inputs.m - inputs.n)[:, 0]
     if inputs.by_head and inputs.content is not None:
         raise UnsupportedPositions(
-            f"heads keep different keys in past_key_values, and {inputs.content.scheme} scores all heads alike; keep "
-            "the same keys for all heads of a layer"
+            f"heads keep different keys in past_key_values, but {inputs.content.scheme} needs the same keys in all "
+            "heads; keep the same keys for all heads of a layer"
         )
     scores, seen = _scores(inputs)
     if inputs.sinks is None:
@@ -48,8 +48,8 @@ def attend(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _scores(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """s(m, n) with hidden pairs at the lowest number, `(batch, heads, q_len, kv_len)`, and which pairs are seen,
-    boolean, broadcasting to it; None for all, and beside a mask that is added.
+    """s(m, n) with hidden pairs at the lowest number, `(batch, heads, q_len, kv_len)`, and the visible pairs, boolean,
+    broadcasting to it; None for all pairs, and with an additive mask.
     """
     scores, covered = None, None
     for branch in inputs.branches:
@@ -93,7 +93,7 @@ def _bias(bias: DistanceBias, inputs: AttentionInputs) -> torch.Tensor:
 
 
 def _products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """<q_m, k_n>: the queries that share keys are the rows of one product."""
+    """<q_m, k_n>; queries that share keys are rows of one product."""
     grouped = _per_kv_head(wide(query), key.shape[1])
     products = grouped.flatten(2, 3) @ wide(key).mT
     return products.unflatten(2, grouped.shape[2:4]).flatten(1, 2)

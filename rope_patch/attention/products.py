@@ -1,8 +1,8 @@
-"""bfloat16 by the processor's own matrix products: a block of queries against all keys that it sees.
+"""bfloat16 with the processor's own matrix products: a block of queries against all keys that it sees.
 
-A processor with instructions for bfloat16 multiplies matrices several times faster than flash attention, which computes
-in float32 on any processor. Scores are rounded to bfloat16 on the way to their softmax, which is float32: the error of
-the output is about twice that of flash, or four times as small as the step between two numbers.
+A processor with bfloat16 instructions multiplies matrices several times faster than flash attention, which computes in
+float32 on any processor. Scores are rounded to bfloat16 before their softmax, which is float32: the error of the output
+is about twice that of flash, a quarter of the step between two bfloat16 numbers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rope_patch.attention.tiles import Tile
 
 
 def applies(inputs: AttentionInputs) -> bool:
-    """Whether this is faster than flash for a call to which `segmented` applies, and exact enough: no gradient is
-    wanted, and no bias would be rounded with the scores.
+    """Whether this is faster than flash for a call to which `segmented` applies, and exact enough: without gradients
+    and without a bias, which would be rounded with the scores.
     """
     states = [inputs.value, *(state for branch in inputs.branches for state in (branch.query, branch.key))]
     wanted = torch.is_grad_enabled() and any(state.requires_grad for state in states)
@@ -46,10 +46,10 @@ def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
     out = value.new_zeros(batch, length, heads, value.shape[-1]).transpose(1, 2)
     blocks = blocks_of(spans, inputs.branches, Dense(), None)
     groups = list(head_groups(query, value, value.shape[2]))
-    # one for all: a large temporary is mapped and faulted in anew at every call
+    # one buffer for all blocks: a large temporary is mapped and faulted in again at every call
     room = value.new_empty(max((math.prod(_shape(block, groups[0], batch)) for block in blocks), default=0))
     for group in groups:
-        # the products want matrices without gaps
+        # the products need contiguous matrices
         values = value[:, group.kv_heads].contiguous()
         keys = [branch.key[:, group.kv_heads].contiguous() for branch in inputs.branches]
         for block in blocks:
@@ -62,7 +62,7 @@ def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
 
 
 def _shape(block: Block, group: HeadGroup, batch: int) -> tuple[int, ...]:
-    """Rows, heads, queries, and keys of all tiles beside each other: the scores of a block."""
+    """Shape of the scores of a block: rows, heads, queries, and the keys of all tiles side by side."""
     width = sum(piece.tile.k1 - piece.tile.k0 for piece in block.pieces)
     return len(range(batch)[block.rows]), group.heads.stop - group.heads.start, block.q_length, width
 
@@ -70,7 +70,7 @@ def _shape(block: Block, group: HeadGroup, batch: int) -> tuple[int, ...]:
 def _fill(
     scores: torch.Tensor, block: Block, group: HeadGroup, inputs: AttentionInputs, keys: list[torch.Tensor]
 ) -> None:
-    """Write the scores of a block, of its `_shape`."""
+    """Write the scores of a block, in its `_shape`."""
     for piece, columns in _columns(block):
         branch, tile, here = inputs.branches[piece.branch], piece.tile, scores[..., columns]
         slots = slice(piece.keys.start - branch.first, piece.keys.stop - branch.first)
@@ -88,7 +88,7 @@ def _fill(
 
 
 def _mean(weights: torch.Tensor, block: Block, values: torch.Tensor) -> torch.Tensor:
-    """The values that a block sees by their weights, `(rows, heads, queries, value_dim)`."""
+    """The weighted sum of the values that a block sees, `(rows, heads, queries, value_dim)`."""
     values = values[block.rows]
     weights_of = _per_kv_head(weights, values.shape[0] * values.shape[1])
     out = None
@@ -100,7 +100,7 @@ def _mean(weights: torch.Tensor, block: Block, values: torch.Tensor) -> torch.Te
 
 
 def _columns(block: Block) -> Iterator[tuple[Piece, slice]]:
-    """Each tile of a block and its place among the scores."""
+    """Each tile of a block with its columns of the scores."""
     start = 0
     for piece in block.pieces:
         stop = start + piece.tile.k1 - piece.tile.k0
@@ -109,12 +109,12 @@ def _columns(block: Block) -> Iterator[tuple[Piece, slice]]:
 
 
 def _per_kv_head(x: torch.Tensor, number: int) -> torch.Tensor:
-    """`(rows, heads, queries, columns)` as one matrix for every key head, `(number, ..., columns)`, a view."""
+    """`(rows, heads, queries, columns)` as one matrix per key head, `(number, ..., columns)`, a view."""
     return x.view(number, -1, x.shape[-1])
 
 
 def _hide(scores: torch.Tensor, tile: Tile) -> None:
-    """Write -inf where a band hides keys: to the left of what all queries see, and to the right of it."""
+    """Write -inf where a band hides keys, left and right of the keys that all queries see."""
     rows, width = tile.q1 - tile.q0, tile.k1 - tile.k0
     left = min(max(0, tile.distance + rows - tile.high), width)
     right = min(max(left, tile.distance - tile.low + 1), width)

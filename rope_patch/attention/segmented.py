@@ -1,12 +1,12 @@
 """Flash attention per region, merged by log-sum-exp: every visible pair is scored once, and no mask is materialised.
 
-The regions of a scheme are disjoint, so softmax over their union is a weighted mean of the softmax of each, with the
-weights that their log-sum-exps give. In the backward pass each region's kernel is called with the merged output and
-the merged log-sum-exp and then yields its exact share of the gradients (the identity behind ring attention, Liu et
-al., 2310.01889): no gradient flows through the merge.
+The regions of a scheme are disjoint, so softmax over their union is a weighted mean of the softmax of each, with
+weights from their log-sum-exps. In the backward pass each region's kernel receives the merged output and the merged
+log-sum-exp and returns its exact share of the gradients (the identity behind ring attention, Liu et al., 2310.01889):
+no gradient flows through the merge.
 
-Work goes by groups of heads and blocks of queries, so that what the tiles of one block give is added up while it is in
-cache, and nothing but the results is as long as the text.
+The loops run over groups of heads and blocks of queries, so that the results of a block's tiles are added up while they
+are in cache, and only the final results are as long as the text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rope_patch.schemes.slots import ALL_PAIRS, Region
 def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
     """Output of `oracle.attend` for a call made of spans, `(batch, heads, q_len, value_dim)`.
 
-    The caller has made sure that there is no softcap, sink or dropout. Queries outside every span (pads) give zeros.
+    The caller ensures that there is no softcap, sink or dropout. Queries outside every span (pads) get zeros.
     """
     places = tuple((branch.region, branch.first) for branch in inputs.branches)
     states = [state for branch in inputs.branches for state in (branch.query, branch.key)]
@@ -40,8 +40,8 @@ def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
 
 
 LARGE = 2**23
-"""Bytes of what tiles give for one group of heads: more leaves the cache, and the C library does not keep it, so that
-it is mapped and faulted in anew at every call.
+"""Maximum bytes of tile results for one group of heads. More does not fit the cache, and the C library does not keep
+larger blocks, so that they are mapped and faulted in again at every call.
 """
 
 
@@ -67,7 +67,7 @@ class _Segmented(torch.autograd.Function):
         branches, query = _as_branches(places, states), states[0]
         blocks = blocks_of(spans, branches, kernel_for(query, value, bias is not None), bias)
         batch, heads, length = query.shape[:3]
-        # laid out as the kernels lay theirs out, and as the model wants it next
+        # the layout of the kernels' outputs, and the one that the model needs next
         out = torch.empty(batch, length, heads, value.shape[-1], dtype=value.dtype, device=value.device).transpose(1, 2)
         if sum(len(range(batch)[block.rows]) * block.q_length for block in blocks) < batch * length:
             out.zero_()
@@ -104,7 +104,7 @@ class _Segmented(torch.autograd.Function):
                 for sums in to_queries:
                     sums.close()
             while to_keys:
-                to_keys.pop().close()  # and free it before those of the next heads are made
+                to_keys.pop().close()  # freed before the next heads allocate theirs
         return (None, None, None, None, of_bias, of_value, *of_states)
 
 
@@ -121,7 +121,7 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class Piece:
-    """A tile of the region of the branch with this number, and its queries and keys in a row of the batch."""
+    """A tile of the branch with this index, with its queries and keys in a row of the batch."""
 
     branch: int
     tile: Tile
@@ -131,7 +131,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Block:
-    """Tiles whose queries overlap, the largest first, and all of their queries."""
+    """Tiles with overlapping queries, the largest first, and the union of their queries."""
 
     kernel: Biased
     rows: slice
@@ -146,7 +146,7 @@ class Block:
     def work(
         self, piece: Piece, group: HeadGroup, branches: Sequence[Branch], value: torch.Tensor, scale: float
     ) -> Work:
-        """A tile as a kernel wants it, for some heads; `value` `(batch, kv_heads, kv_len, value_dim)`."""
+        """The work of a tile for some heads; `value` is `(batch, kv_heads, kv_len, value_dim)`."""
         branch = branches[piece.branch]
         in_branch = slice(piece.keys.start - branch.first, piece.keys.stop - branch.first)
         query = branch.query[self.rows, group.heads, piece.queries]
@@ -178,11 +178,11 @@ def _attend(
 
 
 class _Sum:
-    """What tiles contribute to one gradient: written to its place where each place has one tile, else added up in
-    float32, because half precision would lose what many tiles add up.
+    """The contributions of tiles to one gradient. If tiles do not overlap, they are written directly; otherwise they
+    are accumulated in float32, because half precision would lose small shares.
 
     Args:
-        into: where it goes, `(batch, heads, length, dim)`; zeros, of which the first are in the slot `first`.
+        into: the gradient, `(batch, heads, length, dim)`, zeros; its first token is in slot `first`.
         runs: rows and slots of every tile.
     """
 
@@ -202,7 +202,7 @@ class _Sum:
             here.add_(share)
 
     def close(self) -> None:
-        """Write the sum to where it goes."""
+        """Write the sum into the gradient."""
         if self._sum is not self._into:
             self._into.copy_(self._sum)
 
@@ -217,7 +217,7 @@ def _to_queries(group: HeadGroup, block: Block, shares: list[Branch]) -> list[_S
 
 
 def _to_keys(group: HeadGroup, blocks: list[Block], of_value: torch.Tensor, shares: list[Branch]) -> list[_Sum]:
-    """The gradients of the keys of some heads, one for each branch, and that of the values."""
+    """The gradients of the keys of some heads, one for each branch, followed by that of the values."""
     runs = [(piece.branch, (block.rows, piece.keys)) for block in blocks for piece in block.pieces]
     of_branches = [
         _Sum(share.key[:, group.kv_heads], [run for branch, run in runs if branch == number], share.first)
@@ -229,7 +229,7 @@ def _to_keys(group: HeadGroup, blocks: list[Block], of_value: torch.Tensor, shar
 def blocks_of(
     spans: tuple[Span, ...], branches: Sequence[Branch], kernel: Kernel, bias: TileBias | None
 ) -> list[Block]:
-    """All tiles of a call, by the queries that they share."""
+    """All tiles of a call, grouped by shared queries."""
     return [
         block
         for span in spans
@@ -267,8 +267,8 @@ def _block(kernel: Biased, pieces: list[Piece]) -> Block:
 
 
 def head_groups(query: torch.Tensor, value: torch.Tensor, length: int) -> Iterator[HeadGroup]:
-    """As many groups as keep what a tile of `length` queries or keys gives for each below `LARGE` bytes, and every
-    thread at work; one where a call costs more than memory.
+    """Groups so small that each result of a tile of `length` queries or keys stays below `LARGE` bytes, but large
+    enough to keep every thread busy; one group on devices other than CPUs, where a call costs more than memory.
 
     Shape:
         query `(batch, heads, q_len, head_dim)`, value `(batch, kv_heads, kv_len, value_dim)`.

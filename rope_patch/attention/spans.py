@@ -1,8 +1,8 @@
 """Runs of tokens in which distance is a difference of slots: a row without its pads, or one packed document; and the
 pads behind the tokens of a row.
 
-Within a span the geometry of a region is known beforehand, so kernels can be pointed at whole rectangles instead of
-asking for every pair.
+Within a span the geometry of a region is known in advance, so kernels can work on whole rectangles instead of checking
+every pair.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from dataclasses import dataclass
 import torch
 
 MOST_SPANS_PER_ROW = 256
-"""Beyond this many a mask is not treated as documents."""
+"""A mask with more spans is not treated as documents."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Queries that see the keys from `keys.start`, or from their window, up to themselves, at consecutive positions.
+    """Queries at consecutive positions that see the keys from `keys.start`, or from their window, up to themselves.
 
     Attributes:
         queries: index range of the queries.
         keys: slots of the keys; the last is `hidden` slots before that of the last query.
         first_position: position of the first key.
-        window: of sliding-window attention in tokens; infinite where there is none.
-        causal: whether each query sees the keys up to itself alone; otherwise all keys of the span.
-        hidden: slots of pads between the last key and the last query; 0 where queries are tokens.
-        before: slots of pads between the first query and the first key where queries see both ways; else 0.
+        window: of sliding-window attention in tokens; infinite without a window.
+        causal: whether each query sees only the keys up to itself; otherwise all keys of the span.
+        hidden: slots of pads between the last key and the last query; 0 if queries are tokens.
+        before: slots of pads between the first query and the first key in bidirectional attention; else 0.
     """
 
     rows: slice
@@ -60,13 +60,13 @@ def find_spans(
     batch_size: int,
     causal: bool = True,
 ) -> tuple[Span, ...] | None:
-    """The spans of a call of `batch_size` rows whose first query is in slot `query_start`; None when its mask or its
-    positions are not made of spans.
+    """The spans of a call of `batch_size` rows whose first query is in slot `query_start`; None if its mask or its
+    positions do not consist of spans.
 
     Args:
         position_ids: `(batch or 1, q_len)`, of the queries.
         mask, groups: see `AttentionInputs`.
-        causal: whether a query sees the keys up to itself alone; otherwise queries are as many as keys.
+        causal: whether a query sees only the keys up to itself; otherwise there are as many queries as keys.
     """
     if mask is not None and not causal:
         return None
@@ -103,7 +103,7 @@ def find_spans(
 
 
 def _starts_of_groups(groups: torch.Tensor, query_start: int, q_length: int) -> torch.Tensor | None:
-    """First slot of each query's group, `(batch, q_len)`, -1 for pads; None where a group lies in several pieces."""
+    """First slot of each query's group, `(batch, q_len)`, -1 for pads; None if a group is in several pieces."""
     found = []
     for row in groups:
         members, lengths = torch.unique_consecutive(row, return_counts=True)
@@ -117,7 +117,7 @@ def _starts_of_groups(groups: torch.Tensor, query_start: int, q_length: int) -> 
 
 def _spans_of_pads(rows: slice, groups: torch.Tensor, positions: torch.Tensor, query_start: int) -> list[Span] | None:
     """Pads as queries of causal attention: those behind the tokens of a row see all of them, as in Transformers, and
-    those before see nothing. None where the pads do not go on from the tokens, or see more than one run of them.
+    those before see nothing. None if the pads' positions do not continue the tokens', or if they see several runs.
     """
     found, end = _only_run(groups), query_start + len(positions)
     if not bool((groups >= 0).any()) or bool((groups[query_start:end] >= 0).all()) or groups[end - 1] >= 0:
@@ -125,7 +125,7 @@ def _spans_of_pads(rows: slice, groups: torch.Tensor, positions: torch.Tensor, q
     if found is None:
         return None
     first, last = found
-    # the last token, or the first pad where the tokens are cached: they stand before it
+    # the last token, or the first pad if all tokens are cached before it
     anchor = max(last, query_start)
     if not bool((positions[anchor - query_start :].diff() == 1).all()):
         return None
@@ -135,8 +135,8 @@ def _spans_of_pads(rows: slice, groups: torch.Tensor, positions: torch.Tensor, q
 
 
 def _span_both_ways(rows: slice, groups: torch.Tensor, positions: torch.Tensor) -> list[Span] | None:
-    """A padded row of attention that sees both ways: its pads see all of its tokens too. None where positions skip, or
-    tokens lie in several runs.
+    """A padded row of bidirectional attention: its pads also see all of its tokens. None if positions skip, or tokens
+    are in several runs.
     """
     found = _only_run(groups)
     if not bool((groups >= 0).any()):
@@ -149,7 +149,7 @@ def _span_both_ways(rows: slice, groups: torch.Tensor, positions: torch.Tensor) 
 
 
 def _only_run(groups: torch.Tensor) -> tuple[int, int] | None:
-    """First and last slot of the tokens of a row where they are one group in one piece."""
+    """First and last slot of the tokens of a row; None unless they are one group in one piece."""
     tokens = (groups >= 0).nonzero().flatten()
     if not len(tokens) or int(tokens[-1] - tokens[0]) != len(tokens) - 1 or len(groups[tokens].unique()) > 1:
         return None
@@ -157,13 +157,13 @@ def _only_run(groups: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _first_keys(mask: torch.Tensor, query_start: int) -> torch.Tensor | None:
-    """First visible slot of each query, `(batch, q_len)`, -1 where it sees nothing; None unless all see intervals."""
+    """First visible slot of each query, `(batch, q_len)`, -1 if it sees nothing; None unless all see intervals."""
     count = mask.sum(dim=-1)
     first = mask.int().argmax(dim=-1)
     own = torch.arange(mask.shape[1], device=mask.device) + query_start
     sees_itself = mask.gather(-1, own.expand(len(mask), -1)[..., None])[..., 0]
     blind = count == 0
-    # as many visible slots as lie between the first and the query's own, and nothing after it
+    # every slot from the first visible one to the query's own is visible, and none after it
     after = torch.stack([row.tril(query_start).sum(dim=-1) for row in mask])
     interval = (count == own - first + 1) & sees_itself & (after == count)
     return torch.where(blind, -1, first).cpu() if bool((interval | blind).all()) else None
@@ -194,13 +194,13 @@ def _spans_of_row(
 
 
 def _start_of_sliding(steps: torch.Tensor) -> int:
-    """The first query from which on each loses sight of one more key; the number of queries where none does."""
+    """The first query from which each one sees one old key less; the number of queries if there is none."""
     others = (steps != 1).nonzero()
     return int(others[-1]) + 2 if len(others) else 1
 
 
 def _merge_equal_rows(spans: list[Span], batch_size: int) -> tuple[Span, ...]:
-    """One span for all rows where every row has the same ones."""
+    """Replace the spans of equal rows by spans of all rows."""
     every_row = slice(0, batch_size)
     by_row: dict[int, list[Span]] = {}
     for span in spans:

@@ -1,4 +1,4 @@
-"""Regions as rectangles: which block of queries meets which block of keys, and whether a mask is needed there."""
+"""Regions as rectangles: which block of queries meets which block of keys, and where a mask is needed."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Tile:
 
 
 def in_rows(tile: Tile, rows: int, as_bands: bool = False) -> Iterator[Tile]:
-    """A tile in parts that do not cross a multiple of `rows` among the queries of the span; `as_bands` leaves those of
-    a causal tile whole, as bands, instead of a full and a causal tile for each.
+    """A tile split at multiples of `rows` of the span's queries. With `as_bands` each part of a causal tile is one band
+    instead of a full and a causal tile.
     """
     for start in range(tile.q0 // rows * rows, tile.q1, rows):
         q0, q1 = max(start, tile.q0), min(start + rows, tile.q1)
@@ -61,15 +61,15 @@ def in_rows(tile: Tile, rows: int, as_bands: bool = False) -> Iterator[Tile]:
 
 
 def clipped(tile: Tile, start: int, stop: int) -> Iterator[Tile]:
-    """What is left of a tile where only the keys `start` to `stop` can be seen, counted from the first of them; the
-    rest are pads. A causal tile begins at `start` or after it.
+    """The part of a tile on the visible keys `start` to `stop`, counted from the first of them; the other keys are
+    pads. A causal tile must begin at or after `start`.
     """
     k0, k1 = max(tile.k0, start), min(tile.k1, stop)
     if k1 <= k0:
         return
     part = dataclasses.replace(tile, k0=k0 - start, k1=k1 - start, distance=tile.distance - (k0 - tile.k0))
     if tile.kind == "causal" and k1 < tile.k1:
-        edge = min(tile.q0 + k1 - k0, tile.q1)  # from here on a query would see more keys than there are
+        edge = min(tile.q0 + k1 - k0, tile.q1)  # later queries would see more keys than there are
         yield dataclasses.replace(part, q1=edge, k1=part.k0 + edge - tile.q0)
         if edge < tile.q1:
             yield dataclasses.replace(part, q0=edge, kind="full", distance=part.distance + edge - tile.q0)
@@ -86,14 +86,14 @@ def clipped(tile: Tile, start: int, stop: int) -> Iterator[Tile]:
 def tiles_of(
     region: Region, q_length: int, offset: int, first_position: int = 0, band_rows: int = 256, causal: bool = True
 ) -> Iterator[Tile]:
-    """Disjoint tiles that cover the pairs of a region, with keys up to the query alone where `causal`.
+    """Disjoint tiles that cover the pairs of a region, with keys only up to the query if `causal`.
 
     Args:
-        q_length: number of queries of the span; query i stands `offset + i` after the first key.
+        q_length: number of queries of the span; query i is `offset + i` tokens after the first key.
         offset: distance from the first query to the first key.
         first_position: position of the first key.
         band_rows: queries per tile of a band.
-        causal: otherwise there are as many keys as queries, and the region goes by distance alone.
+        causal: if False, there are as many keys as queries, and the region depends on distance alone.
     """
     tiles = _tiles_of(region, q_length, offset, first_position, band_rows)
     for tile in tiles if causal else _tiles_both_ways(region, q_length, band_rows):
@@ -113,11 +113,11 @@ def _tiles_of(region: Region, q_length: int, offset: int, first_position: int, b
     if region.keys_below < math.inf:
         yield from _limited_tiles(first, q_length, offset + first - low, int(region.keys_below) - first_position)
         return
-    # up to here a query sees every key that is at least `low` away; after it, the band has left the first key behind
+    # up to here a query sees every key at distance `low` or more; later queries no longer see the first key
     open_until = q_length if region.stop == math.inf else min(max(int(region.stop) - offset, first), q_length)
     if open_until > first:
         yield from _wedge(first, open_until, 0, offset + first - low)
-    # cut at multiples, as other regions are
+    # cut at multiples, like other regions
     cuts = range((open_until // band_rows + 1) * band_rows, q_length, band_rows)
     for q0, q1 in itertools.pairwise([open_until, *cuts, q_length] if open_until < q_length else []):
         k0, k1 = max(0, offset + q0 - int(region.stop) + 1), offset + q1 - low
@@ -125,18 +125,18 @@ def _tiles_of(region: Region, q_length: int, offset: int, first_position: int, b
 
 
 def _tiles_both_ways(region: Region, length: int, rows: int) -> Iterator[Tile]:
-    """Each block of queries with the keys that all of them see, and a band to either side that some of them see."""
+    """For each block of queries, a tile of keys that all of them see, and a band on either side that some see."""
     if region.start == -math.inf and region.stop == math.inf:
         yield Tile(0, length, 0, length)
         return
-    # beyond these bounds no pair lies
+    # no pair lies beyond these bounds
     low, high = int(max(region.start, 1 - length)), int(min(region.stop, length))
     # queries outside these see nothing
     first, last = max(0, low), min(length, length - 1 + high) if low < high else 0
     for q0 in range(first, last, rows):
         q1 = min(q0 + rows, last)
         oldest, newest = max(0, q0 - high + 1), min(length, q1 - low)
-        k0, k1 = max(0, q1 - high), min(length, q0 - low + 1)  # what all of them see
+        k0, k1 = max(0, q1 - high), min(length, q0 - low + 1)  # all of them see these
         if k1 <= k0:
             yield Tile(q0, q1, oldest, newest, "band", low, high)
             continue
@@ -148,7 +148,7 @@ def _tiles_both_ways(region: Region, length: int, rows: int) -> Iterator[Tile]:
 
 
 def _wedge(q0: int, q1: int, k0: int, seen_by_first: int) -> Iterator[Tile]:
-    """Queries of which the first sees `seen_by_first` + 1 keys from `k0`, and each next one more."""
+    """The first query sees `seen_by_first` + 1 keys from `k0`, and each further query one more."""
     edge = k0 + seen_by_first
     if q1 - q0 == 1:
         yield Tile(q0, q1, k0, edge + 1)

@@ -1,4 +1,4 @@
-"""Turning states by tables, with the least to compute and to keep for the gradient."""
+"""Rotate states by tables, with minimal computation and memory for the gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rope_patch.schemes.tools.rotary import RotaryLayout
 
 
 def turn(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`layout.turned` with a gradient that is turned back, where the tables themselves want none.
+    """`layout.turned`; unless the tables need gradients, backward rotates the gradient back.
 
     Shape:
         x `(batch, heads, length, head_dim)`, cos `(batch or 1, 1, length, head_dim)`, sin `(batch or 1, 1, length,
@@ -23,7 +23,7 @@ def turn(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.Te
 
 
 class _Turn(torch.autograd.Function):
-    """A rotation, whose gradient is turned back by the same angles."""
+    """A rotation whose gradient is rotated back by the same angles."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Model families: where their seams are, measured on the model itself."""
+"""Model families: their interfaces, measured on the model itself."""

@@ -1,7 +1,7 @@
-"""Reading stacks that add learned absolute positions to their input: BERT, RoBERTa, ELECTRA, GPT-2, OPT and their like.
+"""Read stacks that add learned absolute positions to their input: BERT, RoBERTa, ELECTRA, GPT-2, OPT and similar ones.
 
-No family is known by name. A table is an `nn.Embedding` that is called after positions; which of its rows the first
-token of a text reads, and so how many are reserved in front, is measured on four tokens.
+No family is known by name. A table is an `nn.Embedding` named after positions. A run on four tokens measures the row
+of a text's first token, and so the number of reserved rows.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TABLE = re.compile(r"^(?!.*relative).*position|^wpe$")
 
 
 def recognises(module: nn.Module) -> bool:
-    """Whether a model of text looks up learned positions itself, not only through a model inside it."""
+    """Whether a text model looks up learned positions itself, not only through an inner model."""
     return _has_table(module) and not any(_has_table(child) for child in module.modules() if child is not module)
 
 
 def read(stack: PreTrainedModel) -> Stack:
-    """A stack that is recognised; schemes go into its table, not into its attention.
+    """Read a recognised stack; schemes change its table, not its attention.
 
     Raises:
         UnsupportedModel: as `read_table`.
@@ -38,11 +38,11 @@ def read(stack: PreTrainedModel) -> Stack:
 
 
 def read_table(stack: PreTrainedModel) -> AbsoluteTable:
-    """The table of a stack that is recognised.
+    """The table of a recognised stack.
 
     Raises:
-        UnsupportedModel: with the reason, when it has several, when positions also enter in another way, when
-            something of a fixed size cannot grow with the table, or when saving would not keep a longer one.
+        UnsupportedModel: there are several tables, positions also enter in another way, something of fixed size cannot
+            grow with the table, or saving would not keep a longer one.
     """
     name, embedding = _only_table(stack)
     _refuse_other_positions(stack)
@@ -51,7 +51,7 @@ def read_table(stack: PreTrainedModel) -> AbsoluteTable:
     table = AbsoluteTable(stack, name, embedding, reserved, buffers)
     _refuse_sinusoids(stack, name, table.rows)
     if not any(holder is table.config for holder, _, _ in table.limits()):
-        _refuse(stack, f"its config says nowhere how many rows {name} has, so a longer one could not be loaded again")
+        _refuse(stack, f"its config does not contain the number of rows of {name}, so a longer one could not be loaded")
     return table
 
 
@@ -69,7 +69,7 @@ def _has_table(module: nn.Module) -> bool:
 def _only_table(stack: PreTrainedModel) -> tuple[str, nn.Embedding]:
     tables = list(_tables(stack))
     if len(tables) > 1:
-        _refuse(stack, f"it has several tables of positions ({', '.join(name for name, _ in tables)})")
+        _refuse(stack, f"it has several position tables ({', '.join(name for name, _ in tables)})")
     (name, embedding), *_ = tables
     if embedding.weight.is_meta:
         _refuse(stack, f"the weights of {name} are on the meta device; load them before patching")
@@ -82,16 +82,16 @@ def _only_table(stack: PreTrainedModel) -> tuple[str, nn.Embedding]:
 def _refuse_other_positions(stack: PreTrainedModel) -> None:
     kind = getattr(stack.config, "position_embedding_type", None) or "absolute"
     if kind != "absolute":
-        _refuse(stack, f"position_embedding_type={kind!r}; only 'absolute' adds positions to the input alone")
+        _refuse(stack, f"position_embedding_type={kind!r}; only 'absolute' adds positions to nothing but the input")
     if getattr(stack.config, "relative_attention", False):
-        _refuse(stack, "its attention has relative positions beside the table (relative_attention=True)")
+        _refuse(stack, "its attention also has relative positions (relative_attention=True)")
 
 
 def _refuse_sinusoids(stack: PreTrainedModel, name: str, rows: torch.Tensor) -> None:
     squared_norms = rows.double().square().sum(dim=-1)
     half = squared_norms.new_tensor(rows.shape[-1] / 2)  # sin^2 + cos^2 in every pair
     if torch.allclose(squared_norms, half, rtol=1e-2):
-        _refuse(stack, f"the rows of {name} are sinusoids, computed and not learned")
+        _refuse(stack, f"the rows of {name} are computed sinusoids, not learned")
 
 
 def _buffers(stack: PreTrainedModel, rows: int, reserved: int) -> tuple[tuple[nn.Module, str], ...]:
@@ -104,43 +104,43 @@ def _buffers(stack: PreTrainedModel, rows: int, reserved: int) -> tuple[tuple[nn
                 )
             if buffer.shape in [(1, size) for size in sizes] and not buffer.is_floating_point():
                 if not torch.equal(buffer, lengthened(buffer, 0)):
-                    _refuse(stack, f"{name} has a number per position that follows no rule")
+                    _refuse(stack, f"{name} has a number per position, without a rule to extend it")
                 found.append((module, name.rpartition(".")[2]))
     return tuple(found)
 
 
 def lengthened(buffer: torch.Tensor, growth: int) -> torch.Tensor:
-    """A buffer of one number per row, `(1, rows)`, made longer: what counts up counts on, zeros stay zeros."""
+    """A buffer of one number per row, `(1, rows)`, extended: counts continue, zeros stay zeros."""
     places = torch.arange(buffer.shape[1] + growth).to(buffer)
     counts = buffer[0, -1] != buffer[0, 0]
     return (buffer[0, 0] + counts * places)[None]
 
 
 def _measure_reserved(stack: PreTrainedModel, name: str, embedding: nn.Embedding) -> int:
-    """The row that the first token of a text reads, where the following tokens read the rows after it."""
+    """The row of a text's first token, if the next tokens read the rows after it."""
     try:
-        middle = stack.config.vocab_size // 2  # pads and the like, which some models do not count, stand at the ends
+        middle = stack.config.vocab_size // 2  # special tokens such as pads, which may not count, are at the ends
         tokens = torch.arange(middle, middle + 4, device=embedding.weight.device)
         with torch.no_grad(), _Lookup(embedding.weight):
             stack(input_ids=tokens[None])
     except _Found as found:
         rows = found.rows[: len(tokens)]
-    except Exception as error:  # whatever a model of another kind makes of four tokens
-        raise UnsupportedModel(f"{type(stack).__name__} does not read a text of four tokens: {error}") from error
+    except Exception as error:  # models of other kinds may fail in any way
+        raise UnsupportedModel(f"{type(stack).__name__} cannot read a text of four tokens: {error}") from error
     else:
-        _refuse(stack, f"{name} is not looked up when it reads a text")
+        _refuse(stack, f"it does not use {name} when it reads a text")
     if rows != list(range(rows[0], rows[0] + len(rows))):
-        _refuse(stack, f"a text of {len(rows)} tokens reads the rows {rows} of {name}, which are no run")
+        _refuse(stack, f"a text of {len(rows)} tokens reads the rows {rows} of {name}, which are not consecutive")
     return rows[0]
 
 
-class _Found(BaseException):  # not an Exception: nothing that a model catches
+class _Found(BaseException):  # not an Exception, so that no model catches it
     def __init__(self, rows: list[int]) -> None:
         self.rows = rows
 
 
 class _Lookup(TorchFunctionMode):
-    """Ends a forward at the first look-up in a table, and says of which rows."""
+    """Ends a forward at the first look-up in a table, and reports its rows."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a forward of Transformers was called with, read by name."""
+"""The arguments of a Transformers forward, by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a forward by name, of which `args` are given by place and `kwargs` by name."""
+    """All arguments of a forward by name, from positional `args` and named `kwargs`."""
     if not args:
         return kwargs
     names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
@@ -22,18 +22,18 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def tokens_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What a forward is given to read, `(batch, length, ...)`."""
+    """The ids or embeddings that a forward reads, `(batch, length, ...)`."""
     tokens = kwargs.get("input_ids")
     return kwargs.get("inputs_embeds") if tokens is None else tokens
 
 
 def counted_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Positions of the tokens of a forward, `(batch or 1, length)`; pads before them stand below 0."""
+    """Positions of the tokens of a forward, `(batch or 1, length)`; left pads get negative ones."""
     tokens = tokens_of(kwargs)
     if tokens is None:
         return None
     mask, length = kwargs.get("attention_mask"), tokens.shape[1]
-    compiling = torch.compiler.is_compiling()  # a compiler does not look at values
+    compiling = torch.compiler.is_compiling()  # without values to look at
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length and (compiling or not mask.all()):
         places = torch.arange(mask.shape[1], device=mask.device)
         return (places - mask.long().argmax(dim=-1, keepdim=True))[:, -length:]

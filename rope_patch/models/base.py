@@ -1,4 +1,4 @@
-"""What is read off a model before it is patched: its stacks, their attention layers and their rotary tables."""
+"""A model's structure, read before patching: its stacks, their attention layers and their rotary tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rope_patch.schemes.tools.rotary import RotaryLayout
 from rope_patch.typing import RotarySpec
 
 _LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions")
-"""Under these names configs and modules say how long a text may be; some count the reserved rows, some do not."""
+"""Names of the maximum length in configs and modules; some include the reserved rows, some do not."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class RotaryTables:
     """One set of rotary tables of a model: its rotary module, or one layer type's share of it.
 
     Attributes:
-        module: holds `inv_freq` and `attention_scaling`, with the layer type in front where there are several sets.
-        layer_type: such as `full_attention`; None where all layers share one set.
-        base: `rope_theta` of the checkpoint, as it was read before any scheme was named in the config.
+        module: holds `inv_freq` and `attention_scaling`, prefixed with the layer type if there are several sets.
+        layer_type: such as `full_attention`; None if all layers share one set.
+        base: `rope_theta` of the checkpoint, before a scheme changed the config.
         as_declared: whether the module's frequencies are those that its config describes.
-        axes: on how many axes the module reads positions (mRoPE, for images); on text all of them are equal.
-        is_complex: whether its attention reads one complex table, cos + i sin, in place of two.
+        axes: number of axes on which the module reads positions (mRoPE, for images); on text they are all equal.
+        is_complex: whether its attention reads one complex table, cos + i sin, instead of two.
     """
 
     module: nn.Module
@@ -40,11 +40,11 @@ class RotaryTables:
     is_complex: bool = False
 
     def spec(self, training_length: int) -> RotarySpec:
-        """What a frequency scheme may know of this set."""
+        """The facts about this set that a frequency scheme receives."""
         return RotarySpec(2 * self.inv_freq.shape[-1], self.base, training_length)
 
     def attribute(self, name: str) -> str:
-        """The name under which the module keeps `name` for this set."""
+        """The attribute in which the module stores `name` for this set."""
         return name if self.layer_type is None else f"{self.layer_type}_{name}"
 
     @property
@@ -58,11 +58,11 @@ class RotaryTables:
         return getattr(self.module, self.attribute("attention_scaling"))
 
     def given(self, position_ids: torch.Tensor, like: torch.Tensor | None = None) -> Any:
-        """What the module itself computes and hands to attention.
+        """The tables that the module computes for attention.
 
         Args:
             position_ids: `(batch, length)`, also fractional.
-            like: has the wanted dtype and device; default float32 where the frequencies are.
+            like: a tensor of the desired dtype and device; default float32 on the device of the frequencies.
         """
         if like is None:
             like = torch.zeros((), dtype=torch.float32, device=self.inv_freq.device)
@@ -72,12 +72,12 @@ class RotaryTables:
         return self.module(like, position_ids.to(like.device), *extra)
 
     def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of positions `(batch, length)` as the model itself computes them, `(batch, length, width)`."""
+        """The model's own cos and sin at positions `(batch, length)`, `(batch, length, width)`."""
         given = self.given(position_ids)
         return (given.real, given.imag) if self.is_complex else given
 
     def joined(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        """cos and sin, `(batch, length, width)`, in the form in which attention reads them."""
+        """cos and sin, `(batch, length, width)`, in the form that attention reads."""
         return torch.complex(cos.float(), sin.float()) if self.is_complex else (cos, sin)
 
 
@@ -85,9 +85,9 @@ class Heads(NamedTuple):
     """The queries of one attention module.
 
     Attributes:
-        num: how many heads there are of them.
-        dim: dimensions of a head.
-        value_dim: dimensions of one head's values.
+        num: number of query heads.
+        dim: dimensions of a query head.
+        value_dim: dimensions of a value head.
     """
 
     num: int
@@ -100,16 +100,17 @@ class AttentionLayer:
     """One self-attention module.
 
     Attributes:
-        index: `layer_idx`, the place in the cache.
-        spec: its rotary embedding; where it has none, the one that a scheme would bring.
+        index: `layer_idx`, the index in the cache.
+        spec: its rotary embedding, or the one that a scheme would add.
         heads: their number and sizes.
         kind: its layer type in the config; without one, `full_attention` or `sliding_attention` by its window.
-        layout: how it pairs dimensions, or would; None where the module rotates in other layers, but not in this one.
-        rotary: the tables that the module rotates by; None where it takes none.
-        sliding_window: its window in tokens; None where it attends to everything before.
-        bias_table: the learned biases by bucket of distance, `(num_buckets, heads)`; None where it has none.
-        told: whether its block hands it the positions of its tokens.
-        normed: whether a norm without weights follows the rotation; it turns too, and undoes a scale of cos and sin.
+        layout: how it pairs dimensions, or would; None if the module rotates in other layers, but not in this one.
+        rotary: the tables that rotate it; None without rotation.
+        sliding_window: its window in tokens; None without a window.
+        bias_table: the learned biases by bucket of distance, `(num_buckets, heads)`; None without biases.
+        told: whether its block passes position ids to it.
+        normed: whether a norm without weights follows the rotation; it rotates with it, but undoes a scale of cos and
+            sin.
     """
 
     name: str
@@ -127,24 +128,24 @@ class AttentionLayer:
 
     @property
     def layer_type(self) -> str | None:
-        """Of its rotary tables; None where all layers share one set, or have none."""
+        """Layer type of its rotary tables; None if all layers share one set, or have none."""
         return None if self.rotary is None else self.rotary.layer_type
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token sees the keys up to its own alone."""
+        """Whether a token sees only the keys up to its own."""
         return getattr(self.module, "is_causal", True)
 
 
 @dataclass(frozen=True)
 class AbsoluteTable:
-    """The learned absolute positions of one stack, and all that limits a text to as many.
+    """The learned absolute positions of one stack, and everything that limits a text to their number.
 
     Attributes:
-        name: path of the table inside it.
+        name: path of the table in the stack.
         embedding: the table, `(reserved + n, hidden)`.
-        reserved: rows in front that stand for no position: `padding_idx + 1` in RoBERTa, two in OPT, else none.
-        buffers: owner and name of each buffer with a place per row: `position_ids`, `token_type_ids`.
+        reserved: leading rows without a position: `padding_idx + 1` in RoBERTa, two in OPT, else none.
+        buffers: owner and name of each buffer with one entry per row: `position_ids`, `token_type_ids`.
     """
 
     module: PreTrainedModel
@@ -155,43 +156,43 @@ class AbsoluteTable:
 
     @property
     def rows(self) -> torch.Tensor:
-        """The rows that stand for positions, `(n, hidden)`, detached."""
+        """The rows of positions, `(n, hidden)`, detached."""
         return self.embedding.weight.detach()[self.reserved :]
 
     @property
     def capacity(self) -> int:
-        """n: the longest text in tokens."""
+        """n: the maximum length in tokens."""
         return len(self.rows)
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What a scheme's defaults are read from."""
+        """The properties from which a scheme takes its defaults."""
         return Checkpoint(self.capacity, self.config.num_attention_heads, self.capacity, has_table=True)
 
     @property
     def config(self) -> Any:
-        """The config of the stack, as it is now."""
+        """The current config of the stack."""
         return self.module.config
 
     def limits(self) -> Iterator[tuple[Any, str, int]]:
-        """Holder, name and value of each number that says how long a text may be: in the config and on modules."""
-        said = (self.capacity, self.capacity + self.reserved)
+        """Holder, name and value of each maximum length, in the config and on modules."""
+        lengths = (self.capacity, self.capacity + self.reserved)
         for holder in (self.config, *self.module.modules()):
             for name in _LIMITS:
-                if vars(holder).get(name) in said:
+                if vars(holder).get(name) in lengths:
                     yield holder, name, vars(holder)[name]
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack of layers with what its config says.
+    """A stack of layers with the facts from its config.
 
     Attributes:
-        native: the scheme of the checkpoint itself; None where no scheme here stands for it.
-        part: `encoder` or `decoder` where a model may have both.
-        replacements: module, name and value of what wants to be set before schemes can be mounted in its attention.
+        native: the scheme of the checkpoint itself; None if it is unknown here.
+        part: `encoder` or `decoder`, if a model may have both.
+        replacements: module, name and value of attributes to set before schemes can be mounted in its attention.
         others: further layers, which are under another scheme.
-        absolute: its learned absolute positions; None where it has none, or where positions enter elsewhere too.
+        absolute: its learned absolute positions; None without any, or if positions also enter elsewhere.
     """
 
     module: PreTrainedModel
@@ -206,12 +207,12 @@ class Stack:
 
     @property
     def config(self) -> Any:
-        """The config of the stack, as it is now."""
+        """The current config of the stack."""
         return self.module.config
 
     @property
     def num_cached(self) -> int:
-        """How many layers of a cache are for the layers of the stack, attention or not."""
+        """Number of cache layers for the layers of the stack, attention or not."""
         return max(layer.index for layer in (*self.layers, *self.others)) + 1
 
     @property

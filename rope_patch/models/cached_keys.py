@@ -1,8 +1,8 @@
-"""What a cache knows of the keys in it: which scheme wrote them, and where each of them stands.
+"""Facts about the keys in a cache: which scheme wrote them, and the position of each.
 
-A late mount rotates keys when they are scored, so it has to know their positions. They travel with the keys: whatever
-takes some of the keys (cropping, beams, a library that evicts) takes their positions too. Where positions get lost, the
-cache is refused.
+A late mount rotates keys when they are scored, so it needs their positions. The positions travel with the keys: an
+operation that selects keys (cropping, beams, a library that evicts) also selects their positions. A cache that has lost
+its positions is refused.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.tools.positions import joined, key_positions
 
 SIGNATURE = "_rope_patch_written_by"
-"""On a cache: what wrote its keys."""
+"""Attribute of a cache: the writer of its keys."""
 _WHEN_READ = "_rope_patch_when_read"
-"""On a static layer: how many tokens it had when positions were left there, and whether they were in order."""
+"""Attribute of a static layer: its number of tokens when positions were stored, and whether they were in order."""
 
 OWN_ROTATION = "in the model's own rotation"
-"""How keys are kept that the attention module rotates itself."""
+"""State of keys that the attention module rotates itself."""
 
 
 def signature_of(scheme: Scheme, kept: str) -> str:
-    """What a cache is signed with: two caches of one signature may be continued by each other's models."""
+    """The signature of a cache: a model may continue a cache with its own signature."""
     return f"{scheme} (keys {kept})"
 
 
 class CachedKeys(torch.Tensor):
     """Keys of one layer, `(batch, kv_heads, slots, head_dim)`, with the position of each.
 
-    Operations that take, order or join keys give keys that know their positions; all others give plain tensors.
+    Operations that select, reorder or join keys return keys with positions; all others return plain tensors.
 
     Attributes:
-        positions: integer, `(batch or 1, slots)`, or `(batch, kv_heads, slots)` where the heads keep different keys.
+        positions: integer, `(batch or 1, slots)`, or `(batch, kv_heads, slots)` if heads keep different keys.
     """
 
     positions: torch.Tensor
 
     @classmethod
     def of(cls, keys: torch.Tensor, positions: torch.Tensor) -> CachedKeys:
-        """The `keys`, in the same memory, that know their `positions`, both of a shape as above."""
+        """`keys`, in the same memory, with their `positions`, in the shapes above."""
         found = keys.as_subclass(cls)
         if not torch.compiler.is_compiling():
-            vars(found).update(vars(keys))  # among them that a static cache keeps its place in memory
+            vars(found).update(vars(keys))  # such as the mark that a static cache keeps its address
         found.positions = positions
         return found
 
@@ -67,7 +67,7 @@ class CachedKeys(torch.Tensor):
         return result if positions is None else cls.of(result, positions)
 
     def plain(self) -> torch.Tensor:
-        """The keys as any tensor, in the same memory."""
+        """The keys as a plain tensor, in the same memory."""
         return self.as_subclass(torch.Tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedKeys:
@@ -87,9 +87,9 @@ _FOLLOWED = (
 
 
 def _followed(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.Tensor | None:
-    """What the same operation makes of the positions; None where that does not say which keys were taken."""
+    """The result of the same operation on the positions; None if the selected keys do not follow from it."""
     if func in _JOINING and not all(isinstance(x, CachedKeys) for x in (args[0] if args else kwargs["tensors"])):
-        return None  # what is joined to them has no positions yet
+        return None  # the joined keys have no positions yet
     if func in _MOVING:
         keys = next(x for x in args if isinstance(x, CachedKeys))
         return keys.positions.to(result.device)
@@ -106,7 +106,7 @@ def _followed(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.
 
     try:
         taken = func(*map(replaced, args), **{name: replaced(value) for name, value in kwargs.items()})
-    except (RuntimeError, IndexError, TypeError):  # what was joined to them has no positions, or too few dimensions
+    except (RuntimeError, IndexError, TypeError):  # the joined keys have no positions, or too few dimensions
         return None
     fits = taken.ndim == result.ndim == 4 and taken.shape[::2] == result.shape[::2] and not taken.is_floating_point()
     if not fits or taken.shape[1] not in (1, result.shape[1]) or taken.shape[3] != 1:
@@ -115,28 +115,28 @@ def _followed(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.
 
 
 def _one_for_each_key(keys: CachedKeys, by_head: bool) -> torch.Tensor:
-    """Positions in the shape of keys, with one channel and, where heads agree and need not differ, one head."""
+    """Positions in the shape of keys, with one channel, and with one head if heads agree and need not differ."""
     positions = keys.positions if keys.positions.ndim == 3 else keys.positions[:, None]
     heads = keys.shape[1] if by_head or positions.shape[1] > 1 else 1
     return positions.expand(keys.shape[0], heads, -1)[..., None]
 
 
 def cache_in(kwargs: dict[str, Any]) -> Cache | None:
-    """The cache among the arguments of an attention module, of a decoder the part for its own tokens; None without."""
+    """The cache among the arguments of an attention module, or a decoder's self-attention cache; None without one."""
     cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 @dataclass(frozen=True)
 class Signing:
-    """Leaves on a cache who writes its keys, and refuses one that another has filled.
+    """Marks a cache with the writer of its keys, and refuses one with keys of another writer.
 
-    It is the pre-hook of the first attention module where a scheme changes the tables alone.
+    If a scheme changes only the tables, this is the pre-hook of the first attention module.
 
     Attributes:
-        index: of the layer that asks; nothing was added to it in this forward.
-        written_by: the scheme and the rotation in which it keeps keys.
-        accepts_plain: whether keys of the checkpoint itself are the same.
+        index: of the layer that signs; nothing was added to it in this forward.
+        written_by: the scheme and the rotation of its cached keys.
+        accepts_plain: whether the unpatched checkpoint's keys are the same.
     """
 
     index: int
@@ -153,47 +153,48 @@ class Signing:
         """Sign a cache, or refuse it.
 
         Raises:
-            UnsupportedPositions: for keys from before the patch, of prefix tuning, another scheme, or kept otherwise.
+            UnsupportedPositions: the keys are from before the patch, from prefix tuning, from another scheme, or stored
+                in another rotation.
         """
         signature = getattr(cache, SIGNATURE, None)
         if signature == self.written_by:
             return
         length = cache.get_seq_length(self.index)
-        # a compiler knows no numbers; a cache that it fills was signed when it was empty
+        # values are unknown while compiling; a cache that a graph fills was signed when it was empty
         empty = signature is None and isinstance(length, torch.Tensor) and torch.compiler.is_compiling()
         if not empty and length > 0 and not (signature is None and self.accepts_plain):
             by = "without a patch or by prefix tuning" if signature is None else f"under {signature}"
             raise UnsupportedPositions(
-                f"past_key_values hold {int(length)} tokens whose keys were written {by}; {self.written_by} would read "
-                "them wrongly: fill a new cache, and use LoRA or prompt tuning"
+                f"past_key_values hold {int(length)} tokens with keys written {by}; {self.written_by} would misread "
+                "them: fill a new cache; instead of prefix tuning use LoRA or prompt tuning"
             )
         setattr(cache, SIGNATURE, self.written_by)
 
 
 def positions_in(cache: Cache, index: int, start: int, name: str) -> torch.Tensor:
-    """Where the `start` keys stand that a layer's cache, not yet updated, will return before the new ones:
-    `(batch or 1, start)`, or `(batch, kv_heads, start)` where the heads keep different keys.
+    """Positions of the `start` keys that a layer's cache, not yet updated, will return before the new ones:
+    `(batch or 1, start)`, or `(batch, kv_heads, start)` if heads keep different keys.
 
     Raises:
-        UnsupportedPositions: keys were put there, or taken away, by something that positions do not follow.
+        UnsupportedPositions: an operation added or removed keys without their positions.
     """
     keys = cast(Any, cache).layers[index].keys
     if not isinstance(keys, CachedKeys):
         raise UnsupportedPositions(
             f"{name}: the {start} keys in past_key_values have lost their positions; slices, indices, index_select, "
-            "gather and cat keep them, and rope_patch.CachedKeys.of(keys, positions) sets them anew"
+            "gather and cat keep them, and rope_patch.CachedKeys.of(keys, positions) sets them again"
         )
     known = keys.positions
     if len(known) not in (1, len(keys)):
         raise UnsupportedPositions(
-            f"{name}: {len(keys)} rows of keys in past_key_values, and positions of {len(known)}"
+            f"{name}: past_key_values have {len(keys)} rows of keys, but {len(known)} rows of positions"
         )
     missing = start - known.shape[-1]
-    if missing > 0:  # steps of a compiled model, which made sure that they follow on
+    if missing > 0:  # steps of a compiled model, whose graph asserts consecutive positions
         if not getattr(cast(Any, cache).layers[index], _WHEN_READ, (0, True))[1]:
             raise UnsupportedPositions(
-                f"{name}: {missing} keys in past_key_values were written by a compiled model behind pads; go on "
-                "compiled, or fill a new cache"
+                f"{name}: a compiled model wrote {missing} keys in past_key_values behind pads; continue with the "
+                "compiled model, or fill a new cache"
             )
         steps = torch.arange(1, missing + 1, device=known.device)
         known = torch.cat([known, known[..., -1:] + steps], dim=-1)
@@ -203,11 +204,11 @@ def positions_in(cache: Cache, index: int, start: int, name: str) -> torch.Tenso
 def known_positions(
     cache: Cache, index: int, start: int | torch.Tensor, position_ids: torch.Tensor
 ) -> torch.Tensor | None:
-    """Positions of the keys in a cache and of the tokens to come, for a model that can do without: keys of unknown
-    positions are counted back from the first query, which is in the slot `start`.
+    """Positions of the keys in a cache and of the new tokens, for a model that does not require them: without known
+    positions, keys are counted back from the first query, which is in slot `start`.
 
     Returns:
-        `(batch or 1, start + q_len)`, with the heads between where they keep different keys; None while compiling.
+        `(batch or 1, start + q_len)`, with a head axis in between if heads keep different keys; None while compiling.
     """
     if torch.compiler.is_compiling():
         return None
@@ -218,12 +219,12 @@ def known_positions(
 
 
 def remember(cache: Cache, index: int, positions: torch.Tensor, in_order: bool) -> None:
-    """Leave on the keys of a layer, whose cache was updated, where they stand.
+    """Store positions on the keys of a layer after its cache was updated.
 
     Args:
         positions: of the keys that it returned before, as `positions_in` found them, and of the new ones,
             `(batch or 1, slots)` or `(batch, kv_heads, slots)`.
-        in_order: whether the next token is expected to stand one after the last slot in every row.
+        in_order: whether the next token of every row is expected one position after the last slot.
     """
     layer = cast(Any, cache).layers[index]
     held = layer.keys.shape[-2]
@@ -237,38 +238,38 @@ def remember(cache: Cache, index: int, positions: torch.Tensor, in_order: bool) 
 
 
 def is_static(cache: Cache, index: int) -> bool:
-    """Whether a layer keeps its keys in memory of a fixed size, which a compiled graph may write to."""
+    """Whether a layer keeps its keys in memory of fixed size, to which a compiled graph may write."""
     layers = cast(Any, cache).layers
     return index < len(layers) and layers[index].is_compileable
 
 
 def positions_in_graph(cache: Cache, index: int, position_ids: torch.Tensor, name: str) -> torch.Tensor | None:
-    """What a compiled graph does about the positions of the keys in a static cache, which were put there eagerly.
+    """Positions of the keys in a static cache for a compiled graph; the keys were written eagerly.
 
-    Where they follow on to the queries, positions are counted back from those; the graph stops if they do not. Where
-    they were seen not to (pads behind a prompt), they are read, and later ones are counted back.
+    If they precede the queries without a gap, positions are counted back from the queries, and the graph asserts this.
+    If they are known not to (pads behind a prompt), they are read, and later ones are counted back.
 
     Returns:
-        positions of the first keys, `(batch or 1, slots)`; None where all are counted back.
+        positions of the first keys, `(batch or 1, slots)`; None if all are counted back.
 
     Raises:
-        UnsupportedPositions: they do not follow on, and a sliding window moves them.
+        UnsupportedPositions: there is a gap, and a sliding window moves the keys.
     """
     layer = cast(Any, cache).layers[index]
     if not isinstance(layer.keys, CachedKeys):
-        return None  # the graph itself has written them
+        return None  # written by the graph itself
     known, (tokens, in_order) = layer.keys.positions, getattr(layer, _WHEN_READ)
     offset = cache.get_query_offset(index)
     if in_order and known.ndim == 2:
         expected = known[:, -1] + 1 + (offset - tokens)
-        is_empty = 0 * expected + offset == 0  # it may have been reset; the offset is a number or a tensor
+        is_empty = 0 * expected + offset == 0  # after a reset; the offset is a number or a tensor
         torch._assert_async(
             (is_empty | (expected == position_ids[:, 0])).all(),
-            "rope_patch: the positions of the cached keys do not go on to position_ids; run this step eagerly",
+            "rope_patch: position_ids do not continue the positions of the cached keys; run this step eagerly",
         )
         return None
     if layer.is_sliding and offset + position_ids.shape[-1] > layer.max_cache_len:
         raise UnsupportedPositions(
-            f"{name}: keys that do not follow on, in a static cache that slides, while compiling"
+            f"{name}: a compiled model cannot use a sliding static cache whose keys have gaps in their positions"
         )
     return known

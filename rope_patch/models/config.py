@@ -1,4 +1,4 @@
-"""Facts that a config states about positions."""
+"""The facts about positions in a config."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from rope_patch.schemes.registry import list_schemes, scheme_class, scheme_from_
 from rope_patch.schemes.slots import Checkpoint
 
 BASE = 10_000.0
-"""b where a checkpoint has no rotary embedding to say it: the published one (RoFormer, section 3.2.2)."""
+"""b for a checkpoint without a rotary embedding: the published one (RoFormer, section 3.2.2)."""
 
 _NUMBERS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-"""What an entry says of the checkpoint, whatever its type; only the first has to be said."""
+"""Properties of the checkpoint in an entry of any type; only the first is required."""
 
 _UNREAD = {"dynamic": {"original_max_position_embeddings", "length"}, "longrope": {"length", "learned"}}
-"""Fields of schemes that Transformers does not read in an entry of the type that means the same."""
+"""Fields of schemes that Transformers does not read in an entry of the equivalent type."""
 
 _LARGEST = 1e300
-"""Beyond which nothing can be computed with a number."""
+"""Larger numbers overflow in computations."""
 
 
 def rope_entries(config: Any) -> dict[str | None, dict[str, Any]]:
-    """The entries of `config.rope_parameters` by layer type; the key None where one entry serves all layers.
+    """The entries of `config.rope_parameters` by layer type; the key is None if one entry serves all layers.
 
     Raises:
-        UnsupportedModel: when the config says nothing of rotary embeddings.
+        UnsupportedModel: the config has no rotary parameters, or invalid ones.
     """
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
-        raise UnsupportedModel(f"{type(config).__name__} has no `rope_parameters`: it is not of a rotary checkpoint")
+        raise UnsupportedModel(f"{type(config).__name__} has no `rope_parameters`, so the checkpoint does not rotate")
     if not isinstance(parameters, dict):
-        raise UnsupportedModel(f"{type(config).__name__}: rope_parameters={parameters!r} is not allowed; it is a dict")
+        raise UnsupportedModel(f"{type(config).__name__}: rope_parameters={parameters!r} is not allowed; use a dict")
     if "rope_theta" in parameters:
         entries: dict[str | None, dict[str, Any]] = {None: parameters}
     else:
@@ -49,11 +49,11 @@ def rope_entries(config: Any) -> dict[str | None, dict[str, Any]]:
 
 def _check_entry(entry: dict[str, Any], family: str) -> None:
     if not isinstance(entry.get("rope_type", "default"), str):
-        raise UnsupportedModel(f"{family}: rope_type={entry['rope_type']!r} is not allowed; it is a word")
+        raise UnsupportedModel(f"{family}: rope_type={entry['rope_type']!r} is not allowed; it must be a string")
     for name in _NUMBERS:
         value = entry.get(name)
         if not _is_positive(value) and (value is not None or name == "rope_theta"):
-            raise UnsupportedModel(f"{family}: {name}={value!r} in its `rope_parameters`; a number above 0 is allowed")
+            raise UnsupportedModel(f"{family}: {name}={value!r} in `rope_parameters`; it must be a number above 0")
 
 
 def _is_positive(value: Any) -> bool:
@@ -61,54 +61,54 @@ def _is_positive(value: Any) -> bool:
 
 
 def training_length(config: Any) -> int:
-    """L in tokens: `original_max_position_embeddings` where the checkpoint was extended, else its maximum.
+    """L in tokens: `original_max_position_embeddings` of an extended checkpoint, else `max_position_embeddings`.
 
     Raises:
-        UnsupportedModel: when the config says neither.
+        UnsupportedModel: the config contains neither.
     """
     entries = rope_entries(config)
     for entry in (_of_full_attention(entries), *entries.values()):
         if entry.get("rope_type") == "dynamic":
-            break  # Transformers scales from the maximum then, whatever else the entry says
+            break  # for this type, Transformers ignores the entry's own length and scales from the maximum
         if entry.get("original_max_position_embeddings"):
             return int(entry["original_max_position_embeddings"])
     length = getattr(config, "max_position_embeddings", None)
     if not length:
-        raise UnsupportedModel(f"{type(config).__name__} says no `max_position_embeddings`: its length is unknown")
+        raise UnsupportedModel(f"{type(config).__name__} has no `max_position_embeddings`; its length is unknown")
     return int(length)
 
 
 def checkpoint_of_config(config: Any) -> Checkpoint:
-    """What a scheme's defaults are read from."""
+    """The properties from which a scheme takes its defaults."""
     trained = training_length(config)
     longest = getattr(config, "max_position_embeddings", None) or trained
     return Checkpoint(trained, config.num_attention_heads, max(trained, longest))
 
 
 def scheme_of_config(config: Any) -> Scheme:
-    """The scheme that `config.rope_parameters` describes, of full attention where they differ by layer type.
+    """The scheme that `config.rope_parameters` describes; that of full attention if layer types differ.
 
     Raises:
-        UnsupportedModel: no scheme stands for its `rope_type`.
+        UnsupportedModel: no scheme here has its `rope_type`.
     """
     entries = rope_entries(config)
     entry = _of_full_attention(entries)
     scheme = _scheme_of_entry(entry, nested=None not in entries)
     if scheme is None:
-        raise UnsupportedModel(f"rope_type {entry['rope_type']!r} of this checkpoint has no scheme of its own here")
+        raise UnsupportedModel(f"no scheme here has the rope_type {entry['rope_type']!r} of this checkpoint")
     return scheme
 
 
 def scheme_of_layer_type(config: Any, layer_type: str | None) -> Scheme | None:
-    """The scheme that `config.rope_parameters` describes for the layers of one type; None where none stands for it."""
+    """The scheme that `config.rope_parameters` describes for the layers of one type; None if there is none here."""
     return _scheme_of_entry(rope_entries(config)[layer_type], nested=layer_type is not None)
 
 
 def check_computable(config: Any) -> None:
-    """Check that Transformers can compute what `config.rope_parameters` says, before a model is made of it.
+    """Check that Transformers can compute `config.rope_parameters`, before a model is built from the config.
 
     Raises:
-        UnsupportedModel: they are no rotary parameters, or of a type that Transformers does not have.
+        UnsupportedModel: they are not rotary parameters, or of a type that Transformers does not have.
         InvalidField: a number is missing or wrong.
     """
     entries = rope_entries(config)
@@ -130,7 +130,7 @@ def _scheme_of_entry(entry: dict[str, Any], nested: bool) -> Scheme | None:
             fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
             fields -= _UNREAD.get(rope_type, set())
             if nested:
-                fields.discard("truncate")  # which Transformers does not read where entries are nested
-            said = {key: value for key, value in entry.items() if key in fields and value is not None}
-            return scheme_from_dict({"name": cls.name, **said})
+                fields.discard("truncate")  # ignored by Transformers in nested entries
+            given = {key: value for key, value in entry.items() if key in fields and value is not None}
+            return scheme_from_dict({"name": cls.name, **given})
     return None

@@ -1,4 +1,4 @@
-"""The language-model head by itself: logits of hidden states, a few rows at a time."""
+"""The language-model head alone: logits of hidden states, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ from transformers import PreTrainedModel
 from rope_patch.errors import EvaluationError
 
 Head = Callable[[torch.Tensor], torch.Tensor]
-"""Logits `(batch, rows, vocabulary)` of hidden states `(batch, rows, hidden)`, as the stack would have given them."""
+"""Logits `(batch, rows, vocabulary)` of hidden states `(batch, rows, hidden)`, as the stack returns them."""
 
 
 def find_language_model(model: nn.Module) -> PreTrainedModel:
-    """The Transformers model with a language-model head, in `model` itself or in what it wraps.
+    """The Transformers model with a language-model head: `model` itself, or a module inside it.
 
     Raises:
-        EvaluationError: when there is none.
+        EvaluationError: there is none.
     """
     for module in model.modules():
         if not isinstance(module, PreTrainedModel) or not module.can_generate():
             continue
         if module.base_model is not module or module.config.is_encoder_decoder:
             return module
-    raise EvaluationError(f"{type(model).__name__} has no language-model head, so it predicts no token")
+    raise EvaluationError(f"{type(model).__name__} has no language-model head, so it cannot predict tokens")
 
 
 @contextmanager
 def head_alone(model: PreTrainedModel, output_type: type) -> Iterator[Head]:
     """The head exactly as the model applies it, as a function of hidden states.
 
-    Families scale or cap their logits in their own `forward` (Cohere, Gemma 2, Granite), so that `forward` is what
-    runs; in place of the stack stands a module that hands out the hidden states it was given. It has no parameters,
-    so within the context `model.named_parameters()` are those of the head: all of them, be they tied to the
-    embedding, or put there by PEFT. Gradients pass through as they would behind the stack, which returns outputs of
-    the `output_type`.
+    Families scale or cap their logits in their own `forward` (Cohere, Gemma 2, Granite), so that `forward` runs, with
+    the stack replaced by a module that returns given hidden states as outputs of the `output_type`. This module has no
+    parameters, so within the context `model.named_parameters()` are those of the head: all of them, also if they are
+    tied to the embedding or added by PEFT. Gradients flow as they do behind the stack.
 
     Raises:
-        EvaluationError: the model has no stack apart from its head, or, when the head is called, what it computes is
-            not a function of the hidden states alone.
+        EvaluationError: the model has no stack separate from its head, or, on a call, the head depends on more than the
+            hidden states.
     """
     stack = separate_stack(model)
     prefix, stand_in = model.base_model_prefix, _StandIn(output_type)
@@ -61,17 +60,17 @@ def separate_stack(model: PreTrainedModel) -> nn.Module:
     """Everything below the head.
 
     Raises:
-        EvaluationError: when the model is not made of a stack and a head, as encoder-decoders are not.
+        EvaluationError: the model does not consist of a stack and a head, such as an encoder-decoder.
     """
     if model.base_model is model:
-        raise EvaluationError(f"{type(model).__name__} has no stack of its own below its head")
+        raise EvaluationError(f"{type(model).__name__} has no stack separate from its head")
     return model.base_model
 
 
 def _apply_head(model: PreTrainedModel, stand_in: _StandIn, states: torch.Tensor) -> torch.Tensor:
     stand_in.states = states
     unused = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
-    # not `model()`: hooks and wrappers are there for calls of the whole model, such as those by which FSDP2 gathers it
+    # not `model()`: hooks and wrappers, such as those with which FSDP2 gathers weights, expect the whole model
     outputs = type(model).forward(model, input_ids=unused, use_cache=False, return_dict=True)
     if stand_in.states is not None or outputs.logits.shape[:2] != states.shape[:2]:
         raise EvaluationError(
@@ -81,7 +80,7 @@ def _apply_head(model: PreTrainedModel, stand_in: _StandIn, states: torch.Tensor
 
 
 class _StandIn(nn.Module):
-    """Returns, once, the hidden states it was given, whatever it is called with."""
+    """Returns the hidden states set on it, once, and ignores its arguments."""
 
     def __init__(self, output_type: type) -> None:
         super().__init__()

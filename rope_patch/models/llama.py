@@ -1,6 +1,6 @@
-"""Reading Llama-style stacks: self-attention that is handed `position_embeddings` of one rotary module.
+"""Read Llama-style stacks: self-attention that receives `position_embeddings` from one rotary module.
 
-Nothing here knows a family by name: how a layer turns its dimensions is measured by `models.probe`.
+No family is known by name: `models.probe` measures how a layer rotates its dimensions.
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ from rope_patch.schemes.base import Scheme
 
 
 def recognises(module: nn.Module) -> bool:
-    """Whether a model owns a rotary module of Transformers, one with `inv_freq`."""
+    """Whether a model has a rotary module of Transformers, one with `inv_freq`."""
     return isinstance(module, PreTrainedModel) and any(_is_rotary(child) for child in module.children())
 
 
 def read(stack: PreTrainedModel) -> Stack:
-    """The layers and tables of a stack that is recognised.
+    """The layers and tables of a recognised stack.
 
     Raises:
-        UnsupportedModel: with the reason, when a part of it is not understood.
+        UnsupportedModel: a part of it is not supported; the message names the reason.
     """
     family = type(stack).__name__
     modules = [module for module in stack.modules() if _is_rotary(module)]
     if len(modules) > 1:
-        raise UnsupportedModel(f"{family} has {len(modules)} rotary modules; which layer uses which is not declared")
+        raise UnsupportedModel(
+            f"{family} has {len(modules)} rotary modules; it does not declare which layer uses which"
+        )
     checkpoint = checkpoint_of_config(stack.config)
     with filled(modules[0], stack), unchanged(modules[0]):
         rotary = _tables_of(modules[0], stack.config)
@@ -78,24 +80,24 @@ def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
     entries = rope_entries(config)
     for layer_type in types:
         if not entries.get(layer_type, {}).get("rope_theta"):
-            raise UnsupportedModel(f"{type(config).__name__} says no `rope_theta` for layer type {layer_type!r}")
+            raise UnsupportedModel(f"{type(config).__name__} has no `rope_theta` for layer type {layer_type!r}")
     found = (measure_tables(RotaryTables(module, kind, entries[kind]["rope_theta"])) for kind in types)
     return tuple(dataclasses.replace(tables, as_declared=_as_declared(tables, config)) for tables in found)
 
 
 def _as_declared(tables: RotaryTables, config: Any) -> bool:
-    """Compared and not trusted: some families round the width of what they rotate in a way of their own."""
+    """Compare frequencies instead of trusting the config: some families round the rotated width differently."""
     if getattr(config, "rope_patch", None) is not None:
-        return True  # loaded with the tables of a scheme that the config names, and that it may have had before
+        return True  # the tables may already be those of the scheme that the config records
     try:
         scheme = scheme_of_layer_type(config, tables.layer_type)
     except InvalidField:
         return False
     if scheme is None:
-        return True  # nothing here says what they should be
+        return True  # the expected frequencies are unknown
     at_first = getattr(tables.module, tables.attribute("original_inv_freq"), tables.inv_freq)
     declared = scheme.resolve(checkpoint_of_config(config)).frequencies(tables.spec(training_length(config))).inv_freq
-    declared = declared.to(at_first).reshape(-1)  # of one row, where frequencies follow the length of each
+    declared = declared.to(at_first).reshape(-1)  # length-dependent frequencies have a row axis
     return declared.shape == at_first.shape and torch.allclose(declared, at_first, rtol=1e-3, atol=0)
 
 
@@ -134,17 +136,17 @@ def _read_layer(
         sliding = sliding or getattr(module.config, "sliding_window", None)
     elif layer_type == "full_attention":
         sliding = None
-    elif layer_type == "chunked_attention":  # no distance is as large as a chunk
+    elif layer_type == "chunked_attention":  # distances stay below the chunk size
         sliding = getattr(module.config, "attention_chunk_size", None)
     elif sliding is None:
-        # Mistral-like: the window stands in the config alone and holds for every layer
+        # Mistral-like: only the config has the window, for every layer
         sliding = getattr(module.config, "sliding_window", None) if _window_for_all(module) else None
     block = stack.get_submodule(name.rpartition(".")[0])
     (layout, normed, heads), told = measuring.turning(name, block, module, tables)
     if normed and tables.attention_scaling != 1:
         raise UnsupportedModel(
-            f"{type(stack).__name__}: {name} norms queries and keys after tables that scale them by "
-            f"{tables.attention_scaling:g}, which the norm undoes"
+            f"{type(stack).__name__}: the tables scale queries and keys by {tables.attention_scaling:g}, but the norm "
+            f"after the rotation in {name} undoes the scale"
         )
     spec = tables.spec(training_length)
     kind = layer_type or ("full_attention" if sliding is None else "sliding_attention")

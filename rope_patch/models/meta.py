@@ -1,6 +1,7 @@
-"""Rotary modules on the meta device: their buffers have no values yet, and no checkpoint brings any.
+"""Rotary modules on the meta device: their buffers have no values yet, and no checkpoint contains any.
 
-What their class computes from the config takes their place before a scheme does, as when Transformers loads weights.
+Before a scheme is mounted, the buffers get the values that their class computes from the config, as when Transformers
+loads weights.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rope_patch.models.state import remove_hook
 
 
 class EmptyTables:
-    """The buffers of a rotary module that are on the meta device, if any, in a `stack` that may have weights."""
+    """The buffers of a rotary module on the meta device, if any; its `stack` may have weights."""
 
     def __init__(self, module: nn.Module, stack: nn.Module) -> None:
         self.module = module
@@ -29,10 +30,10 @@ class EmptyTables:
         return bool(self._empty)
 
     def fill(self) -> None:
-        """Compute them where the weights are, on the CPU where there are none yet.
+        """Compute them on the device of the weights, or on the CPU without weights.
 
         Raises:
-            UnsupportedModel: its class does not make them from the config.
+            UnsupportedModel: their class cannot compute them from the config.
         """
         family = type(self.module).__name__
         device = next((weight.device for weight in self.stack.parameters() if not weight.is_meta), torch.device("cpu"))
@@ -41,17 +42,17 @@ class EmptyTables:
                 made = cast(Any, type(self.module))(cast(Any, self.module).config)
             filled = {name: made.get_buffer(name).to(device, tensor.dtype) for name, tensor in self._empty.items()}
             if any(filled[name].shape != tensor.shape for name, tensor in self._empty.items()):
-                raise ValueError("tensors of other shapes come of its config")
-        except Exception as error:  # whatever a family wants to make one
+                raise ValueError("its config leads to tensors of other shapes")
+        except Exception as error:  # a family's class may need other arguments
             raise UnsupportedModel(
                 f"{family}: its frequencies have no values yet (device meta) and cannot be computed from its config "
-                f"({type(error).__name__}: {error}); load the model before it is patched"
+                f"({type(error).__name__}: {error}); load the model before you patch it"
             ) from error
         for name, tensor in filled.items():
             setattr(self.module, name, tensor)
 
     def restore(self) -> None:
-        """Empty them again, unless weights have come meanwhile."""
+        """Empty them again, unless weights were loaded in the meantime."""
         if _without_weights(self.stack) == self.is_without_weights:
             for name, tensor in self._empty.items():
                 setattr(self.module, name, tensor)
@@ -59,7 +60,7 @@ class EmptyTables:
 
 @contextmanager
 def filled(module: nn.Module, stack: nn.Module) -> Iterator[None]:
-    """Give a rotary module the values that it should have, within the block."""
+    """Within the block, give a rotary module the values that it should have."""
     tables = EmptyTables(module, stack)
     try:
         if tables:
@@ -70,16 +71,16 @@ def filled(module: nn.Module, stack: nn.Module) -> Iterator[None]:
 
 
 class Refilling:
-    """Pre-hook of a rotary module that got its tables before its stack had weights: `to_empty` drops what is in them.
+    """Pre-hook of a rotary module that got its tables before its stack had weights: `to_empty` drops their values.
 
-    The first forward puts it back, and removes this hook where that would not break the graph of a compiler.
+    The first forward restores them, and removes this hook unless a compiler is tracing.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._tables = {name: tensor.clone() for name, tensor in module.named_buffers(recurse=False)}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """No other arguments than those given."""
+        """Restore the tables; the arguments stay unchanged."""
         for name, tensor in self._tables.items():
             module.get_buffer(name).copy_(tensor)
         if not torch.compiler.is_compiling():

@@ -1,7 +1,7 @@
-"""Continuous batching: one row holds the tokens of many requests, and a paged cache of Transformers their keys.
+"""Continuous batching: one row holds the tokens of many requests, and a paged Transformers cache holds their keys.
 
-The cache returns the keys of all requests one after another. Each request is scored alone, as `generate` scores it, on
-the same paths; so it does not matter who shares the row, who joins and who leaves.
+The cache returns the keys of all requests one after another. Each request is scored alone, on the same paths as in
+`generate`, so the other requests in the row have no influence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ARGUMENTS = (
     "block_table",
     "is_causal",
 )
-"""What continuous batching tells attention of a batch, beside its cache."""
+"""The arguments, apart from the cache, with which continuous batching describes a batch to attention."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Request:
     """One request of a row.
 
     Attributes:
-        queries, keys: its share of the queries of the row, and of the keys that the cache returned.
+        queries, keys: its slices of the row's queries, and of the keys that the cache returned.
         position_ids: of its queries, `(1, q_len)`.
-        memo: what the layers have in common when they score it.
+        memo: shared by the layers for this request.
     """
 
     queries: slice
@@ -48,7 +48,7 @@ class Request:
 
     @property
     def kv_length(self) -> int:
-        """How many keys there are."""
+        """Number of keys."""
         return int(self.keys.stop - self.keys.start)
 
     @property
@@ -57,7 +57,7 @@ class Request:
         return self.kv_length - self.position_ids.shape[1]
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """`(1, 1, q_len, kv_len)`, true on the keys within a sliding `window`; None where there is none: causal."""
+        """`(1, 1, q_len, kv_len)`, true on the keys within a sliding `window`; None, for causal, without a window."""
         if window is None:
             return None
 
@@ -84,7 +84,7 @@ def attend_by_request(
     """Write the new keys to a paged cache, and score each request of the row.
 
     Args:
-        attend: given the `Request`, its query, key and value, and what is left of `kwargs`, its output.
+        attend: returns the output for a `Request`, its query, key and value, and the other `kwargs`.
         position_ids: of the whole row, `(1, tokens)`.
         memo: of the forward.
 
@@ -93,11 +93,11 @@ def attend_by_request(
         `(1, tokens, heads, value_dim)`, zero on padding behind the last request.
 
     Raises:
-        UnsupportedPositions: the batch comes with a block table.
+        UnsupportedPositions: the batch has a block table.
     """
     if kwargs.get("block_table") is not None:
         raise UnsupportedPositions(
-            f"{type(module).__name__}: continuous batching gave a block table, which only flash attention can read: "
+            f"{type(module).__name__}: continuous batching passed a block table, which only flash attention can read; "
             "set max_blocks_per_request=0 in the ContinuousBatchingConfig"
         )
     key, value, key_bounds = _updated(cache, cast(Any, module).layer_idx, key, value, kwargs)
@@ -114,7 +114,7 @@ def attend_by_request(
 def _updated(
     cache: Any, index: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All keys and values of a row, `(1, kv_heads, kv_len, head_dim)`, and where those of each request begin."""
+    """All keys and values of a row, `(1, kv_heads, kv_len, head_dim)`, and where each request begins in them."""
     if not hasattr(cache, "sliding_windows"):
         key, value = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=kwargs)
         return key, value, kwargs["cu_seq_lens_k"]
@@ -127,8 +127,8 @@ def _updated(
 
 
 def requests_of(position_ids: torch.Tensor, query_bounds: torch.Tensor, key_bounds: torch.Tensor) -> list[Request]:
-    """The requests of a row of which `position_ids` `(1, tokens)` are the positions; the bounds, `(requests + 1,)`, are
-    where the queries and the keys of each begin.
+    """The requests of a row with `position_ids` `(1, tokens)`; the bounds, `(requests + 1,)`, are the starts of each
+    request's queries and keys.
     """
     queries, keys = (
         [slice(*pair) for pair in itertools.pairwise(bounds.tolist())] for bounds in (query_bounds, key_bounds)
@@ -139,7 +139,7 @@ def requests_of(position_ids: torch.Tensor, query_bounds: torch.Tensor, key_boun
 
 def forget_managers(modules: Iterable[nn.Module]) -> None:
     """Destroy the managers that `generate_batch(persistent_manager=True)` left on these models: under another scheme,
-    requests would share blocks of keys that are not theirs.
+    requests would reuse cached blocks of keys from the old one.
     """
     for module in modules:
         if "_cached_continuous_batching_manager" in vars(module):

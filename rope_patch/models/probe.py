@@ -1,16 +1,16 @@
-"""Measuring how an attention module rotates, instead of tabulating it by family.
+"""Measure how an attention module rotates, instead of tabulating it by family.
 
-The module itself is run on four random tokens with tables chosen by us, and the queries and keys that reach its
-attention function are compared. With cos 1 and sin 0 nothing turns; with cos 0 and sin 1 every pair makes a quarter
-turn, which shows each dimension's partner and sign; with such tables that spell the binary digits of the frequency of
-each column, each dimension shows which frequency it reads. All of that is exact in any dtype.
+The module runs on four random tokens with test tables, and the queries and keys that reach its attention function are
+compared. With cos 1 and sin 0 nothing rotates. With cos 0 and sin 1 every pair makes a quarter turn, which shows each
+dimension's partner and sign. Tables with the binary digits of each column's frequency index show which frequency a
+dimension reads. All of this is exact in any dtype.
 
-With cos 2 queries and keys double, unless a norm follows the rotation. A norm over whole heads without weights of its
-own turns with them, so the measurement comes out the same, up to rounding; weights are found out by changing them.
+With cos 2 queries and keys double, unless a norm follows the rotation. A norm over whole heads without weights rotates
+with them, so the measurement stays the same, up to rounding. To detect weights, the probe changes them.
 
 Layers of one kind are measured once, on a stand-in with random weights. So neither the width nor the number of layers
-costs much, and no weights are needed. What a stand-in cannot run as the module would, or what does not come out clean
-on it, is measured on the module itself.
+costs much, and no weights are needed. If a stand-in cannot run or its measurement is inconsistent, the module itself is
+measured.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from rope_patch.schemes.tools.rotary import RotaryLayout
 
 _PROBE = "rope_patch_probe"
 _PROBING = threading.RLock()
-"""The name is one for all threads, so they probe one after the other."""
+"""All threads share the name, so they probe one after the other."""
 
 _TOKENS = 4
 _AXES = (2, 3, 4)
-"""How many axes of positions a rotary module may read; families of today read three, and HunYuan-VL up to four."""
+"""Numbers of position axes that a rotary module may read; current families read three, HunYuan-VL up to four."""
 _ROWS = 16
-"""By how many vectors the partner of a dimension is looked for."""
+"""Number of vectors in the search for a dimension's partner."""
 _ULPS = 4
-"""By how many units in the last place a norm may differ that sums the dimensions of a head in another order."""
+"""Tolerance in units in the last place for a norm that sums the dimensions of a head in another order."""
 _FOLLOWED = "something follows the rotation of queries and keys (a norm, a scale)"
 
 Found = TypeVar("Found")
 
 
 class Turning(NamedTuple):
-    """What an attention module does with its tables.
+    """The rotation of an attention module.
 
     Attributes:
-        layout: None where queries and keys do not depend on the tables.
-        normed: whether a norm follows that the rotation commutes with.
+        layout: None if queries and keys do not depend on the tables.
+        normed: whether a norm follows that commutes with the rotation.
         heads: their number and sizes.
     """
 
@@ -72,9 +72,9 @@ class Measuring:
         self._found: dict[Hashable, Any] = {}
 
     def turning(self, name: str, block: nn.Module, module: nn.Module, rotary: RotaryTables) -> tuple[Turning, bool]:
-        """`measure_layout` and `is_told_positions`, of this layer and its block or of others of their kind.
+        """`measure_layout` and `is_told_positions` for this layer and its block, or for others of their kind.
 
-        A block that cannot be run on its own is taken to tell, as nearly all do.
+        A block that cannot run alone is assumed to pass positions, as nearly all do.
         """
         kind = (rotary.layer_type, kind_of(module))
         turning = self._once(kind, module, module, lambda tried, _: measure_layout(name, tried, rotary))
@@ -88,52 +88,52 @@ class Measuring:
         return turning, told
 
     def heads(self, module: nn.Module) -> Heads:
-        """`measure_heads`, of this layer, which is given no tables, or of another one of its kind."""
+        """`measure_heads` for this layer, which receives no tables, or for another one of its kind."""
         return self._once(kind_of(module), module, module, lambda tried, _: measure_heads(tried))
 
     def _once(
         self, kind: Hashable, outer: nn.Module, inner: nn.Module, measure: Callable[[nn.Module, nn.Module], Found]
     ) -> Found:
-        """What `measure` finds of a module and of one inside it."""
+        """The result of `measure` for a module and one inside it."""
         if kind in self._found:
             return self._found[kind]
         device = _device_of(inner)
         stand_ins = StandIns(device or torch.device("cpu"))
         try:
             found = measure(stand_ins.of(outer), stand_ins.of(inner))
-        except Exception as error:  # whatever a family does that a copy of it cannot
+        except Exception as error:  # a copy cannot run everything that a family does
             if device is None:
                 raise UnsupportedModel(
-                    f"{error} (tried without its weights, which are on the device meta: load them before it is patched)"
+                    f"{error} (tried without its weights, which are on the device meta: load them before you patch it)"
                 ) from error
             return measure(outer, inner)
-        if not stand_ins.index_was_read:  # else another layer of this kind may be another thing
+        if not stand_ins.index_was_read:  # else other layers of this kind may differ
             self._found[kind] = found
         return found
 
 
 def measure_tables(rotary: RotaryTables) -> RotaryTables:
-    """The same, with the form in which its module reads positions and gives tables."""
+    """The same tables, with the measured form of their module's positions and outputs."""
     positions = torch.arange(1, 17)[None]
 
     def shape_of(axes: int) -> tuple[Any, tuple[int, ...]]:
         try:
             given = dataclasses.replace(rotary, axes=axes).given(positions)
-        except Exception:  # whatever a family raises, it does not read as many axes
+        except Exception:  # any error means that it does not read this many axes
             return None, ()
         return given, tuple((given[0] if isinstance(given, tuple) else given).shape[:2])
 
-    # a module that reads one axis makes a table of each plane, or fails; on several, all become one table
+    # a module that reads one axis returns a table per plane, or fails; with several axes it returns one table
     axes = next((axes for axes in _AXES if shape_of(axes)[1] == positions.shape), 1)
     given, _ = shape_of(axes)
     return dataclasses.replace(rotary, axes=axes, is_complex=isinstance(given, torch.Tensor) and given.is_complex())
 
 
 def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> Turning:
-    """How a self-attention module rotates, which is left as it was.
+    """How a self-attention module rotates; the module stays unchanged.
 
     Raises:
-        UnsupportedModel: when the measurement does not come out clean, e.g. for a norm with weights after the rotation.
+        UnsupportedModel: the measurement is inconsistent, e.g. for a norm with weights after the rotation.
     """
     columns = torch.tensor(_frequency_of_column(name, rotary))
     count = int(columns.max()) + 1
@@ -162,20 +162,20 @@ def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> Turnin
 
 
 def measure_heads(module: nn.Module) -> Heads:
-    """The sizes of the heads of a self-attention module that is given no tables.
+    """The sizes of the heads of a self-attention module that receives no tables.
 
     Raises:
-        UnsupportedModel: when the module does not call the attention interface of Transformers.
+        UnsupportedModel: the module does not call the attention interface of Transformers.
     """
     query, _, value = _run(module, None, torch.ones(1, 1), torch.zeros(1, 1))
     return Heads(query.shape[1], query.shape[-1], value.shape[-1])
 
 
 def is_told_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) -> bool:
-    """Whether a block hands its self-attention module the positions that it is given.
+    """Whether a block passes its position ids to its self-attention module.
 
     Raises:
-        UnsupportedModel: when the block cannot be run on its own.
+        UnsupportedModel: the block cannot run alone.
     """
     hidden = _hidden(module)
     handle = module.register_forward_pre_hook(_Reached.stop, with_kwargs=True)
@@ -185,15 +185,15 @@ def is_told_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables)
             block.forward(**_arguments(block, hidden, tables))
     except _Reached as reached:
         return reached.is_told
-    except Exception as error:  # whatever a family raises, its block wants more
-        raise UnsupportedModel(f"{type(block).__name__} cannot be run on its own: {error}") from error
+    except Exception as error:  # any error means that the block needs other arguments
+        raise UnsupportedModel(f"{type(block).__name__} cannot run alone: {error}") from error
     finally:
         handle.remove()
     raise UnsupportedModel(f"{type(block).__name__} does not call its {type(module).__name__}")
 
 
-class _Reached(BaseException):  # not an Exception: nothing that a model catches
-    """Ends a forward where it comes to attention."""
+class _Reached(BaseException):  # not an Exception, so that no model catches it
+    """Ends a forward when it reaches attention."""
 
     def __init__(self, is_told: bool) -> None:
         self.is_told = is_told
@@ -204,15 +204,15 @@ class _Reached(BaseException):  # not an Exception: nothing that a model catches
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes: where its weights are, or where accelerate fetches them to that were offloaded; on the
-    CPU where they are packed out of sight, as torch packs what it quantizes for it.
+    """The device on which a module computes: that of its weights, or the one to which accelerate moves offloaded
+    weights; the CPU if the weights are packed, as in torch's quantization for CPUs.
 
     Raises:
-        UnsupportedModel: its weights are nowhere.
+        UnsupportedModel: it has no weights yet.
     """
     if (device := _device_of(module)) is None:
         raise UnsupportedModel(
-            f"{type(module).__name__} has no weights yet (device meta); load them before it is patched"
+            f"{type(module).__name__} has no weights yet (device meta); load them before you patch it"
         )
     return device
 
@@ -227,17 +227,17 @@ def _device_of(module: nn.Module) -> torch.device | None:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """In which dtype a module computes: that of its weights, where they are no integers."""
+    """The dtype in which a module computes: that of its floating-point weights."""
     return next((tensor.dtype for tensor in _tensors(module) if tensor.is_floating_point()), torch.get_default_dtype())
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """What a module holds; modules of quantized weights keep them in buffers."""
+    """Parameters and buffers; modules with quantized weights keep these in buffers."""
     return itertools.chain(module.parameters(), module.buffers())
 
 
 def _frequency_of_column(name: str, rotary: RotaryTables) -> tuple[int, ...]:
-    """Which frequency each column of the model's own cos and sin tables belongs to."""
+    """The frequency index of each column of the model's own cos and sin tables."""
     count = rotary.inv_freq.shape[-1]
     positions = torch.arange(1, 17)[None]
     try:
@@ -246,7 +246,7 @@ def _frequency_of_column(name: str, rotary: RotaryTables) -> tuple[int, ...]:
     except Exception as error:  # a rotary module with another signature
         raise UnsupportedModel(f"{name}: its rotary tables cannot be read: {type(error).__name__}: {error}") from error
     if cos.ndim != 2:
-        raise UnsupportedModel(f"{name}: its rotary module gives tables of shape {tuple(tables[0].shape)}")
+        raise UnsupportedModel(f"{name}: its rotary module returns tables of shape {tuple(tables[0].shape)}")
     orders = [tuple(range(count)), tuple(range(count)) * 2, tuple(i // 2 for i in range(2 * count))]
     for order in (order for order in orders if len(order) == cos.shape[-1]):
         first = [order.index(i) for i in range(count)]
@@ -262,8 +262,8 @@ def _run(
     sin: torch.Tensor,
     with_other_vectors: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values `(settings, heads, tokens, head_dim)` for tables `(settings, width)`, in the form of
-    those of `rotary`; also with other biases and weights of norms than the module has.
+    """Queries, keys and values `(settings, heads, tokens, head_dim)` for tables `(settings, width)` in the form of
+    `rotary`; optionally with changed biases and norm weights.
     """
     captured: list[torch.Tensor] = []
 
@@ -282,7 +282,7 @@ def _run(
     try:
         with probing(module, capture), torch.no_grad():
             functional_call(module, others, (), arguments) if others else module(**arguments)
-    except Exception as error:  # whatever a family raises, it means that the seam is not the one we know
+    except Exception as error:  # any error means that the module's interface is not the expected one
         raise UnsupportedModel(
             f"{type(module).__name__} cannot be measured: {type(error).__name__}: {error}"
         ) from error
@@ -293,17 +293,17 @@ def _run(
 
 
 def _hidden(module: nn.Module) -> torch.Tensor:
-    """What enters an attention module: four random tokens, `(1, tokens, hidden)`."""
+    """The input of an attention module: four random tokens, `(1, tokens, hidden)`."""
     hidden_size = cast(Any, module.config).hidden_size
     hidden = torch.randn(1, _TOKENS, hidden_size, generator=torch.Generator().manual_seed(0))
     return hidden.to(device_of(module), dtype_of(module))
 
 
 def _arguments(module: nn.Module, hidden: torch.Tensor, tables: Any) -> dict[str, Any]:
-    """Those that a module with these states and tables is called with.
+    """The arguments for a call of a module with these states and tables.
 
     Raises:
-        UnsupportedModel: it requires others.
+        UnsupportedModel: it requires other arguments.
     """
     arguments = {
         "hidden_states": hidden,
@@ -315,13 +315,13 @@ def _arguments(module: nn.Module, hidden: torch.Tensor, tables: Any) -> dict[str
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     needed = [name for name, p in accepted.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if unknown := [name for name in needed if name not in arguments]:
-        raise UnsupportedModel(f"{type(module).__name__} requires {', '.join(unknown)}, which is not understood here")
+        raise UnsupportedModel(f"{type(module).__name__} requires {', '.join(unknown)}, which is not supported")
     return {key: value for key, value in arguments.items() if takes_any or key in accepted}
 
 
 @contextlib.contextmanager
 def probing(module: nn.Module, capture: Any) -> Iterator[None]:
-    """Let the module call `capture` as its attention function, in evaluation mode; put everything back."""
+    """Let the module call `capture` as its attention function, in evaluation mode, then restore everything."""
     config, modes = cast(Any, module.config), [(child, child.training) for child in module.modules()]
     probing = copy.copy(config)
     probing._attn_implementation_internal = _PROBE
@@ -339,14 +339,14 @@ def probing(module: nn.Module, capture: Any) -> Iterator[None]:
 
 
 def _doubles(states: torch.Tensor) -> bool:
-    """Whether what turns is doubled by tables that are, `states[-1]`, and nothing else changes."""
+    """Whether doubled tables, `states[-1]`, double the rotating dimensions and change nothing else."""
     turns = (states[1] != states[0]).flatten(0, 1).any(dim=0)
     return torch.equal(states[-1], torch.where(turns, 2 * states[0], states[0]))
 
 
 def _read_layout(name: str, states: torch.Tensor, rounded: bool) -> RotaryLayout | None:
-    """The layout from states `(2 + bits, heads, tokens, head_dim)`: unturned, after quarter turns of all pairs, and of
-    those whose frequency has a bit.
+    """The layout from states `(2 + bits, heads, tokens, head_dim)`: without rotation, after quarter turns of all pairs,
+    and, for each bit, after quarter turns of the pairs whose frequency index has the bit.
     """
     tolerance = _ULPS * torch.finfo(states.dtype).eps if rounded else 0.0
 
@@ -358,7 +358,7 @@ def _read_layout(name: str, states: torch.Tensor, rounded: bool) -> RotaryLayout
     rotated = (~alike(turned, still)).nonzero().flatten().tolist()
     if not rotated:
         return None
-    few = slice(None, None, max(1, len(still) // _ROWS))  # to find partners by; all rows have to agree on them
+    few = slice(None, None, max(1, len(still) // _ROWS))  # a few rows find the partners; all rows must agree
     plus, minus = (alike(turned[few, :, None], sign * still[few, None]) for sign in (1, -1))
     of_plus, of_minus = plus.int().argmax(dim=1), minus.int().argmax(dim=1)
     agrees = torch.where(minus.any(dim=1), alike(turned, -still[:, of_minus]), alike(turned, still[:, of_plus]))
@@ -379,5 +379,5 @@ def _read_layout(name: str, states: torch.Tensor, rounded: bool) -> RotaryLayout
             raise UnsupportedModel(f"{name}: frequency {frequency} turns more than one pair of dimensions")
     order = sorted(firsts)
     if order != sorted(seconds) or order != list(range(len(order))) or 2 * len(order) != len(rotated):
-        raise UnsupportedModel(f"{name}: the pairs of the rotation do not come out clean")
+        raise UnsupportedModel(f"{name}: the measured pairs of the rotation are inconsistent")
     return RotaryLayout(tuple(firsts[i] for i in order), tuple(seconds[i] for i in order))

@@ -1,4 +1,4 @@
-"""Finding the stacks of a model, whatever their style."""
+"""Find the stacks of a model, in any style."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_stacks(model: nn.Module) -> tuple[Stack, ...]:
     """Every stack of a model that schemes can be mounted on: one, or an encoder and a decoder.
 
     Raises:
-        UnsupportedModel: with the reason, when there is none, or one with a part that is not understood.
+        UnsupportedModel: there is none, or a part of one is not supported; the message names the reason.
     """
     return tuple(style.read(module) for style, module in find_stacks(model))
 
@@ -35,11 +35,11 @@ def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
     """The modules that `read_stacks` reads, each with the style that reads it.
 
     Raises:
-        UnsupportedModel: when there is none, or more than are understood.
+        UnsupportedModel: there is none, or an unsupported number of them.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"{model!r} is a {type(model).__name__}, not a loaded model")
-    found = _recognised(model, STYLES) or _recognised(model, (absolute,))  # a table may stand beside a rotation
+    found = _recognised(model, STYLES) or _recognised(model, (absolute,))  # a model may have a rotation and a table
     if (advice := published_remote_code(model)) is not None:
         raise UnsupportedModel(advice)
     if not found:
@@ -47,25 +47,25 @@ def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
             f"{type(model).__name__} cannot be patched: found no rotary embedding (Llama), no relative bias (T5) and "
             "no position table (BERT)"
         )
-    if len(found) > 1:  # beside the text, a tower for images may have a rotary module too
+    if len(found) > 1:  # an image tower may have a rotary module, too
         found = [(style, module) for style, module in found if hasattr(module.config, "vocab_size")] or found
     if len(found) > 1 and any(style is not t5 for style, _ in found):
         names = ", ".join(type(module).__name__ for _, module in found)
-        raise UnsupportedModel(f"{type(model).__name__} has several stacks ({names}); patch one of them itself")
+        raise UnsupportedModel(f"{type(model).__name__} has several stacks ({names}); patch one of them directly")
     return found
 
 
 def find_enclosing(model: nn.Module) -> list[PreTrainedModel]:
-    """The models of Transformers around a backbone, whose only stacks are its own.
+    """The Transformers models that contain a backbone and have no other stacks.
 
-    A module does not know what it stands in. Python's collector of garbage knows all objects, so it is asked; looking
-    through them takes a twentieth of a second, which only a backbone is worth: nothing is around a model that has a
-    head of its own. Of what was frozen (`gc.freeze`) it does not tell.
+    A module does not know its parents, but Python's garbage collector knows all objects. A search through them takes a
+    twentieth of a second, so it is done for a backbone only: a model with its own head has no parents. Frozen objects
+    (`gc.freeze`) are not found.
     """
     if getattr(model, "base_model", None) is not model:
         return []
     classes = set(_subclasses(PreTrainedModel))
-    # an object refers to its class; asking for that is faster, and slower where each is compared with many classes
+    # an object refers to its class; a search for referrers is faster, unless there are many classes to compare
     objects = gc.get_referrers(*classes) if len(classes) <= _FEW_CLASSES else gc.get_objects()
     models: Iterator[PreTrainedModel] = itertools.compress(objects, map(classes.__contains__, map(type, objects)))
     around = [found for found in models if found is not model and model in set(found.modules())]
@@ -93,9 +93,9 @@ def read_stack(model: nn.Module) -> Stack:
     """The only stack of a model.
 
     Raises:
-        UnsupportedModel: also when it has an encoder and a decoder.
+        UnsupportedModel: see `read_stacks`, or the model has an encoder and a decoder.
     """
     stacks = read_stacks(model)
     if len(stacks) > 1:
-        raise UnsupportedModel(f"{type(model).__name__} has {len(stacks)} stacks; name one of them")
+        raise UnsupportedModel(f"{type(model).__name__} has {len(stacks)} stacks; pass one of them")
     return stacks[0]

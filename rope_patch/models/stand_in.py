@@ -1,8 +1,8 @@
-"""Stand-ins for parts of a model, which are tried out in their place, and when two parts are of one kind.
+"""Stand-ins on which parts of a model are measured, and the test whether two parts are of one kind.
 
-How a module turns queries and keys follows from its code and its settings, not from what its weights are. A stand-in
-runs the same code with small random weights: projections read a few of their input features, norms are as wide as they
-were. Nothing of the module itself is run or written, so it may have its weights elsewhere, or none yet.
+How a module rotates queries and keys depends on its code and its settings, not on its weights. A stand-in runs the same
+code with small random weights: projections read a few of their input features, norms keep their width. The module
+itself is neither run nor changed, so its weights may be elsewhere, or not loaded yet.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 from torch import nn
 
 _FEATURES = 8
-"""How many input features a projection of a stand-in reads."""
+"""Number of input features that a projection of a stand-in reads."""
 
 _LARGEST = 2**20
-"""Up to how many numbers a weight has that is made anew; whatever is larger and no projection is used as it is."""
+"""Maximum size of a weight that gets random values; larger ones, except in projections, are used unchanged."""
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _PLACED = {"_hf_hook", "_old_forward", "forward"}
-"""What accelerate sets on a module whose weights it moves."""
+"""Attributes that accelerate sets on a module whose weights it moves."""
 
 
 class NoStandIn(Exception):
-    """A module runs something that a copy would not run."""
+    """A module runs code that a copy would not run."""
 
 
 class _Projection(nn.Linear):
-    """A linear map whose weights are zero but for the first input features."""
+    """A linear map whose weights are zero except for the first input features."""
 
     def __init__(self, original: nn.Linear, device: torch.device, random: torch.Generator) -> None:
         nn.Module.__init__(self)
@@ -46,7 +46,7 @@ class _Projection(nn.Linear):
 
 
 class StandIns:
-    """Makes stand-ins on a device; modules that were one object stay one."""
+    """Creates stand-ins on a device; a shared module stays shared."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -55,10 +55,10 @@ class StandIns:
         self._made: dict[int, nn.Module] = {}
 
     def of(self, module: nn.Module) -> nn.Module:
-        """A copy of a module, in evaluation mode; what a forward sets on it stays there.
+        """A copy of a module, in evaluation mode; attributes that a forward sets stay on the copy.
 
         Raises:
-            NoStandIn: a hook, or a forward that was put there, would not be run as it is on the module itself.
+            NoStandIn: the module has a hook or a replaced forward, which a copy would not run.
         """
         if id(module) not in self._made:
             self._made[id(module)] = self._make(module)
@@ -66,10 +66,10 @@ class StandIns:
 
     def _make(self, module: nn.Module) -> nn.Module:
         if not _runs_its_class(module):
-            raise NoStandIn(f"{type(module).__name__} has hooks, or a forward that is not of its class")
+            raise NoStandIn(f"{type(module).__name__} has hooks, or a forward that is not its class's")
         weights = [weight for weight in module._parameters.values() if weight is not None]
         if not all(_is_plain(weight) for weight in weights):
-            return module  # packed by somebody who reads it in a way of their own
+            return module  # packed weights, which only their owner can read
         if type(module) is nn.Linear:
             return _Projection(module, self.device, self._random)
         copied = cast(nn.Module, object.__new__(self._class_of(module)))
@@ -84,13 +84,13 @@ class StandIns:
         return copied
 
     def _weight(self, weight: nn.Parameter) -> nn.Parameter:
-        is_one = weight.numel() == 1 and not weight.is_meta  # a switch rather than a weight
+        is_one = weight.numel() == 1 and not weight.is_meta  # a switch, not a weight
         if is_one or weight.numel() > _LARGEST:
             return weight
         return nn.Parameter(_random_like(weight, self.device, self._random), False)
 
     def _class_of(self, module: nn.Module) -> type:
-        """Of a layer that knows its index, the same class, which tells when the index is read."""
+        """The class of a module; for a layer with an index, a subclass that records reads of the index."""
         if "layer_idx" not in vars(module):
             return type(module)
 
@@ -104,15 +104,15 @@ class StandIns:
 
 
 def kind_of(module: nn.Module) -> Hashable:
-    """What decides how a module is measured: equal for two modules of one kind, and nobody else's where in doubt.
+    """Everything that a module's measurement depends on: equal for two modules of one kind, unique if in doubt.
 
-    All settings of the module and of what it is made of, but for its `layer_idx`; weights count by their shapes.
+    It contains all settings of the module and its submodules except `layer_idx`; weights count by their shapes.
     """
     return tuple((name, *part_of(part)) for name, part in module.named_modules(remove_duplicate=False))
 
 
 def part_of(module: nn.Module) -> tuple[Any, ...]:
-    """`kind_of` without what the module is made of."""
+    """`kind_of` without submodules."""
     if not _runs_its_class(module):
         return (id(module),)
     known = {**_settings(module), **module._parameters, **module._buffers}
@@ -120,13 +120,13 @@ def part_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are its own."""
+    """The attributes that a module's class sets on it."""
     dropped = _PLACED if "_hf_hook" in vars(module) else {"_compiled_call_impl"}
     return {name: value for name, value in vars(module).items() if name not in _INTERNAL and name not in dropped}
 
 
 def _runs_its_class(module: nn.Module) -> bool:
-    """Whether the forward of its class is all that a call of a module runs, beside fetching weights."""
+    """Whether a call of a module runs only the forward of its class, apart from fetching weights."""
     own = vars(module)
     if own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return False
@@ -142,16 +142,16 @@ def _is_plain(weight: torch.Tensor) -> bool:
 
 
 def _frozen(value: Any) -> Hashable:
-    """A setting by value where that is all there is to it, and otherwise the object that it is."""
+    """A setting by value if it is plain data, otherwise by identity."""
     if isinstance(value, (str, int, float, bool, type(None), torch.dtype, torch.device, type)):
         return type(value), value
     if isinstance(value, torch.Tensor):
-        said = (type(value), value.shape, value.dtype, value.device.type)
-        # a weight of one number is a switch; other vectors are weights, or tables that may follow the layer
+        described = (type(value), value.shape, value.dtype, value.device.type)
+        # a weight of one number is a switch; other vectors are weights, or tables that may depend on the layer
         by_value = not value.is_meta and (
             value.numel() == 1 or (value.ndim < 2 and not isinstance(value, nn.Parameter))
         )
-        return (*said, tuple(value.detach().flatten().tolist())) if by_value else said
+        return (*described, tuple(value.detach().flatten().tolist())) if by_value else described
     if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         return type(value), tuple(map(_frozen, value))
     if isinstance(value, dict):
@@ -160,5 +160,5 @@ def _frozen(value: Any) -> Hashable:
 
 
 def _random_like(weight: torch.Tensor, device: torch.device, random: torch.Generator) -> torch.Tensor:
-    """Around one, so that norms are norms that weigh each dimension differently."""
+    """Random numbers around one, so that norms weight each dimension differently."""
     return (1 + 0.5 * torch.randn(weight.shape, generator=random)).to(device, weight.dtype)

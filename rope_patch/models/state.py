@@ -1,4 +1,4 @@
-"""What a module computes for itself, remembered so that it can be put back."""
+"""Save and restore the state that a module computes itself."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 
 class ModuleState:
-    """The buffers, tensors and numbers of one module as they are now; those of its submodules are not looked at.
+    """A snapshot of the buffers, tensors and numbers of one module, without its submodules.
 
-    A rotary embedding of the type `dynamic` or `longrope` changes its own with every text that it is shown.
+    A rotary embedding of type `dynamic` or `longrope` changes them with every text.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -21,7 +21,7 @@ class ModuleState:
         self._kept = {name: (value, _copied(value)) for name, value in _own(module).items()}
 
     def restore(self) -> None:
-        """Put it back; tensors follow a model that was moved or cast meanwhile."""
+        """Restore the snapshot; tensors follow a model that was moved or cast in the meantime."""
         current = _own(self.module)
         for name in current.keys() - self._kept.keys():
             delattr(self.module, name)
@@ -30,13 +30,13 @@ class ModuleState:
             if isinstance(copied, torch.Tensor) and isinstance(now, torch.Tensor):
                 moved = copied.to(now.device, self._dtype_by_now(copied, current))
                 if now is value and (now.is_meta or torch.equal(now, moved)):
-                    continue  # nothing happened: the tensor stays the same object
+                    continue  # unchanged: keep the same object
                 setattr(self.module, name, moved)
             else:
                 setattr(self.module, name, copied)
 
     def _dtype_by_now(self, copied: torch.Tensor, current: dict[str, Any]) -> torch.dtype:
-        """Its own, or that which the model was cast to: told by tensors that no forward computes anew, in float32."""
+        """Its own dtype, or the one that the model was cast to, read from tensors that no forward recomputes."""
         for name, (_, kept) in self._kept.items():
             now = current.get(name)
             if name.endswith("original_inv_freq") and isinstance(now, torch.Tensor) and now.dtype != kept.dtype:
@@ -46,7 +46,7 @@ class ModuleState:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Put the state of a module back on leaving the block, so that it can be tried out."""
+    """Restore the state of a module after the block, so that it can be tried out."""
     state = ModuleState(module)
     try:
         yield
@@ -55,7 +55,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def remove_hook(module: nn.Module, hook: Any) -> None:
-    """Take a pre-hook off a module, if it is there."""
+    """Remove a pre-hook from a module, if present."""
     for key, registered in list(module._forward_pre_hooks.items()):
         if registered is hook:
             del module._forward_pre_hooks[key]

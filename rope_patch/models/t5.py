@@ -1,4 +1,4 @@
-"""Reading T5-style stacks: attention with learned biases by bucket of distance, in an encoder and in a decoder."""
+"""Read T5-style stacks: attention with learned biases by bucket of distance, in an encoder and in a decoder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rope_patch.schemes.tools.rotary import half_split
 from rope_patch.typing import RotarySpec
 
 TRAINING_LENGTH = 512
-"""L in tokens where a config does not say `n_positions`: that of T5 (1910.10683, section 3.1.2)."""
+"""L in tokens if a config has no `n_positions`: that of T5 (1910.10683, section 3.1.2)."""
 
 
 def recognises(module: nn.Module) -> bool:
@@ -34,17 +34,17 @@ def recognises(module: nn.Module) -> bool:
 
 
 def read(stack: PreTrainedModel) -> Stack:
-    """The layers of an encoder or a decoder that is recognised.
+    """The layers of a recognised encoder or decoder.
 
     Raises:
-        UnsupportedModel: for LongT5, whose encoders attend without the attention interface, for UDOP, whose biases
-            also follow the layout of a page, and for whatever else does not come by the interface.
+        UnsupportedModel: for LongT5, whose encoders bypass the attention interface, for UDOP, whose biases also depend
+            on the page layout, and for all other attention that bypasses the interface.
     """
     config, family = cast(Any, stack.config), type(stack).__name__
     if config.model_type == "longt5":
         raise UnsupportedModel(f"{family}: the local attention of LongT5 bypasses the attention interface")
     if hasattr(stack, "relative_bias"):
-        raise UnsupportedModel(f"{family} has biases for the layout of a page, which no scheme here stands for")
+        raise UnsupportedModel(f"{family} has biases for the page layout, which are not supported")
     own, measuring = list(_attention_modules(stack.block, "SelfAttention")), Measuring()
     tables = [getattr(module, "relative_attention_bias", None) for _, module in own]
     length = int(getattr(config, "n_positions", None) or TRAINING_LENGTH)
@@ -53,7 +53,7 @@ def read(stack: PreTrainedModel) -> Stack:
     spec = RotarySpec(config.d_kv, BASE, length)
     layout = half_split(config.d_kv)
     layers = tuple(
-        # where the first layer alone has a table, it serves all
+        # if only the first layer has a table, all share it
         AttentionLayer(
             f"block.{name}", module, index, spec, layout, measuring.heads(module), bias_table=table or tables[0]
         )
@@ -62,7 +62,7 @@ def read(stack: PreTrainedModel) -> Stack:
     across = [module for _, module in _attention_modules(stack.block, "EncDecAttention")]
     modules = [module for _, module in own] + across
     replacements = (
-        # umT5 of Transformers 5.17 does not say it of its decoder
+        # umT5 of Transformers 5.17 does not set it on its decoder
         *((module, "is_causal", config.is_decoder) for _, module in own),
         *((module, "has_relative_attention_bias", True) for module in modules),
         *((module, "compute_bias", NoBias(module)) for module in modules),
@@ -85,10 +85,10 @@ def _attention_modules(blocks: nn.Module, name: str) -> Iterator[tuple[str, Any]
 
 @dataclass(eq=False)
 class NoBias:
-    """What an attention module has in place of its `compute_bias` while it is patched.
+    """Replaces `compute_bias` of an attention module while it is patched.
 
-    A self-attention gets its biases from distances then; where it is not scored here, its own are computed. A
-    cross-attention has none, and would fill a tensor of all pairs with zeros to say so.
+    Self-attention then gets its biases from distances; if another attention function scores it, its own biases are
+    computed. Cross-attention has no biases, but would allocate zeros for all pairs.
     """
 
     module: nn.Module

@@ -1,1 +1,1 @@
-"""How a scheme gets into a model, and out of it."""
+"""Mount a scheme on a model, and remove it."""

@@ -1,11 +1,10 @@
-"""Positions that join the tokens where they enter the stack, or where they enter each of its blocks.
+"""Positions that are added at the input of the stack, or at the input of each of its blocks.
 
-A pre-hook of the stack looks the tokens up in the model's own input embeddings and lets the scheme place them, so that
-the stack gets vectors. The embedding module itself is left alone: its weights may be tied to the head.
+A pre-hook of the stack looks the tokens up in the model's own input embeddings and lets the scheme add positions, so
+the stack receives vectors. The embedding module itself stays unchanged, because its weights may be tied to the head.
 
-A model that adds a table of positions to its input gets other rows in that table instead. Nothing is computed at run
-time: table, buffers and config are those of a longer checkpoint, so a saved model is one, and loads without this
-library.
+A model that adds a position table to its input gets other rows in that table instead, without run-time cost: table,
+buffers and config are those of a longer checkpoint, so a saved model loads without this library.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from rope_patch.schemes.tools.tables import require_room
 class StackEntry:
     """Pre-hook of a stack: positions are counted, and x_m becomes e(x_m, token_m, m).
 
-    A state comes after the `num_layers` of the cache, where the stack is `causal` and so may read a text in pieces.
+    A `causal` stack may read a text in pieces, so a scheme's state is kept after the `num_layers` of the cache.
     """
 
     scheme: Scheme
@@ -44,11 +43,11 @@ class StackEntry:
     causal: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments with positions, and with vectors in place of tokens unless each block places them anew."""
+        """The arguments with positions, and with vectors instead of tokens unless each block adds positions."""
         kwargs = by_name(module, args, kwargs)
         ids, states = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         if states is None and ids is None:
-            return (), kwargs  # the model itself says what is missing
+            return (), kwargs  # the model itself raises
         if kwargs.get("position_ids") is None:
             positions = cast(torch.Tensor, counted_positions(kwargs))
             kwargs = {**kwargs, "position_ids": positions.clamp(min=0)}
@@ -66,7 +65,7 @@ class StackEntry:
 
     def _advance(self, tokens: Tokens, module: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor:
         if isinstance(kwargs.get("cache"), PagedAttentionCache):
-            raise UnsupportedPositions(f"{self.scheme}: its state after each token is not kept in a paged cache")
+            raise UnsupportedPositions(f"{self.scheme}: a paged cache cannot keep its state after each token")
         cache = kwargs.get("past_key_values")
         if cache is None and self._wants_cache(module, kwargs):
             cache = kwargs["past_key_values"] = _new_cache(module)
@@ -87,19 +86,19 @@ class StackEntry:
 
 
 def _new_cache(module: nn.Module) -> Cache:
-    """What the model would make itself, too late for the state to go in."""
+    """The cache that the model would create, but too late to hold the state."""
     config = cast(Any, module.config)
     own = DynamicCache(config=config)
     return EncoderDecoderCache(own, DynamicCache(config=config)) if config.is_encoder_decoder else own
 
 
 class StateHistory(DynamicLayer):
-    """What a scheme remembered after each token, kept in the cache as the keys of one more layer.
+    """A scheme's state after each token, kept in the cache as the keys of an additional layer.
 
-    So it is reordered for beams, cropped and repeated as keys are.
+    So it is reordered for beams, cropped and repeated like keys.
     """
 
-    # a cache of static layers must not take itself for a growing one on its account: its masks would be left out
+    # otherwise a cache of static layers would count as a growing one, and its masks would be omitted
     is_compileable = True
 
 
@@ -107,7 +106,7 @@ def _history(cache: Cache, num_layers: int) -> StateHistory:
     for layer in cache.layers:
         if isinstance(layer, StateHistory):
             return layer
-    # an empty cache makes them as they come; one with fewer layers than the model is that of an early exit
+    # an empty cache creates layers on demand; after an early exit it has fewer layers than the model
     while len(cache.layers) < num_layers and cache.layer_class_to_replicate is not None:
         cache.layers.append(cast(Any, cache).layer_class_to_replicate())
     cache.layers.append(StateHistory())
@@ -116,7 +115,7 @@ def _history(cache: Cache, num_layers: int) -> StateHistory:
 
 @dataclass(eq=False)
 class BlockEntry:
-    """Pre-hook of a block: positions join at the input of the layer `index`, with which `remaining` layers begin."""
+    """Pre-hook of a block: adds positions at the input of layer `index`, the first of the `remaining` ones."""
 
     scheme: Scheme
     weights: LearnedWeights
@@ -124,13 +123,13 @@ class BlockEntry:
     remaining: int
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments with the states placed."""
+        """The arguments with positions added to the states."""
         named = by_name(module, args, kwargs)
         states, positions = named["hidden_states"], named.get("position_ids")
         if positions is None:
-            raise UnsupportedPositions(f"{type(module).__name__} is not told the positions of its tokens")
+            raise UnsupportedPositions(f"{type(module).__name__} does not receive position_ids")
         placed = self.scheme.embedding(Tokens(states, positions, None, self.index, self.remaining), self.weights())
-        if args:  # reentrant checkpointing looks for tensors in front only
+        if args:  # reentrant checkpointing tracks positional tensors only
             return (placed, *args[1:]), kwargs
         return (), {**kwargs, "hidden_states": placed}
 
@@ -138,8 +137,8 @@ class BlockEntry:
 def install_entry(
     scheme: Scheme, stack: Stack, layers: Sequence[AttentionLayer], weights: dict[int, LearnedWeights], changes: Changes
 ) -> None:
-    """Let a scheme place the tokens that enter a stack or, where it says so, each of its blocks; `weights` are where
-    each layer finds what the scheme learns.
+    """Let a scheme add positions at the input of a stack or, if it needs that, of each block; `weights` locate the
+    scheme's learned parameters for each layer.
     """
     causal = not stack.checkpoint.bidirectional
     changes.hook(stack.module, StackEntry(scheme, weights[layers[0].index], len(stack.layers), causal))
@@ -149,19 +148,19 @@ def install_entry(
 
 
 def install_table(scheme: Scheme, table: AbsoluteTable, changes: Changes) -> None:
-    """Give a stack the positions of a scheme that fills `embedding`. Reserved rows stay where they are, and the configs
-    have to be this model's own already.
+    """Give a stack the positions of a scheme that fills `embedding`. Reserved rows stay; the configs must already be
+    this model's own copies.
 
     Raises:
-        InvalidField: when a field does not fit the table; nothing has changed then.
+        InvalidField: a field does not fit the table; nothing changes then.
     """
     require_room(str(scheme), lambda: [scheme.rows(table.rows.to("meta"))])
     _replace_rows(table, scheme.rows(table.rows).to(table.rows), changes)
 
 
 def shorten(table: AbsoluteTable, capacity: int) -> torch.Tensor:
-    """Make a table that was saved longer that of its checkpoint again, for good, whose `capacity` rows come first;
-    gives the rows as they were saved, `(N, hidden)`.
+    """Permanently cut a saved longer table back to its checkpoint's `capacity` rows, which come first; return the saved
+    rows, `(N, hidden)`.
     """
     saved = table.rows
     _replace_rows(table, saved[:capacity], Changes())
@@ -169,7 +168,7 @@ def shorten(table: AbsoluteTable, capacity: int) -> torch.Tensor:
 
 
 def _replace_rows(table: AbsoluteTable, positions: torch.Tensor, changes: Changes) -> None:
-    weight, limits = table.embedding.weight, list(table.limits())  # limits are found as long as they fit the table
+    weight, limits = table.embedding.weight, list(table.limits())  # limits are found only while they fit the table
     growth = len(positions) - table.capacity
     rows = nn.Parameter(torch.cat([weight.detach()[: table.reserved], positions]), weight.requires_grad)
     changes.set(table.embedding, "weight", rows)

@@ -1,12 +1,12 @@
-"""The late mount at work: the hook on each attention module, and what it hands to the attention function.
+"""The late mount: the hook on each attention module, and the object that it passes to the attention function.
 
 The hook gives the module an identity rotation (cos 1, sin 0) and one small object, a `LateCall`, in the keyword
-arguments, which Transformers passes on to the attention function. There queries and keys are rotated and scored, so
-any region may place them anew.
+arguments, which Transformers passes to the attention function. There queries and keys are rotated and scored, so every
+region may use other positions.
 
-Where the regions of a scheme share a rotation of far keys that follows from each key's own position (its anchor), the
-hook asks for that rotation instead of the identity: the cache then holds keys as the far region wants them, and a
-decoding step turns only the few keys of the near window, by the difference.
+If the rotation of far keys depends only on each key's own position (its anchor), the hook requests that rotation
+instead of the identity. The cache then holds keys rotated for the far region, and a decoding step rotates only the few
+keys of the near window, by the difference.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ IMPLEMENTATION = "rope_patch"
 """Name under which the attention function is registered while any patched model needs it."""
 
 STILL = Constant(0)
-"""Where states stand that are not turned."""
+"""The position of states without rotation."""
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
-# the modules that look the name up; when the last one goes, so does the name
+# the modules that look up the name; it is unregistered with the last one
 _users: weakref.WeakSet[LateAttention] = weakref.WeakSet()
 _registering = threading.RLock()  # reentrant: a thread that holds it may collect a user as garbage
 
 
 def _forget_unused(name: str) -> None:
     with _registering:
-        # counted by looking: a set of weak references still has the length it had before its members died
+        # `list`, because the length of a weak set may still include dead members
         if not list(_users) and name in ALL_ATTENTION_FUNCTIONS._local_mapping:
             del ALL_ATTENTION_FUNCTIONS[name]
 
@@ -76,8 +76,8 @@ class LateForward:
     """Pre-hook of the stack: a new forward shares nothing with the last one, and pads need no mask of all pairs.
 
     Attributes:
-        scorers: the attention modules where every layer of the stack is among them and reads groups; else empty.
-        counts: whether the stack knows no positions, so that its tokens are to be counted here.
+        scorers: the attention modules, if they cover every layer of the stack and read groups; else empty.
+        counts: whether this hook must count tokens, because the stack has no positions.
     """
 
     memos: tuple[StackMemo, ...]
@@ -85,9 +85,9 @@ class LateForward:
     counts: bool = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments with pads and packed documents as groups of keys, a number for each.
+        """The arguments with pads and packed documents as groups, one number per key.
 
-        Transformers would turn them into a mask with a number for every pair of tokens.
+        Transformers would build a mask with a number per pair of tokens.
         """
         kwargs = by_name(module, args, kwargs)
         changed = {}
@@ -105,7 +105,7 @@ class LateForward:
 
 
 def _groups(kwargs: dict[str, Any], config: Any) -> torch.Tensor | None:
-    """Groups of the keys of a forward, where Transformers would make a mask for them."""
+    """Groups of the keys of a forward, if Transformers would otherwise build a mask."""
     tokens = tokens_of(kwargs)
     if tokens is None or tokens.shape[1] == 1:
         return None
@@ -123,16 +123,16 @@ def _groups(kwargs: dict[str, Any], config: Any) -> torch.Tensor | None:
 
 
 LONG = 64
-"""From so many tokens on, what `Still` spares is more than what it takes."""
+"""From this many tokens on, `Still` saves more than it costs."""
 
 
 def _identity(given: Any, device_type: str) -> Any:
-    """Tables in the form of those `given` that turn nothing."""
+    """Identity tables in the form of those `given`."""
     if isinstance(given, torch.Tensor):  # cos + i sin
         return torch.ones_like(given)
     cos, sin = given
     dtype = cos.dtype
-    if torch.is_autocast_enabled(device_type):  # or the cache would hold keys in float32 beside values that are not
+    if torch.is_autocast_enabled(device_type):  # otherwise the cache would hold float32 keys with values that are not
         dtype = torch.get_autocast_dtype(device_type)
     one, zero = torch.ones_like(cos, dtype=dtype), torch.zeros_like(sin, dtype=dtype)
     if torch.compiler.is_compiling() or cos.shape[-2] < LONG:
@@ -146,12 +146,12 @@ def _is_ours(module: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class LateAttention:
-    """Pre-hook of one attention module, and all that the attention `function` that it is to call needs to know.
+    """Pre-hook of one attention module, with all data that its new attention `function` needs.
 
     Attributes:
-        frequencies: `late` where the scheme's frequencies are computed here; else the model's tables are read.
-        num_layers: how many layers of the stack keep keys in a cache.
-        config: the config of the model, whose attention implementation is live.
+        frequencies: `late` if the scheme's frequencies are computed here, `model` if the model's tables are read.
+        num_layers: number of the stack's layers that keep keys in a cache.
+        config: the model's config, with its current attention implementation.
     """
 
     function: Callable[..., Any]
@@ -168,7 +168,7 @@ class LateAttention:
     def __post_init__(self) -> None:
         slots = self.scheme.slots
         self.regions: tuple[Region, ...] = self.scheme.segments() if "segments" in slots else ()
-        # keys after the query lie in regions of negative distance, which a causal model never looks at
+        # regions of negative distance contain only keys after the query, which a causal model never sees
         if self.layer.is_causal:
             self.regions = tuple(region for region in self.regions if region.stop > 0)
         self.rotate = self.rotation != "module"
@@ -179,31 +179,31 @@ class LateAttention:
         self.kept = kept if self.rotate else OWN_ROTATION
         self.written_by = signature_of(self.scheme, self.kept)
         self.follows_positions = bool(self.rotate or self.regions or slots & {"bias", "values"} or self.scheme.decays)
-        # what a scheme is asked for at every call
+        # properties that every call needs
         self.methods, self.decays, self.scales = self.scheme.methods, self.scheme.decays, "query_scale" in slots
         self.scores = bool(slots & {"segments", "bias", "values"}) or self.decays or self.attention != "auto"
 
     @property
     def reads_groups(self) -> bool:
-        """Whether pads and documents may come as groups of keys, and not as a mask."""
+        """Whether pads and documents may be passed as groups of keys instead of a mask."""
         return self.scores and self.layer.sliding_window is None
 
     def anchor_for(self, keeps_keys: bool) -> PositionMap | None:
-        """What the module is to turn queries and keys by. Where no cache keeps them, nothing is the least work."""
+        """The rotation that the module should apply. Without a cache, no rotation is the least work."""
         if self.anchor is None or (keeps_keys and self.anchor != STILL):
             return self.anchor
         return STILL if cast(RotaryTables, self.layer.rotary).attention_scaling == 1 else None
 
     def register(self) -> None:
-        """Make the attention function known to Transformers under its own name; no other name is touched."""
+        """Register the attention function with Transformers under its own name; no other name changes."""
         with _registering:
             _users.add(self)
             ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] = self.function
-        # a patched model that is thrown away leaves nothing behind either
+        # also unregister when a patched model is garbage-collected
         weakref.finalize(self, _forget_unused, IMPLEMENTATION).atexit = False
 
     def release(self) -> None:
-        """Forget this user of the name, and the name with the last of them."""
+        """Remove this user of the name, and the name with its last user."""
         with _registering:
             _users.discard(self)
             _forget_unused(IMPLEMENTATION)
@@ -213,13 +213,13 @@ class LateAttention:
         self.register()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments with the rotation that is wanted first, and with the `LateCall`."""
+        """The arguments with the module's rotation replaced, and with the `LateCall`."""
         kwargs = by_name(module, args, kwargs)
         paged = isinstance(kwargs.get("cache"), PagedAttentionCache)
         if paged:
             self._look_at_batch(module, kwargs["cache"])
         if not _is_ours(module):
-            return None  # somebody chose another attention for this module: leave its positions alone
+            return None  # the user chose another attention for this module, which needs its own positions
         cache = cache_in(kwargs)
         if cache is not None:
             Signing(self.layer.index, self.written_by).sign(cache)
@@ -230,7 +230,7 @@ class LateAttention:
         told = kwargs.pop(TOLD, None)
         position_ids = kwargs.get("position_ids") if told is None else told
         if position_ids is None and not self.layer.told:
-            raise UnsupportedPositions(f"{self.layer.name} is not told the positions of its tokens")
+            raise UnsupportedPositions(f"{self.layer.name} does not receive position_ids")
         if position_ids is None:
             position_ids = (torch.arange(hidden.shape[1], device=hidden.device) + (start or 0))[None]
         if position_ids.ndim != 2:
@@ -252,28 +252,28 @@ class LateAttention:
         return (), kwargs
 
     def _look_at_batch(self, module: nn.Module, cache: PagedAttentionCache) -> None:
-        """Refuse a row of continuous batching that would not be scored by the scheme.
+        """Refuse a row of continuous batching that the scheme would not score.
 
         Raises:
-            UnsupportedModel: the module has another attention by now.
+            UnsupportedModel: the module now has another attention implementation.
             UnsupportedPositions: another scheme wrote keys to the cache, or the scheme needs more than keys.
         """
         if not _is_ours(module):
             raise UnsupportedModel(
-                f"{self.layer.name} has attn_implementation={cast(Any, module.config)._attn_implementation!r} by now, "
-                f"which would bypass {self.scheme}: set auto_switch_to_flash=False in the ContinuousBatchingConfig"
+                f"{self.layer.name} now has attn_implementation={cast(Any, module.config)._attn_implementation!r}, "
+                f"which would bypass {self.scheme}; set auto_switch_to_flash=False in the ContinuousBatchingConfig"
             )
         if "running_bias" in self.methods:
-            raise UnsupportedPositions(f"{self.scheme}: its sums over earlier tokens are not kept in a paged cache")
+            raise UnsupportedPositions(f"{self.scheme}: a paged cache cannot keep its sums over earlier tokens")
         written_by = vars(cache).setdefault(SIGNATURE, self.written_by)
         if written_by != self.written_by:
             raise UnsupportedPositions(
-                f"the paged cache holds keys written under {written_by}, which {self.written_by} would read wrongly: "
-                "make a new manager"
+                f"the paged cache holds keys written under {written_by}, which {self.written_by} would misread; "
+                "create a new manager"
             )
 
     def _look_back(self, call: LateCall, cache: Cache, q_length: int, mask: Any) -> None:
-        """Tell the call what its cache does: how many keys will arrive, and where those stand that are there."""
+        """Set on the call what follows from its cache: the number of keys, and the positions of cached ones."""
         call.cache, call.kv_length = cache, cache.get_mask_sizes(q_length, self.layer.index)[0]
         kv_length = call.kv_length
         is_first = isinstance(call.start, int) and call.start == 0
@@ -282,7 +282,7 @@ class LateAttention:
 
         def look() -> torch.Tensor | None:
             if not isinstance(mask, torch.Tensor):
-                return None  # a module that chooses its mask itself: all keys are taken to be seen
+                return None  # the module chooses its own mask; all keys count as visible
             return keys_seen(*read_mask(mask, call.position_ids, q_length, kv_length, call.start, self.config))
 
         call.seen = seen = call.memo.derived(("seen", kv_length), look, mask)
@@ -301,7 +301,7 @@ class LateAttention:
         )
 
     def _look_back_in_graph(self, call: LateCall, cache: Cache, seen: torch.Tensor | None) -> None:
-        """`_look_back` where values cannot be looked at: keys follow on, or the graph stops when it is run."""
+        """`_look_back` without access to values: the graph asserts that positions have no gap."""
         index, name = self.layer.index, self.layer.name
         if is_static(cache, index):
             call.past = positions_in_graph(cache, index, call.position_ids, name)
@@ -314,7 +314,7 @@ class LateAttention:
             torch._assert_async(follows, "rope_patch: a gap before position_ids; run eagerly")
 
     def _first_rotation(self, given: Any, call: LateCall, hidden: torch.Tensor) -> Any:
-        """The tables that the module itself applies, to queries and keys alike, in the form of those `given`."""
+        """The tables that the module itself applies to both queries and keys, in the form of those `given`."""
         if call.anchor in (None, STILL):
             return call.memo.derived("identity", lambda: _identity(given, hidden.device.type), given)
         anchor, rotary = call.anchor, cast(RotaryTables, self.layer.rotary)
@@ -324,16 +324,16 @@ class LateAttention:
         )
 
     def frequencies_of(self, call: LateCall, weights: Weights) -> Frequencies:
-        """f of this layer for the rows of a call, by what it has learned."""
+        """f of this layer for the rows of a call, with its learned `weights`."""
         if self.frequencies == "model":
             rotary = cast(RotaryTables, self.layer.rotary)
             if call.anchor is not None:
-                return Frequencies(rotary.inv_freq)  # the factor came in with the first rotation
+                return Frequencies(rotary.inv_freq)  # the first rotation already applied the factor
             return Frequencies(rotary.inv_freq, rotary.attention_scaling)
         return self.own_frequencies(call, weights)
 
     def own_frequencies(self, call: LateCall, weights: Weights) -> Frequencies:
-        """f as the scheme has it, with its decay."""
+        """f of the scheme itself, with its decay."""
         lengths = call.lengths if self.scheme.length_dependent else None
         found = self.scheme.frequencies(self.layer.spec, lengths, weights)
         return dataclasses.replace(found, inv_freq=found.inv_freq.to(call.position_ids.device))
@@ -341,22 +341,22 @@ class LateAttention:
 
 @dataclass(eq=False)
 class LateCall:
-    """One forward of one attention module, on its way from the hook to the attention function.
+    """One forward of one attention module, passed from the hook to the attention function.
 
     Attributes:
-        states: what entered the module, `(batch, q_len, hidden)`.
+        states: the module's input, `(batch, q_len, hidden)`.
         position_ids: `(batch or 1, q_len)`, positions of the queries.
         query_start: slot of the first query among the keys; None without a cache.
-        anchor: where the module has turned queries and keys to already, `STILL` for nowhere; None where it turned
-            nothing, and no factor of attention went in either.
-        tokens: `(batch or 1, kv_len)`, true on keys that are no pads; None where no pads are known of.
-        kv_length: how many keys the cache is going to return.
+        anchor: the position map by which the module already rotated queries and keys, `STILL` for no rotation; None if
+            it applied neither a rotation nor the attention factor.
+        tokens: `(batch or 1, kv_len)`, false on pads; None without known pads.
+        kv_length: number of keys that the cache will return.
         past: positions of the keys before the first query, `(batch or 1, start)` or `(batch, kv_heads, start)`; None
-            where there are none, or none that need be known.
-        scattered: whether distance is something else than a difference of slots for some key that can be seen.
+            if there are none, or if they are not needed.
+        scattered: whether the distance of some visible key differs from its difference of slots.
         seen: true on keys that some query can see, `(batch or 1, kv_len)`; None for all of them.
-        sums: running sums of the scheme's bias, `(batch, heads, kv_len)`; None where it has none.
-        is_request: whether it is one request of a row of continuous batching.
+        sums: running sums of the scheme's bias, `(batch, heads, kv_len)`; None without such a bias.
+        is_request: whether it is one request in a row of continuous batching.
     """
 
     state: LateAttention
@@ -381,14 +381,14 @@ class LateCall:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """How long each row is, in tokens, its pads left out on either side: `(batch or 1,)`."""
+        """Length of each row in tokens, without pads on either side, `(batch or 1,)`."""
         positions = None if self.tokens is None else self.key_positions(self.tokens.shape[-1])
         if positions is None or positions.ndim == 3:
             return self.position_ids.amax(dim=-1) + 1
         return torch.where(cast(torch.Tensor, self.tokens), positions, 0).amax(dim=-1) + 1
 
     def of_request(self, request: Request) -> LateCall:
-        """The part of this call that is one request's, in a row of continuous batching."""
+        """The part of this call for one request in a row of continuous batching."""
         return dataclasses.replace(
             self,
             memo=request.memo,
@@ -401,11 +401,11 @@ class LateCall:
 
     @property
     def shareable(self) -> bool:
-        """Whether key positions are the same for all layers: a static cache counts in a tensor of each layer."""
+        """Whether layers can share key positions; a static cache counts in a separate tensor per layer."""
         return not isinstance(self.query_start, torch.Tensor)
 
     def remember(self) -> None:
-        """Leave on the keys in the cache, which has been updated, where they stand."""
+        """Store positions on the keys in the cache after its update."""
         if self.cache is None or not self.state.follows_positions:
             return
         memo, index, past, positions = self.memo, self.state.layer.index, self.past, self.position_ids
@@ -420,15 +420,15 @@ class LateCall:
         remember(self.cache, index, positions, in_order)
 
     def _in_order(self, positions: torch.Tensor) -> bool:
-        """Whether a token after the last slot can be expected to stand one after it, in every row."""
+        """Whether, in every row, the next token is expected one position after the last slot."""
         if positions.ndim == 3:
             return False
         ends_in_tokens = self.seen is None or bool(self.seen[:, positions.shape[-1] - 1].all())
         return ends_in_tokens and bool(follow_on(positions, positions[:, -1:] + 1, self.seen))
 
     def key_positions(self, kv_length: int) -> torch.Tensor:
-        """`(batch or 1, kv_len)`, or `(batch, kv_heads, kv_len)` where the heads keep different keys; shared by the
-        layers of one forward where that is possible.
+        """`(batch or 1, kv_len)`, or `(batch, kv_heads, kv_len)` if heads keep different keys; shared by the layers of
+        one forward if possible.
         """
         start, place = self.query_start, ("keys", kv_length)
 

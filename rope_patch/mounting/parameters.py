@@ -1,4 +1,4 @@
-"""The learned parameters of a scheme: a module on the patched model holds them, so they train, move and are saved."""
+"""The learned parameters of a scheme: modules on the patched model hold them, so they train, move and are saved."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from rope_patch.schemes.slots import ModelShape
 from rope_patch.schemes.tools.tables import require_room
 
 NAME = "rope_patch"
-"""Under this name the holder stands on each attention module, and on the stack for what all layers share."""
+"""Name of the holder on each attention module, and on the stack for parameters that all layers share."""
 
 
 class SchemeParameters(nn.Module):
-    """Holds learned parameters of any shape by name, which start as `values` say.
+    """Holds learned parameters of any shape by name, with initial `values`.
 
-    Calling it, as one calls any module, lets wrappers do what they do at a call: adapters of PEFT choose the trained
-    copy, and offloaded weights are fetched.
+    A call as a module lets wrappers act: adapters of PEFT choose the trained copy, and offloaded weights are fetched.
     """
 
     def __init__(self, values: dict[str, torch.Tensor]) -> None:
@@ -34,14 +33,14 @@ class SchemeParameters(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """The parameters of these names, as they are now, of any shape."""
+        """The current parameters of these names, of any shape."""
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class LearnedWeights:
-    """Where the learned parameters of one layer are found, each time they are read: of which names each module has a
-    holder, and the `table` of biases by bucket of distance that the checkpoint has itself, if any.
+    """Locations of one layer's learned parameters, resolved on each read: modules with a holder and the names in it,
+    and the checkpoint's own `table` of biases by bucket of distance, if any.
     """
 
     holders: tuple[tuple[nn.Module, tuple[str, ...]], ...] = ()
@@ -56,24 +55,24 @@ class LearnedWeights:
 
 
 def _rows(table: nn.Embedding) -> torch.Tensor:
-    """The weights of a table, fetched by a call of it where accelerate keeps them elsewhere."""
+    """The weights of a table; if accelerate offloaded them, a call of the table fetches them."""
     return table(torch.arange(table.num_embeddings)) if table.weight.is_meta else table.weight
 
 
 def install_parameters(
     scheme: Scheme, stack: Stack, layers: Iterable[AttentionLayer], changes: Changes
 ) -> dict[int, LearnedWeights]:
-    """Put the learned parameters of a scheme on the attention modules and, where layers share them, on the stack.
+    """Put the learned parameters of a scheme on the attention modules and, if layers share them, on the stack.
 
-    They start as the scheme says, on the device of the module they stand on and in its dtype; what a scheme calls
-    `precise` is in float32 at least.
+    They have the scheme's initial values, on the device and in the dtype of their module; `precise` parameters are in
+    float32 or wider.
 
     Returns:
-        where each layer finds its own, by the layer's index.
+        the locations for each layer, by the layer's index.
 
     Raises:
-        SlotConflict: when two parts of a composition learn parameters of the same name.
-        InvalidField: when a field does not fit the model.
+        SlotConflict: two parts of a composition learn parameters of the same name.
+        InvalidField: a field does not fit the model.
     """
     layers = list(layers)
     if scheme.learns:
@@ -83,8 +82,8 @@ def install_parameters(
     own = tuple(name for name in names if name not in scheme.shared)
     if shared and hasattr(stack.module, NAME):
         raise SlotConflict(
-            f"{scheme} learns {', '.join(shared)} for all its layers, and other layers share parameters already; give "
-            "one scheme to all of them, or one whose layers learn for themselves"
+            f"{scheme} learns {', '.join(shared)} for all its layers, but other layers already share parameters; use "
+            "one scheme for all of them, or schemes with separate parameters per layer"
         )
     if shared:
         _hold(stack.module, {name: names[name] for name in shared}, scheme.precise, changes)
@@ -107,7 +106,7 @@ def _check_size(scheme: Scheme, shape: ModelShape, num_layers: int) -> None:
 
 
 def _initial_values(scheme: Scheme, stack: Stack, layer: AttentionLayer, seed: int) -> dict[str, torch.Tensor]:
-    """As `Scheme.parameters` gives them, without those that the checkpoint has itself."""
+    """The values of `Scheme.parameters`, without those that the checkpoint already has."""
     values = scheme.parameters(shape_of(stack, layer), torch.Generator().manual_seed(seed))
     if layer.bias_table is not None:
         values.pop("relative_attention_bias", None)
@@ -115,7 +114,7 @@ def _initial_values(scheme: Scheme, stack: Stack, layer: AttentionLayer, seed: i
 
 
 def shape_of(stack: Stack, layer: AttentionLayer) -> ModelShape:
-    """What learned parameters of a layer are sized by."""
+    """The sizes for learned parameters of a layer."""
     sizes = (
         stack.config.hidden_size,
         len(stack.layers) + len(stack.others),
@@ -138,7 +137,7 @@ def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def inventory(scheme: Scheme, stack: Stack, layers: Iterable[AttentionLayer]) -> Iterator[str]:
-    """What `install_parameters` put on a stack, as it is now: a line for each name."""
+    """The current state of the parameters of `install_parameters`, one line per name."""
     layers = list(layers)
     if not scheme.learns:
         return

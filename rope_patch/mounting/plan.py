@@ -1,8 +1,8 @@
-"""Where a scheme is mounted on a model, and the mounting itself.
+"""Plan where a scheme is mounted on a model, and mount it.
 
-`plan_mounts` decides, as a pure function. `rotary` gives the model's own rotary module other tables: the cost is zero.
-`late` lets queries and keys reach attention unrotated (the cache keeps unrotated keys) and scores them there. Late is
-the meaning; rotary equals it where it applies.
+`plan_mounts` decides, as a pure function. `rotary` gives the model's own rotary module other tables, without run-time
+cost. `late` lets queries and keys reach attention unrotated (the cache keeps unrotated keys) and scores them there.
+Late is the reference; rotary equals it wherever it applies.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from rope_patch.schemes.tools.positions import Identity
 Mount = Literal["auto", "late"]
 
 Rotation = Literal["module", "late", "anchored"]
-"""What turns queries and keys: the attention module, the attention function, or both, the first by the positions of
-the farthest region, in which keys are cached, and the second by the difference."""
+"""Where queries and keys are rotated: in the attention module, in the attention function, or in both. In the last case
+the module uses the positions of the farthest region, which the cache keeps, and the function adds the difference."""
 
 
 _UNROTATED = "layer without positions"
@@ -43,17 +43,17 @@ _UNROTATED = "layer without positions"
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be done to which layer.
+    """The changes planned for each layer.
 
     Attributes:
-        scheme: with its defaults filled in, and with `nope` beside a bias that replaces the rotation.
+        scheme: with its defaults filled in, and composed with `nope` if a bias replaces the rotation.
         rotary: the layer types whose tables change (None for the one set of all layers).
         late: indices of the layers whose attention is replaced.
-        rotation: what turns queries and keys in those layers.
-        frequencies: whose tables they read there: those of the `model`, or their own (`late`).
-        left_alone: index and reason of every layer that stays as it is.
-        embedding: how positions join the tokens: by other `rows` in the model's own table, at the `entry`, or not.
-        by_layer: of a scheme by layer, the plan of each group of layers, with the stack of those alone.
+        rotation: where queries and keys of those layers are rotated.
+        frequencies: the tables that those layers read: the `model`'s, or their own (`late`).
+        left_alone: index and reason of every unchanged layer.
+        embedding: how positions are added to tokens: as `rows` of the model's own table, at the `entry`, or not at all.
+        by_layer: for a scheme by layer, the plan of each group of layers, with a stack of only those layers.
     """
 
     scheme: Scheme
@@ -76,16 +76,16 @@ class Plan:
 
 
 def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
-    """Derive from the slots of a scheme where it goes.
+    """Derive the mounts of a scheme from its slots.
 
     Args:
-        scheme: as it was asked for, or resolved.
-        stack: as it was read.
-        mount: `auto`, or `late` to score late where the rotary module would do; `auto` by default.
+        scheme: as the user gave it, or resolved.
+        stack: from `read_stacks`.
+        mount: `auto`, the default, or `late` to score late even if the rotary module would suffice.
 
     Raises:
-        NothingToPatch: when every layer would stay as it is.
-        InvalidField: for an unknown `mount`, or a field that does not fit the checkpoint.
+        NothingToPatch: every layer would stay unchanged.
+        InvalidField: `mount` is unknown, or a field does not fit the checkpoint.
     """
     if mount not in ("auto", "late"):
         raise InvalidField(f"mount={mount!r}: {did_you_mean(str(mount), ('auto', 'late'))}")
@@ -101,24 +101,26 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
 
 
 def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
-    """A plan for each group of layers under one scheme. A layer that is named is not left alone for its window, and
-    one without a rotation is left alone only where the scheme would turn it.
+    """A plan for each group of layers under one scheme. A selected layer changes despite its window; a layer without
+    rotation stays unchanged only if the scheme would rotate it.
     """
     if stack.absolute is not None:
-        raise UnsupportedModel(f"{type(stack.module).__name__} adds positions to its input, not in layers: {scheme}")
+        raise UnsupportedModel(
+            f"{type(stack.module).__name__} adds positions to its input, not in layers; {scheme} needs layers"
+        )
     schemes = scheme.of_layers({layer.index: layer.kind for layer in stack.layers}, stack.config.num_hidden_layers)
     groups: dict[tuple[Scheme, bool], list[AttentionLayer]] = {}
     left_alone: dict[int, str] = {}
     for layer in stack.layers:
         chosen, rotates = schemes[layer.index], layer.layout is not None
         if chosen is None:
-            left_alone[layer.index] = "as the scheme has it"
+            left_alone[layer.index] = "selected as none"
         elif not rotates and (chosen := _without_rotation(chosen)) is None:
             left_alone[layer.index] = _UNROTATED
         else:
             groups.setdefault((chosen, rotates), []).append(layer)
     _check_change(scheme, stack, left_alone)
-    if not stack.rotary and left_alone:  # layers of T5 share what the first one computes: all are scored here, or none
+    if not stack.rotary and left_alone:  # layers of T5 share the first one's bias: all are scored here, or none
         native = cast(Scheme, stack.native).resolve(stack.checkpoint)
         left = [layer for layer in stack.layers if layer.index in left_alone]
         groups[native, True] = groups.get((native, True), []) + left
@@ -128,7 +130,7 @@ def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
         part = dataclasses.replace(stack, layers=tuple(layers), others=others)
         _check_fit(chosen, part)
         if "embedding" in chosen.slots:
-            raise InvalidField(f"{scheme}: {chosen} joins positions to the input, which layers share; it has no layers")
+            raise InvalidField(f"{scheme}: {chosen} adds positions to the input, which all layers share")
         indices = tuple(layer.index for layer in layers)
         plans.append((part, _plan_layers(chosen, part, mount, {}) if rotates else Plan(chosen, late=indices)))
     return Plan(
@@ -141,7 +143,7 @@ def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
 
 
 def _without_rotation(scheme: Scheme) -> Scheme | None:
-    """What a scheme does to a layer that does not rotate: None where that is nothing, or where it would turn it."""
+    """The parts of a scheme for a layer without rotation: None if there are none, or if they would rotate it."""
     parts = [part for part in scheme.parts() if part != NoPE()]
     if not parts or _rotates_anew(scheme) or _moves_positions(scheme):
         return None
@@ -177,7 +179,7 @@ def _plan_layers(scheme: Scheme, stack: Stack, mount: Mount, left_alone: dict[in
 
 
 def _fits_tables(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]) -> bool:
-    """Whether the rotary module can hold the frequencies: one table for all rows and layers, read by no other layer."""
+    """Whether the rotary module can hold the frequencies: one table for all rows and layers, and no other reader."""
     ours = {layer.rotary for layer in touched}
     every = (*stack.layers, *stack.others)
     shared = any(layer.rotary in ours for layer in every if layer not in touched and layer.layout is not None)
@@ -187,7 +189,7 @@ def _fits_tables(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]
 
 
 def _is_undone(scheme: Scheme, layers: Sequence[AttentionLayer]) -> bool:
-    """Whether a norm after the rotation takes back by how much a scheme scales it."""
+    """Whether a norm after the rotation undoes a scheme's attention scaling."""
     return any(layer.normed and scheme.frequencies(layer.spec).attention_scaling != 1 for layer in layers)
 
 
@@ -201,7 +203,7 @@ def _rotation(scheme: Scheme, stack: Stack, frequencies: str, mount: Mount) -> R
 
 
 def _reads_unrotated(scheme: Scheme) -> bool:
-    """Whether it has a bias by content beside a rotation: one of queries and keys before they turn."""
+    """Whether it has a content bias together with a rotation: the bias reads queries and keys before they rotate."""
     return "content_bias" in scheme.methods and NoPE() not in scheme.parts()
 
 
@@ -213,49 +215,49 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
     family = type(stack.module).__name__
     if stack.absolute is not None and not (scheme.slots == {"embedding"} and scheme.is_table):
         raise UnsupportedModel(
-            f"{family} adds learned positions to its input; {scheme} fills {', '.join(sorted(scheme.slots))}, and only "
-            "other rows for its table can be given there"
+            f"{family} adds learned positions to its input; {scheme} fills {', '.join(sorted(scheme.slots))}, but only "
+            "the rows of that table can be replaced"
         )
     undeclared = [tables for tables in stack.rotary if not tables.as_declared]
     if undeclared and _rotates_anew(scheme):
         sizes = "; ".join(f"{len(found.inv_freq)} pairs of {found.layer_type or 'all layers'}" for found in undeclared)
         raise UnsupportedModel(
-            f"{family} rotates by other frequencies than its config describes ({sizes}), so {scheme} cannot be derived "
-            "from it; schemes without frequencies of their own use the model's"
+            f"{family} rotates with other frequencies than its config describes ({sizes}), so {scheme} cannot be "
+            "derived from it; use a scheme without its own frequencies, which keeps the model's"
         )
     if scheme.causal_only and stack.checkpoint.bidirectional:
-        raise UnsupportedModel(f"{family} sees both directions, and {scheme} has no meaning for keys after the query")
+        raise UnsupportedModel(f"{family} sees both directions, but {scheme} is undefined for keys after the query")
 
 
 def _beside_rotation(scheme: Scheme, stack: Stack) -> Scheme:
-    """What a checkpoint with a rotary embedding does under a scheme: a bias, or positions that join at the input, stand
-    in place of the rotation, unless another part of the scheme moves the positions that rotate.
+    """The scheme with what becomes of the checkpoint's rotation: a bias or an input embedding replaces it, unless
+    another part of the scheme moves the rotated positions.
     """
     if "frequencies" in scheme.slots:
         return scheme
     if scheme.slots & {"bias", "embedding"} and not _moves_positions(scheme):
         return Compose(scheme, NoPE())
     if "segments" in scheme.slots and stack.native is not None and stack.native.length_dependent:
-        # the model's own tables follow the longest row that it ever saw
+        # the model's own tables depend on the longest row that it ever saw
         return Compose(scheme, stack.native.resolve(stack.checkpoint))
     return scheme
 
 
 def _refining_own(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]) -> Scheme:
-    """A scheme that refines frequencies, with those of the checkpoint beside it."""
+    """A scheme that refines frequencies, composed with the checkpoint's own scheme."""
     own = {scheme_of_layer_type(stack.config, layer.layer_type) for layer in touched}
     native = own.pop()
     if native is None or own:
         raise UnsupportedModel(
-            f"{type(stack.module).__name__} has layers of different rope_parameters, or of a rope_type that no scheme "
-            f"here stands for; list the scheme whose frequencies {scheme} is to refine"
+            f"{type(stack.module).__name__} has layers with different rope_parameters, or with an unknown rope_type; "
+            f"list the scheme whose frequencies {scheme} should refine"
         )
     return scheme if native == RoPE() else Compose(native.resolve(stack.checkpoint), scheme)
 
 
 def _beside_bias(scheme: Scheme, stack: Stack) -> Scheme:
-    """What a checkpoint whose positions are a bias does under a scheme: whatever rotates, or joins at the input, stands
-    in place of the bias, and what says nothing of positions leaves it.
+    """The scheme with what becomes of the checkpoint's bias: a rotation or an input embedding replaces it; a scheme
+    without positions keeps it.
     """
     if "frequencies" in scheme.slots:
         return scheme
@@ -284,7 +286,7 @@ def _reason_to_leave(layer: AttentionLayer, stack: Stack) -> str:
 
 
 def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> None:
-    """Carry a plan out. On an error the caller undoes `changes`."""
+    """Carry out a plan. On an error the caller undoes `changes`."""
     if stack.absolute is not None:
         install_table(plan.scheme, stack.absolute, changes)
         return
@@ -307,7 +309,7 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
         return
     for hook in hooks:
         hook.written_by = signature
-    # a layer that is left alone, slides or delegates wants the mask of all pairs
+    # an unchanged, sliding or delegating layer needs the mask of all pairs
     reads_groups = len(hooks) == stack.config.num_hidden_layers and all(hook.reads_groups for hook in hooks)
     scorers = tuple(hook.layer.module for hook in hooks) if reads_groups else ()
     counts = "position_ids" not in inspect.signature(stack.module.forward).parameters
@@ -320,7 +322,7 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
 
 
 def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> list[LateAttention]:
-    """Carry out what concerns layers under one scheme, but for the hooks on their attention, which are returned."""
+    """Carry out a plan for layers under one scheme; the hooks on their attention are returned, not installed."""
     touched = plan.touched(stack)
     weights = install_parameters(plan.scheme, stack, touched, changes)
     if plan.late or plan.embedding:
@@ -358,10 +360,10 @@ def _install_rotary(scheme: Scheme, rotary: RotaryTables, training_length: int, 
     frequencies = scheme.frequencies(rotary.spec(training_length))
     for name in ("inv_freq", "original_inv_freq"):
         replaced = getattr(rotary.module, rotary.attribute(name), None)
-        if replaced is not None:  # each in its own dtype: `dynamic` of a model in half precision grows in float32
+        if replaced is not None:  # each keeps its dtype: in half precision, `dynamic` still grows in float32
             changes.set(rotary.module, rotary.attribute(name), frequencies.inv_freq.to(replaced, copy=True))
     changes.set(rotary.module, rotary.attribute("attention_scaling"), frequencies.attention_scaling)
-    # the tables no longer follow the length: Transformers must not compute them anew
+    # the tables are static now: Transformers must not recompute them by length
     if rotary.layer_type is None:
         changes.set(rotary.module, "rope_type", "default")
     else:

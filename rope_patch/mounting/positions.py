@@ -1,8 +1,8 @@
-"""What a stack tells its layers about where tokens stand, for schemes that look at positions.
+"""The positions that a stack passes to its layers, for schemes that use positions.
 
-Positions on several axes (mRoPE): models of images and text place a patch of an image by time, row and column. Tokens
-of text stand on all axes alike, and there the rotation is the ordinary one. A scheme that the model's own tables hold
-never looks at positions, so it is exact on images too. Any other places a token on one axis.
+Positions on several axes (mRoPE): models of images and text position an image patch by time, row and column. Text
+tokens have equal positions on all axes, and their rotation is the ordinary one. A scheme in the model's own tables
+never reads positions, so it is exact on images, too. All other schemes position a token on one axis.
 
 Source: Qwen2-VL, 2409.12191, section 2.1.
 """
@@ -23,17 +23,17 @@ from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 
 TOLD = "rope_patch_positions"
-"""The argument with positions for attention that is not told them by its block."""
+"""The argument with positions for attention that does not receive them from its block."""
 
 
 @dataclass(eq=False)
 class OneAxis:
-    """Pre-hook of a stack that reads positions on `axes` axes, before all others: it says where the tokens of the text
-    stand in the row before them, `(1 + axes, batch, length)`, which the stack hands to its layers.
+    """The first pre-hook of a stack that reads positions on `axes` axes. It prepends the text positions as an
+    additional axis, `(1 + axes, batch, length)`, which the stack passes to its layers.
 
     Attributes:
-        counts: whether the scheme counts tokens alone and leaves the rotation to the model, as log-n does.
-        enters: whether positions join at the input, where they are counted without pads.
+        counts: whether the scheme only counts tokens and leaves the rotation to the model, like log-n.
+        enters: whether positions are added at the input, where they are counted without pads.
     """
 
     scheme: Scheme
@@ -42,15 +42,15 @@ class OneAxis:
     enters: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments with positions of the text, `(batch, length)`, in front.
+        """The arguments with text positions, `(batch, length)`, in front.
 
         Raises:
-            UnsupportedPositions: a token stands on the axes at different positions.
+            UnsupportedPositions: a token has different positions on the axes.
         """
         kwargs = by_name(module, args, kwargs)
         tokens = tokens_of(kwargs)
         if tokens is None:
-            return None  # the model itself says what is missing
+            return None  # the model itself raises
         given = kwargs.get("position_ids")
         if given is None:
             given = _tokens_before(kwargs, tokens) if self.enters else _slots(kwargs, tokens)
@@ -65,47 +65,47 @@ class OneAxis:
         return (), {**kwargs, "position_ids": torch.cat([text.expand(1, *on_axes.shape[1:]), on_axes])}
 
     def _only(self, on_axes: torch.Tensor, module: nn.Module) -> torch.Tensor:
-        """The positions that all axes agree on: looked at once in a forward, and while compiling when it is run."""
+        """The positions on which all axes agree; a compiled graph checks this when it runs."""
         if on_axes.stride(0) == 0:
             return on_axes[0]
         agree = (on_axes == on_axes[0]).all()
-        said = (
-            f"{type(module).__name__}: position_ids of shape {tuple(on_axes.shape)} place tokens differently on "
-            f"each axis (mRoPE, for images), and {self.scheme} places them on one; with images you can use schemes of "
-            "static frequencies (pi, ntk, yarn) and query scales (logn)"
+        reason = (
+            f"{type(module).__name__}: position_ids of shape {tuple(on_axes.shape)} differ between axes (mRoPE, for "
+            f"images), but {self.scheme} needs one position per token; with images you can use schemes of static "
+            "frequencies (pi, ntk, yarn) and query scales (logn)"
         )
         if torch.compiler.is_compiling():
-            torch._assert_async(agree, f"rope_patch: {said}")
+            torch._assert_async(agree, f"rope_patch: {reason}")
         elif not agree:
-            raise UnsupportedPositions(said)
+            raise UnsupportedPositions(reason)
         return on_axes[0]
 
 
 def _slots(kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
-    """Positions as such stacks count them themselves, pads included, `(batch, length)`."""
+    """Positions as such stacks count them, pads included, `(batch, length)`."""
     cache = kwargs.get("past_key_values")
     start = cache.get_seq_length() if isinstance(cache, Cache) else 0
     return (torch.arange(tokens.shape[1], device=tokens.device) + start).expand(tokens.shape[:2])
 
 
 def _tokens_before(kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
-    """How many tokens that are no pads stand before each, `(batch, length)`."""
+    """Number of tokens, without pads, before each one, `(batch, length)`."""
     return cast(torch.Tensor, counted_positions(kwargs)).clamp(min=0).expand(tokens.shape[:2])
 
 
 @dataclass(eq=False)
 class Telling:
-    """Pre-hook of a stack whose blocks keep positions from their attention, as those of Llama 4, or pass on those of
-    all axes, as those of GLM-4.5V.
+    """Pre-hook of a stack whose blocks do not pass positions to their attention (Llama 4), or pass those of all axes
+    (GLM-4.5V).
 
     Attributes:
-        enters: as of `OneAxis`.
+        enters: see `OneAxis`.
     """
 
     enters: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments with positions under a name that blocks hand on."""
+        """The arguments with positions under a name that blocks pass through."""
         kwargs = by_name(module, args, kwargs)
         if (tokens := tokens_of(kwargs)) is None:
             return None
@@ -116,11 +116,11 @@ class Telling:
 
 
 def tell_positions(scheme: Scheme, stack: Stack, counts: bool, enters: bool, changes: Changes) -> None:
-    """Hook a stack where its layers would not be told positions as a scheme reads them; see `OneAxis` for the flags."""
+    """Hook a stack whose layers would not receive positions in the form that a scheme reads; flags as in `OneAxis`."""
     axes = max((tables.axes for tables in stack.rotary), default=1)
     if axes > 1:
         changes.hook(stack.module, OneAxis(scheme, axes, counts, enters))
     layers = (*stack.layers, *stack.others)
-    # where there are blocks of other kinds, they may take no argument more
+    # blocks of other kinds may not accept another argument
     if not all(layer.told for layer in layers) or (axes > 1 and len(layers) == stack.config.num_hidden_layers):
         changes.hook(stack.module, Telling(enters))

@@ -43,29 +43,29 @@ def late_attention(
     rope_patch: LateCall | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What Transformers calls in place of `sdpa_attention_forward` and its like.
+    """The function that Transformers calls instead of `sdpa_attention_forward` and similar ones.
 
-    Where the scheme has one region only and no bias, the attention that was there before does the work.
+    If the scheme has only one region and no bias, it delegates to the attention that was there before.
 
     Args:
-        attention_mask: as Transformers makes it, or groups.
+        attention_mask: as Transformers builds it, or groups.
         scaling: multiplies the products; default head_dim^-0.5.
-        rope_patch: what the hook of this layer left for this call.
+        rope_patch: the call object from the hook of this layer.
 
     Shape:
         query `(batch, heads, q_len, head_dim)`, key and value `(batch, kv_heads, kv_len, head_dim)`, in the rotation
-        that the hook asked for; returns `(batch, q_len, heads, head_dim)`, and the weights under eager attention.
+        that the hook requested; returns `(batch, q_len, heads, head_dim)`, and the weights under eager attention.
 
     Raises:
-        UnsupportedModel: when the model calls it with something that the scheme's attention cannot honour.
-        UnsupportedPositions: when other keys arrive than the cache announced, or masks of an unknown form.
+        UnsupportedModel: the model passes an argument that the scheme's attention does not support.
+        UnsupportedPositions: the number of keys differs from the cache's announcement, or the mask has an unknown form.
     """
     if rope_patch is None:
-        raise UnsupportedModel(f"{type(module).__name__} does not pass its keyword arguments on to its attention")
+        raise UnsupportedModel(f"{type(module).__name__} does not pass its keyword arguments to its attention")
     paged = isinstance(kwargs.get("cache"), PagedAttentionCache)
     for name in ("position_bias",) if paged else ("position_bias", "cache"):
         if kwargs.get(name) is not None:
-            raise UnsupportedModel(f"{type(module).__name__} passes {name!r}, which patched attention cannot honour")
+            raise UnsupportedModel(f"{type(module).__name__} passes {name!r}, which patched attention does not support")
     call, state = rope_patch, rope_patch.state
     if paged:
 
@@ -78,8 +78,8 @@ def late_attention(
     expected = query.shape[2] if call.kv_length is None else call.kv_length
     if key.shape[2] != expected:
         raise UnsupportedPositions(
-            f"{state.layer.name}: {key.shape[2]} keys arrive where its cache announced {expected}; "
-            f"{type(module).__name__} keeps them in a way that is not understood here"
+            f"{state.layer.name}: {key.shape[2]} keys arrive where its cache announced {expected}; the way in which "
+            f"{type(module).__name__} keeps keys is not supported"
         )
     call.remember()
     if isinstance(key, CachedKeys):  # of a static cache
@@ -95,12 +95,12 @@ def late_attention(
         def read() -> tuple[torch.Tensor | None, torch.Tensor | None]:
             return read_mask(attention_mask, call.position_ids, *lengths, call.start, state.config)
 
-        # an object that layers share tells later that what follows from it is shared
+        # layers share the object, so later results that depend on it can be shared, too
         return call.memo.derived(("mask", *lengths, call.start), read, attention_mask) if call.shareable else read()
 
     if scheme.length_dependent and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
         call = dataclasses.replace(call, tokens=keys_seen(*masked()))
-    # where the keys of a whole cache turn anew at every step, they are turned and scored a few at a time
+    # if every step rotates the keys of a whole cache, they are rotated and scored a few at a time
     scores = (
         state.scores
         or call.is_request
@@ -114,7 +114,7 @@ def late_attention(
         arguments = turned.query(ALL_PAIRS), turned.key(ALL_PAIRS), value, attention_mask
         return previous(module, *arguments, scaling=scaling, dropout=dropout, **kwargs)
 
-    if torch.is_autocast_enabled(query.device.type):  # as it does for `scaled_dot_product_attention`
+    if torch.is_autocast_enabled(query.device.type):  # as for `scaled_dot_product_attention`
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value, projected = (x.to(dtype) for x in (query, key, value, projected))
     causal = kwargs.get("is_causal")
@@ -127,7 +127,7 @@ def late_attention(
         key_positions=call.key_positions(key.shape[2]),
         mask=mask,
         groups=groups,
-        # one query beside no mask is a decoding step: it sees every key there is
+        # one query without a mask is a decoding step and sees every key
         causal=(getattr(module, "is_causal", True) if causal is None else causal) and query.shape[2] > 1,
         query_start=call.start,
         scattered=call.scattered,
@@ -145,7 +145,7 @@ def late_attention(
 
 
 def scaled_query(call: LateCall, query: torch.Tensor, learned: Weights) -> torch.Tensor:
-    """The queries `(batch, heads, q_len, head_dim)` times the scheme's scale of each position, where it has one."""
+    """The queries `(batch, heads, q_len, head_dim)` times the scheme's scale of each position, if it has one."""
     if not call.state.scales:
         return query
 
@@ -158,11 +158,11 @@ def scaled_query(call: LateCall, query: torch.Tensor, learned: Weights) -> torch
 
 @dataclass(eq=False)
 class TurningCall(Call):
-    """A call whose queries and keys are rotated for each region, where the scheme leaves that to attention.
+    """A call whose queries and keys are rotated for each region, if the mount rotates them here.
 
     Attributes:
-        learned: what the scheme has learned in this layer.
-        turned_keys: those of all slots that are known already, for regions that want the same.
+        learned: the scheme's learned parameters of this layer.
+        turned_keys: rotated keys of all slots, shared by regions with the same rotation.
     """
 
     late: LateCall
@@ -189,7 +189,7 @@ class TurningCall(Call):
 
     @functools.cached_property
     def _one_query(self) -> tuple[torch.Tensor, ...]:
-        """The only query as each region wants it: one product with the rotations of all of them."""
+        """The only query rotated for each region, by one product with all rotations."""
         queries, positions, state = self.queries, self.late.position_ids, self.late.state
 
         def rotations() -> torch.Tensor:
@@ -220,7 +220,7 @@ class TurningCall(Call):
         positions = (positions if len(positions) == 1 else positions[rows])[..., slots]
         place: tuple[Any, ...] | None = None
         if late.shareable and not isinstance(slots, torch.Tensor):
-            # layers may keep different keys; what follows from `past` keeps it, see `LateCall.key_positions`
+            # layers may keep different keys; the memo keeps `past` alive, see `LateCall.key_positions`
             kept = id(late.past) if late.scattered and not torch.compiler.is_compiling() else None
             place = ("k", self.keys.shape[2], late.query_start, kept, slots.start, slots.stop, rows.start, rows.stop)
         return self._turned(self.keys[rows, :, slots], positions, key_map, place)
@@ -281,8 +281,8 @@ class TurningCall(Call):
 
     @property
     def _fast(self) -> bool:
-        """Whether states are turned by the fewest kernels. Without regions, bits are those that the attention module
-        would have computed, unless all cached keys are turned anew for every token, which no module does.
+        """Whether to rotate with the fewest kernels. Without regions, results are bit for bit those of the attention
+        module, unless every token rotates all cached keys again, which no module does.
         """
         state = self.late.state
         return bool(state.regions) or (state.scheme.length_dependent and self.queries.shape[2] == 1)
@@ -290,8 +290,8 @@ class TurningCall(Call):
     def _tables(
         self, positions: torch.Tensor, position_map: PositionMap, place: tuple[Any, ...] | None, like: torch.Tensor
     ) -> Tables:
-        """The tables that turn states `like`, which layers share under the name of a `place` where they have the same;
-        for regions, cos is `wide`.
+        """The tables that rotate states `like`; layers with the same tables share them under the key `place`. For
+        regions, cos is `wide`.
         """
         state = self.late.state
 
@@ -304,7 +304,7 @@ class TurningCall(Call):
         return cast(Tables, self._shared((place, position_map, state.layer.layer_type, like.dtype), tables))
 
     def _moved(self, positions: torch.Tensor, position_map: PositionMap) -> torch.Tensor:
-        """By how much states at these positions are still to be turned."""
+        """The remaining rotation of states at these positions."""
         anchor = self.late.anchor
         return position_map(positions) if anchor is None else position_map(positions) - anchor(positions)
 
@@ -313,12 +313,12 @@ class TurningCall(Call):
         return rotation_tables(moved, found.inv_freq, found.attention_scaling, dtype)
 
     def _shared(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """What layers compute once, but for what each of them has learned itself."""
+        """A value that layers compute once, unless their frequencies are learned."""
         return compute() if self.late.state.scheme.learned_frequencies else self.memo.once(key, compute)
 
 
 def _refuse_part_of_a_row(scheme: Scheme, implementation: str) -> None:
-    """Where a row is divided over processes, others' keys are fetched by what stands in for these two functions.
+    """Refuse context parallelism, which replaces one of two functions to fetch the keys of other processes.
 
     Raises:
         UnsupportedPositions: one of them belongs to context parallelism of torch or sequence parallelism of DeepSpeed.
@@ -326,13 +326,13 @@ def _refuse_part_of_a_row(scheme: Scheme, implementation: str) -> None:
     for function in (nn.functional.scaled_dot_product_attention, ALL_ATTENTION_FUNCTIONS.get(implementation)):
         if str(getattr(function, "__module__", "")).startswith(("torch.distributed.", "deepspeed.")):
             raise UnsupportedPositions(
-                f"context parallelism: the attention of {scheme} sees only the part of the row that this process has; "
-                "schemes of static frequencies (pi, yarn) can share rows"
+                f"context parallelism is not supported: the attention of {scheme} sees only this process's part of the "
+                "row; use a scheme of static frequencies (pi, yarn)"
             )
 
 
 def _previous_attention(module: nn.Module, implementation: str) -> Callable[..., Any]:
-    """The attention function that the module would have called unpatched."""
+    """The attention function of the unpatched module."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if implementation == "eager" and eager is None:
         raise UnsupportedModel(f"{type(module).__module__} has no eager_attention_forward")

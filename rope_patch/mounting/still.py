@@ -1,7 +1,7 @@
-"""Tables of a rotation that turns nothing, and with which nothing is computed either.
+"""Tables of an identity rotation that also skip its computation.
 
-An attention module multiplies by the tables it is given, whatever they hold. Ones and zeros that know that they are
-can spare it most of that, and are still plain numbers for whatever does something else with them.
+An attention module multiplies by its tables, whatever they contain. Tensors that are known to be all ones or all zeros
+skip most of these products and sums, and act as plain tensors in all other operations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SHAPING |= {"bfloat16", "type", "chunk", "split", "contiguous", "repeat_interle
 
 
 class Still(torch.Tensor):
-    """A tensor full of ones, the cosine of no turn, or of zeros, its sine.
+    """A tensor full of ones, the cosines of an identity rotation, or of zeros, its sines.
 
     Attributes:
         number: 1 or 0.
@@ -27,7 +27,7 @@ class Still(torch.Tensor):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, number: int) -> Still:
-        """The `tensor`, of any shape and full of one `number`, that knows it."""
+        """`tensor`, of any shape and full of one `number`, as a `Still`."""
         found = tensor.as_subclass(cls)
         found.number = number
         return found
@@ -46,7 +46,7 @@ class Still(torch.Tensor):
 
 
 def _spared(name: str, *args: Any) -> torch.Tensor | None:
-    """What a product or a sum comes to without computing it; None where it has to be computed."""
+    """The result of a product or a sum without computing it; None if it must be computed."""
     if len(args) != 2 or not all(isinstance(x, torch.Tensor) for x in args) or isinstance(args[0], Still):
         return None
     x, still = args

@@ -1,7 +1,7 @@
-"""Running sums of a bias from hidden states, kept in the cache beside the keys that they belong to.
+"""Running sums of a bias from hidden states, kept in the cache together with the keys.
 
-What a token adds to the sums of a layer is kept in a cache layer of the same kind as the one that keeps its key, in the
-same slot: so it slides, is cropped, reordered for beams and repeated as the key is.
+A token's contribution to the sums of a layer is kept in an additional cache layer of the same kind as that of its key,
+in the same slot: so it slides, is cropped, reordered for beams and repeated with the key.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ _OF = "_rope_patch_sums_of"
 
 
 def running_sums(added: torch.Tensor, cache: Cache | None, index: int, num_layers: int, kv_length: int) -> torch.Tensor:
-    """The sums up to each slot, float64, `(batch, heads, kv_length)`; what earlier tokens added is read from the cache.
+    """The sums up to each slot, float64, `(batch, heads, kv_length)`; earlier contributions are read from the cache.
 
     Args:
-        added: by the new tokens, `(batch, length, heads)`.
-        index: of the layer, whose cache was not yet updated.
-        num_layers: how many layers of the model itself keep keys in the cache.
+        added: contributions of the new tokens, `(batch, length, heads)`.
+        index: of the layer, whose cache is not yet updated.
+        num_layers: number of the model's own layers that keep keys in the cache.
 
     Raises:
-        UnsupportedPositions: keys were taken out of the cache, and what their tokens added was not.
+        UnsupportedPositions: keys were removed from the cache without their contributions.
     """
     if cache is not None:
         layer = _beside(cache, index, num_layers)
         added = layer.update(added[:, None], added[:, None, :, :0])[0][:, 0]
         if added.shape[1] != kv_length:
             raise UnsupportedPositions(
-                f"layer {index}: {kv_length} keys and the sums of {added.shape[1]} tokens; a bias from hidden states "
-                "needs every token that its keys came after: do not evict keys"
+                f"layer {index}: the cache has {kv_length} keys, but sums of {added.shape[1]} tokens; a bias from "
+                "hidden states needs every earlier token: do not evict keys"
             )
     return added.transpose(1, 2).contiguous().double().cumsum(dim=-1)
 
 
 def _beside(cache: Cache, index: int, num_layers: int) -> Any:
-    """The cache layer that keeps the sums of the layer `index`, behind those of the model itself."""
+    """The cache layer with the sums of layer `index`, behind the model's own layers."""
     layers = cast(list[Any], cache.layers)
     for layer in layers:
         if getattr(layer, _OF, None) == index:
             return layer
-    # an empty cache makes them as they come; one with fewer layers than the model is that of an early exit
+    # an empty cache creates layers on demand; after an early exit it has fewer layers than the model
     while len(layers) < num_layers and cache.layer_class_to_replicate is not None:
         layers.append(cast(Any, cache).layer_class_to_replicate())
     keys = layers[index]

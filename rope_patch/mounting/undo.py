@@ -1,4 +1,4 @@
-"""What was changed on a model, remembered so that it can be taken back exactly."""
+"""A log of the changes to a model, so that they can be undone exactly."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rope_patch.models.meta import EmptyTables, Refilling
 from rope_patch.models.state import ModuleState, remove_hook
 
 _HOOK, _STATE = "(hook)", "(state)"
-"""What the log has in place of the name of an attribute."""
+"""Entries of the log that are not attribute names."""
 
 
 class Changes:
-    """A log of changes, undone last first. Plain data: it can be copied and pickled together with the model."""
+    """A log of changes, undone in reverse order. It is plain data, so it is copied and pickled with the model."""
 
     def __init__(self) -> None:
         self._log: list[tuple[Any, str, bool, Any]] = []
         self._forks: list[ConfigFork] = []
 
     def set(self, target: Any, name: str, value: Any) -> None:
-        """`setattr(target, name, value)`, remembered."""
+        """`setattr(target, name, value)`, logged."""
         own = vars(target)
         if isinstance(target, nn.Module):
             own = {**own, **target._buffers, **target._parameters}
@@ -34,34 +34,34 @@ class Changes:
         setattr(target, name, value)
 
     def hook(self, module: nn.Module, hook: Any) -> None:
-        """`register_forward_pre_hook(with_kwargs=True)`, remembered."""
+        """`register_forward_pre_hook(with_kwargs=True)`, logged."""
         module.register_forward_pre_hook(hook, with_kwargs=True)
         self._log.append((module, _HOOK, True, hook))
 
     def keep(self, module: nn.Module) -> None:
-        """Remember the state of a module that changes it in its own forward."""
+        """Log the state of a module whose forward changes it."""
         self._log.append((module, _STATE, True, ModuleState(module)))
 
     def fill_tables(self, module: nn.Module, stack: nn.Module) -> None:
-        """Let a rotary module of a `stack` on the meta device compute its tables, remembered.
+        """Let a rotary module of a `stack` on the meta device compute its tables, logged.
 
         Raises:
-            UnsupportedModel: it cannot.
+            UnsupportedModel: it cannot compute them.
         """
         if tables := EmptyTables(module, stack):
             self._log.append((module, _STATE, True, tables))
             tables.fill()
 
     def keep_filled(self, module: nn.Module, stack: nn.Module) -> None:
-        """Let the tables that were put into such a module outlive the arrival of memory for its stack."""
+        """Keep the tables in such a module when its stack gets memory."""
         if any(isinstance(value, EmptyTables) and target is module for target, _, _, value in self._log):
             self.hook(module, Refilling(module))
 
     def fork_configs(self, modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
-        """Give these modules configs of their own; those that shared one still do.
+        """Give these modules copies of their configs; a shared config stays shared.
 
         Returns:
-            the new configs. `settle_configs` is to be called once they say what they should.
+            the new configs. Call `settle_configs` once they are complete.
         """
         holders = [module for module in modules if isinstance(vars(module).get("config"), PreTrainedConfig)]
         copies: dict[int, Any] = {}
@@ -76,22 +76,22 @@ class Changes:
         return [known.fork for known in self._forks]
 
     def settle_configs(self) -> None:
-        """From here on, what changes in a forked config is the user's doing and outlives the undoing."""
+        """From here on, changes in a forked config are the user's, and `undo` keeps them."""
         for fork in self._forks:
             fork.settle()
 
     def undo(self) -> None:
-        """Set everything back; a tensor follows the device and dtype of the one it replaces.
+        """Restore everything; a tensor follows the device and dtype of the one it replaces.
 
         Raises:
-            UnsupportedModel: accelerate keeps one of the tensors elsewhere by now; nothing was set back then.
+            UnsupportedModel: accelerate has offloaded one of the tensors; nothing is restored then.
         """
         for target, name, _, value in self._log:
             current = getattr(target, name, None) if isinstance(value, torch.Tensor) else None
             if isinstance(current, torch.Tensor) and current.is_meta and hasattr(target, "_hf_hook"):
                 raise UnsupportedModel(
-                    f"{type(target).__name__}.{name} was offloaded while it was patched, and what was set aside is the "
-                    "patched one; call accelerate.hooks.remove_hook_from_submodules(model) first"
+                    f"{type(target).__name__}.{name} was offloaded while it was patched, so the offloaded tensor is "
+                    "the patched one; call accelerate.hooks.remove_hook_from_submodules(model) first"
                 )
         while self._log:
             target, name, existed, value = self._log.pop()
@@ -102,26 +102,26 @@ class Changes:
             elif not existed:
                 delattr(target, name)
             else:
-                stood_in = getattr(target, name)
-                if isinstance(value, torch.Tensor) and isinstance(stood_in, torch.Tensor):
-                    value = _following(value, stood_in)
+                replacement = getattr(target, name)
+                if isinstance(value, torch.Tensor) and isinstance(replacement, torch.Tensor):
+                    value = _following(value, replacement)
                 setattr(target, name, value)
         while self._forks:
             self._forks.pop().join()
 
 
 def _following(value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
-    """A tensor on the device and in the dtype of the one that stood in for it; a parameter stays the same object."""
+    """A tensor on the device and in the dtype of its replacement; a parameter stays the same object."""
     if not isinstance(value, nn.Parameter):
         return value.to(current)
-    if current.is_meta:  # a parameter cannot be sent there and stay itself
+    if current.is_meta:  # moving a parameter to meta needs a new object
         return nn.Parameter(value.to(current), requires_grad=current.requires_grad)
     value.data = value.data.to(current)
     return value.requires_grad_(current.requires_grad)
 
 
 class ConfigFork:
-    """A config and the copy that stands in for it while a model is patched."""
+    """A config and the copy that replaces it while a model is patched."""
 
     def __init__(self, original: PreTrainedConfig, fork: PreTrainedConfig) -> None:
         self.original = original
@@ -129,12 +129,12 @@ class ConfigFork:
         self._settled: dict[str, Any] | None = None
 
     def settle(self) -> None:
-        """Remember what the copy says now."""
+        """Record the current values of the copy."""
         self._settled = copy.copy(vars(self.fork))
 
     def join(self) -> None:
-        """Carry what the user changed meanwhile to the original, and leave the copy saying what the original says."""
-        if self._settled is not None:  # else the installation failed before the copy was anybody's but ours
+        """Copy the user's changes to the original, and make the copy equal to the original."""
+        if self._settled is not None:  # else the installation failed before users could see the copy
             for name, value in vars(self.fork).items():
                 if name not in self._settled or self._settled[name] is not value:
                     vars(self.original)[name] = value

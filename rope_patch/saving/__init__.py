@@ -1,1 +1,1 @@
-"""How a patched model is saved, loaded, and said in the words of Transformers and of servers."""
+"""Save and load patched models, and express schemes in the config fields of Transformers and of servers."""

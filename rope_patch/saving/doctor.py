@@ -1,6 +1,6 @@
-"""What each reader of a checkpoint folder understands of its positions, and what it drops without a word.
+"""How each reader of a checkpoint folder interprets its positions, and what it silently ignores.
 
-The facts about vLLM and llama.cpp, and where they were read or run, are in docs/serving.md.
+docs/serving.md has the facts about vLLM and llama.cpp, and how they were established.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from rope_patch.schemes.registry import scheme_from_dict
 READERS = NEW, OLD, VLLM, LLAMA_CPP = ("Transformers 5", "Transformers 4", "vLLM", "llama.cpp")
 
 _NEED_L = ("yarn", "llama3", "longrope")
-"""Types that are computed from L, `original_max_position_embeddings`."""
+"""Types that need L, `original_max_position_embeddings`."""
 
 _WORDS = ("rope_type", "rope_theta", "factor", "attention_factor", "partial_rotary_factor", "low_freq_factor")
-"""What two spellings of the same positions are compared by."""
+"""Keys in which two descriptions of the same positions are compared."""
 
-_OTHERS_DEFAULT = 8192  # L of llama3 and longrope for llama.cpp's converter where the top of the config has none
+_OTHERS_DEFAULT = 8192  # L of llama3 and longrope in llama.cpp's converter if the top of the config has none
 
 
 @dataclass
 class Reading:
-    """What one reader makes of a folder.
+    """One reader's interpretation of a folder.
 
     Attributes:
         understood: the positions that it computes, such as `yarn, factor = 4.0`.
-        lost: what it drops or takes for something else, one sentence each.
+        lost: what it ignores or misreads, one sentence each.
     """
 
     reader: str
@@ -39,11 +39,11 @@ class Reading:
 
 
 def diagnose(folder: str | Path) -> list[Reading]:
-    """What each of `READERS` understands of the positions of a checkpoint folder.
+    """How each of `READERS` interprets the positions of a checkpoint folder.
 
     Raises:
-        NotExpressible: its config.json is no config, or Transformers does not read it.
-        OSError: there is no such folder, or it has no config.json.
+        NotExpressible: its config.json is not a config, or Transformers cannot read it.
+        OSError: the folder or its config.json is missing.
     """
     raw = _read_config(Path(folder))
     config = _config_of(Path(folder)).get_text_config()
@@ -63,17 +63,17 @@ def diagnose(folder: str | Path) -> list[Reading]:
         lost(f"{recorded}: load it with rope_patch.from_pretrained", NEW, OLD)
         lost(f"{recorded}, unless rope_patch is installed beside it, on a CPU", VLLM)
         lost(recorded, LLAMA_CPP)
-    said, factor = part.get("rope_parameters"), entry.get("factor")
-    if isinstance(said, dict) and "rope_type" in said and _differ(said, entry):
-        lost(f"rope_parameters ({_spelled(said)}), because rope_scaling ({_spelled(older)}) wins", NEW, VLLM)
+    written, factor = part.get("rope_parameters"), entry.get("factor")
+    if isinstance(written, dict) and "rope_type" in written and _differ(written, entry):
+        lost(f"rope_parameters ({_spelled(written)}), because rope_scaling ({_spelled(older)}) wins", NEW, VLLM)
     if _differ(older, entry):
-        lost(f"rope_parameters ({_spelled(entry)}): it reads rope_scaling and rope_theta alone", OLD)
+        lost(f"rope_parameters ({_spelled(entry)}): it reads only rope_scaling and rope_theta", OLD)
     _look_at_lengths(part, entry, checkpoint_of_config(config).training_length, lost)
     if entry["rope_type"] == "linear" and not isinstance(factor, float):
-        lost(f"all of it: factor={factor} has to be a float, or it does not start", VLLM)
+        lost(f"all of it: factor={factor} must be a float, or it does not start", VLLM)
     if entry["rope_type"] == "dynamic":
-        lost("dynamic: one base for the longest text that it serves", VLLM)
-        lost("dynamic: its base stays that of the checkpoint", LLAMA_CPP)
+        lost("dynamic: it uses one base, for the longest text that it serves", VLLM)
+        lost("dynamic: it keeps the checkpoint's base", LLAMA_CPP)
     else:
         for other in _readers(read, raw.get("architectures") or [], 0)[1:]:
             if other.reads == "no" or (other.reads == "partly" and "rope_type" not in read):
@@ -85,10 +85,10 @@ def _look_at_lengths(part: dict[str, Any], entry: dict[str, Any], trained: int, 
     kind, longest, factor = entry["rope_type"], part.get("max_position_embeddings"), entry.get("factor")
     at_top = part.get("original_max_position_embeddings")
     if kind in _NEED_L and at_top is None and not _names_l(part):
-        lost(f"L: original_max_position_embeddings is missing, and max_position_embeddings={longest} is taken for it")
+        lost(f"L: original_max_position_embeddings is missing; max_position_embeddings={longest} is used instead")
     elif kind in ("llama3", "longrope") and at_top is None:
-        lost(f"L: no original_max_position_embeddings at the top, and {_OTHERS_DEFAULT} is taken for it", LLAMA_CPP)
-    reach = round(factor * trained) if factor and kind in _NEED_L else 0  # others do not tell their L
+        lost(f"L: no original_max_position_embeddings at the top; {_OTHERS_DEFAULT} is used instead", LLAMA_CPP)
+    reach = round(factor * trained) if factor and kind in _NEED_L else 0  # other types do not store L
     if longest and longest < reach:
         readers = (LLAMA_CPP,) if kind == "yarn" else (VLLM, LLAMA_CPP)  # vLLM multiplies L of yarn by the factor
         lost(f"the context beyond max_position_embeddings={longest}; factor times L is {reach}", *readers)
@@ -100,7 +100,7 @@ def _names_l(part: dict[str, Any]) -> bool:
 
 
 def _as_older_readers_have_it(part: dict[str, Any]) -> dict[str, Any]:
-    """What Transformers before 5 reads: `rope_scaling`, and `rope_theta` at the top."""
+    """The positions that Transformers before 5 reads: `rope_scaling`, and `rope_theta` at the top."""
     scaling = part.get("rope_scaling")
     scaling = scaling if isinstance(scaling, dict) else {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))

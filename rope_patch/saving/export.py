@@ -1,6 +1,6 @@
-"""A checkpoint folder that says its scheme in the words of others: Transformers, vLLM, llama.cpp.
+"""Export a checkpoint folder whose config expresses its scheme for Transformers, vLLM and llama.cpp.
 
-What each of them reads, and in which of its files that is written, is in docs/serving.md.
+docs/serving.md lists what each of them reads, and the source files for that.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from rope_patch.schemes.registry import get_scheme, scheme_from_dict
 
 _RECORD = "rope_patch"
 _POSITIONAL = (_RECORD, "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
-"""Keys of config.json that are written anew, or left out."""
+"""Keys of config.json that are rewritten or omitted."""
 
 _OF_TRAINING = ("optimizer", "scheduler", "rng_state", "trainer_state", "training_args", "scaler")
-"""How the names of files begin that a trainer leaves beside the weights and no reader needs."""
+"""Prefixes of a trainer's files, which no reader needs."""
 
 _LLAMA_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
-"""Architectures for which llama.cpp's converter is known to write the factors of `llama3`."""
+"""Architectures for which llama.cpp's converter writes the factors of `llama3`."""
 
 _RATIO_TYPES = ("yarn", "longrope")
-"""Types whose factor some readers take to be max_position_embeddings / original_max_position_embeddings."""
+"""Types for which some readers compute the factor as max_position_embeddings / original_max_position_embeddings."""
 
 _VLLM = "start it with --max-model-len {length}"
 _LLAMA_CPP = "convert_hf_to_gguf.py writes it into the GGUF; start it with -c {length}"
 _READERS = {
     "vLLM": {
         "": ("yes", _VLLM),
-        "proportional": ("no", "its get_rope, as it was read, has no such rope_type"),
-        "linear": ("yes", f"{_VLLM}: by itself it would multiply {{length}} by the factor once more"),
+        "proportional": ("no", "its get_rope does not have this rope_type"),
+        "linear": ("yes", f"{_VLLM}: otherwise it multiplies {{length}} by the factor again"),
         "longrope": ("partly", f"{_VLLM}; it then uses the long factors for short texts, too"),
         "yarn with a temperature": (
             "partly",
-            f"{_VLLM}; only releases that know attention_factor and mscale honour them",
+            f"{_VLLM}; older releases ignore attention_factor and mscale",
         ),
     },
     "llama.cpp": {
@@ -58,22 +58,22 @@ _READERS = {
             "it computes the temperature 0.1 ln k + 1 itself; --override-kv ARCH.rope.scaling.attn_factor=float:A "
             "corrects it, with A = attention_factor / (0.1 ln k + 1)",
         ),
-        "yarn without rounding": ("no", "it rounds the ends of the ramp; truncate=False is not known to it"),
+        "yarn without rounding": ("no", "it rounds the ends of the ramp and does not support truncate=False"),
         "llama3 elsewhere": ("no", f"its converter writes llama3's factors for {', '.join(_LLAMA_CLASSES)} only"),
-        "longrope": ("no", "its converter writes the two lists for a few architectures only, as Phi-3"),
-        "proportional": ("no", "its converter does not know this rope_type"),
+        "longrope": ("no", "its converter writes the two lists for a few architectures only, such as Phi-3"),
+        "proportional": ("no", "its converter does not support this rope_type"),
     },
 }
-"""Who else computes a scheme, by its `rope_type`; any other type is that of the empty name."""
+"""Support for a scheme in other programs, by its `rope_type`; the empty name is for all other types."""
 
 SERVERS = ("config", *_READERS)
-"""Who can be asked to serve a scheme; `config` is whoever reads the `rope_parameters` of Transformers."""
+"""Programs that may serve a scheme; `config` is any program that reads the `rope_parameters` of Transformers."""
 
 
 @dataclass(frozen=True)
 class Reader:
     """Whether a program computes the scheme from the exported folder: `reads` is `yes`, `partly` or `no`, and `words`
-    tell what to start it with, or the reason.
+    are its start options, or the reason.
     """
 
     name: str
@@ -83,13 +83,13 @@ class Reader:
 
 @dataclass(frozen=True)
 class Serving:
-    """What an exported folder says.
+    """The contents of an exported folder.
 
     Attributes:
-        length: the context that the folder is made for, in tokens; its `max_position_embeddings`.
+        length: the context length of the folder in tokens; its `max_position_embeddings`.
         config: all of config.json.
-        changed: the keys of it that differ from the checkpoint's, as they are now; None for those that are gone.
-        output: where the folder is; None where it was not written.
+        changed: keys that differ from the checkpoint's, with their new values; None for removed ones.
+        output: the folder; None if it was not written.
     """
 
     scheme: Scheme
@@ -101,7 +101,7 @@ class Serving:
     output: Path | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; without the keys that are the checkpoint's own."""
+        """For JSON, without unchanged keys."""
         return {
             "scheme": str(self.scheme),
             "training_length": self.training_length,
@@ -117,14 +117,14 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
 
     Args:
         checkpoint: a folder with a `config.json`.
-        scheme: default the one that the checkpoint was saved under.
+        scheme: default the one under which the checkpoint was saved.
         length: the context to serve, in tokens; default the scheme's factor times L.
 
     Raises:
-        NotExpressible: the scheme, or this checkpoint, cannot be said in a config that others read; says why.
+        NotExpressible: a config cannot express the scheme, or not for this checkpoint; the message names the reason.
         AlreadyPatched: the checkpoint was saved under another scheme.
-        UnknownScheme, InvalidField: the scheme is not right.
-        OSError: there is no such folder, or it has no `config.json`.
+        UnknownScheme, InvalidField: the scheme is invalid.
+        OSError: the folder or its `config.json` is missing.
     """
     folder = Path(checkpoint)
     raw = _read_config(folder)
@@ -138,7 +138,7 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
     chosen = _scheme(folder, scheme, record)
     spelled = scheme if isinstance(scheme, str) else str(chosen)
     if record is not None and "rope_parameters" in record:
-        text.rope_parameters = copy.deepcopy(record["rope_parameters"])  # as they were before the patch
+        text.rope_parameters = copy.deepcopy(record["rope_parameters"])  # those from before the patch
     parameters = _parameters(chosen, spelled, text)
     chosen = chosen.reach(checkpoint_of_config(text))
     trained = training_length(text)
@@ -154,11 +154,11 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
 
 
 def served_by(scheme: Scheme | None, config: Any) -> list[str]:
-    """Which of `SERVERS` can compute a scheme on a checkpoint, "(partly)" behind those that do so with limits.
+    """Which of `SERVERS` can compute a scheme on a checkpoint, with "(partly)" after those with limits.
 
     Args:
-        scheme: None is the checkpoint as it is, which all of them serve.
-        config: of the checkpoint. It is not changed.
+        scheme: None for the plain checkpoint, which all of them serve.
+        config: of the checkpoint; it stays unchanged.
     """
     if scheme is None:
         return list(SERVERS)
@@ -180,24 +180,24 @@ def export_checkpoint(
     length: int | None = None,
     link: bool = False,
 ) -> Serving:
-    """Write a copy of a checkpoint folder whose config carries a scheme. It needs no `rope_patch` to be read.
+    """Write a copy of a checkpoint folder whose config contains the scheme. Readers do not need `rope_patch`.
 
-    Weights, tokenizer and all other files at the top of the folder are as they were; what a trainer left there, and
-    folders, are not taken along, `additional_chat_templates` excepted. The folder appears at once, complete.
+    Weights, tokenizer and all other files at the top of the folder are copied unchanged, except a trainer's files.
+    Subfolders are not copied, except `additional_chat_templates`. The folder appears atomically, complete.
 
     Args:
         checkpoint, scheme, length: see `describe_serving`.
-        output: a folder that is not there yet, or empty.
-        link: hard links instead of copies, for an output on the same disk; whoever changes a file there changes the
-            checkpoint's, too.
+        output: a new or empty folder.
+        link: use hard links instead of copies, for an output on the same disk; a change to a linked file also changes
+            the checkpoint's.
 
     Raises:
-        OSError: also when `output` holds something already, or a link cannot be made.
+        OSError: as above, `output` is not empty, or a link cannot be created.
         NotExpressible, AlreadyPatched, UnknownScheme, InvalidField: see `describe_serving`; nothing is written then.
     """
     folder, target = Path(checkpoint), Path(output)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise FileExistsError(errno.EEXIST, "it is there already; choose another output, or remove it", str(target))
+        raise FileExistsError(errno.EEXIST, "it already exists; choose another output, or remove it", str(target))
     serving = describe_serving(folder, scheme, length)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as aside:
@@ -207,7 +207,7 @@ def export_checkpoint(
             copied = unfinished / file.relative_to(folder)
             copied.parent.mkdir(exist_ok=True)
             if link:
-                os.link(file.resolve(), copied)  # the file itself: folders of the hub's cache hold links to it
+                os.link(file.resolve(), copied)  # resolved, because the Hub's cache contains symbolic links
             else:
                 shutil.copy2(file, copied)
         content = json.dumps(serving.config, indent=2, sort_keys=True)
@@ -219,21 +219,21 @@ def export_checkpoint(
 def _read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise FileNotFoundError(
-            errno.ENOENT, "no checkpoint folder; download one from the hub first (hf download ID)", str(folder)
+            errno.ENOENT, "no checkpoint folder; download one from the Hub first (hf download ID)", str(folder)
         )
     if (folder / "adapter_config.json").is_file():
         raise NotExpressible(
-            f"{folder} is an adapter: servers apply it to a base model whose config knows nothing of the scheme. Merge "
+            f"{folder} is an adapter: servers apply it to a base model whose config does not contain the scheme. Merge "
             "it first (PEFT's merge_and_unload, then save_pretrained) and export the merged folder"
         )
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(errno.ENOENT, "a folder without config.json is no checkpoint", str(folder))
+        raise FileNotFoundError(errno.ENOENT, "a folder without config.json is not a checkpoint", str(folder))
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise NotExpressible(f"{folder / 'config.json'} is not JSON: {error}") from error
     if not isinstance(raw, dict):
-        raise NotExpressible(f"{folder / 'config.json'} holds no mapping of settings to values")
+        raise NotExpressible(f"{folder / 'config.json'} is not a JSON object")
     return raw
 
 
@@ -241,7 +241,7 @@ def _check_own_code(folder: str | Path, raw: dict[str, Any]) -> None:
     kind = raw.get("model_type")
     if raw.get("auto_map") or kind == "baichuan":
         raise NotExpressible(
-            f"{folder} is read by code of its own ({kind}), which need not look at rope_parameters; "
+            f"{folder} needs its own code ({kind}), which may ignore rope_parameters; "
             "serve it in Transformers with rope_patch.from_pretrained"
         )
 
@@ -251,7 +251,7 @@ def _config_of(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # every config class has errors of its own
         reason = " ".join(str(error).split())
-        raise NotExpressible(f"Transformers does not read {folder / 'config.json'}: {reason}") from error
+        raise NotExpressible(f"Transformers cannot read {folder / 'config.json'}: {reason}") from error
 
 
 def _scheme(folder: Path, asked: str | Scheme | None, record: dict[str, Any] | None) -> Scheme:
@@ -265,8 +265,8 @@ def _scheme(folder: Path, asked: str | Scheme | None, record: dict[str, Any] | N
     scheme = asked if isinstance(asked, Scheme) else get_scheme(asked)
     if saved is not None and saved != scheme:
         raise AlreadyPatched(
-            f"{folder} was saved under {saved}, not {scheme}; leave the scheme out to export that one, or load it with "
-            "rope_patch.from_pretrained, unpatch and save it before exporting another"
+            f"{folder} was saved under {saved}, not {scheme}; omit the scheme to export {saved}, or load the folder "
+            "with rope_patch.from_pretrained, unpatch and save it before you export another"
         )
     return scheme
 
@@ -277,15 +277,15 @@ def _parameters(scheme: Scheme, spelled: str, config: Any) -> dict[str, Any]:
     except NotExpressible as error:
         raise NotExpressible(
             f"{spelled} cannot be served elsewhere: {error}. Serve it in Transformers with rope_patch.from_pretrained, "
-            "or export static frequencies alone, such as yarn:factor=4"
+            "or export only static frequencies, such as yarn:factor=4"
         ) from error
     if _entry(parameters)["rope_type"] == "dynamic":
         factor = _entry(parameters)["factor"]
         growth = "l / L" if factor == 1 else f"{factor:g} l / L - {factor - 1:g}"
         raise NotExpressible(
             f"{spelled} cannot be served elsewhere, because its readers disagree: Transformers keeps the largest base "
-            "that any text needed, vLLM one base for the longest text, llama.cpp the base of the checkpoint. Export "
-            f"ntk:factor=k with k = {growth} instead: the base that it has at l tokens"
+            "that any text needed, vLLM uses one base for the longest text, llama.cpp the checkpoint's base. Export "
+            f"ntk:factor=k with k = {growth} instead, the base for l tokens"
         )
     return parameters
 
@@ -299,22 +299,22 @@ def _length(scheme: Scheme, spelled: str, parameters: dict[str, Any], config: An
     trained = training_length(config)
     resolved = _entry(parameters).get("factor") or getattr(scheme, "factor", None)
     if asked is not None and asked < 1:
-        raise NotExpressible(f"length={asked} is not allowed; it is a number of tokens, at least 1")
+        raise NotExpressible(f"length={asked} is not allowed; it must be a number of tokens, at least 1")
     if resolved is None:
         if asked is None and scheme.name != "rope":
-            raise NotExpressible(f"{spelled} does not say for which context it is meant; give a length in tokens")
+            raise NotExpressible(f"{spelled} does not define a context length; set a length in tokens")
         return asked or int(getattr(config, "max_position_embeddings", trained))
-    said = round(resolved * trained)
-    if asked not in (None, said) and _entry(parameters)["rope_type"] in _RATIO_TYPES:
+    extended = round(resolved * trained)
+    if asked not in (None, extended) and _entry(parameters)["rope_type"] in _RATIO_TYPES:
         raise NotExpressible(
-            f"length={asked} beside {spelled}: some readers divide the length by L to find the factor, so it has to be "
-            f"factor times L, {said}; change the factor instead"
+            f"length={asked} with {spelled}: some readers compute the factor as length / L, so the length must be "
+            f"factor times L, {extended}; change the factor instead"
         )
-    return asked or said
+    return asked or extended
 
 
 def _written(raw: dict[str, Any], kind: Any, parameters: dict[str, Any], trained: int, length: int) -> dict[str, Any]:
-    """The part of config.json that speaks of the text model."""
+    """The part of config.json for the text model."""
     kept = {key: value for key, value in raw.items() if key not in _POSITIONAL}
     written = {**kept, "rope_parameters": parameters, "max_position_embeddings": length}
     if _entry(parameters)["rope_type"] in ("llama3", "longrope"):
@@ -329,7 +329,9 @@ def _written(raw: dict[str, Any], kind: Any, parameters: dict[str, Any], trained
 
 
 def _older_words(parameters: dict[str, Any]) -> dict[str, Any]:
-    """What Transformers before 5 and those who follow it read: what every type has apart, `type` beside `rope_type`."""
+    """The keys for Transformers before 5 and similar readers: `rope_theta` at the top, and both `type` and `rope_type`
+    in `rope_scaling`.
+    """
     names = ("rope_theta", "partial_rotary_factor")
     apart: dict[str, Any] = {name: parameters[name] for name in names if name in parameters}
     scaling = {key: value for key, value in parameters.items() if key not in apart}
@@ -338,7 +340,7 @@ def _older_words(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reads_as(kind: Any, written: dict[str, Any], parameters: dict[str, Any]) -> bool:
-    """Whether the installed Transformers understands what was written as what was meant."""
+    """Whether the installed Transformers reads back the parameters that were meant."""
     read = kind.from_dict(copy.deepcopy(written)).rope_parameters
     return {key: value for key, value in read.items() if key != "type"} == parameters
 
@@ -356,7 +358,7 @@ def _files(folder: Path) -> list[Path]:
 def _readers(parameters: dict[str, Any], architectures: list[Any], length: int) -> tuple[Reader, ...]:
     here = Reader("Transformers", "yes", "5 reads rope_parameters; before 5, rope_scaling and rope_theta")
     if "rope_type" not in parameters:
-        advice = "parameters by layer type: it depends on the model's own code there, which was not looked at"
+        advice = "parameters by layer type: support depends on its code for this model, which was not checked"
         return (here, Reader("vLLM", "partly", advice), Reader("llama.cpp", "partly", advice))
     kind = parameters["rope_type"]
     if kind == "yarn" and any(parameters.get(key) is not None for key in ("attention_factor", "mscale")):
@@ -366,4 +368,4 @@ def _readers(parameters: dict[str, Any], architectures: list[Any], length: int) 
     elif kind == "llama3" and not any(name in architectures for name in _LLAMA_CLASSES):
         kind = "llama3 elsewhere"
     words = ((name, *_READERS[name].get(kind, _READERS[name][""])) for name in _READERS)
-    return (here, *(Reader(name, reads, said.format(length=length)) for name, reads, said in words))
+    return (here, *(Reader(name, reads, advice.format(length=length)) for name, reads, advice in words))

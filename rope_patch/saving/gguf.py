@@ -1,7 +1,7 @@
-"""GGUF files as checkpoints: unpacked by Transformers, refused where it would leave out something of them.
+"""GGUF files as checkpoints: unpacked by Transformers, and refused if it would ignore a part of them.
 
-Transformers skips tensors and settings that it has no place for without a word. Of a model whose positions are to be
-replaced, that may be the positions: `rope_freqs.weight` of Llama 3.1, or `rope.scaling` of a file made for YaRN.
+Transformers silently skips tensors and settings that it does not support. These may be the positions themselves:
+`rope_freqs.weight` of Llama 3.1, or `rope.scaling` of a file made for YaRN.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
-    """The model of a GGUF file, its weights unpacked, in bfloat16 unless a `dtype` is asked for.
+    """The model of a GGUF file, with unpacked weights, in bfloat16 unless `dtype` is set.
 
     Args:
         **kwargs: for `from_pretrained` of Transformers.
 
     Raises:
-        OSError: it is no GGUF file, or not all of one.
-        UnsupportedModel: Transformers would leave out something that the file holds.
+        OSError: it is not a GGUF file, or truncated.
+        UnsupportedModel: Transformers would ignore a part of the file.
         MissingPackage: gguf is not installed.
     """
     metadata = _metadata(path)
@@ -52,17 +52,17 @@ def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
     if held != taken:
         positions = " (rope_freqs.weight among them)" * any("rope_freqs" in tensor.name for tensor in tensors)
         raise UnsupportedModel(
-            f"{path} holds {held} weights{positions} and {type(model).__name__} has {taken}: Transformers does not "
-            "read this file whole; take the checkpoint from which it was made"
+            f"{path} holds {held} weights{positions}, but {type(model).__name__} has {taken}: Transformers ignores a "
+            "part of this file; use the checkpoint from which it was made"
         )
     _check_scaling(path, metadata, model.config)
-    vars(model.config).pop("_model_name_or_path", None)  # a title that no path leads to
-    model.name_or_path = model.config.name_or_path = str(path)  # to which adapters refer
+    vars(model.config).pop("_model_name_or_path", None)  # a title, not a path
+    model.name_or_path = model.config.name_or_path = str(path)  # adapters refer to it
     return model
 
 
 def load_gguf_config(path: str | Path) -> Any:
-    """The config that the settings of a GGUF file make; errors as in `load_gguf`."""
+    """The config from the settings of a GGUF file; errors as in `load_gguf`."""
     metadata = _metadata(path)
     config = AutoConfig.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
     _check_scaling(path, metadata, config)
@@ -91,18 +91,18 @@ def _metadata(path: str | Path) -> dict[str, Any]:
 
 @contextmanager
 def _one_error(path: str | Path) -> Iterator[None]:
-    """Where the file ends too early, its readers raise what numpy and struct raise."""
+    """Readers of a truncated file raise errors of numpy and struct; raise one kind instead."""
     try:
         yield
     except (IndexError, KeyError, ValueError, struct.error) as error:
-        raise OSError(f"{path} is no GGUF file, or not all of one: {error}") from error
+        raise OSError(f"{path} is not a GGUF file, or truncated: {error}") from error
 
 
 def _check_scaling(path: str | Path, metadata: dict[str, Any], config: Any) -> None:
-    kind = next((said for name, said in metadata.items() if name.endswith(".rope.scaling.type")), "none")
+    kind = next((value for name, value in metadata.items() if name.endswith(".rope.scaling.type")), "none")
     parameters = getattr(config, "rope_parameters", None) or {}
     if kind != "none" and parameters.get("rope_type", "default") == "default":
         raise UnsupportedModel(
-            f"{path} asks for rope scaling {kind!r}, which Transformers does not read from such a file; take the "
-            "checkpoint from which it was made"
+            f"{path} has rope scaling {kind!r}, which Transformers does not read from a GGUF file; use the checkpoint "
+            "from which it was made"
         )

@@ -1,9 +1,9 @@
-"""Saving is Transformers' own; loading finds the scheme that the config names and applies it again.
+"""Load a checkpoint and apply the scheme in its config again; saving is Transformers' own.
 
-A folder of PEFT adapters has no weights of its own: the checkpoint that it names is loaded, put under the scheme under
-which the adapters were trained, and then joined by them.
+A folder of PEFT adapters has no weights of its own: its base checkpoint is loaded, patched with the scheme under which
+the adapters were trained, and then gets the adapters.
 
-Code that lies beside weights is never run, and pickled weights are read where they are asked for.
+Remote code is never run, and pickled weights are read only on request.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ _OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_
 
 
 def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
-    """Load a checkpoint and, where it was saved under a scheme, patch it again.
+    """Load a checkpoint and, if it was saved under a scheme, patch it again.
 
-    Checkpoints of Baichuan are loaded by the classes of this library, whatever code lies beside them; they were
-    published as pickled files, which torch's reader of plain tensors reads. Of all others only safetensors are read,
-    unless `use_safetensors=False` asks for the pickled ones, by that same reader. Weights of a GGUF file are unpacked.
+    Baichuan's checkpoints are loaded by the classes of this library, never by their remote code. They were published as
+    pickled files, which torch's safe reader (`weights_only`) reads. Of all others only safetensors are read, unless
+    `use_safetensors=False` requests pickled files, with the same reader. Weights of a GGUF file are unpacked.
 
     Args:
-        path: a folder written by `save_pretrained`, a hub id, or a GGUF file.
-        **kwargs: for `from_pretrained` of the class that wrote the checkpoint; `trust_remote_code` is not heeded.
+        path: a folder written by `save_pretrained`, a Hub ID, or a GGUF file.
+        **kwargs: for `from_pretrained` of the class that wrote the checkpoint; `trust_remote_code` is ignored.
 
     Returns:
-        the model, of adapters a `PeftModel`; `unpatch` gives the checkpoint without the scheme.
+        the model, for adapters a `PeftModel`; `unpatch` returns to the checkpoint without the scheme.
 
     Raises:
         NoCheckpoint, OSError: there is no checkpoint, or none in safetensors.
@@ -87,7 +87,7 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
     config = kwargs.pop("config", None)
     if config is None:
         config = _config_of(path, places)
-        # as Transformers does where it reads the config itself: what is a field of the config changes it
+        # as in Transformers: arguments that are fields of the config change it
         fields = [key for key in kwargs if key in vars(config) and key not in ("dtype", "torch_dtype")]
         config.update({key: kwargs.pop(key) for key in fields})
     record = _checked(vars(config).get(_RECORD), config)
@@ -121,7 +121,7 @@ def _check_there(path: str, subfolder: str) -> None:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """A config and those inside it, of its text and its images."""
+    """A config and its nested configs, such as those of text and images."""
     yield config
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
@@ -129,7 +129,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _config_of(path: str | Path, places: dict[str, Any]) -> Any:
-    """The config of a checkpoint, of a class that Transformers or this library has."""
+    """The config of a checkpoint, of a class in Transformers or in this library."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False, **places)
     except OSError as error:
@@ -140,35 +140,35 @@ def _config_of(path: str | Path, places: dict[str, Any]) -> Any:
         if "trust_remote_code" not in str(error):
             raise
         raise UnsupportedModel(
-            f"{path}: its model is code that lies beside the weights, which is never run here; models of Transformers "
-            "and Baichuan's can be loaded"
+            f"{path}: its model needs remote code, which is never run here; only models in Transformers and "
+            "Baichuan's can be loaded"
         ) from error
 
 
 @contextmanager
 def _advice_of_ours(path: str | Path, places: dict[str, Any]) -> Iterator[None]:
-    """Where weights are pickled, Transformers advises against an argument that its caller never gave."""
+    """For pickled weights, Transformers' error mentions an argument that the user never passed; raise our own."""
     try:
         yield
     except OSError as error:
         if all(cached_file(path, name, **_OPTIONAL, **places) is None for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
             raise
         raise OSError(
-            f"{path} has no weights in safetensors; from_pretrained(..., use_safetensors=False) reads pickled ones, as "
-            "far as they are plain tensors"
+            f"{path} has no weights in safetensors; from_pretrained(..., use_safetensors=False) reads pickled ones if "
+            "they are plain tensors"
         ) from error
 
 
 def _with_adapters(
     path: str | Path, adapters: Path, places: dict[str, Any], kwargs: dict[str, Any], above: tuple[Path, ...]
 ) -> nn.Module:
-    """The checkpoint that adapters name, under their scheme where a config beside them says so, and they on it."""
+    """The base checkpoint with its adapters, under the scheme in the adapters' config, if any."""
     require("peft", f"{path}, a folder of adapters,", "finetune")
     from peft import PeftModel
 
     base = _base_of(adapters)
     if adapters in above:
-        raise InvalidField(f"{adapters}: base_model_name_or_path={base!r} leads back to these adapters themselves")
+        raise InvalidField(f"{adapters}: base_model_name_or_path={base!r} leads back to these adapters")
     own = cached_file(path, CONFIG_NAME, **_OPTIONAL, **places)
     config = kwargs.pop("config", None) or (_config_of(path, places) if own else None)
     elsewhere = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder")}
@@ -178,7 +178,7 @@ def _with_adapters(
     model = _load(base, elsewhere, (*above, adapters))
     wanted = None if record is None else scheme_from_dict(record["scheme"])
     carried = find_handle(model)
-    # under the same scheme it stays as it is, with what the checkpoint has learned of it
+    # under the same scheme the checkpoint keeps its learned parameters
     if config is not None and wanted != (carried and carried.scheme):
         if carried is not None:
             unpatch(model)
@@ -188,41 +188,41 @@ def _with_adapters(
 
 
 def _base_of(adapters: Path) -> str:
-    """The checkpoint that a file of PEFT's settings names."""
+    """The base checkpoint in a PEFT settings file."""
     try:
         settings = json.loads(adapters.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise InvalidField(f"{adapters} is no JSON: {error}") from error
+        raise InvalidField(f"{adapters} is not JSON: {error}") from error
     base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     if not isinstance(base, str) or not base:
         raise InvalidField(
-            f"{adapters}: base_model_name_or_path={base!r} is not allowed; it is the path of a checkpoint"
+            f"{adapters}: base_model_name_or_path={base!r} is not allowed; it must be the path of a checkpoint"
         )
     return base
 
 
 def _checked(record: Any, config: Any) -> dict[str, Any] | None:
-    """What a config says of a scheme, if anything: one that there is, and rotary parameters that can be computed.
+    """The record of a scheme in a config, if any, checked: a known scheme, and computable rotary parameters.
 
     Raises:
-        InvalidField, UnknownScheme, UnsupportedModel: it says it wrongly.
+        InvalidField, UnknownScheme, UnsupportedModel: the record is invalid.
     """
     if record is None:
         return None
     if not isinstance(record, dict):
         raise InvalidField(
-            f"{type(config).__name__}: rope_patch={record!r} is not allowed; it is a dict with a 'scheme'"
+            f"{type(config).__name__}: rope_patch={record!r} is not allowed; it must be a dict with a 'scheme'"
         )
     scheme_from_dict(record.get("scheme", {}))
     if "rope_parameters" in record:
-        told = copy.copy(config)
-        vars(told)["rope_parameters"] = record["rope_parameters"]  # else Transformers refuses some, in words of its own
-        check_computable(told)
+        original = copy.copy(config)
+        vars(original)["rope_parameters"] = record["rope_parameters"]  # `setattr` could raise Transformers' own errors
+        check_computable(original)
     return record
 
 
 def _load_class(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:
-    """A model of the class, without a warning of the learned parameters of schemes, which it has no place for yet."""
+    """A model of the class, without a warning about learned parameters of schemes, which are loaded later."""
     logger = logging.getLogger("transformers.modeling_utils")
     report = _UnlessOurs()
     logger.addFilter(report)
@@ -237,7 +237,7 @@ def _load_class(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:
 
 
 class _UnlessOurs(logging.Filter):
-    """Withholds the report of a load that names learned parameters of schemes."""
+    """Withholds a loading report that mentions learned parameters of schemes."""
 
     withheld = False
 
@@ -252,10 +252,10 @@ def _is_ours(key: Any) -> bool:
 
 
 def _load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
-    """Give the learned parameters of a patched model the values that a checkpoint has for them.
+    """Load the learned parameters of a patched model from a checkpoint.
 
     Raises:
-        NotPatched: when it lacks one of them, or has no files; the model then is as it was loaded, without its scheme.
+        NotPatched: one of them, or the files, are missing; the model is then without its scheme.
     """
     wanted = learned_parameters(model)
     if not wanted:
@@ -265,9 +265,11 @@ def _load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
         saved = _saved_parameters(path, **places)
     except OSError as error:
         handle.remove()
-        raise NotPatched(f"{path or 'the model'} has no files with what {handle.scheme} learned: {error}") from error
+        raise NotPatched(
+            f"{path or 'the model'} has no files with the learned parameters of {handle.scheme}: {error}"
+        ) from error
     for name, value in wanted.items():
-        # the model may have been saved inside another one, or without the one around it
+        # the model may have been saved inside another one, or without the model around it
         found = next((key for key in saved if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")), None)
         if found is None or saved[found].shape != value.shape:
             handle.remove()
@@ -277,7 +279,7 @@ def _load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
 
 
 def _saved_parameters(path: str | Path, **places: Any) -> dict[str, torch.Tensor]:
-    """The learned parameters of schemes in the files of a checkpoint, by the names under which they were saved."""
+    """The learned parameters of schemes in the files of a checkpoint, by their saved names."""
     optional = {**_OPTIONAL, **places}
     files = [cached_file(path, SAFE_WEIGHTS_NAME, **optional)]
     if files == [None]:
@@ -291,8 +293,8 @@ def _saved_parameters(path: str | Path, **places: Any) -> dict[str, torch.Tensor
 
 
 def make_loadable(path: str | Path, **places: Any) -> bool:
-    """Register the classes of this library that a checkpoint needs, and tell whether it needs any; `places` are where
-    to look, as `from_pretrained` takes them.
+    """Register the classes of this library that a checkpoint needs; return whether it needs any. `places` are arguments
+    of `from_pretrained`, such as `revision`.
     """
     if not is_baichuan_folder(path, **places):
         return False
@@ -301,7 +303,7 @@ def make_loadable(path: str | Path, **places: Any) -> bool:
 
 
 def _class_of(config: Any) -> Any:
-    """The class that wrote the checkpoint, as far as Transformers has it."""
+    """The class that wrote the checkpoint, if Transformers has it."""
     for name in config.architectures or ():
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
@@ -310,15 +312,12 @@ def _class_of(config: Any) -> Any:
 
 
 def repatch(model: nn.Module) -> PatchHandle:
-    """Apply the scheme that a model's config names, after plain Transformers loaded it.
-
-    Args:
-        model: as `transformers` loaded it.
+    """Apply the scheme in the config of a `model`, after plain Transformers loaded it.
 
     Raises:
-        NotPatched: the config names none, or what the scheme learned is not where the model was loaded from.
-        InvalidField, UnknownScheme, UnsupportedModel: the config names it wrongly.
-        AlreadyPatched: when the model carries a scheme.
+        NotPatched: the config records no scheme, or the scheme's learned parameters are missing from the checkpoint.
+        InvalidField, UnknownScheme, UnsupportedModel: the record is invalid.
+        AlreadyPatched: the model already has a scheme.
     """
     config = cast(Any, find_stacks(model)[0][1].config)
     record = _checked(find_record(model), config)
@@ -327,39 +326,41 @@ def repatch(model: nn.Module) -> PatchHandle:
     with _unscaled(config, record):
         handle = _resume(model, record)
     if handle is None:
-        raise NotPatched(f"{type(model).__name__} was saved without the rows that {record['scheme']['name']} replaced")
+        raise NotPatched(
+            f"{type(model).__name__} was saved without the original rows, which {record['scheme']['name']} replaced"
+        )
     _load_parameters(model, str(model.name_or_path))
     return handle
 
 
 @contextmanager
 def _unscaled(config: Any, record: dict[str, Any]) -> Iterator[None]:
-    """A config that says what it said before the patch: a base that a scheme raised is not to be raised again."""
-    told = getattr(config, "rope_parameters", None)
+    """Restore the config's parameters from before the patch, so that a base is not raised twice."""
+    saved = getattr(config, "rope_parameters", None)
     if "rope_parameters" in record:
         config.rope_parameters = record["rope_parameters"]
     try:
         yield
     finally:
         if "rope_parameters" in record:
-            config.rope_parameters = told
+            config.rope_parameters = saved
 
 
 def _resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
-    """Put a loaded model under the scheme that it was saved under; None where its own positions were not saved."""
+    """Patch a loaded model with the scheme under which it was saved; None if its own positions were not saved."""
     scheme = scheme_from_dict(record["scheme"])
     if "positions" not in record or find_handle(model) is not None:
         return mount_scheme(model, scheme)
     capacity, has_table = record["positions"], find_stacks(model)[0][0] is absolute
     if not has_table or type(capacity) is not int or capacity <= 0:
-        raise NotPatched(f"`rope_patch` says positions={capacity!r}, which {type(model).__name__} cannot have had")
+        raise NotPatched(f"`rope_patch` has positions={capacity!r}, which is impossible for {type(model).__name__}")
     if scheme.slots == {"embedding"} and scheme.is_table and not scheme.keeps_rows:
         return None
     stack = read_stacks(model)[0]
     table = cast(AbsoluteTable, stack.absolute)
     plan_mounts(scheme, stack)
     if capacity > table.capacity:
-        raise NotPatched(f"`rope_patch` says positions={capacity!r}, but {type(model).__name__} has {table.capacity}")
+        raise NotPatched(f"`rope_patch` has positions={capacity!r}, but {type(model).__name__} has {table.capacity}")
     saved = shorten(table, capacity)
     del stack.config.rope_patch
     handle = mount_scheme(model, scheme)

@@ -1,4 +1,4 @@
-"""Schemes in the words of Transformers' own `rope_parameters`, and the other way round."""
+"""Schemes as Transformers' `rope_parameters`, and the other way round."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from rope_patch.models.reading import read_stacks
 from rope_patch.schemes.base import Scheme
 from rope_patch.typing import RotarySpec
 
-# what an entry says of the scaling, so that a scheme says it anew; all else, as `mrope_section`, is the checkpoint's
+# keys of the scaling, which a scheme sets; all others, such as `mrope_section`, belong to the checkpoint
 _SCALING = {
     *("rope_type", "type", "factor", "alpha", "original_max_position_embeddings", "truncate"),
     *("attention_factor", "mscale", "mscale_all_dim", "short_mscale", "long_mscale", "beta_fast", "beta_slow"),
     *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
 }
-# a query scale that some checkpoints keep beside their frequencies, with the length it counts in
+# a query scale that some checkpoints store with their frequencies, and its unit of length
 _QUERY_SCALE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 
 
 def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
-    """The `rope_parameters` that make plain Transformers, and whatever reads its configs, compute this scheme.
+    """The `rope_parameters` with which plain Transformers, and other readers of its configs, compute this scheme.
 
     Args:
         scheme: with static frequencies, or Transformers' own length-dependent ones.
-        config: of the checkpoint, unpatched; it is not changed. Where it nests the parameters by layer type, only
+        config: of the unpatched checkpoint; it stays unchanged. If it nests the parameters by layer type, only
             `full_attention` is scaled.
 
     Returns:
         a dict for `config.rope_parameters`.
 
     Raises:
-        NotExpressible: with the reason, when Transformers has no words for the scheme.
+        NotExpressible: Transformers cannot express the scheme; the message names the reason.
     """
     if not getattr(config, "rope_parameters", None):
-        raise NotExpressible(f"{type(config).__name__} has no `rope_parameters`: its positions are no rotation")
+        raise NotExpressible(f"{type(config).__name__} has no `rope_parameters`: its positions are not a rotation")
     if not scheme.by_layer:
         _check_not_shared(config)
     scheme = scheme.resolve(checkpoint_of_config(config))
@@ -49,36 +49,36 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
         spec = RotarySpec(_rotary_dim(config, entry), entry["rope_theta"], training_length(config))
         scaling = _SCALING - set(_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())
         kept = {key: value for key, value in entry.items() if key not in scaling}
-        said = chosen.rope_parameters(spec)
-        if "factor" in said:
-            said["factor"] = float(said["factor"])  # vLLM takes what is no float for a list of factors
+        parameters = chosen.rope_parameters(spec)
+        if "factor" in parameters:
+            parameters["factor"] = float(parameters["factor"])  # vLLM reads an int as a list of factors
         longest = getattr(config, "max_position_embeddings", None)
-        if said.get("rope_type") == "dynamic" and longest != spec.training_length:
+        if parameters.get("rope_type") == "dynamic" and longest != spec.training_length:
             raise NotExpressible(
                 f"{scheme} grows from the training length of {spec.training_length}; `dynamic` of Transformers grows "
                 f"from max_position_embeddings={longest}"
             )
-        if "partial_rotary_factor" in said and kept.get("partial_rotary_factor", 1) != 1:
+        if "partial_rotary_factor" in parameters and kept.get("partial_rotary_factor", 1) != 1:
             raise NotExpressible(
-                f"{scheme} takes its share of the whole head in Transformers; this checkpoint rotates "
+                f"{scheme} is a share of the whole head in Transformers, but this checkpoint rotates only "
                 f"{kept['partial_rotary_factor']} of it"
             )
-        if layer_type is not None and said.get("truncate") is False:
+        if layer_type is not None and parameters.get("truncate") is False:
             raise NotExpressible(
-                f"{scheme}: where rope_parameters are nested by layer type, as those of {type(config).__name__}, "
-                "Transformers does not read truncate=False"
+                f"{scheme}: Transformers ignores truncate=False in rope_parameters nested by layer type, as in "
+                f"{type(config).__name__}"
             )
-        said = kept | said
+        parameters = kept | parameters
         if layer_type is None:
-            exported = said
+            exported = parameters
         else:
-            exported[layer_type] = said
+            exported[layer_type] = parameters
     _check_accepted(exported, config)
     return exported
 
 
 def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
-    """The scheme of each entry that changes, by layer type: that of full attention, unless layers are named."""
+    """The scheme of each entry that changes, by layer type: only full attention, unless layers are selected."""
     entries = rope_entries(config)
     if not scheme.by_layer:
         return {layer_type: scheme for layer_type in entries if layer_type in (None, "full_attention")}
@@ -98,7 +98,7 @@ def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
 
 
 def _check_not_shared(config: Any) -> None:
-    """One entry for all layers would also scale the sliding-window layers that a patch leaves alone."""
+    """One entry for all layers would also scale the sliding-window layers, which a patch leaves unchanged."""
     layer_types = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
     mixed = {"full_attention", "sliding_attention"} <= layer_types and None in rope_entries(config)
@@ -110,7 +110,7 @@ def _check_not_shared(config: Any) -> None:
 
 
 def _check_accepted(exported: dict[str, Any], config: Any) -> None:
-    """Some config classes refuse types that Transformers has, or read them as another one."""
+    """Check that the config class reads the parameters unchanged; some refuse or convert types of Transformers."""
     family = type(config).__name__
     try:
         read = type(config).from_dict({**config.to_dict(), "rope_parameters": copy.deepcopy(exported)}).rope_parameters
@@ -131,13 +131,10 @@ def is_expressible(scheme: Scheme, config: Any) -> bool:
 
 
 def native_scheme(model: nn.Module) -> Scheme:
-    """The scheme that the checkpoint itself uses, read from its config. Applying it changes nothing.
-
-    Args:
-        model: as it was loaded.
+    """The scheme that the checkpoint itself uses, read from the config of the `model`. Applying it changes nothing.
 
     Raises:
-        UnsupportedModel: when the model has no rotary stack, or uses a type that no scheme here stands for.
+        UnsupportedModel: the model has no supported stack, or its rope_type is unknown.
     """
     return native_scheme_of(read_stacks(model)[0])
 
@@ -146,7 +143,7 @@ def native_scheme_of(stack: Stack) -> Scheme:
     """The scheme of one stack of a checkpoint.
 
     Raises:
-        UnsupportedModel: when it uses a type that no scheme here stands for.
+        UnsupportedModel: its rope_type is unknown.
     """
     return scheme_of_config(stack.config) if stack.rotary else cast(Scheme, stack.native)
 

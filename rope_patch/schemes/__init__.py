@@ -1,4 +1,4 @@
-"""Every scheme, one file per source. The import of a new one is its line here: it is registered and public then."""
+"""Every scheme, one file per source. To register and publish a new one, import it here."""
 
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.base import Scheme, Source

@@ -1,4 +1,4 @@
-"""ALiBi: a linear penalty on distance in place of any position."""
+"""ALiBi: a linear penalty on distance instead of position embeddings."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ class ALiBi(Scheme):
     """-slope_h |m - n|, added to the scaled scores; each head has its own horizon.
 
     Args:
-        slopes: one per head; default the published ones, 2^(-8 i / n) for n heads where n is a power of two, and for
-            other head counts those of the power below followed by every second one of the power above.
-        symmetric: for models that see both directions, where the penalty is the same on either side; default True
-            there, and only there.
-        learned: train the slopes, from the given or published ones on; all layers share them. The paper tried that
-            (section 3) and extrapolated less well, hence False by default. Nothing keeps a trained slope above zero:
-            below, its head prefers far keys.
+        slopes: one per head; default the published ones. For n heads, n a power of two, they are 2^(-8 i / n); other
+            head counts take the slopes of the power below, then every second one of the power above.
+        symmetric: apply the same penalty on both sides, for bidirectional models; default True for those only.
+        learned: train the slopes, starting from the given or published ones; all layers share them. The paper tried
+            this (section 3) and extrapolated less well, hence False by default. A trained slope may fall below zero;
+            its head then prefers far keys.
     """
 
     name = "alibi"

@@ -1,4 +1,4 @@
-"""Complex-order: a word is a wave, whose phase goes on with its position at a frequency of its own."""
+"""Complex-order: each word is a wave whose phase advances with its position at the word's own frequency."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 class ComplexOrder(Scheme):
     """Dimension j of a word at position k is r_j e^(i (omega_j k + phi_j)): a shift of the text turns it by omega_j.
 
-    The paper asks for a function of the position that a shift changes by a factor of the shift alone, and that stays
-    bounded; these waves are the only ones. Each word learns how fast its dimensions turn, so a word may depend on its
-    position much, little or not at all.
+    The paper requires a bounded function of the position that a shift multiplies by a factor of the shift alone. Only
+    these waves qualify. Each word learns how fast its dimensions turn, so a word may depend on its position much,
+    little or not at all.
 
-    The paper goes on with complex numbers in all layers, which then have twice the weights. Here the layers stay real
-    and the hidden size stays d: the word vector is read as d/2 complex numbers z_j = x_2j + i x_(2j+1), which bring
-    the amplitude |z_j| and a phase, and are turned. Without frequencies and phases it is the word vector itself.
+    In the paper all layers are complex and have twice the weights. Here the layers stay real and the hidden size stays
+    d: the word vector is read as d/2 complex numbers z_j = x_2j + i x_(2j+1), with amplitude |z_j| and a phase, and
+    these are rotated. With zero frequencies and phases the result is the word vector itself.
 
-    The released Transformers have no phases; here they are learned and start as zeros. They take a real vector for
-    the amplitudes of d complex numbers, whose frequencies are equal in pairs (2j, 2j+1): those are the pairs here.
+    The released Transformers have no phases; here they are learned and start at zero. The released code reads a real
+    vector as the amplitudes of d complex numbers with equal frequencies in pairs (2j, 2j+1); the pairs here are those.
 
     Args:
-        shared_words: one vector of frequencies and one of phases for all words. By default each word has its own, as
-            in the paper; together they are as large as the table of word vectors.
-        start: the frequencies that every word starts with: `"sinusoidal"`, b^(-2j/d) radians per token as released; or
-            `"zeros"`, where nothing turns yet and a pretrained model is as it was.
+        shared_words: use one vector of frequencies and one of phases for all words. By default each word has its own,
+            as in the paper; together they are as large as the table of word vectors.
+        start: initial frequencies of every word: `"sinusoidal"`, b^(-2j/d) radians per token, as released; or
+            `"zeros"`, which leaves a pretrained model unchanged.
         base: b of the sinusoidal start, 10000 as released.
     """
 
@@ -66,7 +66,7 @@ class ComplexOrder(Scheme):
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         d = shape.hidden_size
         if d % 2:
-            raise InvalidField(f"complex_order: {d} dimensions do not make complex numbers; an even number is expected")
+            raise InvalidField(f"complex_order: {d} dimensions cannot form complex numbers; an even number is required")
         phases = torch.zeros(1 if self.shared_words else shape.vocab_size, d // 2)
         if self.start == "zeros":
             return {"frequencies": phases.clone(), "phases": phases}
@@ -88,7 +88,7 @@ class ComplexOrder(Scheme):
             return table
         if ids is None:
             raise UnsupportedPositions(
-                "complex_order: each word has frequencies of its own, and the model was given vectors (inputs_embeds) "
+                "complex_order: each word has its own frequencies, but the model received vectors (inputs_embeds) "
                 "instead of token ids; shared_words=True needs no ids"
             )
         return torch.nn.functional.embedding(ids, table)

@@ -1,4 +1,4 @@
-"""Contextual positions: a token counts only if the query looks for such tokens."""
+"""Contextual positions: a token counts only if the query attends to such tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class CoPE(Scheme):
-    """Distance is the number of gates that are open from the key to the query, which need not be an integer.
+    """Distance is the sum of the gates from the key to the query, which need not be an integer.
 
-    The score of a pair opens the gate of its key, so that a head may count words or sentences instead of tokens. The
-    vector of a position between two integers is interpolated from theirs; the query is multiplied by the integer ones
-    first, so no pair has a vector of its own. Keys that a mask hides have their gates shut. All vectors start at zero.
+    The score of a pair opens the gate of its key, so a head may count words or sentences instead of tokens. A position
+    between two integers interpolates their vectors. The query is multiplied by the integer vectors first, so no pair
+    needs its own vector in memory. Masked keys have closed gates. All vectors start at zero.
 
     Args:
-        max_positions: vectors of each layer's table, which its heads share; default one per token of the training
-            length. Larger counts are taken for the last one; few are enough in the paper's experiments.
+        max_positions: vectors in each layer's table, shared by its heads; default one per token of the training
+            length. Larger counts are clipped to the last vector; the paper's experiments need only a few.
 
     As in the listing of the paper's appendix, gates read the scaled scores and the product of query and vector is not
-    scaled. Beside `RoPE()` the gates read the rotated scores.
+    scaled. With `RoPE()` listed as well, the gates read the rotated scores.
     """
 
     name = "cope"

@@ -14,18 +14,18 @@ from rope_patch.schemes.tools.positions import Constant, Periodic
 
 @dataclass(frozen=True)
 class DualChunkAttention(Scheme):
-    """Keys keep their place within a chunk; the query's place depends on how many chunks back it looks.
+    """Keys keep their position within a chunk; the query's position depends on how many chunks back it looks.
 
-    With the period s = chunk_size - local_window and r = m mod s the query stands at r for its own chunk, at
-    min(r + s, chunk_size) for the one before, so that neighbours across the border keep their distance, and at
+    The period is s = chunk_size - local_window, and r = m mod s. The query is at r for its own chunk, at
+    min(r + s, chunk_size) for the previous one, so that neighbours across the border keep their distance, and at
     min(2s - 1, chunk_size) for all earlier ones. No distance exceeds the chunk size. This is the released code. In the
-    paper (section 3, equations 3 to 6) the chunk itself is the period, s = chunk_size, and the window lies behind it:
-    with c = s + local_window the query stands at min(r + s, c - 1) and at c - 1. It reaches any `target` as it is.
+    paper (section 3, equations 3 to 6) the period is the chunk itself, s = chunk_size, and the window comes on top:
+    with c = s + local_window the query is at min(r + s, c - 1) and at c - 1. Any `target` is reached without changes.
 
     Args:
         chunk_size: in tokens, at least 2; default three quarters of the training length.
         local_window: in tokens, at least 1, and below chunk_size in the released form; default an eighth of the
-            training length, or what chunk_size leaves of it in the paper's form.
+            training length, or in the paper's form the training length minus chunk_size.
         constants: `"released"` or `"paper"`.
     """
 
@@ -68,7 +68,7 @@ class DualChunkAttention(Scheme):
 
     def segments(self) -> tuple[Region, ...]:
         if self.chunk_size is None or self.local_window is None:
-            raise ValueError("dca: resolve() has to fill in the chunk size first")
+            raise ValueError("dca: call resolve() first to fill in the chunk size")
         if self.constants == "paper":
             s, most = self.chunk_size, self.chunk_size + self.local_window - 1
             farthest = most

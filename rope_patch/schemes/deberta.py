@@ -1,4 +1,4 @@
-"""Disentangled attention, as in DeBERTa: content looks at positions, and positions look at content."""
+"""Disentangled attention, as in DeBERTa: content attends to positions, and positions attend to content."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ _TERMS = ("c2p", "p2c")
 
 @dataclass(frozen=True)
 class Disentangled(Scheme):
-    """One table of relative positions, projected once more as keys for the queries and as queries for the keys.
+    """One table of relative positions, projected to keys for the queries and to queries for the keys.
 
-    delta(m, n) = clip(m - n + k, 0, 2k - 1) is a row of that table. With t terms beside the content, every score is
-    divided by the root of (1 + t) d instead of d, so that sums of more terms grow no larger.
+    delta(m, n) = clip(m - n + k, 0, 2k - 1) is a row of that table. With t terms in addition to the content, scores are
+    divided by sqrt((1 + t) d) instead of sqrt(d), so that more terms do not make larger scores.
 
     Args:
         max_distance: k in tokens; default the training length, at most 512 as in the paper.
         terms: `"c2p"`, query and distance; `"p2c"`, key and distance; or both.
-        buckets: for k, as in DeBERTa v2 and v3 (256): half of them for single distances on either side, the rest for
-            distances up to `max_distance` at steps of the logarithm. None for single distances.
-        clamped: cut distances to `max_distance` - 1 before they are sorted into buckets, as the authors' later code
-            does; False as in Transformers, where keys farther after the query have one more row.
-        scaled: the root of (1 + t) d; False leaves the model's own scaling, to which a pretrained one is used.
+        buckets: replaces k, as in DeBERTa v2 and v3 (256): half of the buckets hold single distances on either side,
+            the rest hold distances up to `max_distance` at logarithmic steps. None for single distances.
+        clamped: clip distances to `max_distance` - 1 before bucketing, as the authors' later code does; False as in
+            Transformers, where later keys beyond that distance have one more row.
+        scaled: divide by sqrt((1 + t) d); False keeps the model's own scaling, which a pretrained model expects.
         released: p2c reads row delta(m, n), as all released code does; False for the paper's delta(n, m).
-        absolute_layers: of the last layers, at whose input the token's absolute position is added; 0 for none.
-        num_positions: how many absolute positions are learned; default the training length.
+        absolute_layers: number of last layers whose input gets the token's absolute position; 0 for none.
+        num_positions: number of learned absolute positions; default the training length.
 
-    All start at normal(0, 0.02); absolute positions, and the offset of projected queries, at zero. The projection of
-    keys has no offset: v2 has one, which no softmax sees. Left out: the norm of the table, and projections shared with
-    the content's, of v2 and v3.
+    Tables and projections start at normal(0, 0.02), absolute positions and the offset of projected queries at zero.
+    The projection of keys has no offset: v2 has one, but softmax cancels it. Two parts of v2 and v3 are left out: the
+    norm of the table, and projections shared with the content's.
 
     DeBERTa's decoder (EMD) runs its last layer twice, with absolute positions in the queries alone and the keys and
-    values of the layer before. Here they join the states that the last layers read, for queries, keys and values.
+    values of the previous layer. Here absolute positions are added to the input of the last layers, and so reach
+    queries, keys and values.
     """
 
     name = "deberta"
@@ -161,7 +162,7 @@ class Disentangled(Scheme):
 
 def _by_key(key: torch.Tensor, queries: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """<k_n, queries[rows(m, n)]>, `(batch, heads, q_len, kv_len)`, from queries `(heads, rows, head_dim)`."""
-    if rows.shape[1] == 1:  # a decoding step: a vector for each key is less than a product with every row
+    if rows.shape[1] == 1:  # a decoding step: one vector per key is cheaper than a product with every row
         return (key * queries[:, rows[:, 0]].transpose(0, 1)).sum(dim=-1)[:, :, None]
     products = key @ queries.transpose(-1, -2)
     places = rows.transpose(1, 2)[:, None].expand(*products.shape[:3], -1)

@@ -1,4 +1,4 @@
-"""FIRE: a small network of the distance, seen relative to how far the query could look."""
+"""FIRE: a small network of the distance relative to the query's position."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 _LEARNED = ("log_scale", "threshold_factor", "input_weight", "input_offset", "output_weight", "output_offset")
 
 _EPSILON = 1e-6
-"""Keeps the quotient finite; as in the paper's listing."""
+"""Keeps the quotient finite, as in the paper's listing."""
 
 
 @dataclass(frozen=True)
 class FIRE(Scheme):
     """A network learns the bias as a function of psi(m-n) / psi(max(m, threshold)), which lies between 0 and 1.
 
-    Divided by the query's own position, no distance lies outside of what the network has seen, however long the text;
-    the logarithm in psi keeps near distances apart, and the threshold leaves short texts their absolute distances.
-    With suitable weights it is T5's, ALiBi's or KERPLE's bias.
+    Dividing by the query's own position keeps every distance within the trained range, however long the text. The
+    logarithm in psi separates near distances, and the threshold preserves absolute distances in short texts. With
+    suitable weights it equals T5's, ALiBi's or KERPLE's bias.
 
     Args:
         width: of the hidden layer, 32 by default.
-        threshold: of the normaliser, in tokens, as it starts; 512 by default. A learned number multiplies it.
-        initial_scale: multiplies the last layer as it starts, so that a pretrained model changes little; 1 is the
+        threshold: initial threshold of the normaliser in tokens, 512 by default. A learned number multiplies it.
+        initial_scale: multiplies the initial last layer, so that a pretrained model changes little; 1 is the
             published start, for training from scratch. Above 0.
-        per_layer: a network for each layer, or one for all, the paper's FIRE-S.
+        per_layer: a network for each layer, or one for all (the paper's FIRE-S).
 
-    The remaining numbers, c = 0.1 as it starts and the 1e-6 in the quotient, are those of the listing in the paper's
-    appendix, and so is the start of both layers, uniform in plus and minus the root of 1 / inputs.
+    The initial c = 0.1, the 1e-6 in the quotient and the start of both layers, uniform in plus and minus
+    sqrt(1 / inputs), are those of the listing in the paper's appendix.
     """
 
     name = "fire"

@@ -16,31 +16,31 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class FLOATER(Scheme):
-    """The vector of a position is where a flow has carried an initial vector by then: p(t) = p(s) + int_s^t h(tau, p).
+    """A learned flow carries an initial vector along the positions: p(t) = p(s) + int_s^t h(tau, p).
 
-    The flow h is one small network with two layers, whatever the length of the text: what is learned is how to go on
-    from one position to the next, so there is a vector for every position. Here it is W_2 tanh([p, tau] W_1^T + b_1)
-    + b_2, whose speed is bounded, so that p grows no faster than the text beyond the trained length.
+    The flow h is one small network with two layers, whatever the length of the text. It learns the step from one
+    position to the next, so every position has a vector. Here it is W_2 tanh([p, tau] W_1^T + b_1) + b_2. Its speed is
+    bounded, so beyond the trained length p grows at most linearly with the text.
 
-    In the paper positions enter every block, the flow is common to all of them, and each block has an initial vector
-    of its own; that is `blocks`. The released code adds the vectors, one each for queries, keys and values, after the
-    projections, and keeps the sinusoids or the table at the input; here they are added to the states. It has ReLU for
-    tanh, feeds the time to both layers, five solver steps per token, and recomputes the path once in 400 updates.
+    In the paper positions enter every block, all blocks share the flow, and each block has its own initial vector;
+    `blocks` selects that. The released code adds the vectors, one each for queries, keys and values, after the
+    projections, and keeps the sinusoids or the table at the input; here they are added to the states. It uses ReLU
+    instead of tanh, feeds the time to both layers, takes five solver steps per token, and recomputes the path once in
+    400 updates.
 
-    The path is integrated anew at every call, from 0 to the largest position, one solver step after the other (a few
-    evaluations of h per position, all of which are kept for the gradients): a text of n tokens takes n steps, and a
-    token that is decoded at position m takes m of them. `"dopri5"` needs far fewer where the flow is smooth. With
-    `blocks`, every block pays that.
+    Every call integrates the path again from 0 to the largest position, step by step (a few evaluations of h per
+    position, all kept for the gradients): a text of n tokens takes n steps, and decoding a token at position m takes
+    m. `"dopri5"` needs far fewer where the flow is smooth. With `blocks`, every block pays that cost.
 
-    The number of steps follows from the values of the positions, so `torch.compile` leaves the path out of its graph.
+    The number of steps depends on the values of the positions, so `torch.compile` leaves the path out of its graph.
 
     Args:
         width: of the hidden layer of h; default the hidden size, as released.
         solver: of torchdiffeq: `"euler"`, `"midpoint"` or `"rk4"` with one step per token, or the adaptive
             `"dopri5"` (tolerances 1e-5 relative, 1e-6 absolute). Default `"rk4"`, as released for translation.
-        stride: time that passes per token, above 0; default 0.01, as released.
-        blocks: positions enter every block; default the first alone.
-        initial_std: standard deviation of the initial vectors, and the most that of h can be, to begin with; default
+        stride: time per token, above 0; default 0.01, as released.
+        blocks: add positions to every block; default the first block only.
+        initial_std: standard deviation of the initial vectors, and an upper bound for that of the initial h; default
             0.0001, which changes a pretrained model little. With zeros no gradient would reach W_1.
     """
 
@@ -77,7 +77,7 @@ class FLOATER(Scheme):
         return self.blocks
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
-        _odeint()  # what is missing is said before a model has changed
+        _odeint()  # a missing package raises before the model changes
         return self
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
@@ -95,7 +95,7 @@ class FLOATER(Scheme):
         x = tokens.states
         wide = torch.promote_types(x.dtype, torch.float32)
         initial, *theta = (weights[name].to(wide) for name in self.shared)
-        # its steps would be unrolled, and compiled anew for every length
+        # a compiler would unroll the steps and recompile for every length
         uncompiled = torch.compiler.disable(self._path)
         path = uncompiled(initial[tokens.block if self.blocks else 0], theta, int(tokens.positions.max()))
         return (x + rows_at(path, tokens.positions, self.name)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Fourier position embedding: of its two halves, the one that learns nothing."""
+"""Fourier position embedding: the half of it that learns nothing."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 
 @dataclass(frozen=True)
 class FoPECut(Scheme):
-    """Pairs that do not complete a turn within L tokens turn no more.
+    """Stop the rotation of pairs that do not complete a turn within L tokens.
 
-    Training showed only a part of their circle, so at longer distances they would meet angles that it never showed.
-    Without rotation they compare content alone, which holds at every distance. FoPE's other half, a Fourier series in
-    place of each pair, is not part of this.
+    Training covered only a part of their circle, so longer distances would bring unseen angles. Without rotation they
+    compare content alone, which works at every distance. FoPE's other half, which replaces each pair by a Fourier
+    series, is not included.
 
-    The paper trains with the cut. A model that was trained without it uses the slow pairs: on the embedded checkpoint
-    the loss at L rises from 2.114 to 2.876 nats per token, and at 4L it falls from 5.091 to 4.268, far above 2.079 of
+    The paper trains with the cut. A model trained without it uses the slow pairs: on the embedded checkpoint the loss
+    at L rises from 2.114 to 2.876 nats per token, and at 4L it falls from 5.091 to 4.268, far above the 2.079 of
     attention cut at L (12 windows, protocol `last`).
 
-    It cuts the frequencies of the scheme it is listed beside, of the checkpoint where it stands alone. A pair that this
-    scheme has slowed is cut where it no longer completes a turn; the released code cuts before it interpolates by
-    default, and has this order as an option.
+    It cuts the frequencies of the scheme listed with it, or of the checkpoint if it is listed alone. A pair that the
+    other scheme slows is cut if it no longer completes a turn. By default the released code cuts before it
+    interpolates; it offers this order as an option.
 
     Args:
         training_length: L in tokens; default from the checkpoint.
@@ -45,7 +45,7 @@ class FoPECut(Scheme):
     )
     regime = "fine-tune"
     refines = True
-    sweep = None  # made to be trained with
+    sweep = None  # needs training
 
     training_length: int | None = None
 

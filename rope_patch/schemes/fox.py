@@ -1,4 +1,4 @@
-"""The Forgetting Transformer: each token says how much of all earlier ones to forget."""
+"""The Forgetting Transformer: each token decides how much of all earlier ones to forget."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 class FoX(Scheme):
     """A forget gate between 0 and 1 for each token and head; a key's weight is multiplied by all gates after it.
 
-    The product of the gates from n + 1 to m is exp(c_m - c_n), c being the running sum of their logarithms, so it is a
-    bias that reads the text: a head keeps what it needs while its gates stay near 1, and drops the past at one token
-    whose gate is near 0. With the same gate at every token it is ALiBi with slope 1 / `horizon`. The paper uses no
-    rotation; `RoPE()` may be listed beside it.
+    The product of the gates from n + 1 to m is exp(c_m - c_n), where c is the running sum of their logarithms. It is a
+    bias that depends on the text: a head remembers while its gates stay near 1, and drops the past at a token whose
+    gate is near 0. With the same gate at every token it is ALiBi with slope 1 / `horizon`. The paper uses no rotation;
+    list `RoPE()` as well to keep the checkpoint's.
 
     Args:
-        horizon: after how many tokens weights have fallen by e as the gates start, at least 1; default the training
+        horizon: tokens after which the initial gates reduce a weight by the factor e, at least 1; default the training
             length, within which a pretrained model loses no key. All heads start with it.
-        initial_std: of the gate weights as they start; default 0, from which their gradient leads away.
+        initial_std: of the initial gate weights; default 0, where their gradient is not zero.
 
-    The released code starts with gate weights of normal(0, 0.02) and offsets of zero, gates of 1/2:
-    `horizon=1.4427, initial_std=0.02`, for training from scratch. Its gates that do not read the text start with
-    horizons in geometric progression over the heads, which is left out, and so are the norms, output gates and
-    shifts of its "Pro" block, and the pruning of forgotten keys.
+    The released code starts with gate weights of normal(0, 0.02) and offsets of zero, so gates of 1/2; use
+    `horizon=1.4427, initial_std=0.02` for training from scratch. Three parts of it are left out: gates that do not
+    read the text, with horizons in geometric progression over the heads; the norms, output gates and shifts of its
+    "Pro" block; and the pruning of forgotten keys.
     """
 
     name = "fox"
@@ -41,9 +41,9 @@ class FoX(Scheme):
         "https://arxiv.org/abs/2503.02130",
         "https://github.com/zhixuan-lin/forgetting-transformer",
     )
-    regime = "from-scratch"  # without `RoPE()`, nothing is left of the positions that a checkpoint knows
+    regime = "from-scratch"  # without `RoPE()`, a checkpoint loses all positions it knows
     causal_only = True
-    precise = ("gate_offset",)  # a long horizon lies in the last digits of a gate near 1
+    precise = ("gate_offset",)  # a long horizon depends on the last digits of a gate near 1
 
     horizon: float | None = None
     initial_std: float = 0.0

@@ -24,12 +24,12 @@ _PAPER = Source(
 
 @dataclass(frozen=True)
 class TruncatedBasis(Scheme):
-    """Pairs that complete a turn within t stay; slower ones get one common small frequency, the slowest none.
+    """Keep pairs that complete a turn within t, give slower ones one common small frequency, and stop the slowest.
 
-    The model meets no angle beyond t that it could not have met before, and no slow pair that it saw only part of.
+    Beyond t the model then meets no unseen angle and no slow pair of which it saw only a part.
 
     Args:
-        cutoff_length: t in tokens, at least 1; about the training length, and L with any `target`.
+        cutoff_length: t in tokens, at least 1, about the training length; with any `target`, L.
     """
 
     name = "giraffe"
@@ -58,11 +58,11 @@ class TruncatedBasis(Scheme):
 
 @dataclass(frozen=True)
 class PowerScaling(Scheme):
-    """Pairs are slowed the more, the slower they are: the fastest not at all, the slowest by (d/2)^k.
+    """Slow pairs the more, the slower they are: the fastest not at all, the slowest by (d/2)^k.
 
-    It slows the frequencies of the scheme it is listed beside, of the checkpoint where it stands alone: in the released
-    code, too, it may follow a division by a common factor (`pi+giraffe_power`). The index counts from 0, as it does
-    there; so no pair stops, as the last one would if it counted from 1.
+    It slows the frequencies of the scheme listed with it, or of the checkpoint if it is listed alone. The released code
+    can also divide by a common factor first (`pi+giraffe_power`). The index counts from 0, as it does there; counted
+    from 1, the last pair would stop.
 
     Args:
         power: k, above 0.
@@ -75,7 +75,7 @@ class PowerScaling(Scheme):
     source = _PAPER
     regime = "fine-tune"
     refines = True
-    sweep = None  # an exponent that its authors chose by training
+    sweep = None  # its authors chose the exponent by training
 
     power: float
 

@@ -1,4 +1,4 @@
-"""Hierarchical decomposition: a table of n learned positions read as two digits, which makes n^2 of them."""
+"""Hierarchical decomposition: two digits per position turn a table of n learned positions into n^2."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class Hierarchical(Scheme):
-    """Position (i-1) n + j is a mixture of two vectors, one for the block i and one for the place j in it.
+    """Position (i-1) n + j is a mixture of two vectors, one for block i and one for place j within it.
 
     The vectors u_i are chosen so that the first block is the checkpoint's own table: q_j = alpha u_1 + (1-alpha) u_j =
-    alpha p_1 + (p_j - alpha p_1) = p_j. Those n rows are taken over bit for bit, so texts within the training length
-    mean what they meant before. Every further row lies in the span of rows that the checkpoint knows.
+    alpha p_1 + (p_j - alpha p_1) = p_j. Those n rows are copied bit for bit, so texts within the training length keep
+    their meaning. All further rows lie in the span of the checkpoint's rows.
 
-    A model without a table learns the n = L rows; those of further positions are mixed as they are read, and train the
-    rows that they are mixed of. The post extends the trained table of BERT, so this form and its start are ours.
+    A model without a table learns the n = L rows. Rows of further positions are mixed when they are read, and train the
+    rows they are mixed from. The post extends BERT's trained table, so this form and its start are ours.
 
     Args:
-        alpha: weight of the block against the place in it, above 0 and below 1. At 0.5 the positions (i, j) and
-            (j, i) would be the same vector, so 0.5 is refused.
-        num_positions: how many positions there are, n to n^2; default n^2, with a `target` as many as that, at least n.
-            In a model that keeps a table of them, 512 rows of 768 numbers make 262,144 or 0.8 GB in float32: ask for
-            fewer where texts are shorter.
-        initial_std: standard deviation of the rows that a model without a table starts with; default 0, which leaves
-            the word vectors of a pretrained model as they are. Models that are trained from scratch start with 0.02.
+        alpha: weight of the block against the place within it, above 0 and below 1. At 0.5 the positions (i, j) and
+            (j, i) would share a vector, so 0.5 is refused.
+        num_positions: number of positions, n to n^2; default n^2; with a `target` that many, but at least n. In a model
+            that stores them in a table, 512 rows of 768 numbers grow to 262,144 or 0.8 GB in float32: set fewer where
+            texts are shorter.
+        initial_std: standard deviation of the initial rows in a model without a table; default 0, which leaves the word
+            vectors of a pretrained model unchanged. Models trained from scratch start with 0.02.
     """
 
     name = "hierarchical"
@@ -47,7 +47,7 @@ class Hierarchical(Scheme):
     absolute = True
     keeps_rows = True
     shared = ("base_positions",)
-    sweep = None  # for tables of positions, where attention cut at L is no reference
+    sweep = None  # for position tables, where attention cut at L is not a reference
 
     alpha: float = 0.4
     num_positions: int | None = None
@@ -64,8 +64,8 @@ class Hierarchical(Scheme):
         n = target.training_length
         if target.tokens > n * n:
             raise InvalidField(
-                f"hierarchical: target={target.tokens} is out of reach; {n} positions of the checkpoint decompose into "
-                f"{n * n} at most"
+                f"hierarchical: target={target.tokens} is out of reach; the checkpoint's {n} positions decompose into "
+                f"at most {n * n}"
             )
         return {"num_positions": max(target.tokens, n)}
 
@@ -88,11 +88,11 @@ class Hierarchical(Scheme):
         return self._mixture(native, places[: -(-rows // n), None], places).flatten(0, 1)[:rows]
 
     def _count(self, n: int) -> int:
-        """How many positions n rows make."""
+        """The number of positions that n rows form."""
         count = n * n if self.num_positions is None else self.num_positions
         if not n <= count <= n * n:
             raise InvalidField(
-                f"hierarchical: num_positions={count} is not allowed; {n} positions of the checkpoint "
+                f"hierarchical: num_positions={count} is not allowed; the checkpoint's {n} positions "
                 f"decompose into {n} to {n * n}"
             )
         return count
@@ -103,4 +103,4 @@ class Hierarchical(Scheme):
         first, of_block, of_place = (p[index].to(wide) for index in (0, block, place))
         u_block, u_place = ((row - self.alpha * first) / (1 - self.alpha) for row in (of_block, of_place))
         mixed = torch.add(self.alpha * u_block, (1 - self.alpha) * u_place)
-        return torch.where((block == 0)[..., None], of_place, mixed)  # what the equation says, without its rounding
+        return torch.where((block == 0)[..., None], of_place, mixed)  # equals the equation, without its rounding

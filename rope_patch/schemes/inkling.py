@@ -13,26 +13,25 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class Inkling(Scheme):
-    """The query's token chooses, head by head, how its scores depend on distance: a mixture of learned profiles.
+    """Each query token chooses per head how its scores depend on distance, as a mixture of learned profiles.
 
-    A layer learns `rank` profiles over the nearest `extent` distances; the state that enters attention is projected to
-    `rank` numbers per head, which mix them. Farther keys get no bias, so no distance is new in a longer text where
-    `extent` is below the training length; and nothing rotates. Products are made for `extent` distances per query and
-    head and then picked out by distance, so no pair has a vector of its own.
+    A layer learns `rank` profiles over the nearest `extent` distances. The state that enters attention is projected to
+    `rank` mixing weights per head. Farther keys get no bias, so a longer text brings no new distance if `extent` is
+    below the training length. Nothing rotates. Products are computed for `extent` distances per query and head and then
+    gathered by distance, so no pair needs its own vector.
 
     Args:
-        extent: nearest distances that have a bias, in tokens; 1024 by default, as in Transformers' config.
-        rank: number of profiles, 16 by default, likewise.
-        scale: a, of the growth of scores with the position; 0.1 by default, likewise.
-        floor: n0 in tokens: from there on scores and biases are multiplied by tau(m) = 1 + a ln((m+1) / n0). Default
-            none, without tau, likewise.
-        initial_scale: multiplies the profiles as they start, so that a pretrained model changes little; 1 is the
-            published start, for training from scratch. Above 0.
+        extent: number of nearest distances with a bias, in tokens; 1024 by default, as in Transformers' config.
+        rank: number of profiles; 16 by default, likewise.
+        scale: a, the growth of scores with the position; 0.1 by default, likewise.
+        floor: n0 in tokens. From there on scores and biases are multiplied by tau(m) = 1 + a ln((m+1) / n0). Default
+            None, without tau, likewise.
+        initial_scale: multiplies the initial profiles, so that a pretrained model changes little; 1 is the published
+            start, for training from scratch. Above 0.
 
-    `r_proj` and `rel_logits_proj` have the shapes of the parameters that Transformers keeps under these names
-    (`r_proj.weight`, `rel_logits_proj.proj`), and both start at normal(0, 0.02). Inkling gives its layers with a
-    window an extent of that window and no tau; here all layers are alike. tau follows positions, where Transformers
-    counts slots of the cache, pads included.
+    `r_proj` and `rel_logits_proj` have the shapes of Transformers' parameters `r_proj.weight` and
+    `rel_logits_proj.proj`, and both start at normal(0, 0.02). In Inkling, layers with a window have an extent of that
+    window and no tau; here all layers are alike. tau uses positions; Transformers counts cache slots, pads included.
     """
 
     name = "inkling"
@@ -44,7 +43,7 @@ class Inkling(Scheme):
         "https://huggingface.co/thinkingmachines/Inkling",
         "https://github.com/huggingface/transformers",
     )
-    regime = "from-scratch"  # without `RoPE()`, nothing is left of the positions that a checkpoint knows
+    regime = "from-scratch"  # without `RoPE()`, a checkpoint loses all positions it knows
     causal_only = True
 
     extent: int = 1024
@@ -80,7 +79,7 @@ class Inkling(Scheme):
 
     def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         if pairs.states is None:
-            raise ValueError("inkling: a bias of states wants those of the queries in pairs.states")
+            raise ValueError("inkling: pairs.states is missing; the bias is computed from the queries' states")
         dtype, distance = pairs.scores.dtype, pairs.distance[:, None]
         projection, profiles = (weights[name].to(dtype) for name in ("r_proj", "rel_logits_proj"))
         mixture = (pairs.states.to(dtype) @ projection.T).unflatten(-1, (-1, self.rank)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""KERPLE: learned kernels of the distance as biases."""
+"""KERPLE: learned distance kernels as biases."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from rope_patch.schemes.slots import ModelShape
 from rope_patch.typing import NO_WEIGHTS, Weights
 
 _FLOOR = 0.01
-"""The least r1 and r2 of the authors' code."""
+"""The minimum of r1 and r2 in the authors' code."""
 
 
 @dataclass(frozen=True)
 class KERPLE(Scheme):
-    """A penalty on distance whose strength r1 and shape r2 each head learns.
+    """A penalty on distance; each head learns its strength r1 and shape r2.
 
-    Both forms are conditionally positive definite: up to a constant, which no softmax sees, they are inner products of
-    positions, so adding them is a concatenation of positional features to queries and keys. The logarithm lets far
-    keys fade so slowly that longer texts still have a say; the power with r2 = 1 is ALiBi with learned slopes.
+    Both forms are conditionally positive definite: up to a constant, which softmax cancels, they are inner products of
+    positions, so adding them concatenates positional features to queries and keys. The logarithm fades so slowly that
+    far keys still count in longer texts; the power with r2 = 1 is ALiBi with learned slopes.
 
     Args:
-        variant: `"log"`, which the paper finds best, or `"power"`.
+        variant: `"log"`, the best in the paper, or `"power"`.
         initial_scale: multiplies the published start of r1, so that a pretrained model changes little; 1 is the
             published start, for training from scratch. Above 0.
-        per_layer: r1 and r2 of its own for each layer, as in the released code, or the same for all.
+        per_layer: separate r1 and r2 for each layer, as in the released code, or the same for all.
 
-    As in the released code r1 starts uniform in [0, 2] and r2 in [0, 1], for the power the other way round, and
-    neither falls below 0.01 (r1 below 0.01 `initial_scale`), nor does the power's r2 exceed 2. The released code
-    clamps the parameters themselves; here they are clamped where they are read, and gradients pass as if they were
-    not.
+    As in the released code, r1 starts uniform in [0, 2] and r2 in [0, 1]; for the power the ranges are swapped. Neither
+    falls below 0.01 (r1 below 0.01 `initial_scale`), and the power's r2 does not exceed 2. The released code clamps the
+    parameters themselves; here the values are clamped when read, and gradients ignore the clamp.
     """
 
     name = "kerple"
@@ -76,5 +75,5 @@ class KERPLE(Scheme):
 
 
 def _clamped(x: torch.Tensor, least: float, most: float | None = None) -> torch.Tensor:
-    """x within bounds, with the gradient of x itself, so that no bound holds a parameter for good."""
+    """x clamped, with the gradient of x itself, so that a parameter can leave a bound again."""
     return x + (x.clamp(least, most) - x).detach()

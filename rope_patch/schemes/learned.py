@@ -16,25 +16,25 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class Learned(Scheme):
-    """Row m of a table is added to the token at position m; past the last row there is nothing.
+    """Add row m of a table to the token at position m. Positions past the last row are an error.
 
-    Where a model has such a table, it is the checkpoint's own as long as no field says otherwise. New rows are drawn
-    from a normal distribution with the mean and the standard deviation of the checkpoint's rows in each dimension:
-    they disturb the layers above no more than the trained ones do, and they mean nothing until they are trained.
+    A model with such a table keeps the checkpoint's rows unless a field changes them. New rows are drawn from a normal
+    distribution with the checkpoint's mean and standard deviation in each dimension: they disturb the layers above no
+    more than the trained rows do, and they carry no information until they are trained.
 
-    Where a model has none, it gets one. Its rows start as zeros, which leaves the word vectors of a pretrained model
-    as they are; gradients reach every row that is read all the same.
+    A model without a table gets one. Its rows start at zero, which leaves the word vectors of a pretrained model
+    unchanged; gradients still reach every row that is read.
 
     Args:
-        num_positions: rows of a new table, which stands in the place of the checkpoint's own if there is one; default
-            as many as the checkpoint has, or L where there is none.
-        extend: keep the checkpoint's n rows and add random ones after them, so that the table has `extend` rows in
-            all; `extend=1024` lets a checkpoint of 512 positions be fine-tuned on texts of 1024 tokens.
-        seed: of the random rows beside or in the place of the checkpoint's own.
-        initial_std: standard deviation of the rows that a model without a table starts with. Models that are trained
-            from scratch start with 0.02, as BERT and GPT-2 did; default 0.
+        num_positions: rows of a new table, which replaces the checkpoint's own if there is one; default as many as the
+            checkpoint has, or L without a table.
+        extend: keep the checkpoint's n rows and append random ones up to `extend` rows in total; `extend=1024` lets you
+            fine-tune a checkpoint of 512 positions on texts of 1024 tokens.
+        seed: of the random rows.
+        initial_std: standard deviation of the initial rows in a model without a table; default 0. Models trained from
+            scratch start with 0.02, as BERT and GPT-2 did.
 
-    With a `target` beyond the checkpoint's rows, `extend` is the target; `num_positions` where there is no table.
+    A `target` beyond the checkpoint's rows sets `extend`, or `num_positions` in a model without a table.
     """
 
     name = "learned"
@@ -64,7 +64,7 @@ class Learned(Scheme):
         if self.num_positions is not None and self.extend is not None:
             raise InvalidField(
                 f"learned: num_positions={self.num_positions} and extend={self.extend} exclude each other: "
-                "the first replaces the checkpoint's rows, the second keeps them"
+                "num_positions replaces the checkpoint's rows, extend keeps them"
             )
 
     @classmethod
@@ -80,8 +80,8 @@ class Learned(Scheme):
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         if self.extend is not None:
             raise InvalidField(
-                f"learned: extend={self.extend} is not allowed; this model has no table of positions whose rows could "
-                f"be kept, num_positions={self.extend} gives it one"
+                f"learned: extend={self.extend} is not allowed; this model has no position table to extend; use "
+                f"num_positions={self.extend} to add one"
             )
         size = (self.num_positions or shape.training_length, shape.hidden_size)
         return {"position_embeddings": self.initial_std * torch.randn(size, generator=random)}
@@ -97,13 +97,13 @@ class Learned(Scheme):
             return native
         if self.extend <= len(native):
             raise InvalidField(
-                f"learned: extend={self.extend} is not allowed; the checkpoint has {len(native)} positions, "
-                "extend must be more"
+                f"learned: extend={self.extend} is not allowed; it must be above the checkpoint's {len(native)} "
+                "positions"
             )
         return torch.cat([native, self._random_rows(self.extend - len(native), native)])
 
     def _random_rows(self, count: int, like: torch.Tensor) -> torch.Tensor:
-        # drawn on the CPU, so that a seed means the same rows on every device
+        # drawn on the CPU, so that a seed gives the same rows on every device
         noise = torch.randn(count, like.shape[1], generator=torch.Generator().manual_seed(self.seed))
         wide = like.float()
         return (wide.mean(dim=0) + wide.std(dim=0, correction=0) * noise.to(wide.device)).to(like.dtype)

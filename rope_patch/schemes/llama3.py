@@ -17,13 +17,12 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 
 @dataclass(frozen=True)
 class Llama3Scaling(Scheme):
-    """Pairs with short wavelengths stay, those with long ones are divided by k, and a linear blend leads across.
+    """Keep pairs with short wavelengths, divide those with long ones by k, and blend linearly in between.
 
     Args:
-        factor: k, at least 1; with a `target` of l tokens l / L. Both took the checkpoint to 16 L: 8 in Llama 3.1, 32
-            in Llama 3.2.
-        low_freq_factor: wavelengths above L / this are divided by k; 1 in Llama 3.1.
-        high_freq_factor: wavelengths below L / this stay; 4 in Llama 3.1; above low_freq_factor.
+        factor: k, at least 1; with a `target` of l tokens, l / L. Llama 3.1 (8) and Llama 3.2 (32) both reach 16 L.
+        low_freq_factor: frequencies of wavelengths above L / low_freq_factor are divided by k; 1 in Llama 3.1.
+        high_freq_factor: wavelengths below L / high_freq_factor stay; 4 in Llama 3.1; above low_freq_factor.
         original_max_position_embeddings: L in tokens; default from the checkpoint; 8192 in Llama 3.1.
     """
 

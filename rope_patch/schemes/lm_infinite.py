@@ -12,11 +12,11 @@ from rope_patch.schemes.tools.positions import Constant, Identity
 
 @dataclass(frozen=True)
 class LMInfinite(Scheme):
-    """Attend a local window and the first few tokens, which carry what the softmax needs as a rest, and cap distances.
+    """Attend to a local window and the first few tokens, which serve as attention sinks, and cap distances.
 
     Args:
-        local_window: w in tokens, at least 1; with any `target` L, the paper's limit of distances.
-        n_global: how many tokens at the start stay visible, at least 0.
+        local_window: w in tokens, at least 1; with any `target`, L, the paper's limit of distances.
+        n_global: number of tokens at the start that stay visible, at least 0.
     """
 
     name = "lm_infinite"

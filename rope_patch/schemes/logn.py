@@ -1,4 +1,4 @@
-"""Log-n scaling of the query, and the forms of it that models of 2025 and 2026 were trained with."""
+"""Log-n scaling of the query, including the forms that models of 2025 and 2026 were trained with."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class LogN(Scheme):
     """Sharpen attention with the log of the context, so that its entropy does not grow with the number of keys.
 
     Args:
-        training_length: L in tokens, at least 2; default from the checkpoint. Positions below L are left alone.
-        clip: max(1, ln(m+1) / ln L) for use without training; without it ln(m+1) / ln L, the form to train with.
-        form: `"clip"` is the above. The others are the temperatures of models: `"llama4"` grows in steps at m = n0 - 1,
-            2 n0 - 1, ...; `"mistral"` (Ministral 3, Mistral 4) at n0, 2 n0, ...; and `"inkling"` grows smoothly from
-            n0 on. Llama 4 has it on its layers without rotation alone.
-        scale: a of those models, above 0; default 0.1, which is theirs.
-        floor: n0 of those models in tokens, at least 1; default the checkpoint's L. Llama 4 has 8192.
+        training_length: L in tokens, at least 2; default from the checkpoint. Positions below L are unchanged.
+        clip: use max(1, ln(m+1) / ln L), the form without training; False for ln(m+1) / ln L, the form to train with.
+        form: `"clip"` is the form above. The others are temperatures of models: `"llama4"` grows in steps at
+            m = n0 - 1, 2 n0 - 1, ...; `"mistral"` (Ministral 3, Mistral 4) at n0, 2 n0, ...; and `"inkling"` grows
+            smoothly from n0. Llama 4 applies it only to its layers without rotation.
+        scale: a of those models, above 0; default 0.1, their value.
+        floor: n0 of those models in tokens, at least 1; default the checkpoint's L. Llama 4 uses 8192.
 
-    The formulas of the models are those of Transformers 5.23.
+    The models' formulas are those of Transformers 5.23.
     """
 
     name = "logn"
@@ -84,11 +84,11 @@ class LogN(Scheme):
             scale = count.float().log() / math.log(self.training_length)
             return (scale.clamp(min=1.0) if self.clip else scale)[None]
         if self.scale is None or self.floor is None:
-            raise ValueError("logn: resolve() has to fill in what depends on the training length first")
+            raise ValueError("logn: call resolve() first to fill in the training length")
         if self.form == "inkling":
             grown = (count.float() / self.floor).clamp(min=1.0).log()
         else:
-            # whole numbers: in float32 a position beyond 2^24 might fall on the other side of a step
+            # integers: in float32 a position beyond 2^24 might fall on the wrong side of a step
             steps = (count if self.form == "llama4" else positions).div(self.floor, rounding_mode="floor")
             grown = steps.float().log1p()
         return (1 + self.scale * grown)[None]

@@ -18,16 +18,16 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 
 @dataclass(frozen=True)
 class LongRoPE(Scheme):
-    """Each pair is slowed by its own factor: one list for texts up to L, another for longer ones.
+    """Slow each pair by its own factor, from one list for texts up to L and another for longer ones.
 
     Args:
-        short_factor, long_factor: one number above 0 per pair (d/2).
-        factor: k for the temperature, at least 1; default the checkpoint's longest length over L, with a `target` of l
-            tokens l / L. The lists are found by search and have to be given.
+        short_factor, long_factor: one number above 0 per pair (d/2), found by search; there is no default.
+        factor: k for the temperature, at least 1; default the checkpoint's maximum length over L; with a `target` of l
+            tokens, l / L.
         attention_factor: multiplies cos and sin; default sqrt(1 + ln k / ln L).
         original_max_position_embeddings: L in tokens; default from the checkpoint.
-        length: a length in tokens that decides between the lists for a whole request; default: follow each text.
-        learned: each layer trains the factors, from the given ones on; with `length` those of one list alone.
+        length: a length in tokens that selects the list for a whole request; default: the length of each text.
+        learned: each layer trains the factors, starting from the given ones; with `length`, only those of one list.
     """
 
     name = "longrope"
@@ -43,7 +43,7 @@ class LongRoPE(Scheme):
     aliases = ("su",)
     rope_type = "longrope"
     precise = ("short_factor", "long_factor")
-    sweep = None  # a factor for every pair, which its authors search for by themselves
+    sweep = None  # its authors search for a factor per pair, which no sweep does
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
@@ -113,7 +113,7 @@ class LongRoPE(Scheme):
         return Frequencies(torch.where(is_long, long.to(length.device), short.to(length.device)), temperature)
 
     def _slowed(self, rotary: RotarySpec, name: str, weights: Weights) -> torch.Tensor:
-        """theta_i / lambda_i by the list of this name, or what became of it in training."""
+        """theta_i / lambda_i with the list of this name, or its trained values."""
         period = periods(rotary.dim, rotary.base)
         factors = weights[name].float() if name in weights else torch.tensor(getattr(self, name))
         return 1.0 / (factors * period.to(factors.device))
@@ -134,7 +134,7 @@ class LongRoPE(Scheme):
             raise NotExpressible("longrope: Transformers' longrope cannot be fixed to one length")
         if self.learned:
             raise NotExpressible("longrope: the factors of Transformers' longrope are the same in all layers")
-        said = super().rope_parameters(rotary)
-        del said["learned"]
+        parameters = super().rope_parameters(rotary)
+        del parameters["learned"]
         trained = self.original_max_position_embeddings or rotary.training_length
-        return {**said, "original_max_position_embeddings": trained}
+        return {**parameters, "original_max_position_embeddings": trained}

@@ -1,4 +1,4 @@
-"""Multiplicative positions: a learned vector that the token is multiplied by."""
+"""Multiplicative positions: a learned vector multiplies the token."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class Multiplicative(Scheme):
-    """Each dimension of the token at position m is multiplied by that dimension of row m of a table.
+    """Multiply the token at position m by row m of a table, dimension by dimension.
 
-    A sum x_m + p_m keeps the word and the place apart until the first projection; a product makes the place change
-    what the word says, and leaves a word of zeros without a place. The rows start as ones, so nothing changes before
-    they are trained. Past the last row there is nothing.
+    A sum x_m + p_m keeps word and position apart until the first projection. A product lets the position change the
+    word's meaning, and gives a zero vector no position. The rows start at one, so nothing changes before training.
+    Positions past the last row are an error.
 
-    The post proposes the product beside the sum, without a start or an experiment of its own: the start is ours.
+    The post proposes the product as an alternative to the sum, without a start or an experiment; the start is ours.
 
     Args:
-        num_positions: rows of the table; default L, with a `target` as many as that, at least L.
+        num_positions: rows of the table; default L; with a `target` that many, but at least L.
     """
 
     name = "multiplicative"

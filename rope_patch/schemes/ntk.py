@@ -1,4 +1,4 @@
-"""Scaling the base: NTK-aware, by an explicit base, and by the current length."""
+"""Scale the base: NTK-aware, to an explicit base, or with the current length."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 class NTKScaling(Scheme):
     """Raise the base so that the fastest pair stays and the slowest is slowed by exactly k.
 
-    Fast pairs tell neighbours apart and must not be squeezed; slow pairs tell far from near and must not leave the
-    angles they were trained on. Changing the base does both, and spreads the change evenly between.
+    Fast pairs distinguish neighbours and must not be squeezed; slow pairs distinguish far from near and must stay
+    within their trained angles. Changing the base does both, and spreads the change evenly over the pairs in between.
 
     Args:
-        factor: k, at least 1; with a `target` of l tokens l / L, which keeps the slowest pair, and it alone, at the
-            angles of L tokens. A sweep tries 2 l / L first (docs/sweep.md).
-        variant: `"fixed"` is b k^(d/(d-2)), the slowest pair divided by exactly k; `"old"` is b k, the first form of
-            Su's posts, whose slowest pair is divided by k^((d-2)/d) only.
+        factor: k, at least 1; with a `target` of l tokens, l / L, which keeps only the slowest pair within the angles
+            of L tokens. A sweep tries 2 l / L first (docs/sweep.md).
+        variant: `"fixed"` is b k^(d/(d-2)), which divides the slowest pair by exactly k; `"old"` is b k, the first form
+            of Su's posts, which divides it only by k^((d-2)/d).
     """
 
     name = "ntk"
@@ -53,10 +53,10 @@ class NTKScaling(Scheme):
         return {"factor": target.factor()}
 
     def base(self, rotary: RotarySpec) -> float:
-        """The raised base, of the width and the base of `rotary`: all that `rope_parameters` need to say this scheme.
+        """The raised base for the width and the base of `rotary`; `rope_parameters` need nothing else.
 
         Raises:
-            InvalidField: it rotates one pair of dimensions alone.
+            InvalidField: the checkpoint rotates only one pair of dimensions.
         """
         exponent = _exponent(self.name, rotary) if self.variant == "fixed" else 1.0
         return rotary.base * self.factor**exponent
@@ -70,7 +70,7 @@ class NTKScaling(Scheme):
 
 @dataclass(frozen=True)
 class AdjustedBase(Scheme):
-    """Another base, as chosen by who trained or will fine-tune: 500,000 for Llama 2 Long, 1,000,000 for Code Llama.
+    """Replace the base by the one to fine-tune with: 500,000 for Llama 2 Long, 1,000,000 for Code Llama.
 
     Args:
         base: the new `rope_theta`, above 0.
@@ -82,7 +82,7 @@ class AdjustedBase(Scheme):
     equation = "b <- base"
     source = Source("Effective Long-Context Scaling of Foundation Models", 2023, "https://arxiv.org/abs/2309.16039")
     regime = "fine-tune"
-    sweep = None  # a base of its own for every checkpoint; `ntk` tries those that a factor gives
+    sweep = None  # every checkpoint needs its own base; `ntk` tries those that follow from a factor
 
     base: float
 
@@ -100,15 +100,15 @@ class AdjustedBase(Scheme):
 class DynamicNTK(Scheme):
     """NTK scaling by the current length l of each row: plain RoPE up to L, a growing base beyond.
 
-    A pure function of the length: it holds no state between calls and couples no rows. Transformers' own `dynamic`
-    keeps the largest base it ever saw. Decoding with a cache can still not equal recomputation in a deep model,
-    because older hidden states were made under the old base. It reaches any `target` as it is.
+    It is a pure function of the length, without state between calls or coupling between rows; Transformers' `dynamic`
+    keeps the largest base it ever saw. In a deep model, cached decoding still differs from recomputation, because
+    older hidden states were computed under the old base. Any `target` is reached without changes.
 
     Args:
         factor: f, at least 1.
         original_max_position_embeddings: L in tokens; default from the checkpoint.
-        length: a length in tokens to scale for, whatever the text's length is: the way to keep one base for a whole
-            request. Default: follow the text.
+        length: a fixed length in tokens to scale for, which keeps one base for a whole request; default: the length of
+            each text.
     """
 
     name = "dynamic_ntk"
@@ -156,14 +156,14 @@ class DynamicNTK(Scheme):
             raise NotExpressible("dynamic_ntk: Transformers' dynamic type cannot be fixed to one length")
         if self.original_max_position_embeddings not in (None, rotary.training_length):
             raise NotExpressible(
-                f"dynamic_ntk: Transformers' dynamic type takes L = {rotary.training_length} from the config, "
+                f"dynamic_ntk: Transformers' dynamic type reads L = {rotary.training_length} from the config, "
                 f"not {self.original_max_position_embeddings}"
             )
         return {"rope_type": "dynamic", "factor": self.factor}
 
 
 def _exponent(name: str, rotary: RotarySpec) -> float:
-    """d / (d - 2), by which the slowest pair becomes slower by the factor, whatever the number of pairs."""
+    """d / (d - 2): with it the slowest pair is slowed by exactly the factor, for any number of pairs."""
     if rotary.dim == 2:
-        raise InvalidField(f"{name} needs several pairs of dimensions, and this checkpoint rotates one alone")
+        raise InvalidField(f"{name} needs several pairs of dimensions; this checkpoint rotates only one")
     return rotary.dim / (rotary.dim - 2)

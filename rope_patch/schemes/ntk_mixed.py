@@ -1,4 +1,4 @@
-"""NTK-RoPE-mixed: a smoothly growing share of the interpolation."""
+"""NTK-RoPE-mixed: interpolation that grows smoothly from fast to slow pairs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 
 @dataclass(frozen=True)
 class NTKMixed(Scheme):
-    """Every pair is slowed by its own factor, from almost 1 for the fastest to exactly k for the slowest.
+    """Slow every pair by its own factor, from almost 1 for the fastest to exactly k for the slowest.
 
-    In the digits of a mixed base, the factors of all digits multiply to k; letting them grow with a power of the
-    index below 1 spends more of them on the fast pairs than one common base does.
+    In a number system of mixed bases, the factors of all digits multiply to k. If they grow with a power of the index
+    below 1, the fast pairs get a larger share than under one common base.
 
     Args:
-        factor: k, at least 1; with a `target` of l tokens l / L, as in the post.
+        factor: k, at least 1; with a `target` of l tokens, l / L, as in the post.
         exponent: of the index, above 0; 0.625 in the post, 0.75 in the released code.
     """
 

@@ -1,4 +1,4 @@
-"""A scheme for each layer, and the mixtures of layers that have names."""
+"""A scheme for each layer, and named mixtures of layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rope_patch.schemes.registry import as_scheme, get_scheme, register_form, sc
 from rope_patch.schemes.slots import Checkpoint
 
 REST = "rest"
-"""The selector of all layers that no other one selects."""
+"""Selects all layers that no other selector selects."""
 
 _SLICE = re.compile(r"-?\d*:-?\d*(:\d*)?")
 _RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
@@ -21,19 +21,19 @@ _RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 class PerLayer(Scheme):
     """A scheme for each layer of a stack.
 
-    Layers that are named are changed even where `patch` leaves such layers alone: inside a sliding window, and where
-    they do not rotate, as far as the scheme needs no rotation.
+    A selected layer is changed even if `patch` alone would skip it: a layer with a sliding window, or a layer without
+    rotation if the scheme needs none.
 
     Args:
-        schemes: selector to a scheme, or its name, a list of them to compose, or None for layers to leave as they are.
-            A selector is a slice (`"3::4"`), indices and ranges (`"0-2,5"`, both ends included), a layer type of the
-            config (`"full_attention"`; without types in the config, that or `"sliding_attention"`) or `"rest"`.
+        schemes: maps a selector to a scheme, a scheme's name, a list of these to compose, or None to leave the layers
+            unchanged. A selector is a slice (`"3::4"`), indices and ranges (`"0-2,5"`, both ends included), a layer
+            type of the config (`"full_attention"`; without types in the config, that or `"sliding_attention"`) or
+            `"rest"`.
 
-    As text it is `layers:[3::4=nope+logn;rest=rerope:window=512]`, with `none` for None.
+    The text form is `layers:[3::4=nope+logn;rest=rerope:window=512]`, with `none` for None.
 
     Raises:
-        InvalidField: something is no selector or no scheme. Whether selectors are disjoint and complete is known, and
-            checked, where there is a model.
+        InvalidField: a selector or a scheme is invalid. `patch` checks that selectors are disjoint and complete.
 
     Example:
         >>> patch(model, PerLayer({"3::4": [NoPE(), LogN()], "rest": ReRoPE(window=512)}))
@@ -45,16 +45,16 @@ class PerLayer(Scheme):
         "Rope to Nope and Back Again: A New Hybrid Attention Strategy", 2025, "https://arxiv.org/abs/2501.18795"
     )
     by_layer = True
-    sweep = None  # a mixture is designed
+    sweep = None  # mixtures are designed by hand
 
     def __init__(self, schemes: Mapping[str | int, str | Scheme | Sequence[str | Scheme] | None]) -> None:
         if not isinstance(schemes, Mapping) or not schemes:
             raise InvalidField(f"PerLayer: {schemes!r} is not allowed; a dict of selectors and schemes is expected")
         self._schemes = {_selector(selector): _scheme(scheme) for selector, scheme in schemes.items()}
         if len(self._schemes) < len(schemes):
-            raise InvalidField(f"PerLayer: a selector is given twice: {', '.join(map(str, schemes))}")
+            raise InvalidField(f"PerLayer: duplicate selector in {', '.join(map(str, schemes))}")
         if not self._inner:
-            raise InvalidField(f"PerLayer: every selector of {self} has None, which leaves the model as it is")
+            raise InvalidField(f"PerLayer: every selector of {self} is None, which changes nothing")
 
     @property
     def _inner(self) -> tuple[Scheme, ...]:
@@ -62,38 +62,38 @@ class PerLayer(Scheme):
 
     @classmethod
     def from_text(cls, text: str) -> PerLayer:
-        """The mixture that a text spells.
+        """Parse the text form.
 
         Args:
-            text: `[selector=scheme;...]`, with `none` for layers to leave as they are.
+            text: `[selector=scheme;...]`, with `none` for layers to leave unchanged.
 
         Raises:
-            InvalidField, UnknownScheme, SlotConflict: it spells none.
+            InvalidField, UnknownScheme, SlotConflict: the text is invalid.
         """
         if not (text.startswith("[") and text.endswith("]")):
-            raise InvalidField(f"layers:{text} is not of the form layers:[selector=scheme;...]")
+            raise InvalidField(f"layers:{text} does not have the form layers:[selector=scheme;...]")
         schemes: dict[str | int, str | Scheme | Sequence[str | Scheme] | None] = {}
         for item in filter(None, split_outside_brackets(text[1:-1], ";")):
             selector, equals, spec = (part.strip() for part in item.partition("="))
             if not equals:
-                raise InvalidField(f"{item!r} in layers:{text} is not of the form selector=scheme")
+                raise InvalidField(f"{item!r} in layers:{text} does not have the form selector=scheme")
             if selector in schemes:
-                raise InvalidField(f"layers:{text} gives the selector {selector!r} twice; each is allowed once")
+                raise InvalidField(f"layers:{text} contains the selector {selector!r} twice; each is allowed once")
             schemes[selector] = None if spec.lower() in ("none", "null") else spec
         return cls(schemes)
 
     @classmethod
     def from_fields(cls, layers: Any = None) -> PerLayer:
-        """The mixture of a saved dict.
+        """Build the mixture from a saved dict.
 
         Args:
-            layers: selector to the dict of a scheme, or to None.
+            layers: maps a selector to the dict of a scheme, or to None.
 
         Raises:
-            InvalidField, UnknownScheme, SlotConflict: it describes none.
+            InvalidField, UnknownScheme, SlotConflict: the dict is invalid.
         """
         if not isinstance(layers, dict):
-            raise InvalidField(f"layers={layers!r} describes no schemes by layer; a dict by selector is expected")
+            raise InvalidField(f"layers={layers!r} is not allowed; a dict from selectors to schemes is expected")
         return cls({key: None if value is None else scheme_from_dict(value) for key, value in layers.items()})
 
     def of_layers(self, kinds: Mapping[int, str], num_layers: int) -> dict[int, Scheme | None]:
@@ -102,11 +102,11 @@ class PerLayer(Scheme):
             chosen = _chosen(selector, kinds, num_layers)
             if twice := [index for index in chosen if index in found]:
                 others = ", ".join(dict.fromkeys(repr(found[index][0]) for index in twice))
-                raise InvalidField(f"{self}: {_named(twice)} chosen by {others} and by {selector!r}; choose each once")
+                raise InvalidField(f"{self}: {_named(twice)} selected by {others} and {selector!r}; select each once")
             found |= dict.fromkeys(chosen, (selector, scheme))
         rest = [index for index in kinds if index not in found]
         if rest and REST not in self._schemes:
-            raise InvalidField(f"{self}: {_named(rest)} chosen by no selector; add one, or 'rest' (None leaves them)")
+            raise InvalidField(f"{self}: {_named(rest)} not selected; add a selector, or 'rest' (None: unchanged)")
         return {index: found[index][1] if index in found else self._schemes[REST] for index in kinds}
 
     def reach(self, checkpoint: Checkpoint) -> Scheme:
@@ -157,8 +157,8 @@ def _selector(selector: Any) -> str:
     allowed = _SLICE.fullmatch(text) or _RANGES.fullmatch(text) or re.fullmatch(r"[A-Za-z]\w*", text)
     if not allowed or text.endswith(":0"):
         raise InvalidField(
-            f"PerLayer: {selector!r} selects no layers; a slice ('3::4'), indices and ranges ('0-2,5'), a layer type "
-            "of the config ('full_attention') and 'rest' do"
+            f"PerLayer: {selector!r} is not a selector; a slice ('3::4'), indices and ranges ('0-2,5'), a layer type "
+            "of the config ('full_attention') or 'rest' is expected"
         )
     return text
 
@@ -168,15 +168,15 @@ def _scheme(given: Any) -> Scheme | None:
         return None
     schemes = [given] if isinstance(given, (str, Scheme)) else given
     if not isinstance(schemes, Sequence) or not all(isinstance(scheme, (str, Scheme)) for scheme in schemes):
-        raise InvalidField(f"PerLayer: {given!r} is not allowed; a scheme, its name, a list of them, or None is")
+        raise InvalidField(f"PerLayer: {given!r} is not allowed; a scheme, its name, a list of them or None is")
     scheme = as_scheme(schemes, {})
     if scheme.by_layer:
-        raise InvalidField(f"PerLayer: {scheme} is a scheme by layer itself; give its layers here")
+        raise InvalidField(f"PerLayer: {scheme} is itself a scheme by layer; list its layers here instead")
     return scheme
 
 
 def _chosen(selector: str, kinds: Mapping[int, str], num_layers: int) -> list[int]:
-    """The layers that attend and that a selector other than `rest` chooses."""
+    """The attention layers that a selector other than `rest` selects."""
     if selector == REST:
         return []
     if _SLICE.fullmatch(selector):
@@ -189,14 +189,14 @@ def _chosen(selector: str, kinds: Mapping[int, str], num_layers: int) -> list[in
         chosen = [index for index, kind in kinds.items() if kind == selector]
         if not chosen:
             allowed = did_you_mean(selector, list(dict.fromkeys(kinds.values())))
-            raise InvalidField(f"PerLayer: no layer of this model is of the type {selector!r}; {allowed}")
+            raise InvalidField(f"PerLayer: no layer of this model has the type {selector!r}; {allowed}")
     found = [index for index in chosen if index in kinds]
     if missing := [index for index in chosen if index >= num_layers]:
         raise InvalidField(
             f"PerLayer: {selector!r} names layers {_listed(missing)}; the stack has {num_layers}, from 0"
         )
     if not found:
-        raise InvalidField(f"PerLayer: {selector!r} selects no layer that attends; those are {_listed(kinds)}")
+        raise InvalidField(f"PerLayer: {selector!r} selects no attention layer; those are {_listed(kinds)}")
     return found
 
 
@@ -209,10 +209,10 @@ def _listed(indices: Iterable[int]) -> str:
 
 
 def hwfa(every: int = 4, window: int | None = None) -> PerLayer:
-    """Windows with RoPE, and every k-th layer full, without a rotation, under log-n (HWFA).
+    """Windows with RoPE; every k-th layer full, without rotation, under log-n (HWFA).
 
-    Positions come from the windows; the full layers, which see no position, have no distance to extrapolate. For models
-    that are trained so. Source: kexue.fm/archives/9603 (the last layer full) and 9731 (every k-th).
+    Positions come from the windows; the full layers use no positions, so they have no distance to extrapolate. For
+    models trained this way. Source: kexue.fm/archives/9603 (the last layer full) and 9731 (every k-th).
 
     Args:
         every: k, at least 2.
@@ -222,7 +222,7 @@ def hwfa(every: int = 4, window: int | None = None) -> PerLayer:
 
 
 def rnope_swa(every: int = 4, window: int = 4096) -> PerLayer:
-    """Windows with RoPE, and every k-th layer full without a rotation (RNoPE-SWA; 2501.18795, section 4).
+    """Windows with RoPE; every k-th layer full, without rotation (RNoPE-SWA; 2501.18795, section 4).
 
     Args:
         every: k, at least 2; 4 in the paper.
@@ -232,7 +232,7 @@ def rnope_swa(every: int = 4, window: int = 4096) -> PerLayer:
 
 
 def full_layers(**fields: Any) -> PerLayer:
-    """YaRN on the layers of full attention alone; those with a sliding window, and without a rotation, stay.
+    """YaRN on layers with full attention only; layers with a sliding window or without rotation stay unchanged.
 
     Args:
         **fields: of `yarn`, such as `factor` or `target`.

@@ -13,11 +13,11 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 
 @dataclass(frozen=True)
 class PositionInterpolation(Scheme):
-    """Squeeze k L positions into the L that were trained: every angle has been seen, neighbours come k times closer.
+    """Squeeze k L positions into the L trained ones: no angle is new, but neighbours are k times closer.
 
     Args:
-        factor: k, the target length over the training length, at least 1; with a `target` of l tokens l / L, as in the
-            paper (equation 4).
+        factor: k, the target length over the training length, at least 1; with a `target` of l tokens, l / L, as in
+            the paper (equation 4).
     """
 
     name = "pi"

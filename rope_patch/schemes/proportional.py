@@ -1,4 +1,4 @@
-"""Proportional RoPE: only the fastest share of the pairs turns."""
+"""Proportional RoPE: only the fastest share of the pairs rotates."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 
 @dataclass(frozen=True)
 class Proportional(Scheme):
-    """theta_i / k for the first share of the pairs, no rotation for the rest, the base spread over all of them.
+    """theta_i / k for the first share of the pairs, no rotation for the rest; the base is spread over all pairs.
 
     Args:
-        partial_rotary_factor: the share of pairs that turn, above 0 and at most 1.
-        factor: k, at least 1; with a `target` of l tokens l / L, which position interpolation does to the pairs that
-            turn.
+        partial_rotary_factor: the share of pairs that rotate, above 0 and at most 1.
+        factor: k, at least 1; with a `target` of l tokens, l / L: position interpolation of the pairs that rotate.
     """
 
     name = "proportional"
@@ -40,7 +39,7 @@ class Proportional(Scheme):
         self._above_zero("partial_rotary_factor")
         if self.partial_rotary_factor > 1:
             raise InvalidField(
-                f"proportional: partial_rotary_factor={self.partial_rotary_factor} is not allowed; it is at most 1"
+                f"proportional: partial_rotary_factor={self.partial_rotary_factor} is not allowed; it must be at most 1"
             )
         self._at_least("factor", 1, float)
 

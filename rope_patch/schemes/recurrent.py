@@ -1,4 +1,4 @@
-"""Recurrent positions: one recurrent layer before the stack, which reads the text in its order."""
+"""Recurrent positions: one recurrent layer before the stack reads the text in order."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class Recurrent(Scheme):
-    """Each token is given what a GRU remembers of the text up to it, x_m + W_o h_m with h_m = GRU(x_m, h_(m-1)).
+    """Add the state of a GRU to each token: x_m + W_o h_m with h_m = GRU(x_m, h_(m-1)).
 
-    A recurrent network knows the order of what it reads without being told, so the layers above need no positions,
-    and no length is the last one. The price is that tokens are read one after the other. The GRU is that of PyTorch
-    (reset gate, update gate, candidate); z h_(m-1) + (1 - z) n_m.
+    A recurrent network sees the order of its input, so the layers above need no positions and the length has no limit.
+    The price is that tokens are read one after the other. The GRU is PyTorch's (reset gate, update gate, candidate);
+    z h_(m-1) + (1 - z) n_m.
 
-    A text begins, with h = 0, at every position 0. Documents that are packed into one row and pads on the left are
-    told apart by that rule alone. Also where a model sees both directions, the GRU looks back only.
+    A text begins, with h = 0, at every position 0. This rule alone separates packed documents and left pads. The GRU
+    looks back only, even in a bidirectional model.
 
-    The post names the layer and no details: the GRU, the sum with x_m and the small start of W_o, which leaves a
-    pretrained model nearly as it was, are choices of ours.
+    The post names the layer without details. The GRU, the sum with x_m and the small start of W_o, which nearly
+    preserves a pretrained model, are our choices.
 
-    How a batch falls into texts follows from the values of the positions, so `torch.compile` leaves the reading out of
+    The split of a batch into texts depends on the values of the positions, so `torch.compile` leaves the GRU out of
     its graph.
 
     Args:
         width: of h; default the hidden size.
-        initial_std: W_o is drawn so that what is added to a token begins with at most this standard deviation;
-            default 0.001. With zeros no gradient would reach the GRU.
+        initial_std: upper bound for the initial standard deviation of W_o h_m; default 0.001. With zeros no gradient
+            would reach the GRU.
     """
 
     name = "rnn"
@@ -76,7 +76,7 @@ class Recurrent(Scheme):
         if state is None:
             state = x.new_zeros(len(x), output.shape[1])
         anew = (tokens.positions == 0).expand(x.shape[:2])
-        # the sizes of its tensors are not known before the positions are
+        # the sizes of its tensors depend on the values of the positions
         uncompiled = torch.compiler.disable(_read_texts)
         remembered = uncompiled(x.to(wide), anew, state.to(wide), gru)
         return (x + remembered @ output.T).to(x.dtype), remembered
@@ -85,12 +85,12 @@ class Recurrent(Scheme):
 def _read_texts(x: torch.Tensor, anew: torch.Tensor, state: torch.Tensor, gru: list[torch.Tensor]) -> torch.Tensor:
     """h after every token.
 
-    The texts of all rows are read side by side, packed as `torch.nn.utils.rnn` packs sequences: no memory goes into
-    filling short ones up to the longest, and a pad is a text of one token.
+    The texts of all rows are read in parallel, packed as `torch.nn.utils.rnn` packs sequences: short texts need no
+    padding to the longest, and a pad is a text of one token.
 
     Args:
         x: `(batch, length, hidden)`.
-        anew: where a text begins, `(batch, length)`; a row that does not begin with one goes on from its state.
+        anew: where a text begins, `(batch, length)`; a row that does not begin with one continues from its state.
         state: `(batch, width)`.
         gru: weights and biases, in PyTorch's order.
 
@@ -106,7 +106,7 @@ def _read_texts(x: torch.Tensor, anew: torch.Tensor, state: torch.Tensor, gru: l
     longest_first = text.bincount().argsort(descending=True, stable=True)
     rank = longest_first.argsort()
     order = (place * len(firsts) + rank[text]).argsort()  # by place, and at each place the longest text first
-    at_each_place = place.bincount().cpu()  # where PyTorch wants it
+    at_each_place = place.bincount().cpu()  # PyTorch requires batch sizes on the CPU
 
     carried = torch.where(anew[:, :1], torch.zeros_like(state), state)
     start = state.new_zeros(len(firsts), state.shape[1]).index_copy(0, rank[text.view_as(anew)[:, 0]], carried)

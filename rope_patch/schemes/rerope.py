@@ -1,4 +1,4 @@
-"""ReRoPE and its leaky form: no distance beyond the window is ever larger than what was trained."""
+"""ReRoPE and its leaky form: distances beyond the window stay within the trained range."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _POST = Source(
 class ReRoPE(Scheme):
     """True positions within the window, one constant distance beyond: min(m - n, w).
 
-    Near words keep their order; far words are all equally far, at a distance the model knows.
+    Near words keep their order; all far words get the same distance, which the model knows.
 
     Args:
-        window: w in tokens, at least 1; a quarter to a half of the training length works best. With any `target` L/2,
-            the first guess of a sweep (docs/sweep.md).
+        window: w in tokens, at least 1; a quarter to a half of the training length works best. With any `target`, L/2,
+            the first value of a sweep (docs/sweep.md).
     """
 
     name = "rerope"
@@ -54,12 +54,12 @@ class ReRoPE(Scheme):
 
 @dataclass(frozen=True)
 class LeakyReRoPE(Scheme):
-    """True positions within the window, distances that grow k times slower beyond: w + (m - n - w) / k.
+    """True positions within the window; beyond it distances grow k times slower: w + (m - n - w) / k.
 
     Args:
-        window: w in tokens, at least 1; with a `target` L/2.
-        factor: k, at least 1; large enough that the longest distance stays within the training length. With a `target`
-            of l tokens (l - w) / (L - w), the least that does; a sweep tries twice as much first.
+        window: w in tokens, at least 1; with a `target`, L/2.
+        factor: k, at least 1, large enough to keep the longest distance within the training length. With a `target` of
+            l tokens, (l - w) / (L - w), the minimum for that; a sweep tries twice as much first.
     """
 
     name = "leaky_rerope"

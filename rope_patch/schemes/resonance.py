@@ -15,14 +15,13 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 class Resonance(Scheme):
     """Each pair completes a turn in a whole number of tokens.
 
-    A pair whose wavelength is no whole number meets a new angle at every position, however long the text. With a whole
-    wavelength of at most L tokens it meets the same few angles again and again, so a longer text brings no angle that
-    training did not show. The paper fine-tunes with it: the fastest pair of RoPE turns in 6 tokens instead of 6.28, and
-    so is out of phase soon.
+    A pair with a fractional wavelength meets a new angle at every position, however long the text. With a whole
+    wavelength of at most L tokens it repeats the same few angles, so a longer text brings none that is new. The paper
+    fine-tunes with it: the fastest pair of RoPE turns in 6 tokens instead of 6.28, and so is soon out of phase.
 
-    It rounds the frequencies of the scheme it is listed beside (the paper's "Resonance YaRN" is `yarn+resonance`), of
-    the checkpoint where it stands alone. A frequency of 0 stays 0, and no wavelength becomes shorter than 1 token. A
-    learned frequency is rounded as it is used, and gets the gradient of the rounded one.
+    It rounds the frequencies of the scheme listed with it (the paper's "Resonance YaRN" is `yarn+resonance`), or of the
+    checkpoint if it is listed alone. A frequency of 0 stays 0, and no wavelength becomes shorter than 1 token. A
+    learned frequency is rounded when used, and gets the gradient of the rounded one.
     """
 
     name = "resonance"
@@ -36,7 +35,7 @@ class Resonance(Scheme):
     )
     regime = "fine-tune"
     refines = True
-    sweep = None  # rounds what another scheme gives; alone it lengthens nothing
+    sweep = None  # rounds another scheme's frequencies; alone it extends nothing
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)

@@ -1,4 +1,4 @@
-"""RoPE itself, and no position at all, the two baselines of every table; and RoPE with frequencies that are trained."""
+"""The two baselines of every table, RoPE and no position; and RoPE with learned frequencies."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 class RoPE(Scheme):
     """Rotary position embedding: scores depend on m - n because R(m)^T R(n) = R(n - m).
 
-    Past the training length this is direct extrapolation: the slow pairs meet angles they were never trained on.
-    Listed beside a bias it keeps the rotation that the bias would otherwise replace.
+    Past the training length this is direct extrapolation: the slow pairs meet angles they were never trained on. A bias
+    replaces the checkpoint's rotation; list `RoPE()` as well to keep it.
     """
 
     name = "rope"
@@ -41,7 +41,7 @@ class RoPE(Scheme):
 class NoPE(Scheme):
     """No position at all: every frequency is zero, so every rotation is the identity.
 
-    A causal mask alone still tells a decoder something about order, which is what makes this a baseline.
+    The causal mask alone still gives a decoder some information about order, so this is a useful baseline.
     """
 
     name = "nope"
@@ -61,12 +61,11 @@ class NoPE(Scheme):
 
 @dataclass(frozen=True)
 class LearnedRoPE(Scheme):
-    """Every layer trains its frequencies, from those of the checkpoint on, or of the scheme it is listed beside.
+    """Every layer trains its frequencies, starting from those of the checkpoint or of the scheme listed with it.
 
-    What is learned is the logarithm of how much faster each pair turns, zero at first. The frequencies of a head lie
-    orders of magnitude apart; steps of the same size, such as Adam's, move all of them in proportion, where steps of
-    the frequencies themselves would throw the slow ones far off. The post trained the frequencies and found that they
-    barely moved.
+    The parameter is the logarithm of each pair's speed-up, zero at first. The frequencies of a head span orders of
+    magnitude. Equal steps, such as Adam's, change all of them in proportion; equal steps of the frequencies themselves
+    would throw the slow ones far off. The post trained the frequencies and found that they barely moved.
     """
 
     name = "learned_rope"
@@ -88,6 +87,6 @@ class LearnedRoPE(Scheme):
 
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
         if not weights:
-            return frequencies  # as they start
+            return frequencies  # their initial values
         speed = weights["log_speed"].float().exp()
         return dataclasses.replace(frequencies, inv_freq=frequencies.inv_freq.to(speed.device) * speed)

@@ -11,20 +11,19 @@ from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Weights
 
 _WIDEST = 2**16
-"""Frequencies are gone through one by one, so more than these would take for ever."""
+"""The loop runs over single frequencies, so a larger dimension would take too long."""
 
 
 @dataclass(frozen=True)
 class Sandwich(Scheme):
-    """What sinusoidal embeddings say of each other and nothing else: p_m . p_n falls off with the log of the distance.
+    """Keep only the inner product of sinusoidal embeddings, p_m . p_n, which falls with the log of the distance.
 
-    The inner product is that of the embeddings of section 3.5 of "Attention Is All You Need"; it depends on m - n
-    alone. Head h of H divides it by 8h/H, which gives each head its own horizon, as ALiBi's slopes do. Half of
-    embedding_dim is taken off, which no softmax sees and which keeps the numbers small.
+    The embeddings are those of section 3.5 of "Attention Is All You Need"; their inner product depends on m - n alone.
+    Head h of H divides it by 8h/H, which gives each head its own horizon, as ALiBi's slopes do. Half of embedding_dim
+    is subtracted to keep the numbers small; softmax cancels it.
 
     Args:
-        embedding_dim: d of the sinusoidal embedding, even, up to 65536, 128 by default; it has nothing to do with the
-            model's.
+        embedding_dim: d of the sinusoidal embedding, even, up to 65536, 128 by default; independent of the model's.
         base: b of its frequencies, 10000 by default.
     """
 
@@ -48,7 +47,7 @@ class Sandwich(Scheme):
 
     def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         inv_freq = inverse_frequencies(self.embedding_dim, self.base).to(distance.device)
-        # one frequency at a time: all of them at once would need d/2 numbers for every pair of tokens
+        # one frequency at a time: all at once would need d/2 numbers for every pair of tokens
         product = sum((distance * frequency).cos() for frequency in inv_freq) - self.embedding_dim / 2
         horizon = 8 / num_heads * torch.arange(1, num_heads + 1, device=distance.device)
         return product / horizon.view(-1, *[1] * distance.ndim)

@@ -1,4 +1,4 @@
-"""Self-Extend: grouped positions for the far context."""
+"""Self-Extend: grouped positions for distant context."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rope_patch.schemes.tools.positions import Grouped, Identity
 class SelfExtend(Scheme):
     """True positions within the window; beyond it G neighbours share one position.
 
-    Far words need no exact place: floor(m/G) + W - floor(W/G) against floor(n/G) continues where the window ends and
-    grows G times slower. The released code drops the shift while the whole input is shorter than W; this is the same
-    function at every length.
+    Far words need no exact position: floor(m/G) + W - floor(W/G) against floor(n/G) continues where the window ends
+    and grows G times slower. The released code drops the shift while the whole input is shorter than W; this function
+    is the same at every length.
 
     Args:
-        group_size: G, at least 1; with a `target` of l tokens the least with (L - W) G + W >= l, the longest text of
-            the paper.
-        window: W in tokens, at least 1; with a `target` L/2 (2.024 nats at 4 L, L/4 2.037: docs/sweep.md).
-        shift: `"floor"` is the paper's and the later code's W - floor(W/G); `"fractional"` is W - W/G, as in the
+        group_size: G, at least 1; with a `target` of l tokens, the smallest with (L - W) G + W >= l, the paper's
+            maximum length.
+        window: W in tokens, at least 1; with a `target`, L/2 (2.024 nats at 4 L; L/4 has 2.037: docs/sweep.md).
+        shift: `"floor"` is W - floor(W/G), as in the paper and the later code; `"fractional"` is W - W/G, as in the
             authors' patch for Transformers 4.38.
     """
 

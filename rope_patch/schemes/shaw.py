@@ -1,4 +1,4 @@
-"""The relative positions of Shaw et al.: a vector per clipped distance, beside the keys and beside the values."""
+"""The relative positions of Shaw et al.: a vector per clipped distance, added to keys and to values."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class ShawRelative(Scheme):
-    """A learned vector for each distance joins the key, and another one the value, of every pair of tokens.
+    """Add a learned vector per distance to the key, and another one to the value, of every pair of tokens.
 
-    Beyond `max_distance` all distances share a vector: the model knows that a token is far, and on which side, which
-    is why it reads longer texts than it was trained on. Queries are multiplied by the table instead of by a vector per
-    pair, and the weights of a row are summed by distance before they meet the values, so no pair has a vector of its
-    own in memory. All vectors start at zero, which adds nothing.
+    All distances beyond `max_distance` share a vector: the model knows only that a token is far, and on which side, so
+    it can read longer texts than it was trained on. Queries are multiplied by the table, and attention weights are
+    summed by distance before they meet the values, so no pair needs its own vector in memory. All vectors start at
+    zero.
 
     Args:
-        max_distance: k in tokens, 16 by default, that of the paper's base model.
-        values: whether the values get vectors too. In the paper's ablation the keys alone do as
-            well.
+        max_distance: k in tokens, 16 by default, as in the paper's base model.
+        values: whether values get vectors too. In the paper's ablation keys alone work as well.
         shared_heads: one table for all heads, as in the paper, or one for each.
         per_layer: one table for each layer, as in the paper, or one for all.
     """
@@ -82,5 +81,5 @@ class ShawRelative(Scheme):
         return by_row @ table
 
     def _rows(self, distance: torch.Tensor) -> torch.Tensor:
-        """Rows of the tables, which run from the farthest earlier key to the farthest later one, with a head axis."""
+        """Rows of the tables, from the farthest earlier key to the farthest later one, with a head axis."""
         return ((-distance).clamp(-self.max_distance, self.max_distance) + self.max_distance)[:, None]

@@ -1,4 +1,4 @@
-"""Sinusoidal positions: no table to learn, a formula for every position."""
+"""Sinusoidal positions: a formula for every position instead of a learned table."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 class Sinusoidal(Scheme):
     """Each pair of dimensions is a clock hand: PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos(same angle).
 
-    Wavelengths run from 2 pi to 2 pi base tokens, and PE(pos + k) is a rotation of PE(pos), the same one wherever pos
-    is. There is a vector for every position. Where a model has a table of learned positions, the rows stand in their
-    place; they stay fixed where their parameter is frozen.
+    Wavelengths range from 2 pi to 2 pi base tokens. PE(pos + k) is a rotation of PE(pos) that depends on k alone. Every
+    position has a vector. In a model with a learned position table, sinusoidal rows replace the learned ones; freeze
+    their parameter to keep them fixed.
 
     Args:
         base: b, which sets the longest wavelength; 10000 by default.
-        num_positions: rows in the place of a model's own table, by default 32 times as many as it has; with a
-            `target` as many as that, at least L.
-        layout: `"interleaved"`, sine and cosine by turns, as the paper writes them; or `"split"`, all sines before
-            all cosines, as Marian's and Transformers' code does.
-        amplitude: multiplies the sinusoids. It is 1 in the paper, which multiplies its word vectors by the root of d;
-            those of a pretrained model are not, and often so small (0.02) that sinusoids of amplitude 1 bury them.
-        grid_width: the tokens are patches of an image that is so many patches wide, row by row: the first half of the
-            dimensions says the row, the second the column. By default they are a text.
+        num_positions: rows that replace a model's own table, by default 32 times as many as it has; with a `target`
+            that many, but at least L.
+        layout: `"interleaved"`, alternating sine and cosine, as in the paper; or `"split"`, all sines before all
+            cosines, as in Marian's and Transformers' code.
+        amplitude: multiplies the sinusoids. The paper uses 1 and multiplies its word vectors by sqrt(d). Those of a
+            pretrained model have no such factor and are often so small (0.02) that sinusoids of amplitude 1 drown them.
+        grid_width: number of patches per image row, if the tokens are image patches in row order: the first half of
+            the dimensions encodes the row, the second the column. Default: the tokens are text.
     """
 
     name = "sinusoidal"
@@ -77,7 +77,7 @@ class Sinusoidal(Scheme):
             return self.amplitude * sinusoidal_rows(positions, dim, self.base, self.layout)
         if dim % 4:
             raise InvalidField(
-                f"sinusoidal: {dim} dimensions do not make pairs on two axes; a multiple of 4 is expected"
+                f"sinusoidal: {dim} dimensions cannot be paired on two axes; a multiple of 4 is required"
             )
         axes = (positions.div(self.grid_width, rounding_mode="floor"), positions % self.grid_width)
         halves = [sinusoidal_rows(axis, dim // 2, self.base, self.layout) for axis in axes]

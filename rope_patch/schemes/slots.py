@@ -1,4 +1,4 @@
-"""What the slots of a scheme are given, and the regions that they give: plain data, of which each says its shapes."""
+"""The inputs of a scheme's slots, and the regions they return: plain data with documented shapes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rope_patch.typing import PositionMap
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a scheme's defaults may be read from.
+    """Properties of a checkpoint from which a scheme takes its defaults.
 
     Attributes:
         training_length: L in tokens.
         num_heads: number of query heads.
-        max_length: the longest text in tokens that the checkpoint is made for; L where it was not extended.
-        bidirectional: whether tokens see the keys after them.
-        buckets: of its biases by bucket of distance, their number and the distance from which on the last one serves;
-            None where it has no such biases.
-        has_table: whether it adds learned rows of positions to its input.
+        max_length: maximum length in tokens that the checkpoint supports; L if it was not extended.
+        bidirectional: whether tokens see later keys.
+        buckets: number of its relative buckets, and the distance from which all share the last one; None without
+            bucketed biases.
+        has_table: whether it adds learned position rows to its input.
     """
 
     training_length: int
@@ -39,13 +39,13 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Target:
-    """A length that a scheme is to reach, and what its open fields may be read from.
+    """A target length for a scheme, with the data from which its open fields follow.
 
     Attributes:
-        scheme: its name, for errors.
-        tokens: the length.
-        checkpoint: the one that is to reach it.
-        given: the fields that are not open, by name.
+        scheme: name of the scheme, for errors.
+        tokens: the target length.
+        checkpoint: the checkpoint to extend.
+        given: the fields that the user set, by name.
     """
 
     scheme: str
@@ -63,25 +63,25 @@ class Target:
         """w in tokens: the given one, or L/2.
 
         Raises:
-            InvalidField: the given one is not below L, so that no trained distance is left for what lies beyond it.
+            InvalidField: the given one is not below L, which leaves no trained distance beyond the window.
         """
         window = self.given.get("window") or max(1, self.training_length // 2)
         if window >= self.training_length:
             raise InvalidField(
-                f"{self.scheme}: window={window} is not allowed beside target={self.tokens}; it must be below the "
+                f"{self.scheme}: window={window} is not allowed with target={self.tokens}; it must be below the "
                 f"training length of {self.training_length} tokens"
             )
         return window
 
     def factor(self, window: int = 0) -> float:
-        """k = max(1, (l - w) / (L - w)): the least by which distances beyond a window w < L have to shrink."""
+        """k = max(1, (l - w) / (L - w)): the smallest factor that keeps distances beyond a window w < L in range."""
         return max(1.0, (self.tokens - window) / (self.training_length - window))
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the learned parameters of a scheme are sized by; `num_heads` counts query heads, `head_dim` is of queries
-    and keys, `training_length` is L in tokens, and `rotary_dim` is d of what rotates in a head; None for all of it.
+    """Sizes for a scheme's learned parameters. `num_heads` counts query heads, `head_dim` is that of queries and keys,
+    `training_length` is L in tokens, and `rotary_dim` is the rotated part d of a head; None if all of it rotates.
     """
 
     num_heads: int
@@ -95,22 +95,22 @@ class ModelShape:
 
     @property
     def pairs(self) -> int:
-        """d/2: how many pairs of dimensions turn in a head."""
+        """d/2: the number of rotating pairs of dimensions in a head."""
         return (self.rotary_dim or self.head_dim) // 2
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Some queries and all keys that they may look at, as a bias by content sees them.
+    """Some queries and all keys they may attend to, as a content bias receives them.
 
     Attributes:
         query: `(batch, heads, q_len, head_dim)`, as projected: not rotated, not scaled.
         key: `(batch, heads, kv_len, head_dim)`, as projected, repeated where heads share keys.
         m, n: integer positions, `(batch or 1, q_len, 1)` and `(batch or 1, 1, kv_len)`.
         scores: lambda(m) <R q, R k> * scaling, float32 at least, `(batch, heads, q_len, kv_len)`.
-        seen: boolean, broadcasts to `scores`: the pairs that no mask hides.
-        scaling: what products of queries and keys are multiplied by.
-        states: what entered the attention module at the queries, `(batch, q_len, hidden)`.
+        seen: boolean, broadcasts to `scores`: the pairs that are not masked.
+        scaling: factor of the products of queries and keys.
+        states: input of the attention module at the queries, `(batch, q_len, hidden)`.
     """
 
     query: torch.Tensor
@@ -130,14 +130,14 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What enters a stack, or one of its blocks.
+    """The input of a stack, or of one of its blocks.
 
     Attributes:
         states: x, `(batch, length, hidden)`.
         positions: integer, `(batch or 1, length)`.
-        ids: `(batch, length)`; None where the model was given vectors instead of tokens.
-        block: the index of the layer that they enter; 0 at the input.
-        remaining: how many layers they have before them, that one included.
+        ids: `(batch, length)`; None if the model received vectors instead of tokens.
+        block: index of the layer that they enter; 0 at the input.
+        remaining: number of layers still to pass, that one included.
     """
 
     states: torch.Tensor
@@ -149,11 +149,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Region:
-    """The pairs (m, n) with start <= floor(m/chunk) - floor(n/chunk) < stop, and the positions that rotate there.
+    """The pairs (m, n) with start <= floor(m/chunk) - floor(n/chunk) < stop, and the positions that rotate them.
 
     Attributes:
         query_map, key_map: phi_q and phi_k of this region.
-        start, stop: bounds of the distance; infinite where open.
+        start, stop: bounds of the distance; infinite if open.
         chunk: the unit of distance in tokens.
         keys_below: only keys at positions below this belong to the region.
     """
@@ -172,7 +172,7 @@ class Region:
         return (distance >= self.start) & (distance < self.stop) & (n < self.keys_below)
 
     def within(self, window: float) -> Region:
-        """The pairs of this region, counted in tokens, that are closer than `window`."""
+        """The pairs of this region that are closer than `window` tokens."""
         return self if self.stop <= window else dataclasses.replace(self, stop=window)
 
     @property

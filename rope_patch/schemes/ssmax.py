@@ -1,4 +1,4 @@
-"""Scalable-Softmax: a scale of the query that grows with the log of the context and that each head learns."""
+"""Scalable-Softmax: a learned query scale per head that grows with the log of the context."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 class SSMax(Scheme):
     """Each head of each layer learns how fast its attention sharpens as the context grows.
 
-    With n = m + 1 visible keys, the softmax of s ln(n) z weighs a key by n^(s z). So the largest weight need not vanish
-    when keys are added, as it does under a plain softmax. Packed documents are counted one by one, each from its own
-    first token.
+    With n = m + 1 visible keys, the softmax of s ln(n) z weights a key by n^(s z). So the largest weight need not
+    vanish as keys are added, as it does under a plain softmax. Each packed document is counted from its own first
+    token.
 
     Args:
-        initial_scale: s as it starts, above 0; default one over the mean of ln n for n = 1 to L, with which a trained
-            model is scaled by 1 on average: 0.168 at L = 1024. Axolotl starts at 0.43 (the figure 1 of the paper),
-            OLMo-core at 1.
+        initial_scale: initial s, above 0; default one over the mean of ln n for n = 1 to L, which scales a trained
+            model by 1 on average: 0.168 at L = 1024. Axolotl starts at 0.43 (figure 1 of the paper), OLMo-core at 1.
     """
 
     name = "ssmax"
@@ -33,7 +32,7 @@ class SSMax(Scheme):
     regime = "fine-tune"
     absolute = True
     sweep = None  # learned: there is nothing to measure before it is trained
-    causal_only = True  # m + 1 counts what a query sees only where later keys are hidden
+    causal_only = True  # m + 1 is the number of visible keys only if later keys are masked
 
     initial_scale: float | None = None
 

@@ -1,4 +1,4 @@
-"""STRING: the positions that were trained best take the place of those that were trained least."""
+"""STRING: the best-trained positions replace the least-trained ones."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class STRING(Scheme):
-    """True distances below S; from there on distances start again at W.
+    """True distances below S; from S on, distances restart at W.
 
-    A text of L tokens has L - 1 pairs at the distance 1 and one at the distance L - 1, so a model knows long distances
-    least, even those that it was trained at. Here the farthest S - W of them are never used. It acts within the trained
-    length, on models that are long already; beyond 2 L - W tokens no S keeps all distances below L.
+    A text of L tokens has L - 1 pairs at distance 1 and one at distance L - 1, so a model learns long distances least,
+    even those within its training length. Here the farthest S - W of them are never used. It works within the trained
+    length, on models that are already long; beyond 2 L - W tokens no S keeps all distances below L.
 
     Args:
-        shift: S in tokens, at least 1; default a third of the longest text that the checkpoint is made for. The
-            authors suggest a quarter to two fifths.
-        window: W in tokens, from 0 to S; S itself is RoPE. Default 128, or S / 2 where that is less. It keeps the
-            keys beyond S apart from the nearest ones; the authors suggest up to 512.
-        attention_factor: scores are multiplied by its square. 1 is the equation; the released code multiplies cos and
-            sin by 0.1 ln 2 + 1.
+        shift: S in tokens, at least 1; default a third of the checkpoint's maximum length. The authors suggest a
+            quarter to two fifths.
+        window: W in tokens, from 0 to S; W = S is RoPE. Default 128, or S / 2 if that is less. It separates the keys
+            beyond S from the nearest ones; the authors suggest up to 512.
+        attention_factor: its square multiplies the scores. 1 is the equation; the released code multiplies cos and sin
+            by 0.1 ln 2 + 1.
 
-    The released code decodes by this function, but its prefill counts the key at the distance S twice, as S and as W.
-    In the released vLLM the far keys are whole blocks of the cache when it decodes, so S is up to a block larger.
+    The released code decodes with this function, but its prefill counts the key at distance S twice, as S and as W.
+    When the released vLLM decodes, far keys are whole cache blocks, so S is up to a block larger.
     """
 
     name = "string"
@@ -43,7 +43,7 @@ class STRING(Scheme):
         "https://arxiv.org/abs/2410.18745",
         "https://github.com/HKUNLP/STRING",
     )
-    sweep = None  # it is for texts within the trained length, and a sweep measures beyond it
+    sweep = None  # works within the trained length; a sweep measures beyond it
 
     shift: int | None = None
     window: int | None = None
@@ -67,9 +67,9 @@ class STRING(Scheme):
 
     def segments(self) -> tuple[Region, ...]:
         if self.shift is None or self.window is None:
-            raise ValueError("string: resolve() has to fill in the shift first")
+            raise ValueError("string: call resolve() first to fill in the shift")
         s, back = self.shift, self.shift - self.window
-        # queries alone are moved, so that keys are cached in the rotation of the model
+        # only queries move, so that the cache keeps keys in the model's own rotation
         return (
             Region(Identity(), Identity(), start=1 - s, stop=s),
             Region(Interpolated(1, shift=-back), Identity(), start=s),

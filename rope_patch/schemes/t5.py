@@ -19,19 +19,20 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 class T5Bias(Scheme):
     """A learned number per head for each bucket of n - m, added to the scores.
 
-    Near distances have a bucket each, farther ones share them logarithmically, and whatever lies beyond `max_distance`
-    shares the last: T5 reads longer texts than it was trained on without meeting a distance it does not know.
+    Near distances have a bucket each, farther ones share logarithmic buckets, and all beyond `max_distance` share the
+    last one. So T5 meets no unknown distance in texts longer than its training length.
 
     Args:
         num_buckets: default as many as the checkpoint has.
-        max_distance: in tokens, from which on the last bucket serves; default that of the checkpoint. A larger one
-            extends the logarithmic buckets and leaves those of single distances as they are.
-        bidirectional: half of the buckets for keys after the query; default whether the model sees them.
-        interpolation: k, at least 1: buckets of (n - m) / k, cut to an integer, so that distances k times as long fall
-            into the buckets of trained ones. With a `target` of l tokens l / L, position interpolation for buckets.
+        max_distance: distance in tokens from which all share the last bucket; default the checkpoint's. A larger one
+            extends the logarithmic buckets and leaves single distances unchanged.
+        bidirectional: use half of the buckets for keys after the query; default True if the model sees them.
+        interpolation: k, at least 1. Buckets are those of (n - m) / k, truncated to an integer, so that distances k
+            times as long fall into trained buckets. With a `target` of l tokens, l / L: position interpolation for
+            buckets.
         per_layer: a table for each layer, as in umT5, or one for all, as in T5.
 
-    A checkpoint that has such tables keeps its own. On any other, tables start at zero, which adds nothing.
+    A checkpoint with such tables keeps them. In other checkpoints the tables start at zero.
     """
 
     name = "t5"
@@ -73,7 +74,7 @@ class T5Bias(Scheme):
         own_buckets, own_distance = checkpoint.buckets or (32, 128)
         if checkpoint.buckets and self.num_buckets not in (None, own_buckets):
             raise InvalidField(
-                f"t5: num_buckets={self.num_buckets}; the table of this checkpoint has {own_buckets} rows"
+                f"t5: num_buckets={self.num_buckets} is not allowed; this checkpoint's table has {own_buckets} rows"
             )
         both = checkpoint.bidirectional if self.bidirectional is None else self.bidirectional
         buckets, farthest = self.num_buckets or own_buckets, self.max_distance or own_distance

@@ -1,4 +1,4 @@
-"""Schemes that are to reach a length: `yarn:target=8192` waits for a checkpoint, from which its fields follow."""
+"""Schemes with a target length: the open fields of `yarn:target=8192` follow from the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _VAST = Checkpoint(LONGEST, num_heads=1, max_length=LONGEST)
 
 @dataclass(frozen=True)
 class Reaching(Scheme):
-    """A scheme whose open fields follow from a length, as soon as there is a checkpoint.
+    """A scheme whose open fields follow from a target length and a checkpoint.
 
-    It declares what the scheme declares that it becomes, and computes nothing before it is resolved.
+    It declares the properties of the scheme that it becomes, and computes nothing before it is resolved.
 
     Args:
-        like: that scheme, as it would be on a checkpoint that was trained at every length.
+        like: that scheme, as it would be on a checkpoint trained at every length.
         target: the length in tokens.
-        given: names of the fields that are not open.
+        given: names of the fields that the user set.
     """
 
     like: Scheme
@@ -54,35 +54,35 @@ for _name in ("name", "equation", "source", "methods", "is_table", "learns", *CO
 
 
 def takes_target(kind: type[Scheme]) -> bool:
-    """Whether a length says something of the fields of a scheme."""
+    """Whether a target length determines fields of a scheme."""
     return kind.fields_for.__func__ is not Scheme.fields_for.__func__  # type: ignore[attr-defined]
 
 
 def filled_for(kind: type[Scheme], target: Any) -> dict[str, Any]:
-    """The fields of a scheme that a length fills, with values that do for a check of the others.
+    """The fields of a scheme that a target fills, with placeholder values, for a check of the other fields.
 
     Raises:
-        InvalidField: that is no length.
+        InvalidField: the target is not a length.
     """
     if not isinstance(target, int) or isinstance(target, bool) or not 1 <= target <= LONGEST:
         raise InvalidField(
             f"{kind.name}: target={target!r} is not allowed; target must be a whole number of tokens from 1 to "
-            f"{LONGEST:g}, or auto where lengths are measured"
+            f"{LONGEST:g}, or auto for commands that measure lengths"
         )
     return kind.fields_for(Target(kind.name, target, _VAST, {}))
 
 
 def reached(scheme: Scheme, checkpoints: Iterable[Checkpoint]) -> Scheme:
-    """The scheme with a target's fields filled in, the same for all parts of a model.
+    """The scheme with the target's fields filled in, the same for all parts of a model.
 
     Raises:
-        InvalidField: they were trained at lengths that need different ones, or see `Scheme.fields_for`.
+        InvalidField: parts trained at different lengths need different fields, or see `Scheme.fields_for`.
     """
     found: Sequence[Scheme] = [scheme.reach(checkpoint) for checkpoint in checkpoints]
     for other in found[1:]:
         if other != found[0]:
             raise InvalidField(
                 f"{scheme}: parts of this model need {found[0]} and {other}, because they were trained at different "
-                "lengths; give the fields instead of the target"
+                "lengths; set the fields instead of the target"
             )
     return found[0] if found else scheme

@@ -1,4 +1,4 @@
-"""The relative encoding of Transformer-XL, which XLNet took over."""
+"""The relative encoding of Transformer-XL and XLNet."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class TransformerXL(Scheme):
-    """Absolute sinusoids, multiplied out: what said where the key stands says how far away it is.
+    """Absolute sinusoids, multiplied out, with the key's position replaced by its distance.
 
-    Of the product of two tokens that carry their positions, four terms are left: content with content (the score as
-    it is), content with distance, and one of each that no query takes part in, for which vectors u and v are learned.
-    The sinusoid of a distance needs no table and has no end, and keys after the query have a distance below zero.
+    The product of two tokens with positions has four terms: content with content (the usual score), content with
+    distance, and one of each in which learned vectors u and v replace the query. The sinusoid of a distance needs no
+    table and has no limit; keys after the query have negative distances.
 
-    The sinusoid of m - n is that of n, rotated; so the projected query is rotated by m once and multiplied by the
-    sinusoids of the keys. That is exact at any positions, where the released code's shift of rows counts on positions
-    without gaps, and costs hidden_size / head_dim times the product of queries and keys.
+    The sinusoid of m - n is a rotation of that of n, so the projected query is rotated by m once and multiplied by the
+    sinusoids of the keys. This is exact at any positions, whereas the released code's shift of rows needs positions
+    without gaps. It costs hidden_size / head_dim times the product of queries and keys.
 
     Args:
-        untied: whether each layer has u and v of its own, as in XLNet and as the `untie_r` of the released code does;
-            by default all share them, as in Transformer-XL. The projection of distances is each layer's own.
-        clamp_len: distances beyond this many tokens, at least 1, have the sinusoid of this many, on either side, as in
-            XLNet; default none.
-        initial_std: of the projection as it starts, above 0; default 0.001, which changes a pretrained model little.
-            The released code draws it, u and v from normal(0, 0.02); u and v start at zero here.
+        untied: give each layer its own u and v, as in XLNet and with `untie_r` of the released code; by default all
+            layers share them, as in Transformer-XL. The projection of distances is always per layer.
+        clamp_len: clip distances to this many tokens, at least 1, on either side, as in XLNet; default None.
+        initial_std: of the initial projection, above 0; default 0.001, which changes a pretrained model little. The
+            released code draws it, u and v from normal(0, 0.02); u and v start at zero here.
     """
 
     name = "xl"

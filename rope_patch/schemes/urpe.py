@@ -1,4 +1,4 @@
-"""Universal RPE: attention weights multiplied by a learned number per distance."""
+"""Universal RPE: a learned number per distance multiplies the attention weights."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class URPE(Scheme):
-    """softmax(s) is multiplied by c, a number per head and distance, and the row is not normalised again.
+    """Multiply softmax(s) by c, a number per head and distance, without normalising the row again.
 
-    Rows of a softmax sum to one whatever the bias, so that in a text of equal tokens no bias by distance tells one
-    position from another. Rows of c softmax(s) need not, and the paper proves that Transformers with c approximate
-    every continuous function of a sequence. It stands beside whatever else says the positions. All factors start at
-    one, which changes nothing.
+    Rows of a softmax sum to one with any bias, so in a text of equal tokens no bias by distance distinguishes
+    positions. Rows of c softmax(s) need not sum to one, and the paper proves that Transformers with c approximate every
+    continuous function of a sequence. It keeps the checkpoint's other positions. All factors start at one, which
+    changes nothing.
 
     Args:
-        max_distance: in tokens, beyond which all distances share a factor on either side; by default every distance
-            of the training length has its own. With buckets: from which on the last one serves, default 128.
-        num_buckets: T5's buckets of both directions together instead of single distances. The paper's equation has
-            single distances; the released code can have either and by default has 64 buckets.
-        per_layer: factors of its own for each layer; by default all share them, as in the released code.
+        max_distance: in tokens; all distances beyond it share a factor on either side. By default every distance within
+            the training length has its own. With buckets: the distance from which all share the last one, default 128.
+        num_buckets: use T5's buckets, both directions together, instead of single distances. The paper's equation has
+            single distances; the released code supports both and defaults to 64 buckets.
+        per_layer: separate factors for each layer; by default all layers share them, as in the released code.
     """
 
     name = "urpe"

@@ -13,10 +13,10 @@ from rope_patch.schemes.tools.positions import Identity
 
 @dataclass(frozen=True)
 class SlidingWindow(Scheme):
-    """Only keys with m - n < w are attended. Nothing is out of range, and nothing beyond w is seen directly.
+    """Attend only to keys with m - n < w: no distance is out of range, and nothing beyond w is seen directly.
 
     Args:
-        window: w in tokens, at least 1; default the training length, with any `target`.
+        window: w in tokens, at least 1; default the training length, also with any `target`.
     """
 
     name = "window"
@@ -40,5 +40,5 @@ class SlidingWindow(Scheme):
 
     def segments(self) -> tuple[Region, ...]:
         if self.window is None:
-            raise ValueError("window: resolve() has to fill in the training length first")
+            raise ValueError("window: call resolve() first to fill in the training length")
         return (Region(Identity(), Identity(), start=1 - self.window, stop=self.window),)

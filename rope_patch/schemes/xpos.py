@@ -13,11 +13,11 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 
 @dataclass(frozen=True)
 class XPos(Scheme):
-    """Every pair's share of the score shrinks by zeta_i for each `scale_base` tokens of distance, fast pairs most.
+    """Every pair's share of the score shrinks by zeta_i per `scale_base` tokens of distance, fast pairs most.
 
-    Queries carry zeta_i^(m / scale_base) and keys zeta_i^(-n / scale_base). Both run out of the range of floating
-    point in a long text, so both are counted from the end of each block of queries, which leaves every product as it
-    is. The released code counts from the middle of the text, for the same end.
+    Queries are scaled by zeta_i^(m / scale_base) and keys by zeta_i^(-n / scale_base). Both overflow or underflow in a
+    long text, so both exponents count from the end of each block of queries, which changes no product. For the same
+    reason, the released code counts from the middle of the text.
 
     Args:
         scale_base: tokens per factor of zeta_i, 512 by default; above 0.

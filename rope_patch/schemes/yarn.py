@@ -26,18 +26,18 @@ _Number = TypeVar("_Number", float, "torch.Tensor")
 
 @dataclass(frozen=True)
 class YaRN(Scheme):
-    """NTK-by-parts with a temperature: pairs that turn often within L keep their frequency, pairs that never complete
-    a turn are interpolated, a ramp leads from one to the other, and all scores grow with the log of k because a longer
-    context spreads the softmax thinner.
+    """NTK-by-parts with a temperature. Pairs that turn often within L keep their frequency, pairs that never complete a
+    turn are interpolated, and a ramp joins the two. All scores grow with the log of k, because a longer context
+    spreads the softmax thinner.
 
     Args:
-        factor: k, at least 1; with a `target` of l tokens l / L, the paper's s.
+        factor: k, at least 1; with a `target` of l tokens, l / L, the paper's s.
         beta_fast: pairs with more rotations than this within L are kept, 32 by default.
         beta_slow: pairs with fewer rotations than this are interpolated, 1 by default.
         attention_factor: multiplies cos and sin; default 0.1 ln k + 1.
         truncate: round the ends of the ramp outwards to whole dimensions, True by default.
-        mscale, mscale_all_dim: DeepSeek's form of the temperature,
-            (0.1 mscale ln k + 1) / (0.1 mscale_all_dim ln k + 1), where both are given.
+        mscale, mscale_all_dim: if both are set, DeepSeek's form of the temperature,
+            (0.1 mscale ln k + 1) / (0.1 mscale_all_dim ln k + 1).
         original_max_position_embeddings: L in tokens; default from the checkpoint.
         ramp: `"index"` is linear in the index of the dimension, as in all released code; `"rotations"` is linear in
             the number of rotations, as in the paper (equations 17 and 18).
@@ -120,21 +120,21 @@ class YaRN(Scheme):
     def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
         if self.ramp != "index":
             raise NotExpressible("yarn: the ramp of Transformers is linear in the index, not in rotations")
-        said = super().rope_parameters(rotary)
-        del said["ramp"]
-        return {**said, "original_max_position_embeddings": self._trained(rotary)}
+        parameters = super().rope_parameters(rotary)
+        del parameters["ramp"]
+        return {**parameters, "original_max_position_embeddings": self._trained(rotary)}
 
 
 @dataclass(frozen=True)
 class NTKByParts(Scheme):
-    """YaRN's blend of frequencies without its temperature, which is what the paper calls by this name.
+    """YaRN's blend of frequencies without its temperature; the name is the paper's.
 
-    `part_ntk` in the authors' repository is another blend, of three kinds of frequencies: it keeps pairs with more
-    than 16 rotations within L, interpolates those with fewer than 0.75, and leads from one to the other over the raised
-    base of `ntk`. At L = 4096 and k = 32 the two differ by up to 0.62 of a frequency.
+    `part_ntk` in the authors' repository is a different blend of three kinds of frequencies: it keeps pairs with more
+    than 16 rotations within L, interpolates those with fewer than 0.75, and blends the others with the raised base of
+    `ntk`. At L = 4096 and k = 32 the two differ by up to 0.62 of a frequency.
 
     Args:
-        factor: k, at least 1; with a `target` of l tokens l / L, the paper's s.
+        factor: k, at least 1; with a `target` of l tokens, l / L, the paper's s.
         beta_fast: pairs with more rotations than this within L are kept, 32 by default.
         beta_slow: pairs with fewer rotations than this are interpolated, 1 by default.
     """
@@ -171,13 +171,13 @@ class NTKByParts(Scheme):
 
 @dataclass(frozen=True)
 class DynamicYaRN(YaRN):
-    """YaRN with the k that the current length l of each row needs: max(1, l/L), or `factor` where that is larger. It
-    reaches any `target` as it is.
+    """YaRN with a k that follows the current length l of each row: max(1, l/L), or `factor` if that is larger. Any
+    `target` is reached without changes.
 
     Args:
-        factor: the least k, at least 1, 1 by default.
-        length: a length in tokens to scale for whatever the text's length is, so that a whole request keeps one k;
-            default: follow the text. The other fields are those of YaRN.
+        factor: minimum of k, at least 1, 1 by default.
+        length: a fixed length in tokens to scale for, which keeps one k for a whole request; default: the length of
+            each text. The other fields are those of YaRN.
     """
 
     name = "dynamic_yarn"

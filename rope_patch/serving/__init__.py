@@ -1,1 +1,1 @@
-"""Plugins of servers; only the server itself imports them."""
+"""Plugins for servers; only the server itself imports them."""

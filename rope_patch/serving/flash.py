@@ -1,11 +1,11 @@
 """ReRoPE for a whole batch by two calls of flash attention over a paged cache, merged by log-sum-exp.
 
-The cache holds keys that are not turned, as the far region wants them: every query stands at w there, and every key
-at 0. One call reads the cache as it is, without the last w keys of each request. The causal mask of flash attention
-is aligned to the last query and the last key, and so a query at m sees keys up to m - w. For the near region the last
-w - 1 keys before a request's queries are gathered and turned: a decoded token turns w keys, however long its text is.
+The cache holds unrotated keys, which suit the far region: there every query is at w and every key at 0. One call reads
+the cache directly, without the last w keys of each request. The causal mask of flash attention is aligned to the last
+query and the last key, so a query at m sees keys up to m - w. For the near region the last w - 1 keys before a
+request's queries are gathered and rotated: a decoded token rotates w keys, however long its text is.
 
-It has run with a dense float64 stand-in for flash attention (tests/serving/test_flash.py), and not on a GPU.
+It was tested with a dense float64 stand-in for flash attention (tests/serving/test_flash.py), not on a GPU.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rope_patch.mounting.late import STILL, LateAttention, LateCall
 from rope_patch.mounting.scoring import TurningCall, scaled_query
 
 Flash = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""`flash_attn_varlen_func` as vLLM has it, with paged keys and `return_softmax_lse`."""
+"""vLLM's `flash_attn_varlen_func`, with paged keys and `return_softmax_lse`."""
 
 
 def applies(state: LateAttention) -> bool:
-    """Whether a layer has a near region and a far one whose keys stand at 0, and nothing else."""
+    """Whether a layer has only a near region and a far one with all keys at position 0."""
     if len(state.regions) != 2:
         return False
     near, far = state.regions
@@ -45,14 +45,14 @@ def applies(state: LateAttention) -> bool:
 
 @dataclass(frozen=True)
 class Batch:
-    """What the layers of one forward have in common.
+    """Values shared by the layers of one forward.
 
     Attributes:
         position_ids: of the queries, `(1, tokens)`.
-        near: positions of the keys that are gathered, `(1, keys)`; those of a request follow one another.
-        blocks, offsets: where the cache holds them, `(keys,)`.
-        near_start: where those of each request begin, and their number, `(requests + 1,)`.
-        longest: the most of one request.
+        near: positions of the gathered keys, `(1, keys)`, request by request.
+        blocks, offsets: their places in the cache, `(keys,)`.
+        near_start: start of each request's gathered keys, and their total number, `(requests + 1,)`.
+        longest: maximum number of gathered keys of a request.
     """
 
     position_ids: torch.Tensor
@@ -83,7 +83,7 @@ class Batch:
 
 
 def _counted(first: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's number and its positions from `first` on, `counts` of them, one row after another."""
+    """Row index and position of `counts` tokens per row, starting at `first`, one row after another."""
     row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     before = (counts.cumsum(0) - counts)[row]
     return row, torch.arange(len(row), device=row.device) - before + first[row]
@@ -152,6 +152,6 @@ def attend(
 def _merged(outputs: tuple[torch.Tensor, ...], sums: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The outputs `(tokens, heads, head_dim)`, weighted by their log-sum-exps `(heads, tokens)`."""
     known = torch.stack(sums)
-    known = torch.where(known == math.inf, -math.inf, known)  # flash attention 2 marks a query without keys so
+    known = torch.where(known == math.inf, -math.inf, known)  # in flash attention 2, inf marks a query without keys
     weights = known.softmax(dim=0).transpose(1, 2)[..., None]
     return (weights * torch.stack(outputs)).sum(dim=0).to(outputs[0].dtype)

@@ -1,13 +1,13 @@
-"""A plugin of vLLM: a folder that was saved under a scheme is served by stock vLLM under that scheme.
+"""A vLLM plugin: stock vLLM serves a folder that was saved under a scheme, under that scheme.
 
-vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). The rotary modules of a model
-whose config records a scheme then leave queries and keys alone, and the cache keeps keys unrotated. This attention
-scores each request by the same `late_attention` as Transformers: one request is one call, with the positions that it
-has alone. On a GPU, two calls of flash attention score ReRoPE for the whole batch (`serving.flash`). The same model
-in Transformers, on the meta device, gives what the scheme needs to know of each layer. vLLM itself serves a
-checkpoint without a record, or with a scheme that `rope_parameters` express.
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). If a model's config records a
+scheme, its rotary modules no longer rotate queries and keys, and the cache keeps unrotated keys. The plugin's attention
+scores each request with the same `late_attention` as in Transformers: one request is one call, with its own positions.
+On a GPU, two calls of flash attention score ReRoPE for the whole batch (`serving.flash`). The scheme's facts about each
+layer come from the same model in Transformers, on the meta device. vLLM itself serves a checkpoint without a record, or
+with a scheme that `rope_parameters` express.
 
-A CPU has run all of this but the two calls and `FlashImpl`, which wait for a GPU.
+All of this was tested on a CPU, except the two calls and `FlashImpl`, which need a GPU.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if is_flash_attn_varlen_func_available():
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
 _UNTURNED = "rope_patch_unturned"
-"""Set on the context of a forward in which rotary modules of vLLM left queries and keys alone."""
+"""Attribute of a forward's context if vLLM's rotary modules did not rotate queries and keys."""
 
 
 def register() -> None:
-    """What vLLM calls: put this backend and these rotary modules beside its own, each of which is asked first."""
+    """Register these backends and rotary modules, which vLLM prefers to its own; vLLM calls this."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{Backend.__name__}")
     register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{FlashBackend.__name__}")
     for name, found in vars(rotary_embedding).items():
@@ -60,10 +60,10 @@ def register() -> None:
 
 
 class Unturned(nn.Module):
-    """A rotary module of vLLM that turns nothing where the attention layers around it will.
+    """A rotary module of vLLM that does not rotate if the attention layers will.
 
     Attributes:
-        scheme: what the checkpoint records, None where vLLM needs no help.
+        scheme: the checkpoint's recorded scheme; None if vLLM's own attention suffices.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,10 +74,10 @@ class Unturned(nn.Module):
             raise UnsupportedModel(f"{self.scheme} in vLLM: MLA is not supported")
 
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, *more: Any) -> Any:
-        """As vLLM calls it: `query` and `key` are `(tokens, heads * head_dim)`.
+        """Called by vLLM with `query` and `key` `(tokens, heads * head_dim)`.
 
         Raises:
-            UnsupportedModel: the attention layers have a backend that would leave the scheme out.
+            UnsupportedModel: the attention layers have a backend that would ignore the scheme.
         """
         if self.scheme is None:
             return super().forward(positions, query, key, *more)
@@ -94,10 +94,10 @@ class Unturned(nn.Module):
 
 
 class Scored:
-    """Attention of one layer, mixed into that of a backend of vLLM.
+    """A mixin of the attention layers of vLLM's backends.
 
     Attributes:
-        states: what the scheme knows of each layer, by its index; empty where vLLM's own attention is right.
+        states: the scheme's state of each layer, by its index; empty if vLLM's own attention suffices.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -133,18 +133,18 @@ class Scored:
         *more: Any,
         **named: Any,
     ) -> torch.Tensor:
-        """As vLLM calls it: query and output `(tokens, heads, head_dim)`, and the cache that has the new keys already,
-        `(blocks, kv_heads, block_size, 2 head_dim)`.
+        """Called by vLLM with query and output `(tokens, heads, head_dim)`, and the cache, which already contains the
+        new keys, `(blocks, kv_heads, block_size, 2 head_dim)`.
 
         Raises:
-            UnsupportedModel: queries and keys were turned by something else than a rotary module of vLLM.
+            UnsupportedModel: queries and keys were not rotated by a rotary module of vLLM.
         """
         if not self.states or attn_metadata is None:
             attend = cast(Any, super()).forward
             return attend(layer, query, key, value, kv_cache, attn_metadata, output, *more, **named)
         state = self.states[extract_layer_index(layer.layer_name)]
         if not hasattr(get_forward_context(), _UNTURNED):
-            raise UnsupportedModel(f"{state.scheme} in vLLM: {layer.layer_name} is turned by no rotary module of vLLM")
+            raise UnsupportedModel(f"{state.scheme} in vLLM: {layer.layer_name} has no rotary module of vLLM")
         self._score(state, query, kv_cache, attn_metadata, output)
         return output
 
@@ -160,7 +160,7 @@ class Scored:
             call = LateCall(
                 state,
                 request.memo,
-                states=queries,  # no scheme that is served here reads what entered the module
+                states=queries,  # no scheme that is served here reads the module's input
                 position_ids=request.position_ids,
                 query_start=request.start,
                 kv_length=request.kv_length,
@@ -182,11 +182,11 @@ class Scored:
 
 
 class Impl(Scored, CPUAttentionBackendImpl):
-    """On a CPU."""
+    """Attention on a CPU."""
 
 
 class FlashImpl(Scored, FlashAttentionImpl):
-    """On a GPU."""
+    """Attention on a GPU."""
 
     def _score(
         self, state: LateAttention, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
@@ -205,7 +205,7 @@ class FlashImpl(Scored, FlashAttentionImpl):
 
 
 class Backend(CPUAttentionBackend):
-    """vLLM's own for CPUs, with this attention."""
+    """vLLM's backend for CPUs, with this attention."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
@@ -214,7 +214,7 @@ class Backend(CPUAttentionBackend):
 
 
 class FlashBackend(FlashAttentionBackend):
-    """vLLM's own for flash attention, with this attention."""
+    """vLLM's backend for flash attention, with this attention."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
@@ -246,13 +246,13 @@ def requests_of(metadata: Any, block_size: int) -> list[tuple[Request, torch.Ten
 
 
 def states_of(config: VllmConfig) -> dict[int, LateAttention]:
-    """What the scheme that a checkpoint was saved under knows of each layer; empty where vLLM needs no help.
+    """The checkpoint's recorded scheme as state of each layer; empty if vLLM's own attention suffices.
 
     Raises:
-        UnsupportedModel: the scheme needs more than queries, keys and positions, or leaves layers alone.
+        UnsupportedModel: the scheme needs more than queries, keys and positions, or does not change all layers.
     """
     if getattr(config.model_config.hf_config, "rope_patch", None) is None:
-        return {}  # nobody else's model is read again, whatever it needs to be read
+        return {}  # models without a record must not be read again
     return _states_of(config.model_config.model, config.model_config.revision)
 
 
@@ -264,14 +264,14 @@ def _states_of(path: str, revision: str | None) -> dict[int, LateAttention]:
         return {}
     del config.rope_patch
     if "rope_parameters" in record:
-        said, config.rope_parameters = config.rope_parameters, record["rope_parameters"]
+        written, config.rope_parameters = config.rope_parameters, record["rope_parameters"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     scheme = scheme_from_dict(record["scheme"])
     _check_scheme(scheme)
     handle = patch(model, scheme)
-    if "rope_parameters" in record and said != record["rope_parameters"]:
-        return {}  # said in words that vLLM reads itself
+    if "rope_parameters" in record and written != record["rope_parameters"]:
+        return {}  # rope_parameters express the scheme, and vLLM reads them itself
     handle.remove()
     handle = patch(model, scheme, mount="late")
     found = {
@@ -280,10 +280,10 @@ def _states_of(path: str, revision: str | None) -> dict[int, LateAttention]:
         for hook in module._forward_pre_hooks.values()
         if isinstance(hook, LateAttention)
     }
-    for hook in found.values():  # read on the meta device, computed with here
+    for hook in found.values():  # the model was read on the meta device, but these modules compute
         cast(RotaryTables, hook.layer.rotary).module.to(current_platform.device_type)
     if missing := [layer.name for layer in handle.stack.layers if layer.index not in found]:
-        raise UnsupportedModel(f"{scheme} in vLLM: it leaves {', '.join(missing)} alone, which is not supported")
+        raise UnsupportedModel(f"{scheme} in vLLM: it does not change {', '.join(missing)}, which is not supported")
     return found
 
 
@@ -291,8 +291,8 @@ def _check_scheme(scheme: Scheme) -> None:
     by_content = {"content_bias", "weight_factor", "relative_values", "running_bias"}
     refused = {
         "learned parameters": scheme.learns,
-        "positions that join at the input": "embedding" in scheme.slots,
-        "biases by content, and factors on weights": bool(scheme.methods & by_content),
+        "positions that are added at the input": "embedding" in scheme.slots,
+        "content biases, and factors on weights": bool(scheme.methods & by_content),
     }
     for what, holds in refused.items():
         if holds:

@@ -211,7 +211,7 @@ def test_a_cache_that_was_filled_without_the_patch_or_under_another_is_refused(l
     with patch(llama, "dca", chunk_size=9):
         cached_logits(llama, tokens(8), [8], cache=other)
     with patch(llama, spec):
-        with pytest.raises(UnsupportedPositions, match="8 tokens whose keys were written without a patch or by prefix"):
+        with pytest.raises(UnsupportedPositions, match="8 tokens with keys written without a patch or by prefix"):
             cached_logits(llama, tokens(4), [4], cache=before)
         with pytest.raises(UnsupportedPositions, match="written under dca:chunk_size=9"):
             cached_logits(llama, tokens(4), [4], cache=other)
@@ -229,7 +229,7 @@ def test_prefix_tuning_is_refused_and_prompt_tuning_is_not(llama, first):
     model = peft.get_peft_model(llama, prefix)
     if first == "prefix":
         patch(model, "rerope", window=6)
-    with pytest.raises(UnsupportedPositions, match="4 tokens whose keys were written without a patch or by prefix"):
+    with pytest.raises(UnsupportedPositions, match="4 tokens with keys written without a patch or by prefix"):
         model(tokens(8))
     prompt = peft.get_peft_model(build(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with patch(prompt, "rerope", window=6):

@@ -150,7 +150,9 @@ def test_another_attention_on_a_patched_module_is_refused():
     model = build("llama")
     with patch(model, "rerope:window=6"):
         model.model.layers[1].self_attn.config._attn_implementation = "sdpa"
-        with pytest.raises(RuntimeError, match="'sdpa' by now, which would bypass rerope:window=6"):
+        with pytest.raises(
+            RuntimeError, match="now has attn_implementation='sdpa', which would bypass rerope:window=6"
+        ):
             batched(model, prompts_of(3))
 
 

@@ -132,7 +132,7 @@ def test_positions_past_the_last_row_are_refused_by_number(llama, spec):
     rows = 40 if "40" in spec else 32
     with patch(llama, spec):
         logits(llama, tokens(rows))
-        with pytest.raises(UnsupportedPositions, match=f"no vector for position {rows}; there are {rows}"):
+        with pytest.raises(UnsupportedPositions, match=f"position {rows} has no vector; there are {rows}"):
             logits(llama, tokens(rows + 1))
 
 

@@ -213,7 +213,7 @@ def test_a_description_goes_by_layers():
         words = [" ".join(line.split()) for line in lines]
         assert any(line.startswith("layers 1, 3 alibi:symmetric=False,learned=False+logn:") for line in words)
         assert any(line.startswith("layer 0 ntk:factor=2") for line in words)
-        assert "left alone layer 2: as the scheme has it" in words
+        assert "left alone layer 2: selected as none" in words
         assert sum("replaced by the bias" in line for line in lines) == 1
         assert handle.plan.late == (0, 1, 3)
 
@@ -232,26 +232,26 @@ def test_layers_that_do_not_attend_need_no_scheme():
     hybrid = {3: "full_attention", 7: "full_attention"}  # of eight layers
     assert PerLayer({"3::4": LogN(8)}).of_layers(hybrid, 8) == dict.fromkeys(hybrid, LogN(8))
     assert PerLayer({"0-3": NoPE(), "-1:": LogN(8)}).of_layers(hybrid, 8) == {3: NoPE(), 7: LogN(8)}
-    with pytest.raises(InvalidField, match="'0-2' selects no layer that attends; those are 3, 7"):
+    with pytest.raises(InvalidField, match="'0-2' selects no attention layer; those are 3, 7"):
         PerLayer({"0-2": NoPE(), "rest": None}).of_layers(hybrid, 8)
 
 
 WRONG = {
-    "layers:[1::2=nope]": "layer 0 is chosen by no selector",
-    "layers:[0=nope;0-1=logn]": "layer 0 is chosen by '0' and by '0-1'",
+    "layers:[1::2=nope]": "layer 0 is not selected",
+    "layers:[0=nope;0-1=logn]": "layer 0 is selected by '0' and '0-1'",
     "layers:[0-9=nope]": "'0-9' names layers 2, 3, 4, 5, 6, 7, 8, 9; the stack has 2",
-    "layers:[7:=nope;rest=none]": "'7:' selects no layer",
-    "layers:[sliding=nope;rest=none]": "no layer of this model is of the type 'sliding'",
+    "layers:[7:=nope;rest=none]": "'7:' selects no attention layer",
+    "layers:[sliding=nope;rest=none]": "no layer of this model has the type 'sliding'",
     "layers:[0=nope;0=logn]": "selector '0' twice",
-    "layers:[a b=nope]": "'a b' selects no layers",
-    "layers:[::0=nope;rest=none]": "'::0' selects no layers",
-    "layers:[rest=none]": "leaves the model as it is",
+    "layers:[a b=nope]": "'a b' is not a selector",
+    "layers:[::0=nope;rest=none]": "'::0' is not a selector",
+    "layers:[rest=none]": "which changes nothing",
     "layers:[0]": "selector=scheme",
     "layers:0=nope": "layers has no field '0'",
     "layers": "needs text",
     "layers:[0=rerope]": "rerope needs window",
-    "layers:[0=hwfa;rest=none]": "a scheme by layer itself",
-    "layers:[0=sinusoidal;rest=none]": "joins positions to the input",
+    "layers:[0=hwfa;rest=none]": "itself a scheme by layer",
+    "layers:[0=sinusoidal;rest=none]": "adds positions to the input",
     "hwfa:every=1": "every=1",
     "hwfa:ever=4": "hwfa has no field 'ever'",
     "yarn_full:foo=4": "yarn has no field 'foo'",

@@ -372,9 +372,9 @@ def test_a_loaded_table_is_not_made_longer_a_second_time(family, spec, tmp_path)
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("hierarchical:num_positions=65", "num_positions=65 is not allowed; 8 positions"),
-        ("hierarchical:num_positions=7", "num_positions=7 is not allowed; 8 positions"),
-        ("learned:extend=8", "extend=8 is not allowed; the checkpoint has 8 positions"),
+        ("hierarchical:num_positions=65", "num_positions=65 is not allowed; the checkpoint's 8 positions"),
+        ("hierarchical:num_positions=7", "num_positions=7 is not allowed; the checkpoint's 8 positions"),
+        ("learned:extend=8", "extend=8 is not allowed; it must be above the checkpoint's 8"),
     ],
 )
 def test_fields_that_do_not_fit_the_table_change_nothing(family, spec, says):
@@ -400,11 +400,11 @@ REFUSED = {
         | {"max_position_embeddings": CAPACITY},
         "attention.bias is a mask of 8 x 8 positions",
     ),
-    "deberta": ({**CONFIGS["bert"], "relative_attention": True}, "relative positions beside the table"),
-    "layoutlm": (CONFIGS["bert"], "several tables of positions"),
-    "roformer": (CONFIGS["bert"], "sinusoids, computed and not learned"),
+    "deberta": ({**CONFIGS["bert"], "relative_attention": True}, "also has relative positions"),
+    "layoutlm": (CONFIGS["bert"], "several position tables"),
+    "roformer": (CONFIGS["bert"], "computed sinusoids, not learned"),
     "clip_vision_model": ({"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}, "has no stack"),
-    "lxmert": (CONFIGS["bert"], "does not read a text of four tokens"),
+    "lxmert": (CONFIGS["bert"], "cannot read a text of four tokens"),
 }
 
 
@@ -433,5 +433,5 @@ def test_a_shared_table_is_refused():
 def test_numbers_that_follow_no_rule_are_refused():
     model = build("bert")
     model.embeddings.position_ids = torch.tensor([[0, 1, 2, 3, 3, 3, 3, 3]])
-    with pytest.raises(UnsupportedModel, match="position_ids has a number per position that follows no rule"):
+    with pytest.raises(UnsupportedModel, match="position_ids has a number per position, without a rule"):
         patch(model, "hierarchical")

@@ -90,7 +90,7 @@ def test_vectors_without_words_need_shared_frequencies():
 
 
 def test_dimensions_that_do_not_pair_are_refused():
-    with pytest.raises(InvalidField, match="7 dimensions do not make complex numbers"):
+    with pytest.raises(InvalidField, match="7 dimensions cannot form complex numbers"):
         started(ComplexOrder(), dataclasses.replace(SHAPE, hidden_size=7))
 
 

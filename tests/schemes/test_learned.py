@@ -62,7 +62,7 @@ def test_a_seed_means_the_same_rows_again():
 
 @pytest.mark.parametrize("extend", [1, 199, 200])
 def test_an_extension_must_extend(extend):
-    with pytest.raises(InvalidField, match=rf"extend={extend} is not allowed; the checkpoint has 200 positions"):
+    with pytest.raises(InvalidField, match=rf"extend={extend} is not allowed; .* above the checkpoint's 200 positions"):
         Learned(extend=extend).rows(native())
 
 
@@ -94,7 +94,7 @@ def test_the_table_starts_as_zeros_or_as_it_was_asked_for():
 
 
 def test_rows_that_are_not_there_cannot_be_kept():
-    with pytest.raises(InvalidField, match=r"extend=64 is not allowed; this model has no table .* num_positions=64"):
+    with pytest.raises(InvalidField, match=r"extend=64 is not allowed; .* no position table .* num_positions=64"):
         started(Learned(extend=64))
 
 

@@ -104,7 +104,7 @@ def test_patches_of_an_image_are_placed_by_row_and_column():
 def test_dimensions_that_do_not_pair_are_refused():
     with pytest.raises(InvalidField, match="7 dimensions cannot be paired"):
         Sinusoidal().rows(native(dim=7))
-    with pytest.raises(InvalidField, match="6 dimensions do not make pairs on two axes"):
+    with pytest.raises(InvalidField, match="6 dimensions cannot be paired on two axes"):
         Sinusoidal(grid_width=2).rows(native(dim=6))
 
 

@@ -160,8 +160,8 @@ def test_what_vllm_reads_itself_is_left_to_it(tmp_path, texts, spec):
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("fox", "biases by content|learned parameters"),
-        ("sinusoidal", "positions that join at the input"),
+        ("fox", "content biases|learned parameters"),
+        ("sinusoidal", "positions that are added at the input"),
         ("rope+shaw", "learned parameters"),
         ("layers:[0=rerope:window=64;rest=none]", "it leaves layers.1.self_attn, layers.2"),
     ],
@@ -229,5 +229,5 @@ def test_a_model_that_vllm_runs_by_transformers_is_refused(tmp_path, texts):
     """The last test: an engine that raised is not left behind clean."""
     saved(tmp_path, "rerope:window=64")
     engine = engine_of(tmp_path, model_impl="transformers")
-    with pytest.raises(rope_patch.UnsupportedModel, match="turned by no rotary module of vLLM"):
+    with pytest.raises(rope_patch.UnsupportedModel, match="has no rotary module of vLLM"):
         engine.generate([{"prompt_token_ids": texts[0]}], use_tqdm=False)

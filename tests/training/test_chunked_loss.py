@@ -241,7 +241,7 @@ def test_what_has_no_head_of_its_own_is_refused():
     t5 = T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
     refused = {
         "LlamaModel has no language-model head": (LlamaModel(CONFIGS["llama"]), 4),
-        "no stack of its own": (T5ForConditionalGeneration(t5), 4),
+        "no stack separate from its head": (T5ForConditionalGeneration(t5), 4),
         "rows_per_chunk=0 is not allowed": (build(), 0),
     }
     for reason, arguments in refused.items():

@@ -1,1 +1,1 @@
-"""All regions of a scheme in one kernel for GPUs, written in Triton, which is optional."""
+"""All regions of a scheme in one GPU kernel, written in Triton, an optional dependency."""

@@ -1,4 +1,4 @@
-"""The face of the kernels: what a call is given, whether they take it, and attention with gradients."""
+"""The interface of the kernels: inputs of a call, whether the kernels support it, and attention with gradients."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ FAR = 2**30
 """Beyond all positions, and far from the end of the range of int32."""
 
 TURNED_STAGES = 2
-"""At most, of the pipeline where what it loads is turned: tables of cosines and sines would fill the shared memory."""
+"""Maximum pipeline stages when the loaded states are rotated: tables of cosines and sines also need shared memory."""
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Queries and keys as they arrived, and how each region turns them.
+    """Queries and keys as they arrived, and their rotation in each region.
 
-    Turned is x cos + x[partner] sin with full-width tables, the sine carrying the sign, cosine 1 and sine 0 where a
-    dimension does not turn.
+    The rotation is x cos + x[partner] sin with full-width tables. The sine carries the sign; a dimension without
+    rotation has cosine 1 and sine 0.
 
     Attributes:
         queries, keys: `(batch, heads or kv_heads, length, head_dim)`. A query scale is folded into the queries, or into
             their tables.
         regions: disjoint.
-        query_tables, key_tables: cos and sin for each region, each of a shape that expands to that of the queries or
-            keys; None for what is not turned.
-        partner: integer, `(head_dim,)`, its own inverse; None where nothing is turned.
-        in_order: whether every key that a query sees stands as many positions before it as slots. Otherwise all keys
-            are looked at for every region.
-        window: in slots, of sliding-window attention; infinite where there is none.
+        query_tables, key_tables: cos and sin for each region, in shapes that expand to that of the queries or keys;
+            None without rotation.
+        partner: integer, `(head_dim,)`, its own inverse; None without rotation.
+        in_order: whether every visible key has the same distance from its query in positions and in slots. If False,
+            every region scans all keys.
+        window: in slots, of sliding-window attention; infinite without a window.
     """
 
     queries: torch.Tensor
@@ -55,8 +55,8 @@ class Fused:
 
 
 class Blocks(NamedTuple):
-    """Rows and keys of a block, warps and pipeline stages of a program, and how many programs keep a GPU at work: where
-    there are fewer, keys are split among more.
+    """Rows and keys of a block, warps and pipeline stages of a program, and the number of programs that keeps a GPU
+    busy: with fewer, keys are split among more programs.
     """
 
     rows: int
@@ -67,7 +67,7 @@ class Blocks(NamedTuple):
 
 
 def default_blocks(call: Fused, value_dim: int) -> tuple[Blocks, Blocks]:
-    """For forward and for backward, by what fits the registers and the shared memory of an H100 or H200 (compiled for
+    """Blocks for forward and backward that fit the registers and the shared memory of an H100 or H200 (compiled for
     sm_90, speed not measured).
     """
     width = power_of_two(max(call.queries.shape[-1], value_dim))
@@ -84,12 +84,12 @@ def default_blocks(call: Fused, value_dim: int) -> tuple[Blocks, Blocks]:
 
 
 def power_of_two(least: int) -> int:
-    """The power of two from `least` on, at least 16, as products of tensor cores need it."""
+    """The smallest power of two that is at least `least` and at least 16, the minimum for tensor cores."""
     return max(16, 1 << (least - 1).bit_length())
 
 
 def applies(inputs: AttentionInputs, call: Fused) -> bool:
-    """Whether the kernels take a call, and gave what the oracle gives when they were tried."""
+    """Whether the kernels support a call, and equalled the oracle when they were tried."""
     queries, value = call.queries, inputs.value
     tables = [x for table in (*call.query_tables, *call.key_tables) if table is not None for x in table]
     one_query = inputs.q_length == 1
@@ -113,9 +113,9 @@ def attend(inputs: AttentionInputs, call: Fused, blocks: tuple[Blocks, Blocks] |
     """Output of `oracle.attend` for a call that `applies`, `(batch, heads, q_len, value_dim)`.
 
     Args:
-        inputs: the branches are not looked at.
-        call: queries, keys, and how they are turned.
-        blocks: for forward and for backward; default `default_blocks`.
+        inputs: their branches are ignored.
+        call: queries, keys, and their rotation.
+        blocks: for forward and backward; default `default_blocks`.
     """
     blocks = blocks or default_blocks(call, inputs.value.shape[-1])
     bias, values = inputs.bias, None
@@ -129,7 +129,7 @@ def attend(inputs: AttentionInputs, call: Fused, blocks: tuple[Blocks, Blocks] |
 
 
 def _is_slope(inputs: AttentionInputs, bias: DistanceBias) -> bool:
-    """Whether a bias takes a number for each head. The gradient of a learned one is computed by its table."""
+    """Whether a bias is one number per head. The gradient of a learned bias needs its table."""
     return bias.linear and (inputs.causal or inputs.q_length == 1) and not bias.learned
 
 
@@ -152,7 +152,7 @@ class _Attention(torch.autograd.Function):
         span = FAR if splits == 1 else -(-key_blocks // splits) * keys
 
         def results(*parts: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-            # laid out as the model wants the output next
+            # the layout that the model needs next
             lse = torch.empty(*parts, batch, heads, length, dtype=torch.float32, device=value.device)
             out = torch.empty(*parts, batch, length, heads, value_dim, dtype=dtype, device=value.device)
             return out.transpose(-2, -3), lse
@@ -214,7 +214,7 @@ class _Attention(torch.autograd.Function):
 def _described(
     inputs: AttentionInputs, call: Fused, blocks: Blocks, tensors: Any, gradients: tuple[bool, ...]
 ) -> tuple[Any, Any]:
-    """What the kernels are given, and what is compiled into them, a `Given` and a `How`."""
+    """The inputs of the kernels, a `Given`, and their compile-time constants, a `How`."""
     from rope_patch.attention.fused.kernels import Given, How
 
     query, key, value, values, sinks, sums = tensors
@@ -268,7 +268,7 @@ def _described(
 
 
 def _stages(given: Any, blocks: Blocks, walked: int) -> tuple[int, ...]:
-    """For each region, where queries (0) or keys (1) are walked."""
+    """Pipeline stages per region, for a loop over queries (0) or keys (1)."""
     return tuple(
         blocks.stages if table[walked] is None else min(blocks.stages, TURNED_STAGES) for table in given.tables
     )
@@ -287,7 +287,7 @@ def _table(table: Table | None, like: torch.Tensor) -> Any:
 
 
 def _states(x: torch.Tensor) -> Any:
-    """A tensor `(batch, heads, length, dim)` as the kernels take it."""
+    """A tensor `(batch, heads, length, dim)` as the kernels expect it."""
     from rope_patch.attention.fused.kernels import States
 
     return States(x, *x.stride()[:3])
@@ -306,25 +306,23 @@ def _numbers(x: torch.Tensor | None) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def agrees(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
-    """Whether the kernels are there and compute small calls as the oracle does, with gradients: they are tried once
-    before they are trusted.
-    """
+    """Whether the kernels are available and equal the oracle on small calls, with gradients; tried once before use."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if importlib.util.find_spec("triton") is None or (device.type != "cuda" and not interpreted):
         return False
     sizes = (device, dtype, head_dim, value_dim)
     try:
-        # of some tokens after a cache, and of one whose keys are split among programs
+        # several tokens after a cache, and one token whose keys are split among programs
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             return _tried(40, 100, *sizes) and _tried(1, 300, *sizes)
-    except Exception:  # a compiler and a driver have many ways to fail, and there are other kernels
+    except Exception:  # compilers and drivers fail in many ways, and other kernels exist
         return False
 
 
 def _tried(
     length: int, kv_length: int, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
 ) -> bool:
-    """Whether a call with two regions, one of which turns keys, comes out right."""
+    """Whether a call with two regions, one of which rotates keys, is correct."""
     random = torch.Generator().manual_seed(0)
 
     def states(heads: int, length: int, dim: int) -> torch.Tensor:

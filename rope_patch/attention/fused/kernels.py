@@ -1,12 +1,12 @@
-"""The kernels: forward, its two halves of backward, and the merge of split keys. Imported only where Triton is.
+"""The kernels: forward, the two halves of backward, and the merge of split keys. Imported only if Triton is installed.
 
-A program works for one row of the batch (axis 2 of the grid) and one key head (axis 1), on a block of rows. The query
+A program handles one row of the batch (axis 2 of the grid) and one key head (axis 1), on a block of rows. The query
 heads that share keys are rows of one program, so keys are read once for all of them: row r is token r // group of the
-query head r % group of its key head. For each region the program turns its queries, then walks the blocks of keys
-between the bounds that follow from the region: those that every row sees whole without a mask, those at the edges with
-one. Each pair is in one region, so all regions share the running softmax.
+query head r % group of its key head. For each region the program rotates its queries, then loops over the blocks of
+keys within the region's bounds: without a mask if every row sees the whole block, with one at the edges. Each pair is
+in one region, so all regions share the running softmax.
 
-Scores are kept in units of ln 2, since 2^x is what the hardware computes.
+Scores are in units of ln 2, since the hardware computes 2^x.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NONE = tl.constexpr(float("-inf"))
-PRODUCTS = tl.constexpr("tf32x3")  # of float32: three products of tensor cores, as exact as one without
+PRODUCTS = tl.constexpr("tf32x3")  # float32 as three tensor-core products, as exact as one without tensor cores
 ANYWHERE = tl.constexpr(2**30)
 
 
 class States(NamedTuple):
-    """A tensor whose last dimension is dense, and how far apart rows of the batch, heads and tokens lie in it."""
+    """A tensor whose last dimension is dense, with its strides of batch rows, heads and tokens."""
 
     data: Any
     batch: int
@@ -32,14 +32,14 @@ class States(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a call is given.
+    """The inputs of a call.
 
     Attributes:
-        m, n, groups: positions of queries and keys, and groups of keys, for which heads are alike.
-        start: slot of the first query: a number, or where in memory it is.
-        tables: for each region cos and sin of its queries, and of its keys; None for what is not turned.
-        partner: the dimension that each dimension turns with.
-        bias: slopes by head, or a table by head and distance, of so many `distances` from `first` on.
+        m, n, groups: positions of queries and keys, and groups of keys, the same for all heads.
+        start: slot of the first query, as a number or a pointer.
+        tables: for each region cos and sin of its queries, and of its keys; None without rotation.
+        partner: the dimension that each dimension is paired with.
+        bias: slopes by head, or a table by head and distance, with `distances` entries from `first`.
         sums, sinks: see `AttentionInputs`.
     """
 
@@ -63,7 +63,7 @@ class Given(NamedTuple):
 
 
 class Area(NamedTuple):
-    """A `Region` in whole numbers; what is infinite is beyond all positions."""
+    """A `Region` in integers; infinite bounds become numbers beyond all positions."""
 
     start: int
     stop: int
@@ -72,16 +72,16 @@ class Area(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is compiled into a kernel.
+    """The compile-time constants of a kernel.
 
     Attributes:
-        group: query heads for each key head.
+        group: query heads per key head.
         head_dim, value_dim, width, value_width: of states, and the next power of two.
         rows, keys: of a block.
-        stages: of the pipeline of each region.
+        stages: pipeline stages of each region.
         in_order: whether distance is a difference of slots.
         bias: "slope", "table" or None.
-        bias_gradient, sums_gradient: whether they are wanted.
+        bias_gradient, sums_gradient: whether they are needed.
     """
 
     areas: tuple[Area, ...]
@@ -115,7 +115,7 @@ def _numbers(x, heads, tokens):
 
 @triton.jit
 def _vectors(x, batch, heads, tokens, dim: tl.constexpr, width: tl.constexpr):
-    """Those of some tokens, `(tokens, width)`, zero beyond `dim`."""
+    """Vectors of some tokens, `(tokens, width)`, zero beyond `dim`."""
     dims = tl.arange(0, width)
     places = _places(x, batch, heads, tokens)[:, None] + dims[None, :]
     return tl.load(places) if dim == width else tl.load(places, mask=(dims < dim)[None, :], other=0.0)
@@ -130,7 +130,7 @@ def _store(x, value, batch, heads, tokens, inside, dim: tl.constexpr, width: tl.
 
 @triton.jit
 def _turned(x, heads, tokens, given, how: tl.constexpr, r: tl.constexpr, side: tl.constexpr, back: tl.constexpr):
-    """R x, or its transpose: x cos + x[partner] sin, the sign being the sine's; what is not turned as it is."""
+    """R x, or its transpose: x cos + x[partner] sin, with the sign in the sine; x itself without rotation."""
     if given.tables[r][side] is not None:
         dims, batch = tl.arange(0, how.width), tl.program_id(2)
         partner = tl.load(given.partner + dims, mask=dims < how.head_dim, other=0).to(tl.int32)
@@ -150,8 +150,8 @@ def _start(given, how: tl.constexpr):
 
 @triton.jit
 def _queries(block, given, how: tl.constexpr):
-    """Of a block of rows: which are there, and the token, head, slot, position and group of each. Those beyond the
-    last are the last once more.
+    """For a block of rows: which rows exist, and the token, head, slot, position and group of each. Rows beyond the
+    last repeat the last.
     """
     count = given.q_length * how.group
     rows = block * how.rows + tl.arange(0, how.rows)
@@ -164,7 +164,7 @@ def _queries(block, given, how: tl.constexpr):
 
 @triton.jit
 def _keys(first, given, how: tl.constexpr):
-    """Of a block of keys: which are there, and the head, slot, position and group of each."""
+    """For a block of keys: which keys exist, and the head, slot, position and group of each."""
     slot = first + tl.arange(0, how.keys)
     inside, slot = slot < given.kv_length, tl.minimum(slot, given.kv_length - 1)
     head = tl.program_id(1)
@@ -188,7 +188,7 @@ def _turned_keys(keys, given, how: tl.constexpr, r: tl.constexpr):
 
 @triton.jit
 def _units(positions, chunk: tl.constexpr):
-    """floor(positions / chunk), of negative positions too."""
+    """floor(positions / chunk), also for negative positions."""
     if chunk == 1:
         return positions
     return tl.where(positions < 0, -((chunk - 1 - positions) // chunk), positions // chunk)
@@ -196,7 +196,7 @@ def _units(positions, chunk: tl.constexpr):
 
 @triton.jit
 def _keys_of(queries, given, how: tl.constexpr, r: tl.constexpr):
-    """The first slot that each query may see in a region, and the one after the last."""
+    """The first slot that each query may see in a region, and the end of its range."""
     area: tl.constexpr = how.areas[r]
     _, _, _, slot, m, _ = queries
     first, stop = slot * 0, slot * 0 + given.kv_length
@@ -215,7 +215,7 @@ def _keys_of(queries, given, how: tl.constexpr, r: tl.constexpr):
 
 @triton.jit
 def _rows_of(keys, given, how: tl.constexpr, r: tl.constexpr):
-    """The first row that may see each key in a region, and the one after the last."""
+    """The first row that may see each key in a region, and the end of its range."""
     area: tl.constexpr = how.areas[r]
     _, _, slot, n, _ = keys
     begin = _start(given, how)
@@ -235,8 +235,8 @@ def _rows_of(keys, given, how: tl.constexpr, r: tl.constexpr):
 
 @triton.jit
 def _blocks(bounds, low, high, size: tl.constexpr, given, how: tl.constexpr):
-    """Blocks of `size` between `low` and `high` that some bounds reach into: where the first begins, where those begin
-    and end that lie within all bounds, and how many others there are.
+    """Blocks of `size` between `low` and `high` that overlap some bounds: the start of the first one, start and end of
+    those within all bounds, and the number of the others.
     """
     first, stop = bounds
     start = tl.maximum(tl.min(first) // size * size, low)
@@ -252,7 +252,7 @@ def _blocks(bounds, low, high, size: tl.constexpr, given, how: tl.constexpr):
 
 @triton.jit
 def _edge(index, blocks, size: tl.constexpr):
-    """Where one of the blocks begins that do not lie within all bounds."""
+    """The start of a block that is not within all bounds."""
     start, whole_start, whole_end, _ = blocks
     place = start + index * size
     return place + tl.where(place >= whole_start, whole_end - whole_start, 0)
@@ -280,14 +280,14 @@ def _seen(queries, keys, how: tl.constexpr, r: tl.constexpr, grouped: tl.constex
 
 @triton.jit
 def _in_table(queries, keys, given):
-    """Where in the table of biases each pair is, hidden ones anywhere."""
+    """The index of each pair in the table of biases, arbitrary for hidden pairs."""
     distance = queries[4][:, None] - keys[3][None, :] - given.first
     return queries[2][:, None] * given.bias.head + tl.minimum(tl.maximum(distance, 0), given.distances - 1)
 
 
 @triton.jit
 def _scores(q, k, queries, keys, given, how: tl.constexpr, r: tl.constexpr, masked: tl.constexpr):
-    """Scores in units of ln 2, -inf where hidden, and their slope by the scaled products; `(rows, keys)`."""
+    """Scores in units of ln 2, -inf where hidden, and their derivative by the scaled products; `(rows, keys)`."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRODUCTS) * given.scale
     slope = 1.0
     if how.softcap is not None:
@@ -309,7 +309,7 @@ def _scores(q, k, queries, keys, given, how: tl.constexpr, r: tl.constexpr, mask
 
 @triton.jit
 def _softmax_step(state, q, first, queries, given, how: tl.constexpr, r: tl.constexpr, masked: tl.constexpr):
-    """Output, sum of weights and largest score of each row, with another block of keys."""
+    """Output, sum of weights and largest score of each row, after another block of keys."""
     out, total, most = state
     keys = _keys(first, given, how)
     scores, _ = _scores(q, _turned_keys(keys, given, how, r), queries, keys, given, how, r, masked)
@@ -323,12 +323,12 @@ def _softmax_step(state, q, first, queries, given, how: tl.constexpr, r: tl.cons
 
 @triton.jit
 def forward(given, out, lse, splits, span, how: tl.constexpr):
-    """Output and log-sum-exp of a block of rows, of the `span` keys of one of so many `splits`.
+    """Output and log-sum-exp of a block of rows over the `span` keys of one of the `splits`.
 
     Shape:
         out `(splits batch, heads, q_len, value_dim)`, lse `(splits batch, heads, q_len)`, float32.
     """
-    # the last rows of causal attention take longest, and begin first
+    # the last rows of causal attention take longest, so they start first
     block, split = (tl.num_programs(0) - 1 - tl.program_id(0)) // splits, tl.program_id(0) % splits
     queries = _queries(block, given, how)
     inside, token, head, _, _, _ = queries
@@ -354,7 +354,7 @@ def forward(given, out, lse, splits, span, how: tl.constexpr):
 
 @triton.jit
 def merge(out, lse, parts, part_lse, splits, some: tl.constexpr, how: tl.constexpr):
-    """One output and log-sum-exp of the `splits`, of which `some` is the next power of two, for one query."""
+    """Merge output and log-sum-exp of the `splits` for one query; `some` is the next power of two."""
     token, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     place, dims = tl.arange(0, some), tl.arange(0, how.value_width)
     index = tl.minimum(place, splits - 1) * tl.num_programs(2) + batch
@@ -381,7 +381,7 @@ def _score_gradients(
 
 @triton.jit
 def _norms(queries, lse):
-    """The log-sum-exp of each row, such that rows which are not there, or see nothing, weigh nothing."""
+    """The log-sum-exp of each row; infinite, for zero weights, if the row does not exist or sees nothing."""
     inside, token, head, _, _, _ = queries
     found = _numbers(lse, head, token)
     return tl.where(inside & (found > NONE), found, float("inf"))
@@ -403,8 +403,8 @@ def _query_step(
 
 @triton.jit
 def query_gradients(given, out, grad, lse, delta, grad_q, table_gradient, sums_gradient, how: tl.constexpr):
-    """Gradients of the queries of a block of rows, and of a table of biases, which programs add to in no fixed order.
-    Leaves in `delta` what the gradients of keys need; `sums_gradient` gets those of the running sums at the queries.
+    """Gradients of the queries of a block of rows, and of a table of biases, to which programs add in no fixed order.
+    Writes `delta` for `key_gradients`, and the gradients of the running sums at the queries to `sums_gradient`.
     """
     queries = _queries(tl.num_programs(0) - 1 - tl.program_id(0), given, how)
     inside, token, head, _, _, _ = queries
@@ -452,8 +452,8 @@ def _key_step(
 
 @triton.jit
 def key_gradients(given, grad, lse, delta, grad_k, grad_v, sums_gradient, some: tl.constexpr, how: tl.constexpr):
-    """Gradients of a block of keys and values; `sums_gradient` gets those of the running sums at the keys, less their
-    sign. `some` is a power of two of at least 16 and as many query heads as share a key head.
+    """Gradients of a block of keys and values. Writes those of the running sums at the keys, with opposite sign, to
+    `sums_gradient`. `some` is a power of two, at least 16 and at least the number of query heads per key head.
     """
     keys = _keys(tl.program_id(0) * how.keys, given, how)
     inside, kv_head, slot, _, _ = keys

@@ -1,6 +1,6 @@
 """Baichuan and Baichuan 2 as native models of Transformers 5, for the published checkpoint folders.
 
-Importing this package registers nothing and imports no class: `register_baichuan()` does.
+Importing this package registers nothing and imports no class; call `register_baichuan()` for that.
 """
 
 from rope_patch.models.baichuan.published import is_baichuan_folder, published_remote_code

@@ -1,6 +1,6 @@
-"""Reading the ALiBi kind: attention without rotation, whose positions are a bias by distance.
+"""Read the ALiBi kind: attention without rotation, with a bias by distance.
 
-The RoPE kind needs nothing of its own: it is read as any Llama-style stack.
+The RoPE kind is read like any Llama-style stack.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def recognises(module: nn.Module) -> bool:
 
 
 def read(stack: PreTrainedModel) -> Stack:
-    """The layers of a stack that is recognised, with the rotation that a scheme would bring: Baichuan-7B's."""
+    """The layers of a recognised stack, with the rotation that a scheme would add: Baichuan-7B's."""
     config = cast(Any, stack.config)
     length, head_dim = config.model_max_length, config.hidden_size // config.num_attention_heads
     spec, heads = RotarySpec(head_dim, BASE, length), Heads(config.num_attention_heads, head_dim, head_dim)

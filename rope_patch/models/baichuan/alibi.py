@@ -1,4 +1,4 @@
-"""Attention of the ALiBi kind: relative, in float32, and never a bias for all pairs of tokens."""
+"""Attention of the ALiBi kind: relative, in float32, without a bias tensor for all pairs of tokens."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def alibi_attention_forward(
     """softmax(q k^T scaling - slope_h (m - n)) v.
 
     Args:
-        attention_mask: as Transformers makes it for `eager`, `sdpa` or flash attention.
+        attention_mask: as Transformers builds it for `eager`, `sdpa` or flash attention.
         position_ids: of the queries; default by slot.
         start: slot of the first query among the keys.
-        positions: of cached keys and queries, as `known_positions` found them; default counted from the queries.
+        positions: of cached keys and queries, as `known_positions` found them; default counted back from the queries.
 
     Shape:
         query, key and value `(batch, heads, q_len or kv_len, head_dim)`; returns `(batch, q_len, heads, head_dim)`, and
         the weights `(batch, heads, q_len, kv_len)` under eager attention, else None.
 
     Raises:
-        UnsupportedPositions: under an attention implementation whose masks are not understood here.
+        UnsupportedPositions: the masks of the attention implementation are not supported.
     """
     memo = ForwardMemo() if shared is None else shared
     if kwargs.get("cache") is not None:
@@ -61,7 +61,7 @@ def alibi_attention_forward(
     flash = "flash" in implementation
     if implementation not in ("eager", "sdpa") and not flash:
         raise UnsupportedPositions(
-            f"attn_implementation={implementation!r} cannot score ALiBi; allowed: eager, sdpa, and the flash "
+            f"attn_implementation={implementation!r} does not support ALiBi; allowed: eager, sdpa, and the flash "
             "implementations"
         )
     q_length, kv_length = query.shape[2], key.shape[2]
@@ -82,11 +82,11 @@ def alibi_attention_forward(
         scattered=scattered,
         mask=mask,
         groups=groups,
-        causal=q_length > 1,  # one query beside no mask is a decoding step: it sees every key there is
+        causal=q_length > 1,  # one query without a mask is a decoding step and sees every key
         query_start=start,
         scaling=scaling,
-        # as a multiple of the distance it is a tenth faster, and off by the rounding of slope * 512: too much for
-        # float32, nothing to half precision
+        # the linear form is a tenth faster, with an error from rounding slope * 512: too large for float32, negligible
+        # in half precision
         bias=dataclasses.replace(bias, linear=bias.linear and torch.finfo(query.dtype).bits < 32),
     )
     call = Call(query, key.plain() if isinstance(key, CachedKeys) else key, memo)  # of a static cache

@@ -1,4 +1,4 @@
-"""How Baichuan's chat models are spoken to, as Jinja."""
+"""The chat templates of Baichuan's chat models, in Jinja."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _TEMPLATE = """\
 def chat_template(user: str, assistant: str, second_generation: bool) -> str:
     """The prompt that the published `chat` method builds, without any bos; `user` and `assistant` open a turn.
 
-    Baichuan 2, the second generation, takes a system text, raw and first, and closes no turn; Baichuan takes none, and
-    closes the turns of the assistant by eos.
+    Baichuan 2, the second generation, accepts a raw system text at the start and closes no turn. Baichuan accepts no
+    system text, and closes the assistant's turns with eos.
     """
     differences = {
         "<user>": user,

@@ -11,12 +11,12 @@ from rope_patch.errors import InvalidField, did_you_mean
 POSITION_KINDS = ("rope", "alibi")
 
 TRAINING_LENGTH = 4096
-"""Of every published checkpoint, for a config that does not say."""
+"""That of every published checkpoint, for a config without a length."""
 
 _ROTARY_ARCHITECTURE = "BaiChuanForCausalLM"
 _ROTARY_HIDDEN_SIZE = 4096
 _NORM_HEAD_VOCABULARY = 125696
-_LEFT_OUT = {  # of files, where it says nothing that a published config would say
+_LEFT_OUT = {  # values that are not written to files, because published configs do not contain them
     **dict.fromkeys(("max_position_embeddings", "model_max_length", "normalize_lm_head", "position_embedding_type")),
     "fused_qkv": False,
 }
@@ -26,34 +26,34 @@ class BaichuanConfig(PreTrainedConfig):
     """Baichuan-7B (RoPE), Baichuan-13B (ALiBi) and Baichuan 2 (either, with a normalised head), base and chat.
 
     Args:
-        position_embedding_type: `rope` or `alibi`. Default by the published configs: RoPE where the architecture is
-            `BaiChuanForCausalLM`, where `max_position_embeddings` is given, or where `hidden_size` is 4096; else ALiBi.
+        position_embedding_type: `rope` or `alibi`. The default follows the published configs: RoPE if the architecture
+            is `BaiChuanForCausalLM`, `max_position_embeddings` is set, or `hidden_size` is 4096; else ALiBi.
         max_position_embeddings: training length in tokens of the RoPE kind.
-        model_max_length: training length in tokens of the ALiBi kind; a RoPE config may say it too.
-        normalize_lm_head: whether the head multiplies by rows of length one. Default: where the vocabulary has the
+        model_max_length: training length in tokens of the ALiBi kind; also allowed in a RoPE config.
+        normalize_lm_head: whether the head multiplies by rows of length one. Default: True if the vocabulary has the
             125696 entries of Baichuan 2.
-        z_loss_weight: of the mean squared largest logit, added to the loss.
-        gradient_checkpointing: found in published configs as `[false]`, and ignored in that form.
-        fused_qkv: whether attention keeps `W_pack` as one module, instead of `q_proj`, `k_proj` and `v_proj`; files are
-            the same either way.
+        z_loss_weight: weight of the mean squared largest logit in the loss.
+        gradient_checkpointing: `[false]` in published configs, which is ignored.
+        fused_qkv: keep `W_pack` as one module instead of `q_proj`, `k_proj` and `v_proj`; files are the same either
+            way.
         vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, hidden_act: as in
             `LlamaConfig`.
         initializer_range, rms_norm_eps, use_cache, tie_word_embeddings, rope_parameters: as in `LlamaConfig`.
         pad_token_id, bos_token_id, eos_token_id: as in `LlamaConfig`; 0, 1 and 2 by default.
 
     Raises:
-        InvalidField: for a position kind that there is not.
+        InvalidField: the position kind is unknown.
     """
 
     model_type = "baichuan"
     keys_to_ignore_at_inference = ("past_key_values",)
-    attribute_map = {"num_key_value_heads": "num_attention_heads"}  # noqa: RUF012  # every head has keys of its own
+    attribute_map = {"num_key_value_heads": "num_attention_heads"}  # noqa: RUF012  # every head has its own keys
 
-    # what Llama's parts ask for and no Baichuan has
+    # Llama's parts read these; no Baichuan has them
     attention_bias = False
     mlp_bias = False
     attention_dropout = 0.0
-    # the class that AutoTokenizer takes for a folder that names none
+    # the class that AutoTokenizer uses for a folder that names none
     tokenizer_class = "BaichuanTokenizer"
 
     vocab_size: int = 64000
@@ -82,10 +82,10 @@ class BaichuanConfig(PreTrainedConfig):
         kind = self.position_embedding_type
         if kind not in (None, *POSITION_KINDS):
             raise InvalidField(f"position_embedding_type {kind!r}: {did_you_mean(str(kind), POSITION_KINDS)}")
-        self.architectures: list[str] = self.architectures or []  # AutoModelForCausalLM looks through them
+        self.architectures: list[str] = self.architectures or []  # AutoModelForCausalLM iterates over them
         rotary = not self.uses_alibi
         if rotary and self.max_position_embeddings is None:
-            # said from now on, so that the kind can be read from a saved config whatever its architecture
+            # set explicitly, so that a saved config shows the kind whatever its architecture
             self.max_position_embeddings = self.model_max_length or TRAINING_LENGTH
         if not rotary and self.model_max_length is None:
             self.model_max_length = self.max_position_embeddings or TRAINING_LENGTH
@@ -93,11 +93,11 @@ class BaichuanConfig(PreTrainedConfig):
             self.normalize_lm_head = True  # also when the vocabulary is resized
         super().__post_init__(**kwargs)
         if not rotary:
-            self.rope_parameters = None  # and said so in files: vLLM asks every Baichuan for them
+            self.rope_parameters = None  # also written to files: vLLM reads them from every Baichuan
 
     @property
     def uses_alibi(self) -> bool:
-        """Whether positions are a penalty on distance (the 13B models) and not a rotation (the 7B models)."""
+        """Whether positions are a penalty on distance (the 13B models) instead of a rotation (the 7B models)."""
         if self.position_embedding_type is not None:
             return self.position_embedding_type == "alibi"
         return not (
@@ -114,6 +114,6 @@ class BaichuanConfig(PreTrainedConfig):
         return self.vocab_size == _NORM_HEAD_VOCABULARY
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields; those that a published config may lack only where they say something."""
+        """All fields, without those that published configs lack while they have their default."""
         fields = super().to_dict().items()
         return {name: value for name, value in fields if name not in _LEFT_OUT or value != _LEFT_OUT[name]}

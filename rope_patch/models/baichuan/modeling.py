@@ -1,4 +1,4 @@
-"""Baichuan on the parts of Transformers' Llama."""
+"""Baichuan, built from parts of Transformers' Llama."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from rope_patch.models.baichuan.configuration import BaichuanConfig
 from rope_patch.models.cached_keys import known_positions, remember
 from rope_patch.schemes.tools.positions import query_start
 
-# A model class is not complete without the names of its weights in files, so they are said where it is defined.
-# A module that keeps `W_pack` as it is finds its own name among the keys, and Transformers leaves such keys alone.
+# The names of weights in files belong to a model class, so they are registered where it is defined. A module that keeps
+# `W_pack` finds its own name among the keys, and Transformers does not convert such keys.
 register_checkpoint_conversion_mapping(
     BaichuanConfig.model_type,
     [
@@ -45,8 +45,8 @@ register_checkpoint_conversion_mapping(
 
 
 class BaichuanAttention(LlamaAttention):
-    """Llama's self-attention, whose three projections may be one module, and whose positions may be a penalty on
-    distance; `layer_idx` is its place in the stack and in the cache.
+    """Llama's self-attention, optionally with one module for the three projections, and with a penalty on distance
+    instead of a rotation; `layer_idx` is its index in the stack and in the cache.
     """
 
     def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
@@ -63,8 +63,8 @@ class BaichuanAttention(LlamaAttention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`(batch, length, hidden)` to the same, and the attention weights where the attention function gives them;
-        `position_embeddings` are cos and sin, `(batch or 1, length, head_dim)`, or a `ForwardMemo` where none rotates.
+        """`(batch, length, hidden)` to the same, and the attention weights if the attention function returns them;
+        `position_embeddings` are cos and sin, `(batch or 1, length, head_dim)`, or a `ForwardMemo` without rotation.
         """
         if self.config.fused_qkv:
             states = self.W_pack(hidden_states).chunk(3, dim=-1)
@@ -75,7 +75,7 @@ class BaichuanAttention(LlamaAttention):
         if not self.config.uses_alibi:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
             score = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        elif implementation.startswith("rope_patch"):  # a scheme is mounted, which brings a bias of its own
+        elif implementation.startswith("rope_patch"):  # a mounted scheme has its own bias
             score = ALL_ATTENTION_FUNCTIONS[implementation]
         else:
             score, kwargs["shared"] = alibi_attention_forward, position_embeddings
@@ -99,16 +99,16 @@ class BaichuanDecoderLayer(LlamaDecoderLayer):
 
 
 class BaichuanPreTrainedModel(LlamaPreTrainedModel):
-    """What Transformers must know of both models, beside the `config` of the checkpoint."""
+    """The settings that Transformers needs for both models, apart from the checkpoint's `config`."""
 
     config: BaichuanConfig
     config_class = BaichuanConfig
     _no_split_modules = ("BaichuanDecoderLayer",)
-    # published files carry the tables of frequencies, which follow from the config
+    # published files contain frequency tables, which follow from the config
     _keys_to_ignore_on_load_unexpected = (r"rotary_emb\.inv_freq",)
 
     def _backward_compatibility_gradient_checkpointing(self) -> None:
-        # a trailing comma made the published value `[false]`, which Transformers would take for true
+        # a trailing comma turned the published value into `[false]`, which Transformers would read as true
         if not isinstance(self.config.gradient_checkpointing, list | tuple):
             super()._backward_compatibility_gradient_checkpointing()
 
@@ -131,18 +131,18 @@ class BaichuanModel(BaichuanPreTrainedModel):
 
 
 def _memo_instead_of_tables(hidden_states: torch.Tensor, position_ids: torch.Tensor) -> ForwardMemo:
-    """What the layers of one forward have in common, where none of them rotates."""
+    """The values shared by the layers of one forward, for a stack without rotation."""
     return ForwardMemo()
 
 
 class NormHead(nn.Linear):
-    """logits = h . w / |w| for every row w of the weight, which itself is never changed.
+    """logits = h . w / |w| for every row w of the weight; the weight itself never changes.
 
-    The published code normalises the weight in training, and in evaluation overwrites it by the normalised one.
+    The published code normalises the weight in training, and overwrites it with the normalised one in evaluation.
     """
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(..., hidden)` to `(..., vocabulary)`, in the dtype of the hidden states; lengths are float32 at least."""
+        """`(..., hidden)` to `(..., vocabulary)`, in the dtype of the hidden states; lengths are float32 or wider."""
         lengths = torch.linalg.vector_norm(self.weight, dim=-1, dtype=wide(self.weight[:0]).dtype).clamp_min(1e-12)
         return (super().forward(hidden_states) / lengths).to(hidden_states.dtype)
 
@@ -163,7 +163,7 @@ class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
     forward = LlamaForCausalLM.forward
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Put `new_embeddings` in the head's place; the plain one that resizing the vocabulary makes is normalised."""
+        """Replace the head by `new_embeddings`; a plain layer, as resizing the vocabulary creates it, is normalised."""
         if self.config.normalizes_head and type(new_embeddings) is nn.Linear:
             head = NormHead(new_embeddings.in_features, new_embeddings.out_features, bias=False, device="meta")
             head.weight = new_embeddings.weight
@@ -171,7 +171,7 @@ class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
         super().set_output_embeddings(new_embeddings)
 
     def loss_function(self, logits: torch.Tensor, labels: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
-        """Cross-entropy of `logits` `(batch, length, vocabulary)` for `labels` `(batch, length)`, by Transformers' own
+        """Cross-entropy of `logits` `(batch, length, vocabulary)` for `labels` `(batch, length)`, from Transformers'
         loss with its `kwargs`, plus `z_loss_weight` times the mean squared largest logit of every predicting position.
         """
         loss = super().loss_function(logits=logits, labels=labels, **kwargs)
@@ -181,4 +181,4 @@ class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
 
 
 class BaiChuanForCausalLM(BaichuanForCausalLM):
-    """The spelling of Baichuan-7B: its folders are saved under it again, and vLLM reads the position kind from it."""
+    """Baichuan-7B's spelling: its folders are saved with this name, and vLLM reads the position kind from it."""

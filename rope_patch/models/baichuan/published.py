@@ -1,4 +1,4 @@
-"""Recognising what Baichuan published: its checkpoint folders and its remote code."""
+"""Recognise Baichuan's published checkpoint folders and remote code."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def is_baichuan_folder(path: str | Path, **kwargs: Any) -> bool:
     """Whether a checkpoint is of the model type `baichuan`.
 
     Args:
-        path: a folder with a `config.json`, or a hub id.
-        **kwargs: where to find it, for `PreTrainedConfig.get_config_dict` (`revision`, `token`, ...).
+        path: a folder with a `config.json`, or a Hub ID.
+        **kwargs: for `PreTrainedConfig.get_config_dict` (`revision`, `token`, ...).
 
     Returns:
-        False also where there is no readable config: whoever loads the checkpoint says so better.
+        False also without a readable config: loading the checkpoint raises a better error.
     """
     try:
         config, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
@@ -29,10 +29,10 @@ def is_baichuan_folder(path: str | Path, **kwargs: Any) -> bool:
 
 
 def published_remote_code(module: nn.Module) -> str | None:
-    """What to do instead, where a model runs the code of 2023 that Baichuan put beside its checkpoints.
+    """Advice for a model that runs the code of 2023 in Baichuan's checkpoint folders.
 
-    That code takes its positions from tables of its own, outside the attention interface of Transformers, so no scheme
-    can be mounted on it, be it all of `module` or a part.
+    That code reads positions from its own tables, outside the attention interface of Transformers, so no scheme can be
+    mounted on it, whether it is all of `module` or a part.
 
     Returns:
         a sentence for the user; None for any other model.
@@ -42,7 +42,7 @@ def published_remote_code(module: nn.Module) -> str | None:
         if cls.__module__.startswith(_REMOTE) and "modeling_baichuan" in cls.__module__ and hasattr(part, "W_pack"):
             return (
                 f"{type(module).__name__} runs Baichuan's published remote code ({cls.__module__}), whose attention "
-                "does not go through Transformers; load the same folder with rope_patch.from_pretrained(path), or call "
-                "register_baichuan() and leave out trust_remote_code=True"
+                "bypasses Transformers; load the same folder with rope_patch.from_pretrained(path), or call "
+                "register_baichuan() and omit trust_remote_code=True"
             )
     return None

@@ -1,4 +1,4 @@
-"""Making the Auto classes of Transformers take the native classes."""
+"""Register the native classes with the Auto classes of Transformers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from __future__ import annotations
 def register_baichuan() -> None:
     """Let `AutoConfig`, `AutoModel`, `AutoModelForCausalLM` and `AutoTokenizer` load Baichuan's folders natively.
 
-    May be called any number of times. From then on the code beside a checkpoint, which its `auto_map` names, is never
-    run, not even under `trust_remote_code=True`.
+    You may call it more than once. Afterwards the remote code in a checkpoint's `auto_map` never runs, not even with
+    `trust_remote_code=True`.
     """
-    # imported here, so that importing the library touches none of it
+    # imported here, so that importing the library loads none of it
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.models.auto.tokenization_auto import REGISTERED_TOKENIZER_CLASSES
 
@@ -19,8 +19,8 @@ def register_baichuan() -> None:
 
     AutoConfig.register(BaichuanConfig.model_type, BaichuanConfig, exist_ok=True)
     AutoModel.register(BaichuanConfig, BaichuanModel, exist_ok=True)
-    # Transformers picks the one that the config's `architectures` names, and the first where there is none
+    # Transformers picks the class in the config's `architectures`, or the first one
     AutoModelForCausalLM.register(BaichuanConfig, (BaichuanForCausalLM, BaiChuanForCausalLM), exist_ok=True)
-    # by name and not by config class: only so does AutoTokenizer prefer it to the code beside the checkpoint
+    # by name, not by config class: otherwise AutoTokenizer prefers the code in the checkpoint folder
     for tokenizer in (BaichuanTokenizer, BaiChuanTokenizer):
         REGISTERED_TOKENIZER_CLASSES[tokenizer.__name__] = tokenizer

@@ -13,7 +13,7 @@ from rope_patch.models.baichuan.chat import chat_template as template_of
 from rope_patch.models.baichuan.configuration import BaichuanConfig
 
 USER_TOKEN_ID, ASSISTANT_TOKEN_ID = 195, 196
-"""Of every published chat model; a folder's `generation_config.json` may say others."""
+"""Those of every published chat model; a folder's `generation_config.json` may override them."""
 
 FIRST_VOCABULARY = 64000
 """Size of the vocabulary of the first Baichuan; that of Baichuan 2 is twice as large."""
@@ -27,12 +27,12 @@ class BaichuanTokenizer(SentencePieceBackend):
         unk_token, bos_token, eos_token: special tokens.
         pad_token: default the unknown token, which is id 0.
         add_bos_token, add_eos_token: whether `encode` puts bos before, and eos after each text.
-        chat_template: default that of the generation of the folder. Baichuan 2 is told by the rule of its head where
-            `config.json` lies beside the vocabulary, else by the size of the vocabulary.
+        chat_template: default that of the folder's generation. Baichuan 2 is recognised by its head if the folder has a
+            `config.json`, else by the size of the vocabulary.
         **kwargs: for the tokenizers of Transformers.
     """
 
-    vocab_files_names = {"vocab_file": "tokenizer.model"}  # noqa: RUF012  # as every tokenizer of Transformers says it
+    vocab_files_names = {"vocab_file": "tokenizer.model"}  # noqa: RUF012  # as in every Transformers tokenizer
     model_input_names = ("input_ids", "attention_mask")
 
     def __init__(
@@ -52,7 +52,7 @@ class BaichuanTokenizer(SentencePieceBackend):
         self._roles: tuple[str, ...] = ()
         super().__init__(
             vocab_file=vocab_file,
-            # as text: published files declare them as whole words, but a chat puts eos right behind a word
+            # as plain strings: published files declare them as whole words, but a chat puts eos directly after a word
             unk_token=str(unk_token),
             bos_token=str(bos_token),
             eos_token=str(eos_token),
@@ -67,8 +67,8 @@ class BaichuanTokenizer(SentencePieceBackend):
             **kwargs,
         )
         folder = Path(vocab_file).parent
-        said = _read(folder / "generation_config.json")
-        roles = said.get("user_token_id", USER_TOKEN_ID), said.get("assistant_token_id", ASSISTANT_TOKEN_ID)
+        config = _read(folder / "generation_config.json")
+        roles = config.get("user_token_id", USER_TOKEN_ID), config.get("assistant_token_id", ASSISTANT_TOKEN_ID)
         if max(roles) < self.vocab_size:
             user, assistant = self._roles = tuple(self.convert_ids_to_tokens(index) for index in roles)
             self._update_trie(self._roles)
@@ -76,11 +76,11 @@ class BaichuanTokenizer(SentencePieceBackend):
                 self.chat_template = template_of(user, assistant, _is_second_generation(folder, self.vocab_size))
 
     def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
-        # the model may know a role only as a control piece, which it never finds in a text
+        # a role may be a control piece only, which sentencepiece never matches in a text
         return [text] if text in self._roles else super()._tokenize(text, **kwargs)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """Text of pieces (`tokens`): bytes become characters again, and special tokens stand as they are."""
+        """The text of pieces (`tokens`): bytes become characters again, special tokens stay unchanged."""
         verbatim = {*self.all_special_tokens, *self._added_tokens_encoder, *self._roles}
         text = ""
         run: list[str] = []
@@ -94,15 +94,15 @@ class BaichuanTokenizer(SentencePieceBackend):
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """`token_ids_0` and, where given, `token_ids_1`, each between the bos and the eos that are asked for."""
+        """`token_ids_0` and, if given, `token_ids_1`, each with bos and eos as configured."""
         before, after = [self.bos_token_id] * self.add_bos_token, [self.eos_token_id] * self.add_eos_token
         return [token for ids in (token_ids_0, token_ids_1) if ids is not None for token in (*before, *ids, *after)]
 
     def get_special_tokens_mask(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None, already_has_special_tokens: bool = False
     ) -> list[int]:
-        """1 where `build_inputs_with_special_tokens` adds a token to `token_ids_0` and `token_ids_1`, else 0; where a
-        text `already_has_special_tokens`, they are looked for.
+        """1 where `build_inputs_with_special_tokens` adds a token to `token_ids_0` and `token_ids_1`, else 0. If a text
+        `already_has_special_tokens`, they are located in it.
         """
         if already_has_special_tokens:
             return super().get_special_tokens_mask(token_ids_0, token_ids_1, already_has_special_tokens=True)
@@ -110,15 +110,15 @@ class BaichuanTokenizer(SentencePieceBackend):
         return [int(token >= 0) for token in self.build_inputs_with_special_tokens([-1] * len(token_ids_0), second)]
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> tuple[str, ...]:
-        """As every tokenizer is saved (`save_directory`, `args`, `kwargs`), and with `add_bos_token` and
-        `add_eos_token`, which Transformers leaves out.
+        """Save like any tokenizer (`save_directory`, `args`, `kwargs`), and also `add_bos_token` and `add_eos_token`,
+        which Transformers omits.
         """
         files = super().save_pretrained(save_directory, *args, **kwargs)
         for file in map(Path, files):
             if file.name.endswith("tokenizer_config.json"):
-                said = json.loads(file.read_text(encoding="utf-8"))
-                said |= {"add_bos_token": self.add_bos_token, "add_eos_token": self.add_eos_token}
-                file.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+                settings = json.loads(file.read_text(encoding="utf-8"))
+                settings |= {"add_bos_token": self.add_bos_token, "add_eos_token": self.add_eos_token}
+                file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         return files
 
 
@@ -127,9 +127,9 @@ class BaiChuanTokenizer(BaichuanTokenizer):
 
 
 def _is_second_generation(folder: Path, vocab_size: int) -> bool:
-    said = _read(folder / "config.json")
-    if said.get("model_type") == BaichuanConfig.model_type:
-        return BaichuanConfig(**said).normalizes_head
+    config = _read(folder / "config.json")
+    if config.get("model_type") == BaichuanConfig.model_type:
+        return BaichuanConfig(**config).normalizes_head
     return vocab_size > FIRST_VOCABULARY
 
 

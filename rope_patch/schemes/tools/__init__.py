@@ -1,1 +1,1 @@
-"""What schemes are written with: positions, rotations, buckets, tables."""
+"""Building blocks of schemes: positions, rotations, buckets, tables."""

@@ -1,4 +1,4 @@
-"""Distances sorted into buckets: each near distance has one of its own, farther ones share them logarithmically."""
+"""Buckets of distances: each near distance has its own bucket, farther ones share logarithmic buckets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def relative_buckets(
 ) -> torch.Tensor:
     """The bucket of n - m, an integer below `num_buckets`.
 
-    Half of the buckets of a direction are for single distances, the other half for distances up to `max_distance` at
-    equal steps of the logarithm; the last one also takes whatever is farther. The order of operations is that of
-    Transformers, so that edges of buckets fall on the same distance.
+    Half of the buckets of a direction hold single distances, the other half hold distances up to `max_distance` at
+    equal steps of the logarithm; the last one also holds all farther distances. The order of operations is that of
+    Transformers, so that bucket edges fall on the same distances.
 
     Args:
         relative_position: n - m, integer, of any shape.
@@ -34,16 +34,16 @@ def relative_buckets(
         distance = -relative_position.clamp(max=0)
     exact = num_buckets // 2
     steps = torch.log(distance.float() / exact) / math.log(max_distance / exact) * (num_buckets - exact)
-    # the logarithm of zero is not looked at
+    # `torch.where` below drops the logarithm of zero
     shared = (exact + steps.clamp(min=0).long()).clamp(max=num_buckets - 1)
     return later + torch.where(distance < exact, distance, shared)
 
 
 def signed_log_buckets(distance: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:
-    """The signed bucket of m - n: a distance itself up to half of the buckets, a step of its logarithm beyond.
+    """The signed bucket of m - n: the distance itself up to half of the buckets, a logarithmic step beyond.
 
-    Bucket `num_buckets - 1` ends at the distance `max_distance - 1`; farther ones go on counting, and whoever looks
-    rows up clips them. The order of operations is that of the released code, so edges fall on the same distance.
+    Bucket `num_buckets - 1` ends at the distance `max_distance - 1`. Farther distances get higher buckets; the caller
+    clips them. The order of operations is that of the released code, so that edges fall on the same distances.
 
     Args:
         distance: m - n, integer, of any shape.

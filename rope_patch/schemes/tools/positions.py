@@ -1,4 +1,4 @@
-"""Where each key stands: positions of the slots of a cache, and maps from positions to positions."""
+"""Positions of keys in a cache, and maps from positions to positions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def key_positions(
 ) -> torch.Tensor:
     """Positions of all keys that the attention function receives.
 
-    Without a past they are the positions of the queries, packed rows included. With a past the slots of the new
-    tokens carry the positions of the queries; older slots count down from the first query, later ones (the empty tail
-    of a static cache) count up from the last. Counting up from the first column would be wrong: left pads share a
+    Without a past they are the positions of the queries, packed rows included. With a past, the slots of new tokens
+    have the positions of the queries; older slots count down from the first query, and later ones (the empty tail of a
+    static cache) count up from the last. Counting up from the first column would be wrong, because left pads share a
     position.
 
     Args:
@@ -37,12 +37,12 @@ def key_positions(
 
 
 def follow_on(past: torch.Tensor, query_positions: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-    """Whether every cached key that can be seen stands as far before the first query as there are slots between them.
+    """Whether the distance of every visible cached key to the first query equals the number of slots between them.
 
     Args:
         past: positions of the keys before the first query, `(batch or 1, start)` or `(batch, kv_heads, start)`.
         query_positions: `(batch or 1, q_len)`.
-        seen: true on keys that are no pads, `(batch or 1, start or more)`; None where there are no pads.
+        seen: False on pads, `(batch or 1, start or more)`; None without pads.
 
     Returns:
         boolean, a scalar.
@@ -69,11 +69,11 @@ def joined(past: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def query_start(cache: Any, layer_index: int, q_length: int) -> int | torch.Tensor:
-    """Slot of the first query among the keys that a cache of Transformers will return, a scalar; asked before it is
-    updated.
+    """Slot of the first query among the keys that a Transformers cache will return, a scalar. Call this before the
+    cache is updated.
     """
     offset = cache.get_query_offset(layer_index)
-    # the difference is a new number also where a static layer hands out its live counter
+    # a static layer returns its live counter; the difference is a new tensor
     return offset - cache.get_mask_sizes(q_length, layer_index)[1]
 
 
@@ -108,7 +108,7 @@ class Interpolated:
 
 @dataclass(frozen=True)
 class Grouped:
-    """phi(m) = floor(m / `group_size`) + `shift`: so many tokens share a position."""
+    """phi(m) = floor(m / `group_size`) + `shift`: `group_size` tokens share a position."""
 
     group_size: int
     shift: float = 0.0

@@ -1,4 +1,4 @@
-"""Rotations: frequencies, tables and the layouts in which checkpoints pair their dimensions."""
+"""Rotations: frequencies, tables, and the layouts in which checkpoints pair their dimensions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 def inverse_frequencies(dim: int, base: float | torch.Tensor) -> torch.Tensor:
     """theta_i = b^(-2i/d), float32, `(d/2,)`; `(batch, d/2)` for a `base` of shape `(batch, 1)`.
 
-    The order of operations is that of Transformers, so the tables are the same to the last bit.
+    The order of operations is that of Transformers, so the tables are identical bit for bit.
     Source: RoFormer, 2104.09864, section 3.2.2.
     """
     return 1.0 / periods(dim, base)
@@ -31,7 +31,7 @@ def rotation_tables(
     """cos and sin of position times frequency, broadcastable over heads.
 
     Args:
-        positions: `(batch, length)`, or `(batch, heads, length)` where they differ, integer or fractional.
+        positions: `(batch, length)`, or `(batch, heads, length)` if heads differ, integer or fractional.
         inv_freq: `(d/2,)` or `(batch, d/2)`.
         attention_scaling: number, or `(batch, 1)`.
         dtype: of the returned tables; angles are computed in float32, as Transformers does.
@@ -55,7 +55,7 @@ class RotaryLayout:
 
     Attributes:
         first, second: indices of the two dimensions of each pair, ordered by frequency index.
-        halves: the same two as slices where they can be: halves in Llama, neighbours in GPT-J and Cohere.
+        halves: the same two, as slices where possible: halves in Llama, neighbours in GPT-J and Cohere.
     """
 
     first: tuple[int, ...]
@@ -63,12 +63,12 @@ class RotaryLayout:
     halves: tuple[slice | list[int], slice | list[int]] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        # known from here on: a compiler does not trace the lock of a `cached_property`
+        # not a `cached_property`: a compiler does not trace its lock
         object.__setattr__(self, "halves", (_as_slice(self.first), _as_slice(self.second)))
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """R x: every pair (a, b) becomes (a cos - b sin, b cos + a sin); other dimensions pass. Each product is rounded
-        by itself, as it is in Transformers, so that the same tables give the same bits.
+        separately, as in Transformers, so that the same tables give the same bits.
 
         Args:
             x: `(batch, heads, length, head_dim)`.
@@ -85,21 +85,21 @@ class RotaryLayout:
         return found
 
     def wide(self, cos: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """cos for every dimension, `(..., head_dim)`, 1 where nothing turns, from that of every pair, `(..., d/2)`."""
+        """cos per dimension, `(..., head_dim)`, 1 without rotation, from cos per pair, `(..., d/2)`."""
         found = cos.new_ones(*cos.shape[:-1], head_dim)
         for half in self.halves:
             found[..., half] = cos
         return found
 
     def signed(self, sin: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """sin for every dimension, `(..., head_dim)`, with which R x = x cos + x[`partners`] sin."""
+        """sin per dimension, `(..., head_dim)`, such that R x = x cos + x[`partners`] sin."""
         found = sin.new_zeros(*sin.shape[:-1], head_dim)
         first, second = self.halves
         found[..., first], found[..., second] = -sin, sin
         return found
 
     def partners(self, head_dim: int) -> list[int]:
-        """The other dimension of the pair that each is in, or itself."""
+        """For each dimension the other one of its pair, or itself without a pair."""
         found = dict(zip(self.first + self.second, self.second + self.first, strict=True))
         return [found.get(i, i) for i in range(head_dim)]
 
@@ -116,8 +116,8 @@ class RotaryLayout:
         return found
 
     def matrix(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """M, `(..., head_dim, head_dim)`, with x M = R x for the one token of a `wide` cos, `(..., head_dim)`, and
-        sin, `(..., d/2)`.
+        """M, `(..., head_dim, head_dim)`, with x M = R x, for one token with a `wide` cos, `(..., head_dim)`, and sin,
+        `(..., d/2)`.
         """
         found = torch.diag_embed(cos)
         found[..., self.second, self.first] = -sin
@@ -132,5 +132,5 @@ def _as_slice(indices: tuple[int, ...]) -> slice | list[int]:
 
 
 def half_split(dim: int) -> RotaryLayout:
-    """The layout of Llama on all of a head: dimension i turns with i + d/2."""
+    """The layout of Llama on a whole head: dimension i pairs with i + d/2."""
     return RotaryLayout(tuple(range(dim // 2)), tuple(range(dim // 2, dim)))

@@ -1,4 +1,4 @@
-"""Learned tables: the refusal of those that no memory holds, and of positions that they have no row for."""
+"""Learned tables: checks that a table fits into memory and has a row for every position."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import torch
 from rope_patch.errors import InvalidField, RopePatchError, UnsupportedPositions
 
 MOST_NUMBERS = 2**32
-"""What the tables of a scheme may hold together: 16 GiB in float32."""
+"""Limit for all tables of a scheme together: 16 GiB in float32."""
 
 
 def require_room(scheme: str, make: Callable[[], Iterable[torch.Tensor]]) -> None:
-    """Check how large the tables would be, of any shape, that `make` makes, before they are made.
+    """Check the size of the tables, of any shape, that `make` returns, before they are allocated.
 
     Raises:
         InvalidField: they would hold more than `MOST_NUMBERS`.
     """
     try:
-        with torch.device("meta"):  # which has shapes and no memory
+        with torch.device("meta"):  # shapes without memory
             numbers = float(sum(table.numel() for table in make()))
     except RopePatchError:
         raise
-    except Exception as error:  # too large to be counted; or made by values, which are not there
+    except Exception as error:  # the count overflows, or `make` needs values, which meta tensors lack
         numbers = float("inf") if "overflow" in str(error).lower() else 0.0
     if numbers > MOST_NUMBERS:
         raise InvalidField(
-            f"{scheme} is too large for this model: its tables would hold {numbers:.3g} numbers, and at most "
+            f"{scheme} is too large for this model: its tables would hold {numbers:.3g} numbers; at most "
             f"{MOST_NUMBERS} are allowed"
         )
 
 
 def rows_at(table: torch.Tensor, positions: torch.Tensor, scheme: str) -> torch.Tensor:
-    """The rows of a table `(rows, hidden)` at integer positions of any shape: `(*positions.shape, hidden)`, in float32
-    at least.
+    """Rows of a table `(rows, hidden)` at integer positions of any shape: `(*positions.shape, hidden)`, in float32 or
+    wider.
 
     Raises:
         UnsupportedPositions: see `require_positions`.
@@ -44,8 +44,8 @@ def rows_at(table: torch.Tensor, positions: torch.Tensor, scheme: str) -> torch.
 
 
 def require_positions(positions: torch.Tensor, rows: int, scheme: str) -> None:
-    """Check that there are rows for all positions, integers of any shape, which count from 0; not while compiling,
-    where positions have no values yet.
+    """Check that all positions, integers from 0 of any shape, have a row; skipped while compiling, where they have no
+    values.
 
     Raises:
         UnsupportedPositions: names the first position without a row, and the number of rows.
@@ -55,5 +55,5 @@ def require_positions(positions: torch.Tensor, rows: int, scheme: str) -> None:
     beyond = positions[(positions < 0) | (positions >= rows)]
     if len(beyond):
         raise UnsupportedPositions(
-            f"{scheme}: there is no vector for position {int(beyond[0])}; there are {rows}, from position 0 on"
+            f"{scheme}: position {int(beyond[0])} has no vector; there are {rows}, from position 0"
         )
