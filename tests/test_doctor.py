@@ -44,7 +44,7 @@ def test_a_scheme_in_the_record_alone_is_lost_everywhere(tmp_path, capsys):
     model.save_pretrained(tmp_path)
     found = losses(tmp_path)
     assert all("rerope:window=64+logn" in found[reader] for reader in READERS)
-    assert "unless rope_patch is installed beside it" in found["vLLM"]
+    assert "unless rope_patch is installed with it" in found["vLLM"]
     assert main(["doctor", str(tmp_path), "--json"]) == 1
     assert [reading["reader"] for reading in json.loads(capsys.readouterr().out)] == list(READERS)
 
