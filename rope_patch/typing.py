@@ -1,4 +1,4 @@
-"""Small types that all floors share."""
+"""Small types that all packages share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, Optional
 import torch
 
 Regime = Literal["training-free", "fine-tune", "from-scratch"]
-"""What a scheme needs before a pretrained checkpoint makes sense under it."""
+"""The training that a pretrained checkpoint needs under a scheme."""
 
 Slot = Literal["frequencies", "segments", "query_scale", "bias", "values", "embedding"]
 """A place in the one equation that a scheme can fill."""
@@ -19,7 +19,7 @@ PositionMap = Callable[["torch.Tensor"], "torch.Tensor"]
 """phi: integer positions of any shape to the positions that rotate, same shape."""
 
 Lengths = Optional["torch.Tensor"]
-"""How long each row is in tokens, `(batch,)`; None where nothing depends on it."""
+"""Length of each row in tokens, `(batch,)`; None if nothing depends on it."""
 
 Weights = Mapping[str, "torch.Tensor"]
 """Learned parameters of a scheme by name."""
@@ -29,12 +29,12 @@ NO_WEIGHTS: Weights = MappingProxyType({})
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """What a frequency scheme may know of a checkpoint's rotary embedding.
+    """The facts about a checkpoint's rotary embedding that a frequency scheme receives.
 
     Attributes:
         dim: rotary dimension d; a checkpoint with partial rotary embeddings has d < head_dim.
         base: `rope_theta`, b in theta_i = b^(-2i/d).
-        training_length: L, the length in tokens that the checkpoint was trained at.
+        training_length: L, the training length of the checkpoint in tokens.
     """
 
     dim: int
@@ -47,10 +47,10 @@ class Frequencies:
     """f and the factor on cos and sin.
 
     Attributes:
-        inv_freq: radians per token, float32, `(d/2,)`; `(batch, d/2)` where they follow the length of each row.
+        inv_freq: radians per token, float32, `(d/2,)`; `(batch, d/2)` if they depend on the length of each row.
         attention_scaling: multiplies cos and sin of query and key, so scores get its square.
         decay: per token of distance, float32, `(d/2,)`: a pair's share of the score is multiplied by
-            exp(-decay (m - n)). None for none.
+            exp(-decay (m - n)).
     """
 
     inv_freq: torch.Tensor

@@ -44,7 +44,7 @@ def test_a_scheme_in_the_record_alone_is_lost_everywhere(tmp_path, capsys):
     model.save_pretrained(tmp_path)
     found = losses(tmp_path)
     assert all("rerope:window=64+logn" in found[reader] for reader in READERS)
-    assert "unless rope_patch is installed beside it" in found["vLLM"]
+    assert "unless rope_patch is installed with it" in found["vLLM"]
     assert main(["doctor", str(tmp_path), "--json"]) == 1
     assert [reading["reader"] for reading in json.loads(capsys.readouterr().out)] == list(READERS)
 
@@ -80,7 +80,7 @@ def test_llama_cpp_loses_what_its_export_says(tmp_path, scheme, lost):
         ({"rope_parameters": {**YARN, "rope_theta": 10000.0}}, "llama.cpp", "beyond max_position_embeddings=256"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "Transformers 4", "rope_theta = 500000.0"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4}}, "vLLM", "must be a float"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "llama.cpp", "stays that"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "llama.cpp", "it keeps the"),
         (
             {
                 "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},

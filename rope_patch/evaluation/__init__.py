@@ -1,1 +1,1 @@
-"""Measuring: functions of a model and a text, rows of what they found, tables and charts of rows."""
+"""Measure a model on a text: functions that return result rows, and tables and charts of these rows."""

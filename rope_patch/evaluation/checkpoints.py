@@ -1,4 +1,4 @@
-"""Checkpoints from disk, quietly, with errors that name what is wrong with the folder."""
+"""Load checkpoints quietly, with errors that name the problem of the folder."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def default_checkpoint() -> str:
-    """The folder of the small Llama that comes with the recipes."""
+    """The folder of the small Llama that is shipped with the recipes."""
     return str(recipes_folder() / "assets" / "tiny-llama")
 
 
 def load_model(path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "auto") -> nn.Module:
-    """The language model of a checkpoint folder, hub id or GGUF file, patched again where it was saved under a scheme.
+    """The language model of a checkpoint folder, Hub ID or GGUF file, patched again if it was saved under a scheme.
 
     Args:
-        dtype: `auto` for what the checkpoint declares (of a GGUF file bfloat16), or one of `DTYPES`.
-        device: a name that torch knows, or `auto` for the first accelerator (of several processes the one of the local
-            rank), or else the CPU.
-        attention: `auto`, or an implementation that Transformers knows, such as `sdpa` or `eager`.
+        dtype: `auto` for the checkpoint's own (bfloat16 for a GGUF file), or one of `DTYPES`.
+        device: a torch device, or `auto` for the first accelerator (with several processes that of the local rank), or
+            else the CPU.
+        attention: `auto`, or an implementation of Transformers, such as `sdpa` or `eager`.
 
     Raises:
-        EvaluationError: no checkpoint there, or one that cannot be loaded as asked; the first line of the reason.
+        EvaluationError: there is no checkpoint, or it cannot be loaded with these arguments; the message has the first
+            line of the reason.
     """
     if dtype not in DTYPES:
         raise EvaluationError(f"dtype {dtype!r}: {did_you_mean(dtype, DTYPES)}")
@@ -87,14 +88,14 @@ def trained_length(path: str) -> int:
 
 
 def unpack(path: str, folder: str | Path, dtype: str = "auto") -> None:
-    """Write what a GGUF file holds as a checkpoint folder of Transformers."""
+    """Convert a GGUF file to a checkpoint folder of Transformers."""
     load_model(path, dtype=dtype, device="cpu").save_pretrained(folder)  # type: ignore[operator]
     load_tokenizer(path).save_pretrained(folder)
 
 
 @contextmanager
 def as_folder(path: str) -> Iterator[str]:
-    """A checkpoint as a folder: a GGUF file is unpacked into one that is removed at the end."""
+    """A checkpoint as a folder: a GGUF file is unpacked into a temporary one."""
     if not is_gguf(path):
         yield path
         return
@@ -105,7 +106,7 @@ def as_folder(path: str) -> Iterator[str]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without Transformers' load reports, advice and progress bars, which a command line would drown in."""
+    """Suppress Transformers' loading reports, advice and progress bars, which would flood a terminal."""
     logging = transformers.utils.logging
     verbosity, bars, hub = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub_logging.get_verbosity()
     logging.set_verbosity_error()
@@ -132,7 +133,7 @@ def _read(path: str, what: str, kind: Any, of_gguf: Callable[[str], Any]) -> Any
 def _device(name: str) -> torch.device:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if name not in ("auto", "cpu"):
-            raise EvaluationError(f"device {name!r}: of several processes each takes its own, so give auto or cpu")
+            raise EvaluationError(f"device {name!r}: with several processes each uses its own device; use auto or cpu")
         process = joined(cpu=name == "cpu")
         atexit.register(process.destroy_process_group)
         return process.device
@@ -146,7 +147,7 @@ def _device(name: str) -> torch.device:
 
 @contextmanager
 def _one_line(path: str, what: str) -> Iterator[None]:
-    """Refuse what cannot be a checkpoint folder before anything slow, and name what is wrong with one in one line."""
+    """Refuse invalid checkpoint folders before any slow step, and report problems in one line."""
     folder = Path(path)
     known = (folder.is_file() and is_gguf(path)) or any(
         (folder / name).is_file() for name in ("config.json", "adapter_config.json")
@@ -160,6 +161,6 @@ def _one_line(path: str, what: str) -> Iterator[None]:
         yield
     except MissingPackage:
         raise
-    except Exception as error:  # loading raises many unrelated types; all mean that this is not what it should be
+    except Exception as error:  # loading raises many unrelated types, which all mean an invalid checkpoint
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise EvaluationError(f"cannot load {what} from {path}: {lines[0]}") from error

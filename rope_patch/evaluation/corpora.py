@@ -1,4 +1,4 @@
-"""Texts as a `datasets.Dataset` with one row per document and the columns `name` and `text`."""
+"""Load texts as a `datasets.Dataset` with one row per document and the columns `name` and `text`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ HELD_OUT_MODULES = {
 }
 """Modules of the standard library that the recipes never train on."""
 
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")  # of files that are one document each
-BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # of files with a document in every record
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")  # each file is one document
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # each record is one document
 
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 def load_corpus(split: str = "held_out") -> Dataset:
-    """The source of the running Python's standard library, one row per module: no download, and everywhere.
+    """The source of the running Python's standard library, one row per module: available everywhere without download.
 
-    Tests, third-party packages and generated tables are left out.
+    Tests, third-party packages and generated tables are excluded.
 
     Args:
-        split: `"held_out"` for the modules named in `HELD_OUT_MODULES`, `"train"` for all others.
+        split: `"held_out"` for the modules in `HELD_OUT_MODULES`, `"train"` for all others.
 
     Raises:
-        CorpusError: on any other split.
+        CorpusError: the split is unknown.
     """
     if split not in ("train", "held_out"):
         raise CorpusError(f"split {split!r} of the standard library: allowed are 'train' and 'held_out'")
@@ -58,18 +58,18 @@ def load_text(
     """The documents of a text or of a dataset; without either, `load_corpus()`.
 
     Args:
-        text: a file, a folder of files, or a pattern. Of a folder every `.txt`, `.md`, `.rst` and `.py` file below it
-            is read or, where there is none beside a README.md, every `.jsonl`, `.json` and `.parquet` file.
-        dataset: a name or a folder that `datasets.load_dataset` knows, instead.
-        split: of a dataset; default `test`, or all of a folder that has none.
-        column: that holds the text, wherever there are columns.
-        streaming: read a dataset while it is downloaded: an `IterableDataset`.
+        text: a file, a folder of files, or a pattern. In a folder, every `.txt`, `.md`, `.rst` and `.py` file below it
+            is read; if there is none except a README.md, every `.jsonl`, `.json` and `.parquet` file.
+        dataset: alternatively, a name or a folder for `datasets.load_dataset`.
+        split: of a dataset; default `test`, or all of a folder without that split.
+        column: the column with the text, for data with columns.
+        streaming: read a dataset while it is downloaded, as an `IterableDataset`.
 
     Raises:
         CorpusError: there is no text; the message names the place and the reason.
     """
     if text is not None and dataset is not None:
-        raise CorpusError(f"text {text!r} and dataset {dataset!r}: give one of them")
+        raise CorpusError(f"text {text!r} and dataset {dataset!r}: use only one of them")
     if dataset is not None and split is None and Path(dataset).is_dir():
         text = None if "test" in get_dataset_split_names(dataset) else dataset
     if text is not None:
@@ -85,7 +85,7 @@ def load_text(
 
 
 def name_of_text(text: str | None = None, dataset: str | None = None, split: str | None = None) -> str:
-    """What tables call the documents that `load_text` gives for the same arguments."""
+    """The name in tables for the documents that `load_text` returns for the same arguments."""
     name = Path(text).name if text else dataset or "Python's standard library"
     return f"{name}, split {split}" if split else name
 
@@ -97,7 +97,7 @@ def _files(text: str) -> list[tuple[Path, str]]:
         below = sorted(file for file in path.rglob("*") if file.is_file())
         texts = [file for file in below if file.suffix in TEXT_SUFFIXES]
         data = [file for file in below if file.suffix in BUILDERS]
-        card = data and all(file.name == "README.md" for file in texts)  # beside data files it describes them
+        card = data and all(file.name == "README.md" for file in texts)  # with data files, it describes them
         found = [(file, str(file.relative_to(path))) for file in (data if card else texts)]
     else:
         matches = sorted(glob.glob(text, recursive=True)) if glob.has_magic(text) else [text]
@@ -121,10 +121,10 @@ def _from_dataset(
 ) -> Any:
     try:
         found = load_dataset(dataset, split=split, streaming=streaming, **settings)
-    except Exception as error:  # of many unrelated types; all mean that there is no text to be had
+    except Exception as error:  # many unrelated types, which all mean that the text is unavailable
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise CorpusError(f"cannot read {place}: {reason or type(error).__name__}") from error
-    columns = found.column_names or list(next(iter(found), {}))  # a stream may learn them from its first row
+    columns = found.column_names or list(next(iter(found), {}))  # a stream may need its first row for them
     if column not in columns:
         raise CorpusError(f"{place} has no column {column!r}; it has {', '.join(columns)}")
 

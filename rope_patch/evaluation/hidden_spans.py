@@ -1,4 +1,4 @@
-"""The task of T5: spans of a text are hidden behind sentinels, and the decoder names what stood there.
+"""The task of T5: sentinels hide spans of a text, and the decoder predicts the hidden tokens.
 
 Source: Raffel et al., 1910.10683, section 3.1.4 and figure 2, with the share and the length of spans of section 3.3.4.
 """
@@ -38,7 +38,7 @@ def draw_spans(length: int, generator: torch.Generator) -> list[Span]:
 
 
 def _parts(total: int, count: int, generator: torch.Generator) -> list[int]:
-    """`total` as a sum of `count` positive numbers, every such sum as likely as any other."""
+    """`total` as a sum of `count` positive numbers, with all such sums equally likely."""
     cuts = torch.randperm(total - 1, generator=generator)[: count - 1].sort().values + 1
     return [stop - start for start, stop in itertools.pairwise([0, *cuts.tolist(), total])]
 
@@ -46,9 +46,9 @@ def _parts(total: int, count: int, generator: torch.Generator) -> list[int]:
 def corrupt(
     tokens: torch.Tensor, spans: Sequence[Span], sentinels: Sequence[int], end: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the encoder reads, what the decoder gives, and which of that is hidden text, each `(length,)` as `tokens`.
+    """The encoder's input, the decoder's target, and which target tokens are hidden text, each `(length,)` as `tokens`.
 
-    There is one sentinel more than there are spans; `end` is the id that closes a text.
+    There must be one more sentinel than spans; `end` is the id that closes a text.
     """
     source: list[int] = []
     target: list[int] = []
@@ -64,10 +64,10 @@ def corrupt(
 
 
 class HiddenSpans:
-    """The same spans among the same T last tokens, hidden from an encoder whatever the length of its context.
+    """Hides the same spans among the same last T tokens from an encoder, for any length of its context.
 
     Raises:
-        EvaluationError: T is too small for a span, or needs more sentinels than there are.
+        EvaluationError: T is too small for a span, or needs more sentinels than the tokenizer has.
     """
 
     def __init__(self, tokenizer: Any, targets: int, seed: int) -> None:
@@ -76,19 +76,19 @@ class HiddenSpans:
         spans, known = len(self.spans(0)), len(self.sentinels)
         if spans + 1 > known:
             raise EvaluationError(
-                f"targets={targets} hides {spans} spans, which takes {spans + 1} sentinels; "
+                f"targets={targets} hides {spans} spans, which needs {spans + 1} sentinels; "
                 f"{type(tokenizer).__name__} has {known}"
             )
 
     def spans(self, window: int) -> list[Span]:
-        """Those of the window of this number, counted from the first target."""
+        """The spans of the window with this number, counted from the first target."""
         return draw_spans(self.targets, torch.Generator().manual_seed(self.seed * 1_000_003 + window))
 
     @torch.no_grad()
     def nll(self, model: nn.Module, tokens: torch.Tensor, window: int) -> torch.Tensor:
         """-ln p of every hidden token, given the rest of the context and the hidden tokens before it, `(hidden,)`.
 
-        The context, `(length,)`, ends with the last target of the window of this number.
+        The context, `(length,)`, ends with the last target of the window with this number.
         """
         offset = len(tokens) - self.targets
         spans = [(offset + start, offset + stop) for start, stop in self.spans(window)]
@@ -98,10 +98,10 @@ class HiddenSpans:
 
 
 def sentinels_of(tokenizer: Any) -> list[int]:
-    """Ids of `<extra_id_0>`, `<extra_id_1>`, ... as far as the tokenizer has them.
+    """Ids of `<extra_id_0>`, `<extra_id_1>`, ..., up to the last that the tokenizer has.
 
     Raises:
-        EvaluationError: it has none: the checkpoint was not trained on this task.
+        EvaluationError: it has none, so the checkpoint was not trained on this task.
     """
     vocabulary = tokenizer.get_vocab()
     found = list(itertools.takewhile(vocabulary.__contains__, map("<extra_id_{}>".format, itertools.count())))

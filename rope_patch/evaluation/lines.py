@@ -1,4 +1,4 @@
-"""The lines of a table: schemes as they are named, what each means at a length, and whether a model can carry it."""
+"""The lines of a table: names of schemes, their meaning at a length, and whether a model supports them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rope_patch.schemes import Checkpoint, Scheme, get_scheme, list_schemes, sch
 from rope_patch.schemes.target import reached
 
 PLAIN, CUT = "plain", "window"
-"""The checkpoint as it is, and its attention cut at the training length."""
+"""The plain checkpoint, and its attention cut at the training length."""
 
 REFERENCES = (PLAIN, CUT)
-"""What a scheme has to beat to earn its place."""
+"""A useful scheme must beat both."""
 
 _NAMES = {PLAIN: "plain checkpoint", CUT: "attention cut at L"}
 
 
 def display_name(line: str | Scheme) -> str:
-    """The name of a line for people: of `rerope:window=128+logn` it is "ReRoPE, w = 128, log-n".
+    """The display name of a line: "ReRoPE, w = 128, log-n" for `rerope:window=128+logn`.
 
-    Every scheme has its `title`, or the name of its class. Fields at their defaults and `target=auto` are left out; a
-    spec with brackets stays as it is.
+    Every scheme is shown by its `title`, or by the name of its class. Fields with default values and `target=auto` are
+    omitted; a spec with brackets stays unchanged.
     """
     line = str(line)
     if line in _NAMES or "[" in line:
@@ -45,15 +45,15 @@ def display_name(line: str | Scheme) -> str:
 
 
 def scheme_at(spec: str, length: int, checkpoints: Iterable[Checkpoint] = ()) -> Scheme | None:
-    """The scheme of a line at one length, which `target=auto` means.
+    """The scheme of a line at one length, which replaces `target=auto`.
 
     Args:
-        spec: `plain`, which gives None, or what `get_scheme` reads, such as `yarn:target=auto`.
+        spec: `plain`, which returns None, or a spec for `get_scheme`, such as `yarn:target=auto`.
         length: l, the context length in tokens.
-        checkpoints: of the parts of a model, from which fields that follow from a target are filled.
+        checkpoints: of the parts of a model, to fill fields that follow from a target.
 
     Raises:
-        UnknownScheme, InvalidField, SlotConflict: the spec does not name a scheme, or it cannot reach its target.
+        UnknownScheme, InvalidField, SlotConflict: the spec is not a scheme, or the scheme cannot reach its target.
 
     Example:
         >>> str(scheme_at("pi:target=auto", 1024, [Checkpoint(training_length=256, num_heads=8, max_length=256)]))
@@ -65,10 +65,10 @@ def scheme_at(spec: str, length: int, checkpoints: Iterable[Checkpoint] = ()) ->
 
 
 def with_references(schemes: Sequence[str], references: bool = True) -> tuple[str, ...]:
-    """The lines of a table, references first where they are missing.
+    """The lines of a table, with missing references in front.
 
     Raises:
-        RopePatchError: a scheme is misspelled; known before there is a model.
+        RopePatchError: a scheme is misspelled; this is checked before a model is loaded.
     """
     lines = (*(line for line in REFERENCES if references and line not in schemes), *schemes)
     for line in lines:
@@ -77,10 +77,10 @@ def with_references(schemes: Sequence[str], references: bool = True) -> tuple[st
 
 
 def check_lengths(lengths: Sequence[int]) -> None:
-    """Context lengths are whole numbers of tokens that ascend.
+    """Check that context lengths are ascending whole numbers of tokens.
 
     Raises:
-        EvaluationError: these are not.
+        EvaluationError: they are not.
     """
     shown = f"lengths {', '.join(map(str, lengths))}"
     if not lengths:
@@ -94,7 +94,7 @@ def check_lengths(lengths: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class SchemeAtLength:
-    """What is measured under one patch."""
+    """One measurement under one patch."""
 
     line: str
     scheme: Scheme | None  # None is the plain checkpoint
@@ -103,7 +103,7 @@ class SchemeAtLength:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What rows keep of it."""
+        """The fields for result rows."""
         scheme = self.scheme.to_dict() if self.scheme else {"name": PLAIN}
         regime = self.scheme.regime if self.scheme else "training-free"
         return {"line": self.line, "scheme": scheme, "regime": regime, "mount": self.mount, "length": self.length}
@@ -115,15 +115,15 @@ def schemes_at_lengths(
     """Every scheme at every length, with all defaults filled in, checked against the model before anything runs.
 
     Raises:
-        EvaluationError: there are no schemes, or one twice, or the model's table of positions ends before a length.
-        AlreadyPatched: the model carries another scheme.
-        UnknownScheme, InvalidField, SlotConflict, UnsupportedModel, NothingToPatch: a scheme is not right for it.
+        EvaluationError: there are no schemes, or duplicates, or a length exceeds the model's position table.
+        AlreadyPatched: the model has another scheme.
+        UnknownScheme, InvalidField, SlotConflict, UnsupportedModel, NothingToPatch: a scheme does not fit the model.
     """
     lines = [str(spec) for spec in schemes]
     if not lines:
         raise EvaluationError("no schemes were given; give at least one, such as 'plain'")
     if twice := {line for line in lines if lines.count(line) > 1}:
-        raise EvaluationError(f"scheme {min(twice)!r} is there twice")
+        raise EvaluationError(f"scheme {min(twice)!r} is listed twice")
     return [_checked(spec, length, model) for spec in schemes for length in lengths]
 
 
@@ -139,7 +139,7 @@ def _checked(spec: str | Scheme, length: int, model: MeasuredModel) -> SchemeAtL
             f"{spec} at {length} tokens: {type(stack.module).__name__} has {table.capacity} positions; measure longer "
             "texts under a scheme alone, without references (--no-references)"
         )
-    if scheme is not None and len(model.stacks) == 1:  # else the defaults of each part are its own
+    if scheme is not None and len(model.stacks) == 1:  # else the defaults of the parts differ
         scheme = scheme.resolve(stack.checkpoint)
     if model.carried is not None:
         mount = model.carried.plan.mounts()

@@ -1,4 +1,4 @@
-"""A model while it is measured: under which scheme, with what it learned there, and in evaluation mode."""
+"""A model during measurement: under a scheme, with its learned parameters, and in evaluation mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rope_patch.schemes import Scheme
 
 @dataclass(frozen=True)
 class Learned:
-    """What a checkpoint learned under a scheme that was taken off: parameters by name, of any shape."""
+    """A checkpoint's learned parameters under a scheme that was removed: by name, of any shape."""
 
     scheme: Scheme
     values: dict[str, torch.Tensor]
@@ -29,7 +29,7 @@ class Learned:
 
 
 def take_off(model: nn.Module, say: Callable[[str], None]) -> Learned | None:
-    """Take the scheme off that a checkpoint was saved under, tell `say` which it was, and keep what it learned."""
+    """Remove the scheme under which a checkpoint was saved, report it to `say`, and return its learned parameters."""
     handle = find_handle(model)
     if handle is None:
         return None
@@ -41,14 +41,14 @@ def take_off(model: nn.Module, say: Callable[[str], None]) -> Learned | None:
 
 
 class MeasuredModel:
-    """A language model of Transformers, perhaps inside PEFT or another wrapper, as measurements see it.
+    """A language model of Transformers, also inside PEFT or another wrapper, for measurements.
 
-    One that carries a scheme is measured as it is, never taken apart: `carried` is the handle of that scheme, `learned`
-    what was learned under one that was taken off. The `stacks` are as they are without a scheme.
+    A patched model is measured as it is and never unpatched: `carried` is the handle of its scheme. `learned` has the
+    learned parameters of a scheme that was removed. The `stacks` are those of the unpatched model.
 
     Raises:
-        AlreadyPatched: parts of it carry different schemes.
-        UnsupportedModel, EvaluationError: it is no language model that can be read.
+        AlreadyPatched: parts of it have different schemes.
+        UnsupportedModel, EvaluationError: it is not a supported language model.
     """
 
     def __init__(self, model: nn.Module, learned: Learned | None = None) -> None:
@@ -67,28 +67,30 @@ class MeasuredModel:
         return self.stacks[0].training_length
 
     def carries(self, scheme: Scheme | None) -> bool:
-        """Whether a scheme is the carried one, defaults filled in or not."""
+        """Whether a scheme is the carried one, with or without its defaults filled in."""
         if self.carried is None or scheme is None:
             return False
         carried, checkpoints = self.carried.scheme, [stack.checkpoint for stack, _ in self.carried.mounted]
         return all(scheme.resolve(of) == carried.resolve(of) for of in checkpoints)
 
     def check_one_stack(self, what: str) -> None:
-        """Refuse, in the name of `what` is measured, a model that does not go on with what it reads.
+        """Refuse a model that does not continue its own input; `what` names the measurement in the message.
 
         Raises:
             EvaluationError: it is an encoder with a decoder.
         """
         if self.language_model.config.is_encoder_decoder:
             kind = type(self.language_model).__name__
-            raise EvaluationError(f"{kind} is an encoder with a decoder; {what} needs one stack that reads and goes on")
+            raise EvaluationError(
+                f"{kind} is an encoder with a decoder; {what} needs one stack that continues its input"
+            )
 
     def facts(self, name: str | None = None) -> dict[str, Any]:
-        """What all rows keep of the model and of the software; `name` defaults to `config.name_or_path`."""
+        """The fields of all rows about model and software; `name` defaults to `config.name_or_path`."""
         model = self.language_model
         return {
             "model": name or getattr(model.config, "name_or_path", "") or type(model).__name__,
-            # of the language model alone, whose parameters have the same names within any wrapper
+            # of the language model only, whose parameters have the same names within any wrapper
             "weights": self.learned.weights if self.learned else weights_fingerprint(model),
             "training_length": self.training_length,
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -99,7 +101,7 @@ class MeasuredModel:
 
     @contextmanager
     def under(self, scheme: Scheme | None) -> Iterator[None]:
-        """The model under a scheme, with what it learned there, and without dropout; afterwards as it was before."""
+        """Run the model under a scheme, with its learned parameters and without dropout; restore it afterwards."""
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:

@@ -15,18 +15,18 @@ def chunked_nll(
 ) -> torch.Tensor:
     """-ln p(target | everything before it), in float32, for the last positions of the input.
 
-    The stack runs once, over the whole length. The head, which is where memory would grow with length x vocabulary,
-    sees only the scored positions, a chunk at a time.
+    The stack runs once, over the whole length. The head, whose memory would grow with length x vocabulary, sees only
+    the scored positions, a chunk at a time.
 
     Args:
         model: a causal language model of Transformers, also inside PEFT or another wrapper.
-        targets: what the last positions of the context have to predict; the last target follows the context.
+        targets: the tokens that the last positions must predict; the last target follows the context.
 
     Shape:
         input_ids `(batch, length)`, targets `(batch, scored)` with scored <= length; returns `(batch, scored)`.
 
     Raises:
-        EvaluationError: there are more targets than positions, or the model's head cannot be called by itself.
+        EvaluationError: there are more targets than positions, or the model's head cannot run alone.
     """
     scored, length = targets.shape[1], input_ids.shape[1]
     if scored > length:

@@ -1,7 +1,7 @@
-"""The passkey: five digits somewhere in pages of "The grass is green", asked for at the end.
+"""The passkey task: five digits are hidden in pages of "The grass is green", and the question at the end asks for them.
 
-Source: Mohtashami & Jaggi 2023, "Landmark Attention", arXiv 2305.16300, and their `llama/run_test.py`, whose words
-these are; five random digits as in Chen et al. 2023, "Position Interpolation", arXiv 2306.15595, figure 3.
+Source: Mohtashami & Jaggi 2023, "Landmark Attention", arXiv 2305.16300, and their `llama/run_test.py`, which has these
+texts; five random digits as in Chen et al. 2023, "Position Interpolation", arXiv 2306.15595, figure 3.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here
 KEY = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is"
 
-NEW_TOKENS = 7  # of an answer: a space of its own, five digits, and one more to see whether the number ends there
+NEW_TOKENS = 7  # of an answer: a space, five digits, and one more that shows whether the number ends
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model reads, `(tokens,)`, and the digits or tokens that are right, `(answer,)`.
+    """The model's input, `(tokens,)`, and the correct digits or tokens, `(answer,)`.
 
-    `distance` is the number of tokens between the end of what is hidden and the end of the question: at L or more,
-    attention that is cut at L sees nothing of it. It is None where nothing is hidden.
+    `distance` is the number of tokens from the end of the hidden text to the end of the question: at L or more,
+    attention cut at L does not see the hidden text. It is None if nothing is hidden.
     """
 
     tokens: torch.Tensor
@@ -46,10 +46,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Passkey:
-    """The task: keys that are drawn anew for each length, depth and trial.
+    """The task: a new key is drawn for each length, depth and trial.
 
-    A prompt and its answer are as long as whole sentences of filler allow. Without a key nobody guesses five digits, so
-    there is no control.
+    A prompt and its answer are as long as whole sentences of filler allow. Five digits cannot be guessed without the
+    key, so there is no control.
     """
 
     tokenizer: Any
@@ -59,11 +59,11 @@ class Passkey:
     span = None
 
     def prompts(self, length: int, depth: float | None) -> list[Prompt]:
-        """One prompt for each trial, the same for every scheme; with depth None, those of the control."""
+        """One prompt per trial, the same for every scheme; the control's prompts if depth is None."""
         return [] if depth is None else [self._prompt(length, depth, trial) for trial in range(self.trials)]
 
     def answer(self, model: nn.Module, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, None]:
-        """Whether the first number that greedy decoding gives is the key, `(prompts, 1)`."""
+        """Whether the first number from greedy decoding is the key, `(prompts, 1)`."""
         texts = greedy(model, self.tokenizer, torch.stack([prompt.tokens for prompt in prompts]), NEW_TOKENS)
         keys = ["".join(map(str, prompt.answer.tolist())) for prompt in prompts]
         right = [re.findall(r"\d+", text)[:1] == [key] for text, key in zip(texts, keys, strict=True)]
@@ -78,22 +78,22 @@ class Passkey:
 
         if (needed := tokens(0)) > room:
             raise EvaluationError(
-                f"length {length}: the question of task 'passkey' and its answer take {needed + NEW_TOKENS} tokens "
-                "without any filler; give a longer length"
+                f"length {length}: the question of task 'passkey' and its answer need {needed + NEW_TOKENS} tokens "
+                "without any filler; use a longer length"
             )
         before, after = _around(bisect(range(1, room), room, key=tokens), depth, key)
         ids = self._ids(before + after)
         return Prompt(torch.tensor(ids), torch.tensor(list(map(int, str(key)))), len(ids) - len(self._ids(before)))
 
     def _ids(self, text: str) -> list[int]:
-        """As the tokenizer spells a text, without the end that some of them put behind it: this one goes on."""
+        """Token ids of a text, without the end token that some tokenizers append: the text continues."""
         ids = self.tokenizer(text, verbose=False)["input_ids"]
         ends = len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id
         return ids[:-1] if ends else ids
 
 
 def greedy(model: nn.Module, tokenizer: Any, tokens: torch.Tensor, new_tokens: int, **settings: Any) -> list[str]:
-    """What greedy decoding goes on with, as texts, after prompts of equal length, `(prompts, tokens)`.
+    """Continuations by greedy decoding, as texts, of prompts of equal length, `(prompts, tokens)`.
 
     Args:
         settings: of `generate`, such as `stopping_criteria`.
@@ -110,14 +110,14 @@ def greedy(model: nn.Module, tokenizer: Any, tokens: torch.Tensor, new_tokens: i
         pad_token_id=tokenizer.pad_token_id,
     )
     mask = torch.ones_like(tokens)
-    spoken = language_model.generate(tokens, attention_mask=mask, generation_config=config, **settings)
-    return tokenizer.batch_decode(spoken[:, tokens.shape[1] :], skip_special_tokens=True)
+    generated = language_model.generate(tokens, attention_mask=mask, generation_config=config, **settings)
+    return tokenizer.batch_decode(generated[:, tokens.shape[1] :], skip_special_tokens=True)
 
 
 def _around(sentences: int, depth: float, key: int) -> tuple[str, str]:
-    """The prompt up to the end of the key, and from there on."""
+    """The prompt up to the end of the key, and the rest."""
     filler = [FILLER[i % len(FILLER)] for i in range(sentences)]
-    place = round(depth * sentences)  # behind the key the filler begins anew
+    place = round(depth * sentences)  # after the key the filler starts again
     head = [TASK, " ".join(filler[:place]), KEY.format(key=key)]
     tail = [" ".join(filler[: sentences - place]), QUESTION]
     return "\n".join(filter(None, head)), "\n" + "\n".join(filter(None, tail))

@@ -1,7 +1,7 @@
 """Perplexity against context length: does the model predict the same tokens better when it sees more?
 
-nll = sum of -ln p(target) / number of targets, perplexity = exp(nll); the protocols define which tokens are targets,
-and which contexts they are seen from.
+nll = sum of -ln p(target) / number of targets, perplexity = exp(nll). The protocols define the targets and their
+contexts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rope_patch.models.head import find_language_model
 from rope_patch.saving.export import served_by
 from rope_patch.schemes import Scheme
 
-BLOCKS = 32  # of windows of few documents, for standard errors, at most
+BLOCKS = 32  # maximum number of blocks of windows, for standard errors over few documents
 
 
 def measure(
@@ -52,11 +52,11 @@ def measure(
 ) -> list[Row]:
     """Measure every scheme at every length: one row each, scheme by scheme.
 
-    The model is without a scheme before, between and after. One that carries a scheme is measured as it is, never taken
-    apart, where that scheme is all that is asked for.
+    The model has no scheme before, between and after the measurements. A patched model is measured as it is, and only
+    under its own scheme.
 
-    Of several processes (`torchrun`, `accelerate launch`) every one has to call this alike; the windows are divided
-    over them, and all get the rows that one process alone would have got.
+    With several processes (`torchrun`, `accelerate launch`), all of them must make the same call. The windows are
+    divided over the processes, and all return the same rows as a single process.
 
     Args:
         model: a language model of Transformers, causal or of T5's style, also inside PEFT or another wrapper.
@@ -64,23 +64,23 @@ def measure(
         corpus: rows with `name` and `text`, such as `load_corpus()` gives, or `input_ids` in place of `text`.
         schemes: scheme objects or strings; a string may be `plain`, and may contain `target=auto` (see `scheme_at`).
         lengths: context lengths in tokens, ascending.
-        protocol: one of `PROTOCOLS`; `"auto"` chooses `"last"` or `"span_corruption"` by the model.
+        protocol: one of `PROTOCOLS`; `"auto"` chooses `"last"` or `"span_corruption"` for the model.
         targets: T, scored tokens per window, or the tokens among which spans are hidden; default min(L, 4096).
         stride: S of `sliding` and `yarn_compat`; default 256, or the shortest length.
-        tokens_per_document: of protocols that score whole documents: read the first so many; default all.
-        documents: how many documents, drawn at random where there are more; default all.
-        windows_per_document: of protocols that score windows: how many places in each document at most; default one, or
-            as many as make 16 windows in all where there are fewer documents.
+        tokens_per_document: for protocols that score whole documents: the number of tokens to read; default all.
+        documents: number of documents, drawn at random if there are more; default all.
+        windows_per_document: for protocols that score windows: maximum number per document; default one, or with few
+            documents as many as make 16 windows in total.
         name: of the model in the rows; default `model.config.name_or_path`.
         text: name of the corpus in the rows.
-        results: where rows are appended as they come, and where rows of an earlier run are taken from.
-        trained: what `take_off` kept: a line of the scheme under which it was learned is measured with it.
+        results: file for new rows; rows of an earlier run in it are not measured again.
+        trained: learned parameters from `take_off`, used for lines of their scheme.
 
     Raises:
-        EvaluationError: lengths, settings or texts do not fit each other.
-        AlreadyPatched: the model carries another scheme than the one that is asked for.
-        UnknownScheme, InvalidField, SlotConflict, UnsupportedModel, NothingToPatch: a scheme is not right for it.
-            All of them are raised before anything is computed.
+        EvaluationError: lengths, settings or texts do not fit together.
+        AlreadyPatched: the model has another scheme than the requested one.
+        UnknownScheme, InvalidField, SlotConflict, UnsupportedModel, NothingToPatch: a scheme does not fit the model.
+            All errors are raised before anything is computed.
     """
     asked = {"targets": targets, "stride": stride, "tokens_per_document": tokens_per_document, "documents": documents}
     request = check_request(protocol, lengths, **asked, windows_per_document=windows_per_document, seed=seed)
@@ -121,20 +121,20 @@ def measure(
 
 
 def _check_prefixes(passes: Sequence[SchemeAtLength], model: MeasuredModel) -> None:
-    """One pass gives the losses of every prefix where nothing follows the length of the text."""
+    """Refuse length-dependent schemes: one pass has the losses of every prefix only if nothing depends on length."""
     types = {entry.get("rope_type") for entry in rope_entries(model.stacks[0].config).values()}
     dynamic = model.stacks[0].rotary and not types.isdisjoint({"dynamic", "longrope"})
     for one in passes:
         scheme = one.scheme
         if scheme.length_dependent if scheme is not None and "frequencies" in scheme.slots else dynamic:
             raise EvaluationError(
-                f"{one.line} depends on the length of the text, so one pass at {one.length} tokens tells nothing of "
+                f"{one.line} depends on the length of the text, so one pass at {one.length} tokens does not measure "
                 "shorter ones; use protocol 'last'"
             )
 
 
 def _known(wanted: Sequence[dict[str, Any]], results: Rows[Row] | None) -> list[Row] | None:
-    """The rows of a pass, where an earlier run has all of them."""
+    """The rows of a pass, if an earlier run has all of them."""
     known = [row for fields in wanted if (row := recall(results, fields))]
     return known if len(known) == len(wanted) else None
 
@@ -161,7 +161,7 @@ def _fill(
     seconds: float,
     results: Rows[Row] | None,
 ) -> list[Row]:
-    """The rows of a pass with their numbers, written where there is a file."""
+    """The rows of a pass with their numbers, also written to `results`."""
     rows = []
     for fields in wanted:
         scored = protocol.scored(losses, fields["length"], fields["targets"])
@@ -183,7 +183,7 @@ def _fill(
 
 
 def _blocks(contexts: Sequence[Context], scored: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-    """The losses of each document, or of the windows of few documents, in blocks where there are many windows."""
+    """The losses of each document; with few documents those of their windows, or of blocks of many windows."""
     by_document: dict[str, list[torch.Tensor]] = {}
     for context, losses in zip(contexts, scored, strict=True):
         by_document.setdefault(context.document, []).append(losses)

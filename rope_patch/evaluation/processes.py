@@ -1,4 +1,4 @@
-"""Several processes measure together, as `torchrun` or `accelerate launch` started them: the rows are those of one."""
+"""Measure with several processes, started by `torchrun` or `accelerate launch`; the rows equal those of one process."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from rope_patch.models.head import find_language_model
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_later = ContextVar("later", default=0)  # measurements like this one that are known to follow, see `in_turn`
+_later = ContextVar("later", default=0)  # number of similar measurements that follow, see `in_turn`
 
 
 def joined(cpu: bool = False) -> PartialState:
-    """This process among the others; the first call decides whether they compute on the CPU."""
+    """The state of this process; the first call decides whether processes compute on the CPU."""
     return PartialState(cpu=cpu or not torch.accelerator.is_available())
 
 
 def on_main(action: Callable[[], Result]) -> Result:
-    """What `action()` gives on the main process, on every process."""
+    """Run `action()` on the main process, and return its result on every process."""
     return broadcast_object_list([action() if joined().is_main_process else None])[0]
 
 
 class Progress:
-    """The time that the rows of a measurement have taken, and a guess of the time that the others will take.
+    """The elapsed time of a measurement, and an estimate of the remaining time.
 
         seconds of a context of l tokens = a l + b l^2,    a, b >= 0
 
-    by least squares over the contexts so far. While they are of one length, a / b is that of the multiplications of a
-    Llama of width d: for each token and layer 12 d^2 by its weights, l d in its causal attention.
+    by least squares over the contexts so far. While all have the same length, a / b is the ratio of multiplications in
+    a Llama of width d: for each token and layer 12 d^2 for its weights, l d in its causal attention.
 
-    The main process shows a bar on a terminal, and elsewhere a line for each finished row. Where stderr was replaced,
-    as in a notebook, it shows nothing.
+    The main process shows a bar on a terminal, and elsewhere a line per finished row. If stderr was replaced, as in a
+    notebook, it shows nothing.
 
     Args:
         rows: the lengths of the contexts that each row reads.
@@ -61,7 +61,7 @@ class Progress:
         main = joined().is_main_process
         self._bar = tqdm(
             bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}",
-            disable=None if main else True,  # None: tqdm looks for a terminal
+            disable=None if main else True,  # None: tqdm shows the bar only on a terminal
             dynamic_ncols=True,
             leave=False,
             miniters=0,
@@ -78,7 +78,7 @@ class Progress:
         self._bar.close()
 
     def begin(self, name: str) -> None:
-        """The next row begins, and the one before is finished."""
+        """Finish the previous row and begin the next."""
         self._finish()
         self._left, self._name, self._measured = self._after(self._number), name, False
         self._number += 1
@@ -86,19 +86,19 @@ class Progress:
         self._bar.set_description(name, refresh=False)
 
     def update(self, lengths: Sequence[int]) -> None:
-        """This process has read contexts of the row, together."""
+        """Record that this process has read a batch of contexts of the row."""
         now, read = time.perf_counter(), self._at_once * self._cost(lengths)
         self._products += np.outer(read, read)
         self._sums += read * (now - self._clock)
         self._left = self._left - read
         self._longest, self._measured, self._clock = max(self._longest, *lengths), True, now
-        # the bar counts seconds, so that what it takes for the rest is the guess
+        # the bar counts seconds, so that its own estimate is ours
         self._bar.total = now - self._began + self.guess()
         self._bar.update(now - self._began - self._bar.n)
 
     def guess(self) -> float:
-        """Seconds that remain."""
-        ratio = (self._longest / 100) ** 2 * np.array([[1, -1], [-1, 1]])  # decides where the lengths do not
+        """Estimate of the remaining seconds."""
+        ratio = (self._longest / 100) ** 2 * np.array([[1, -1], [-1, 1]])  # a prior for a / b while lengths are equal
         seconds = np.linalg.solve(self._products + ratio, self._sums)
         if seconds.min() < 0:
             seconds = np.where(seconds > 0, self._sums / self._products.diagonal(), 0)
@@ -110,7 +110,7 @@ class Progress:
         return np.array([tokens.sum(), (tokens**2).sum() / self._even])
 
     def _after(self, number: int) -> np.ndarray:
-        """What is left after so many rows, `(2,)`."""
+        """The remaining cost after `number` rows, `(2,)`."""
         return self._rows[number:].sum(0) + _later.get() * self._rows.sum(0)
 
     def _finish(self) -> None:
@@ -122,7 +122,7 @@ class Progress:
 
 
 def in_turn(items: Collection[Item]) -> Iterator[Item]:
-    """Each item in turn, to measure something of it: `Progress` reckons with as much for each item that is left."""
+    """Yield each item for a measurement; `Progress` adds the same time for each remaining item."""
     before = _later.get()
     try:
         for left, item in zip(reversed(range(len(items))), items, strict=True):
@@ -133,17 +133,17 @@ def in_turn(items: Collection[Item]) -> Iterator[Item]:
 
 
 def over_processes(function: Callable[[Item], Result], items: Sequence[Item], model: nn.Module) -> list[Result]:
-    """`[function(item) for item in items]`, the items divided over the processes.
+    """`[function(item) for item in items]`, with the items divided over the processes.
 
-    Where FSDP2 spreads the weights of the model, the processes have to call it alike: each then works on all items.
+    If FSDP2 shards the weights of the model, all processes must make the same calls, so each works on all items.
     """
     spread = _spread(model)
     if spread is None:
         with joined().split_between_processes(list(items)) as share:
             return gather_object([function(item) for item in share])
-    # a layer gathers its weights in its forward; embedding and head are those of the outermost module, whose own
-    # forward does not run where the stack is called apart from the head
-    spread._get_fsdp_state()._lazy_init()  # the first call decides which module is the outermost: not a layer
+    # a layer gathers its weights in its forward; embedding and head belong to the outermost module, whose own forward
+    # does not run if the stack is called without the head
+    spread._get_fsdp_state()._lazy_init()  # the first call makes this module the root, not a layer
     results = []
     for item in items:
         spread.unshard()
@@ -153,5 +153,5 @@ def over_processes(function: Callable[[Item], Result], items: Sequence[Item], mo
 
 
 def _spread(model: nn.Module) -> Any:
-    """The outermost module whose weights FSDP2 spreads over processes."""
+    """The outermost module whose weights FSDP2 shards over processes."""
     return next((module for module in model.modules() if isinstance(module, fsdp.FSDPModule)), None)

@@ -1,5 +1,5 @@
 # ruff: noqa: D102  # the methods of a protocol are documented once, on Protocol
-"""Which predictions of which contexts are scored, and how they are averaged: the protocols by name."""
+"""The protocols: which predictions in which contexts are scored, and how they are averaged."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rope_patch.evaluation.hidden_spans import HiddenSpans
 from rope_patch.evaluation.lines import check_lengths
 from rope_patch.evaluation.windows import Selection, Window, prefix_of, select, spread
 
-DEFAULT_TARGETS = 4096  # T, where the training length does not set it lower
-DEFAULT_STRIDE = 256  # S of PI and of YaRN; the shortest length, where that is below
+DEFAULT_TARGETS = 4096  # T, or the training length if that is lower
+DEFAULT_STRIDE = 256  # S of PI and of YaRN, or the shortest length if that is lower
 
 Corpus = Iterable[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a protocol: the arguments of `rope_patch.evaluation.perplexity.measure`."""
+    """The request to a protocol: the arguments of `rope_patch.evaluation.perplexity.measure`."""
 
     lengths: Sequence[int]
     protocol: str = "auto"
@@ -38,9 +38,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Context:
-    """What one forward pass reads, and which of its predictions are scored: those at positions start < p <= stop.
+    """The input of one forward pass, and its scored predictions: those at positions start < p <= stop.
 
-    Position p is predicted by the first p tokens, of prefix and text, each `(tokens,)`. The last token is never read.
+    The first p tokens of prefix and text, each `(tokens,)`, predict position p. The last token is never read.
     """
 
     document: str
@@ -51,7 +51,7 @@ class Context:
 
     @property
     def length(self) -> int:
-        """How many inputs there are."""
+        """Number of inputs."""
         return len(self.prefix) + len(self.text) - 1
 
 
@@ -59,13 +59,13 @@ class Protocol:
     """One way to score a text."""
 
     name: ClassVar[str]
-    settings: ClassVar[frozenset[str]]  # which fields of a `Request` it takes, of those that not all take
+    settings: ClassVar[frozenset[str]]  # fields of a `Request` that only some protocols accept, including this one
     scores: ClassVar[str]  # for an error message
     sentence: ClassVar[str]  # for the notes below a table
-    two_parts: ClassVar[bool] = False  # for models of an encoder and a decoder, or for decoders alone
-    one_pass: ClassVar[bool] = False  # a pass at the longest length fills all: no scheme that depends on the length
-    shared_targets: ClassVar[str | None] = None  # the name of `Row.targets` where rows of a table have to agree in it
-    hidden: HiddenSpans | None = None  # what an encoder does not see
+    two_parts: ClassVar[bool] = False  # for encoder-decoder models; otherwise for decoders
+    one_pass: ClassVar[bool] = False  # one pass at the longest length fills all rows: no length-dependent schemes
+    shared_targets: ClassVar[str | None] = None  # the name of `Row.targets` if all rows of a table must share it
+    hidden: HiddenSpans | None = None  # spans hidden from an encoder
 
     def __init__(self, request: Request, tokenizer: Any, training_length: int) -> None:
         self.request, self.prefix = request, self.prefix_of(tokenizer)
@@ -75,29 +75,29 @@ class Protocol:
         return prefix_of(tokenizer)
 
     def places(self, counts: Sequence[int]) -> Sequence[Sequence[tuple[int, int]]]:
-        """Where the windows of documents of so many tokens each begin and end."""
+        """Start and end of the windows in documents with these token counts."""
         return [[(0, count)] for count in counts]
 
     def select(self, corpus: Corpus, tokenizer: Any) -> Selection:
-        """Choose what is scored, once, for all lengths and schemes."""
+        """Choose the scored windows once, for all lengths and schemes."""
         asked = self.request
         drawn: dict[str, Any] = {"documents": asked.documents, "limit": asked.tokens_per_document, "seed": asked.seed}
         return select(corpus, tokenizer, self.prefix, asked.lengths[-1], self.places, **drawn)
 
     def contexts(self, window: Window, length: int) -> Iterable[Context]:
-        """What is read of one window, or of one document, at one length."""
+        """The contexts of one window, or of one document, at one length."""
         raise NotImplementedError
 
     def targets_at(self, length: int) -> int:
-        """`Row.targets` of one length."""
+        """`Row.targets` at one length."""
         raise NotImplementedError
 
     def cells(self) -> dict[int, list[tuple[int, int]]]:
-        """The lengths at which passes run, and the length and the targets of each row that a pass fills."""
+        """The lengths at which passes run, with the length and the targets of each row that a pass fills."""
         return {length: [(length, self.targets_at(length))] for length in self.request.lengths}
 
     def scored(self, losses: Sequence[torch.Tensor], length: int, targets: int) -> list[torch.Tensor]:
-        """Of the losses of a pass those that belong to one row, `(scored,)` for each context."""
+        """The losses of one row from those of a pass, `(scored,)` for each context."""
         return list(losses)
 
     def mean(self, losses: Sequence[torch.Tensor]) -> float:
@@ -106,9 +106,9 @@ class Protocol:
 
 
 class Last(Protocol):
-    """The last T tokens of every window, seen from contexts of each length that end at the same token.
+    """The last T tokens of every window, in contexts of each length that end at the same token.
 
-    scored at length l: l - T < p <= l, of a context that ends where all others of the window end.
+    scored at length l: l - T < p <= l; all contexts of a window have the same end.
 
     Source: kexue.fm/archives/9708 (last 4096 tokens).
     """
@@ -137,7 +137,7 @@ class Last(Protocol):
 
 
 class ByPosition(Last):
-    """One pass at the longest length; a length is the bin of the positions since the length before it."""
+    """One pass at the longest length; a length is the bin of positions from the previous length."""
 
     name = "by_position"
     settings = frozenset({"windows_per_document"})
@@ -158,7 +158,7 @@ class ByPosition(Last):
 
 
 class SpanCorruption(Last):
-    """Spans among the last T tokens are hidden; encoders read contexts of each length, decoders give the same spans."""
+    """Spans among the last T tokens are hidden; encoders read contexts of each length, decoders predict the spans."""
 
     name = "span_corruption"
     scores = "hidden spans of windows"
@@ -171,20 +171,20 @@ class SpanCorruption(Last):
 
     def select(self, corpus: Corpus, tokenizer: Any) -> Selection:
         chosen = super().select(corpus, tokenizer)
-        return replace(chosen, fingerprint=f"{chosen.fingerprint}-{self.request.seed}")  # which draws the spans, too
+        return replace(chosen, fingerprint=f"{chosen.fingerprint}-{self.request.seed}")  # the seed also draws the spans
 
 
 class Sliding(Protocol):
-    """Windows of l tokens, a stride of S apart: the first scores all its tokens, later ones only the new ones.
+    """Windows of l tokens with stride S: the first scores all its tokens, later ones only the new ones.
 
     window k reads x[kS], ..., x[e - 1], e = min(kS + l, n - 1), of a document x[0], ..., x[n - 1], and scores x[p] for
     p <= e that no window before it scored; nll = sum over all tokens / number of tokens.
 
-    Every target but those of the first window sees at least l - S tokens. The prefix of the tokenizer stands in front
-    of the document and, in place of x[kS], in front of every later window.
+    Every target except those of the first window sees at least l - S tokens. The tokenizer's prefix precedes the
+    document, and replaces x[kS] at the start of every later window.
 
     Source: Chen et al., 2306.15595 (PI), who follow Press et al.; their stride of 256 is also the default of YaRN's
-    script. What PI does at the ends of documents is not known to us.
+    script. PI's treatment of document ends is unknown to us.
     """
 
     name = "sliding"
@@ -209,7 +209,7 @@ class Sliding(Protocol):
             )
 
     def width(self, length: int) -> int:
-        """How far a window of this length reaches, which is as far as the next may begin behind it."""
+        """Tokens in a window of this length, which is also the largest possible stride."""
         return length
 
     def stride_at(self, length: int) -> int:
@@ -227,10 +227,10 @@ class Sliding(Protocol):
 
 
 class Disjoint(Sliding):
-    """Windows of l tokens side by side: the stride is l. A last window that is shorter is scored too.
+    """Adjacent windows of l tokens: the stride is l. A shorter last window is scored, too.
 
     Source: Press et al., 2108.12409 (ALiBi), nonoverlapping inference. In the rolling windows of lm-evaluation-harness
-    (0.4.13) only the first has a prefix, and the last one is filled up with earlier tokens.
+    (0.4.13) only the first has a prefix, and the last one is filled with earlier tokens.
     """
 
     name = "disjoint"
@@ -246,15 +246,15 @@ class YarnCompat(Sliding):
     """The number of YaRN's script without `--truncate`: the mean over windows of each window's mean, unweighted.
 
     nll = sum over windows of (mean over the new tokens of the window) / number of windows. The last window of a
-    document, which may have a single new token, weighs as much as any other, so that this is not a mean over tokens.
+    document may have a single new token, but weighs as much as any other, so this is not a mean over tokens.
 
-    Read in `eval/perplexity.py` of github.com/jquesnelle/yarn at commit b1d7076: a start-of-text token, where the
-    tokenizer has one, leads every window and is counted in l; windows begin every S tokens until one reaches the end;
-    labels are -100 except on the last `end - previous end` tokens, and the shifted loss makes the mean of a window, so
-    a window of l inputs scores at most l - 1 tokens, and without a start token its first token never.
+    From `eval/perplexity.py` of github.com/jquesnelle/yarn at commit b1d7076: a start-of-text token, if the tokenizer
+    has one, leads every window and counts in l. Windows begin every S tokens until one reaches the end. Labels are -100
+    except on the last `end - previous end` tokens, and the shifted loss is the mean of a window. So a window of l
+    inputs scores at most l - 1 tokens, and without a start token never its first one.
 
-    Two things are ours: sums are float64 where the script adds in the type of the loss, and a window whose only new
-    token is its first, without a start token (possible where S = l), is skipped, where the script's mean becomes NaN.
+    Two details are ours: sums are float64 instead of the dtype of the loss, and without a start token a window with
+    only its first token new (possible if S = l) is skipped; the script's mean becomes NaN there.
     """
 
     name = "yarn_compat"
@@ -274,7 +274,7 @@ class YarnCompat(Sliding):
 
     def contexts(self, window: Window, length: int) -> Iterable[Context]:
         text = window.tokens
-        padded = torch.cat([text, text[-1:]])  # behind the last input: the shifted loss never asks for it
+        padded = torch.cat([text, text[-1:]])  # a token after the last input, which the shifted loss never reads
         for begin, end, new in slide(len(text), self.width(length), self.stride_at(length)):
             labelled = len(self.prefix) + end - begin - 1
             start = max(0, labelled - new)
@@ -288,8 +288,8 @@ class YarnCompat(Sliding):
 class YarnTruncate(YarnCompat):
     """The number of YaRN's script with `--truncate`: the first l tokens of every document, in one window.
 
-    The stride plays no part. Every length scores other tokens, so a falling curve means little by itself; the published
-    figures (`eval.sh` of the same repository: Proof-pile, ten documents of at least 131072 tokens) were made so.
+    The stride is ignored. Every length scores other tokens, so a falling curve alone means little. The published
+    figures use this protocol (`eval.sh` of the same repository: Proof-pile, ten documents of at least 131072 tokens).
     """
 
     name = "yarn_truncate"
@@ -313,7 +313,7 @@ PROTOCOLS: dict[str, type[Protocol]] = {
 
 
 def slide(count: int, width: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Where windows of `width` tokens begin and end, a stride apart, and how many tokens none before them had."""
+    """Start and end of windows of `width` tokens with a stride, and the number of new tokens in each."""
     seen = 0
     for begin in range(0, count, stride):
         end = min(begin + width, count)
@@ -324,7 +324,7 @@ def slide(count: int, width: int, stride: int) -> Iterator[tuple[int, int, int]]
 
 
 def check_request(protocol: str, lengths: Sequence[int], targets: int | None = None, **settings: Any) -> Request:
-    """What can be known to be wrong before a model is there; arguments as of `measure`.
+    """Check a request before a model is loaded; arguments as for `measure`.
 
     Raises:
         EvaluationError: lengths, protocol or one of its settings are not allowed; the message names what is.
@@ -333,15 +333,15 @@ def check_request(protocol: str, lengths: Sequence[int], targets: int | None = N
     check_lengths(lengths)
     if protocol not in ("auto", *PROTOCOLS):
         raise EvaluationError(f"protocol {protocol!r}: {did_you_mean(str(protocol), ['auto', *PROTOCOLS])}")
-    kind = PROTOCOLS.get(protocol, Last)  # what `auto` may become takes the same settings
+    kind = PROTOCOLS.get(protocol, Last)  # all choices of `auto` accept the same settings
     for name in ("targets", "windows_per_document", "stride", "tokens_per_document", "documents"):
         value = getattr(request, name)
         if value is None:
             continue
         if name not in kind.settings | {"documents"}:
-            raise EvaluationError(f"{name}={value}: protocol {protocol!r} scores {kind.scores}, leave {name} out")
+            raise EvaluationError(f"{name}={value}: protocol {protocol!r} scores {kind.scores}; omit {name}")
         if not isinstance(value, int) or value < 1:
-            raise EvaluationError(f"{name}={value!r} is not allowed; a whole number of at least 1 is")
+            raise EvaluationError(f"{name}={value!r} is not allowed; it must be a whole number of at least 1")
     if targets is not None:
         _check_targets(targets, lengths)
     return request
@@ -350,16 +350,16 @@ def check_request(protocol: str, lengths: Sequence[int], targets: int | None = N
 def _check_targets(targets: int, lengths: Sequence[int]) -> None:
     if targets > lengths[0]:
         raise EvaluationError(
-            f"targets={targets} is more than the shortest length of {lengths[0]} tokens: every length has to score "
-            f"the same targets, so give at most {lengths[0]} targets or a longer shortest length"
+            f"targets={targets} is more than the shortest length of {lengths[0]} tokens: every length must score the "
+            f"same targets, so use at most {lengths[0]} targets or a longer shortest length"
         )
 
 
 def protocol_for(language_model: PreTrainedModel, request: Request, tokenizer: Any, training_length: int) -> Protocol:
-    """The protocol that is asked for, or what `auto` means for a model.
+    """The requested protocol, or the choice of `auto` for a model.
 
     Raises:
-        EvaluationError: it is not for this model, or its settings are not for its tokenizer or training length.
+        EvaluationError: it does not fit this model, or its settings do not fit the tokenizer or training length.
     """
     two_parts = language_model.config.is_encoder_decoder
     kind = PROTOCOLS.get(request.protocol, SpanCorruption if two_parts else Last)

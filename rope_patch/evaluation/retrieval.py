@@ -1,4 +1,4 @@
-"""Does a model find what it read at some depth of a context of some length? Every scheme answers the same prompts."""
+"""Retrieval at every depth and context length. Every scheme answers the same prompts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rope_patch.schemes import Scheme
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalRow(Measurement):
-    """One cell of a heat map; as in `Row`, and with the numbers of the same questions with nothing hidden: the control.
+    """One cell of a heat map; as in `Row`, and with the numbers of the control: the same questions with nothing hidden.
 
     Attributes:
-        depth: share of the filler that stands before what is hidden.
-        prompt_tokens, distance: the mean length of the prompts, and the least of `Prompt.distance`.
-        accuracy: share of the keys, or of the tokens of the spans, that are right.
+        depth: share of the filler before the hidden text.
+        prompt_tokens, distance: mean length of the prompts, and minimum of `Prompt.distance`.
+        accuracy: share of correct keys, or of correct tokens of the spans.
     """
 
     KEY = ("task", "model", "weights", "scheme", "length", "depth", "trials", "prompts", "dtype", "attention")
@@ -66,12 +66,12 @@ def measure_retrieval(
 
     Args:
         lengths: context lengths in tokens, ascending; the model never reads more.
-        depths: ascending, from 0 (first in the context) to 1 (right before the question).
-        batch_size: prompts of equal length that are answered together.
-        trained: as all others of `rope_patch.evaluation.perplexity.measure`.
+        depths: ascending, from 0 (start of the context) to 1 (directly before the question).
+        batch_size: number of prompts of equal length that are answered together.
+        trained: as all others, see `rope_patch.evaluation.perplexity.measure`.
 
     Raises:
-        EvaluationError: lengths or depths are not right, or the model is an encoder with a decoder.
+        EvaluationError: lengths or depths are invalid, or the model is an encoder with a decoder.
     """
     check_lengths(lengths)
     check_depths(depths)
@@ -106,18 +106,18 @@ def measure_retrieval(
 
 
 def check_depths(depths: Sequence[float]) -> None:
-    """Depths are shares of the context that ascend.
+    """Check that depths are ascending shares of the context.
 
     Raises:
-        EvaluationError: these are not.
+        EvaluationError: they are not.
     """
     if not depths or not all(0 <= depth <= 1 for depth in depths) or list(depths) != sorted(set(depths)):
         shown = ", ".join(f"{depth:g}" for depth in depths)
-        raise EvaluationError(f"depths {shown}: shares of the context are wanted, from 0 to 1, each above the last")
+        raise EvaluationError(f"depths {shown}: shares of the context from 0 to 1, in ascending order, are expected")
 
 
 def grids(rows: Sequence[RetrievalRow]) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """By line: accuracy, and whether the cut at L sees nothing, `(depths, lengths)`; the control, `(lengths,)`."""
+    """By line: accuracy and whether the cut at L hides the key, `(depths, lengths)`; the control, `(lengths,)`."""
     cells: dict[str, list[Any]] = {}
     for row in rows:
         cells.setdefault(row.line, []).append((row.accuracy, row.distance >= row.training_length, row.control_accuracy))
@@ -127,14 +127,14 @@ def grids(rows: Sequence[RetrievalRow]) -> dict[str, tuple[np.ndarray, np.ndarra
 
 
 def _read(control: Sequence[Prompt], first: Sequence[Prompt], *others: Sequence[Prompt]) -> list[list[int]]:
-    """The lengths of what each depth reads: the control is asked before the first."""
+    """The prompt lengths for each depth; the control comes before the first depth."""
     return [[len(prompt.tokens) for prompt in prompts] for prompts in ([*control, *first], *others)]
 
 
 def _ask(
     task: Passkey | Spans, model: nn.Module, batch_size: int, bar: Progress, prompts: Sequence[Prompt]
 ) -> dict[str, Any]:
-    """What a row keeps of the answers; a batch is of one length, so that nothing is padded."""
+    """The fields of a row from the answers; a batch has one length, so nothing is padded."""
     batches: list[list[Prompt]] = []
     for prompt in sorted(prompts, key=lambda prompt: len(prompt.tokens)):
         if batches and len(batches[-1]) < batch_size and len(batches[-1][0].tokens) == len(prompt.tokens):
@@ -155,7 +155,7 @@ def _ask(
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Equal fingerprints mean the same questions."""
+    """A hash of the questions."""
     asked = ((prompt.tokens.numpy(), prompt.answer.numpy()) for prompt in prompts)
     spelled = [f"{len(read)} {len(right)} ".encode() + read.tobytes() + right.tobytes() for read, right in asked]
     return hashlib.sha256(b"".join(spelled)).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What was measured, as rows of JSON lines: an interrupted run loses none of them, and measures none twice."""
+"""Results as rows of JSON lines: an interrupted run loses none of them, and measures none twice."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class JsonRow:
     """A dataclass that is one line of JSON; a number that is not finite is null there."""
 
     KEY: ClassVar[tuple[str, ...]]
-    """The fields that name what was measured: rows that agree in them are the same measurement."""
+    """The fields that identify a measurement: rows that agree in them are the same measurement."""
 
     @classmethod
     def key_of(cls, fields: Mapping[str, Any]) -> str:
-        """The key of a row, also of one that is still to be measured."""
+        """The key of a row, also before it is measured."""
         return json.dumps([fields[name] for name in cls.KEY], sort_keys=True)
 
     def key(self) -> str:
-        """What makes two rows the same measurement."""
+        """The identity of the measurement."""
         return self.key_of(vars(self))
 
     def to_json(self) -> str:
@@ -47,10 +47,10 @@ class JsonRow:
 
     @classmethod
     def from_json(cls: type[J], line: str) -> J:
-        """The row of a line; fields that rows do not have are left out.
+        """The row of a line; unknown fields are ignored.
 
         Raises:
-            ValueError, TypeError: the line is something else.
+            ValueError, TypeError: the line is not a row.
         """
         found = dict(json.loads(line))
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -69,12 +69,12 @@ def _finite(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement(JsonRow):
-    """What every row has of the model, the scheme and the software.
+    """The fields of every row about the model, the scheme and the software.
 
     Attributes:
         weights: fingerprint of the model's parameters.
-        line: the scheme as the table names it, such as `pi:target=auto`.
-        scheme: the scheme that was measured, all fields filled in; `{"name": "plain"}` for none.
+        line: the scheme's name in the table, such as `pi:target=auto`.
+        scheme: the measured scheme, with all fields filled in; `{"name": "plain"}` without one.
         length: of the context in tokens; for `by_position` the last position of the bin.
     """
 
@@ -97,17 +97,17 @@ class Measurement(JsonRow):
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Measurement):
-    """One cell of the table, with everything that it depends on.
+    """One cell of the table, with all data that it depends on.
 
     Attributes:
-        targets: scored tokens per window; where windows overlap, the stride.
-        texts: fingerprint of what is scored.
+        targets: scored tokens per window; for overlapping windows, the stride.
+        texts: fingerprint of the scored texts.
         nll: mean negative log-likelihood in nats per token, averaged as the protocol defines it.
-        nll_by_document: the mean of each document; of fewer than 8 documents those of their windows, or of blocks of
-            windows where there are many.
+        nll_by_document: the mean of each document; with fewer than 8 documents those of their windows, or of blocks of
+            many windows.
         text: the name of the file or dataset.
-        asked: how many documents were asked for, where it was said.
-        served: who else can compute the scheme, see `rope_patch.saving.export.served_by`; None in old files.
+        asked: the requested number of documents, if any.
+        served: other programs that can compute the scheme, see `rope_patch.saving.export.served_by`; None in old files.
     """
 
     KEY = ("model", "weights", "scheme", "protocol", "length", "targets", "texts", "dtype", "attention")
@@ -134,12 +134,12 @@ R = TypeVar("R", bound=JsonRow)
 class Rows(Generic[R]):
     """Rows on disk. Every `append` reaches the disk before it returns.
 
-    A last line that was cut off while it was written is dropped, and a missing folder is made. Several runs may append
-    to one file, each whole lines.
+    A truncated last line is dropped, and a missing folder is created. Several runs may append to one file, each of them
+    whole lines.
 
     Raises:
         OSError: the file cannot be written.
-        EvaluationError: it holds something else than rows of this kind; it is left as it is.
+        EvaluationError: it contains anything but rows of this kind; it stays unchanged.
     """
 
     def __init__(self, path: str | Path, kind: type[R] = Row) -> None:  # type: ignore[assignment]
@@ -163,7 +163,7 @@ class Rows(Generic[R]):
 
     @property
     def rows(self) -> list[R]:
-        """The rows that were there when the file was opened and those appended since; of equal keys the last."""
+        """The rows in the file when it was opened and those appended since; with equal keys only the last."""
         return list(self._rows.values())
 
     def find(self, key: str) -> R | None:
@@ -171,7 +171,7 @@ class Rows(Generic[R]):
         return self._rows.get(key)
 
     def append(self, row: R) -> None:
-        """Write one row; where that fails, the file ends with the row before."""
+        """Write one row; on failure the file ends with the previous row."""
         line = row.to_json().encode() + b"\n"
         with self.path.open("ab", buffering=0) as file:  # one write, so that lines of two runs never mix
             end = file.seek(0, os.SEEK_END)
@@ -186,18 +186,18 @@ class Rows(Generic[R]):
 
 
 def recall(results: Rows[R] | None, fields: Mapping[str, Any]) -> R | None:
-    """The row of an earlier run that measured the same, with what line, text and servers are called now."""
+    """The same measurement from an earlier run, with the current names of line, text and servers."""
     row = results.find(results.kind.key_of(fields)) if results else None
     now = {name: fields[name] for name in ("line", "text", "asked", "served") if name in fields}
     return row and dataclasses.replace(row, **now)  # type: ignore[type-var]
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """A hash of a sample of every parameter: tells a retrained checkpoint from the one before, at no cost."""
+    """A cheap hash of a sample of every parameter, which distinguishes a retrained checkpoint from the previous one."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         values = parameter.detach()
-        if hasattr(values, "full_tensor"):  # spread over processes, all of which come here
+        if hasattr(values, "full_tensor"):  # sharded over processes, all of which run this
             values = values.full_tensor()
         sample = values.flatten()[:: max(1, values.numel() // 64)].float().cpu()
         digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
@@ -206,7 +206,7 @@ def weights_fingerprint(model: nn.Module) -> str:
 
 @functools.cache
 def provenance() -> dict[str, Any]:
-    """The versions of the software that measures, and the last commit of this library where it runs from its own."""
+    """The versions of the software, and the last commit of this library if it runs from a git checkout."""
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "rope_patch": __version__}
     git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
     asked = (["log", "-1", "--format=%H", "--", "."], ["status", "--porcelain", "--", "."])

@@ -1,6 +1,6 @@
 """Four tasks of RULER that need no download: a needle in noise, chains of variables, common words, frequent words.
 
-Source: Hsieh et al. 2024, "RULER", arXiv 2404.06654, and github.com/NVIDIA/RULER at c3f5e3b, whose words these are; the
+Source: Hsieh et al. 2024, "RULER", arXiv 2404.06654, and github.com/NVIDIA/RULER at c3f5e3b, which has these texts. The
 same seed draws the same prompts there and here.
 """
 
@@ -68,30 +68,30 @@ FREQUENT_BODY = (
 FREQUENT_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
 
 NEW_TOKENS = {"niah_single_1": 128, "vt": 30, "cwe": 120, "fwe": 50}
-"""The tasks, and how many tokens an answer may have."""
+"""The tasks, with the maximum number of tokens in an answer."""
 
-NEAR_NOTHING = 0.1  # a score within the training length that is below says that the checkpoint cannot do the task
+NEAR_NOTHING = 0.1  # with a lower score within the training length, the checkpoint cannot do the task
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A question, the beginning of its answer, and what the answer has to contain."""
+    """A question, the beginning of its answer, and the strings that the answer must contain."""
 
     body: str
     prefix: str
     answers: tuple[str, ...]
 
     def score(self, spoken: str) -> float:
-        """Share of the answers that occur anywhere in what the model goes on with: RULER's `string_match_all`."""
+        """Share of the answers that occur anywhere in the model's output: RULER's `string_match_all`."""
         return sum(answer.lower() in spoken.lower() for answer in self.answers) / len(self.answers)
 
 
 @dataclass(frozen=True)
 class Ruler:
-    """The tasks at one length, as the tokenizer of a checkpoint counts it: the prompt and the longest answer.
+    """The tasks. Lengths are in tokens of the checkpoint's tokenizer and include the prompt and the longest answer.
 
     Args:
-        chat: the question stands in the tokenizer's chat template, and its answer begins with the prefix.
+        chat: put the question into the tokenizer's chat template; its answer begins with the prefix.
 
     Raises:
         EvaluationError: the tokenizer has no chat template.
@@ -110,26 +110,26 @@ class Ruler:
         """The samples of a task, the same for every scheme.
 
         Raises:
-            EvaluationError: there is no room for the shortest prompt.
-            MissingPackage: the task needs wonderwords, and it is not installed.
+            EvaluationError: the length is too small for the shortest prompt.
+            MissingPackage: the task needs wonderwords, which is not installed.
         """
         room = length - NEW_TOKENS[task]
         found = _TASKS[task](_Draws(self, task, length, room))
         return list(itertools.islice(found, self.samples))
 
     def read(self, sample: Sample) -> torch.Tensor:
-        """What the model reads, `(tokens,)`."""
+        """The model's input, `(tokens,)`."""
         text = self._text(sample)
         ids = self.tokenizer(text, add_special_tokens=not self.chat, verbose=False)["input_ids"]
-        ends = len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id  # which some put behind a text: this one goes on
+        ends = len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id  # some tokenizers append it; the text continues
         return torch.tensor(ids[:-1] if ends else ids)
 
     def count(self, sample: Sample) -> int:
-        """Tokens of the prompt, as RULER counts them: without those that a tokenizer adds by itself."""
+        """Tokens of the prompt, as RULER counts them, without special tokens of the tokenizer."""
         return len(self.tokenizer(self._text(sample), add_special_tokens=False, verbose=False)["input_ids"])
 
     def answer(self, model: nn.Module, task: str, sample: Sample, tokens: torch.Tensor) -> float:
-        """The score of what greedy decoding says after `(tokens,)`; it stops where nothing is missing any more."""
+        """The score of greedy decoding after `(tokens,)`; it stops once all answers are found."""
         found = _Found(self.tokenizer, sample, len(tokens))
         (spoken,) = greedy(model, self.tokenizer, tokens[None], NEW_TOKENS[task], stopping_criteria=[found])
         return sample.score(spoken)
@@ -137,13 +137,13 @@ class Ruler:
     def _text(self, sample: Sample) -> str:
         body = sample.body
         if self.chat:
-            said = [{"role": "user", "content": body}]
-            body = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+            messages = [{"role": "user", "content": body}]
+            body = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return body + sample.prefix
 
 
 class _Found(StoppingCriteria):
-    """Whether all answers were given: more text cannot change the score."""
+    """Stops when all answers are found, since more text cannot change the score."""
 
     def __init__(self, tokenizer: Any, sample: Sample, read: int) -> None:
         self.tokenizer, self.sample, self.read = tokenizer, sample, read
@@ -153,12 +153,12 @@ class _Found(StoppingCriteria):
         return torch.tensor([self.sample.score(spoken) == 1], device=input_ids.device)
 
 
-# --- what the tasks draw, in the order in which RULER draws it -------------------------------------------------------
+# --- the random draws of the tasks, in RULER's order ------------------------------------------------------------------
 
 
 @dataclass
 class _Draws:
-    """The generators of a task, and how many pieces of context fit: searched for with draws of the same generators."""
+    """The generators of a task, and the search for the number of pieces that fit, with draws of the same generators."""
 
     ruler: Ruler
     task: str
@@ -171,13 +171,13 @@ class _Draws:
         self.rng, self.numbers = random.Random(self.ruler.seed), np.random.RandomState(self.ruler.seed)
 
     def shuffled(self, items: Iterable[str]) -> list[str]:
-        """In an order that only the seed decides."""
+        """The items in an order that depends only on the seed."""
         items = list(items)
         random.Random(self.ruler.seed).shuffle(items)
         return items
 
     def most(self, make: Callable[[int], Sample], step: int, upper: int, room: int, spent: int = 0) -> int:
-        """The most pieces of context, from `step` to `upper`, of which a prompt fits, found by halving."""
+        """The maximum number of pieces, from `step` to `upper`, whose prompt fits, by binary search."""
         lower, best = step, step
         while lower <= upper:
             middle = (lower + upper) // 2
@@ -188,10 +188,10 @@ class _Draws:
         return best
 
     def fitting(self, make: Callable[[int], Sample], pieces: int, step: int, room: int, least: int = 0) -> Sample:
-        """A sample of so many pieces; of `step` fewer, and fewer again, where what was drawn is too long.
+        """A sample of `pieces` pieces, reduced by `step` until the drawn sample fits.
 
         Args:
-            least: how many pieces there have to be; default a step.
+            least: minimum number of pieces; default a step.
 
         Raises:
             EvaluationError: the shortest is too long.
@@ -202,22 +202,22 @@ class _Draws:
             if pieces <= least:
                 what = "the shortest prompt" if room == self.room else "the shortest example"
                 raise EvaluationError(
-                    f"length {self.length}: {what} of task {self.task!r} takes {tokens} tokens of this tokenizer, and "
-                    f"{room} are allowed"
+                    f"length {self.length}: {what} of task {self.task!r} needs {tokens} tokens of this tokenizer, but "
+                    f"only {room} are allowed"
                 )
             pieces = max(pieces - step, least)
         return sample
 
 
 def _niah(draws: _Draws) -> Iterable[Sample]:
-    """A number for an adjective and a noun, hidden before one of many lines of noise."""
+    """A number for a pair of an adjective and a noun, hidden before one of many lines of noise."""
 
     def make(lines: int) -> Sample:
         key = _word_pair(draws.rng)
         value = str(draws.rng.randint(10**6, 10**7 - 1))
         context = [NOISE] * lines
         context.insert(draws.rng.sample(range(lines), 1)[0], NEEDLE.format(key=key, value=value))
-        draws.rng.sample(range(1), 1)  # RULER draws which of its one key is asked for
+        draws.rng.sample(range(1), 1)  # RULER draws one of its keys here, even with a single key
         body = NEEDLE_BODY.format(context="\n".join(context), key=key)
         return Sample(body, NEEDLE_PREFIX.format(key=key), (value,))
 
@@ -228,14 +228,14 @@ def _niah(draws: _Draws) -> Iterable[Sample]:
 
 
 def _vt(draws: _Draws) -> Iterable[Sample]:
-    """A number that five variables hold, each assigned from the one before; a short example stands in front."""
+    """Five variables with one value, each assigned from the previous one; a short example precedes."""
 
     def make(lines: int, letters: int = 5, value: str | None = None) -> Sample:
         names = ["".join(draws.rng.choices(string.ascii_uppercase, k=letters)) for _ in range(5)]
         value = value or str(draws.numbers.randint(10000, 99999))
-        said = [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in itertools.pairwise(names))]
+        chain = [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in itertools.pairwise(names))]
         context = [NOISE] * lines
-        for place, (at, line) in enumerate(zip(sorted(draws.rng.sample(range(lines), 5)), said, strict=True)):
+        for place, (at, line) in enumerate(zip(sorted(draws.rng.sample(range(lines), 5)), chain, strict=True)):
             context.insert(at + place, line)
         body = CHAIN_BODY.format(context="\n".join(context), value=value)
         return Sample(body, CHAIN_PREFIX.format(value=value), tuple(names))
@@ -261,7 +261,7 @@ def _vt(draws: _Draws) -> Iterable[Sample]:
 
 
 def _cwe(draws: _Draws) -> Iterable[Sample]:
-    """The ten words of a numbered list that are more frequent than all others; an answered short list comes first."""
+    """The ten most frequent words of a numbered list; a short list with its answer precedes."""
     words = draws.shuffled(sorted({word for kind in ("noun", "adjective", "verb") for word in _words(kind)}))
 
     def listed(number: int, often: int, seldom: int) -> tuple[str, tuple[str, ...]]:
@@ -284,9 +284,9 @@ def _cwe(draws: _Draws) -> Iterable[Sample]:
 
 
 def _fwe(draws: _Draws) -> Iterable[Sample]:
-    """The three most frequent of words of random letters, whose counts fall with the square of their rank."""
+    """The three most frequent words of random letters, with counts that fall with the square of their rank."""
     room, step = draws.room, draws.room // 32
-    if room < 4 * 50:  # a word for each 50 tokens: dots, and three to ask for
+    if room < 4 * 50:  # one word per 50 tokens: the dots, and three for the question
         raise EvaluationError(f"length {draws.length}: task 'fwe' needs at least {draws.length - room + 200} tokens")
 
     def ranked() -> list[str]:
@@ -307,13 +307,13 @@ def _fwe(draws: _Draws) -> Iterable[Sample]:
         yield draws.fitting(partial(make, ranked()), number - step, step, room, least=UNLIKE)
 
 
-UNLIKE = 74  # words, of which the fourth is drawn once more than the fifth: n (1/16 - 1/25) >= zeta(2)
+UNLIKE = 74  # from this many words on, the fourth occurs more often than the fifth: n (1/16 - 1/25) >= zeta(2)
 
 _TASKS = {"niah_single_1": _niah, "vt": _vt, "cwe": _cwe, "fwe": _fwe}
 
 
 def _upper(draws: _Draws, make: Callable[[int], Sample], step: int) -> int:
-    """More pieces than can fit, from the length of a short prompt."""
+    """An upper bound on the number of pieces, from the length of a short prompt."""
     return max(int(draws.length / (draws.ruler.count(make(step)) / step) * 3), 2 * step)
 
 
@@ -331,7 +331,7 @@ def _words(kind: str) -> set[str]:
 
 @cache
 def _pairs() -> tuple[list[list[str]], list[int]]:
-    """Adjectives that begin alike up to a hyphen, in order; how many pairs with a noun there are up to each group."""
+    """Sorted groups of adjectives that agree up to a hyphen, and the cumulative number of pairs with nouns."""
     ordered = sorted(_words("adjective"), key=lambda word: f"{word}-")
     alike = [list(group) for _, group in itertools.groupby(ordered, key=lambda word: word.partition("-")[0])]
     sizes = (len(_with_nouns(group) if len(group) > 1 else _words("noun")) for group in alike)
@@ -343,23 +343,23 @@ def _with_nouns(adjectives: Iterable[str]) -> list[str]:
 
 
 def _word_pair(rng: random.Random) -> str:
-    """What `rng.choice` draws of all pairs, sorted, without the list of six million."""
+    """The draw of `rng.choice` from all sorted pairs, without the list of six million."""
     alike, ends = _pairs()
     place = rng.randrange(ends[-1])
     group = bisect_right(ends, place)
     return _with_nouns(alike[group])[place - ends[group]]
 
 
-# --- measured --------------------------------------------------------------------------------------------------------
+# --- the measurement --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class RulerRow(Measurement):
-    """The score of a task under a scheme at a length; as in `Row`, and of each sample.
+    """The score of a task under a scheme at a length; as in `Row`, and the score of each sample.
 
     Attributes:
-        prompts: fingerprint of what was asked.
-        score: mean share of the answers that were given, from 0 to 1.
+        prompts: fingerprint of the questions.
+        score: mean share of correct answers, from 0 to 1.
         error: its standard error, from the spread of the samples; None for a single one.
     """
 
@@ -389,8 +389,8 @@ def measure_ruler(
 
     Args:
         tasks: of `NEW_TOKENS`.
-        lengths: in tokens, ascending: of a prompt and its longest answer; the model never reads more.
-        trained: as all others of `rope_patch.evaluation.perplexity.measure`.
+        lengths: of a prompt and its longest answer in tokens, ascending; the model never reads more.
+        trained: as all others, see `rope_patch.evaluation.perplexity.measure`.
 
     Raises:
         EvaluationError: a length is too short for a task, or the model is an encoder with a decoder.
@@ -437,7 +437,7 @@ def measure_ruler(
 
 
 def failed_within(rows: Sequence[RulerRow]) -> dict[str, float]:
-    """Tasks that no scheme can do at the longest length within the training length, with the best score there."""
+    """Tasks that no scheme can do at the longest length within the training length, with their best score."""
     best: dict[str, tuple[int, float]] = {}
     for row in rows:
         if row.length <= row.training_length:

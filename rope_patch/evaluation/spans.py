@@ -1,11 +1,11 @@
-"""Repeated spans: a piece of text from elsewhere stands at some depth, its beginning comes again, the model goes on.
+"""Repeated spans: a span from another text is inserted at some depth, its beginning is repeated, the model continues.
 
-A synthetic task for checkpoints that are too small for the passkey: it asks for no word of English and no instruction,
-only for induction, within the texts that the checkpoint knows.
+A synthetic task for checkpoints that are too small for the passkey: it needs no English words and no instruction, only
+induction, within the texts that the checkpoint knows.
 
 prompt      filler[:place] + span + filler[place:] + span[:cue], then the rest of the span, token by token
-right       whether each token of span[cue:] is the likeliest where all tokens before it are given
-control     the same end of the same text, with filler in place of the first span: what is known without retrieval
+right       whether each token of span[cue:] is the likeliest, given all tokens before it
+control     the same end of the same text, with filler instead of the first span: the score without retrieval
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CUE = 4  # the cue is the first quarter of a span
 
 
 class Spans:
-    """The task: the same spans in the same fillers at every length and depth; only the place of the first copy moves.
+    """The task: the same spans in the same fillers at every length and depth; only the first copy moves.
 
     Args:
-        corpus: rows with `name` and `text`, at least two of them as long as `longest`, the longest length in tokens.
+        corpus: rows with `name` and `text`, at least two of them with `longest` tokens, the longest length.
 
     Raises:
-        EvaluationError: the span has no cue, or the texts are too few or too short.
+        EvaluationError: the span is too short for a cue, or there are too few or too short texts.
     """
 
     name = "spans"
@@ -54,9 +54,11 @@ class Spans:
         ).windows
         if len({window.document for window in windows}) < 2:
             name = windows[0].document
-            raise EvaluationError(f"only {name!r} is long enough; give more texts or shorter lengths: a span needs two")
+            raise EvaluationError(
+                f"only {name!r} is long enough, but a span needs two texts; use more texts or shorter lengths"
+            )
         if len(windows) < trials:
-            raise EvaluationError(f"trials={trials}: the texts have places for {len(windows)}; give more texts")
+            raise EvaluationError(f"trials={trials}: the texts have places for {len(windows)}; use more texts")
         generator = torch.Generator().manual_seed(seed)
         self._drawn = []
         for index in torch.randperm(len(windows), generator=generator)[:trials].tolist():
@@ -67,11 +69,11 @@ class Spans:
             self._drawn.append((filler, source[start : start + span]))
 
     def prompts(self, length: int, depth: float | None) -> list[Prompt]:
-        """One prompt for each trial, the same for every scheme; with depth None, those of the control."""
+        """One prompt per trial, the same for every scheme; the control's prompts if depth is None."""
         shortest = len(self._drawn[0][0].prefix) + 2 * self.span
         if length < shortest:
             raise EvaluationError(
-                f"length {length}: a span of {self.span} tokens twice needs a length of at least {shortest}; give a "
+                f"length {length}: a span of {self.span} tokens twice needs a length of at least {shortest}; use a "
                 "longer length or a shorter span"
             )
         prompts = []
@@ -87,7 +89,7 @@ class Spans:
 
     @torch.no_grad()
     def answer(self, model: nn.Module, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
-        """One forward pass: whether each token is right, and its -ln p, both `(prompts, tokens of the answer)`."""
+        """One forward pass: whether each token is correct, and its -ln p, both `(prompts, tokens of the answer)`."""
         language_model = find_language_model(model)
         tokens = torch.stack([prompt.tokens for prompt in prompts]).to(language_model.device)
         answers = torch.stack([prompt.answer for prompt in prompts]).to(language_model.device)

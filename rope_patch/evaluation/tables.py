@@ -1,4 +1,4 @@
-"""Rows as a table for the terminal, and what a chart has to show of them, too."""
+"""Rows as a table for the terminal, and the values that charts share with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REGIMES = {
     "from-scratch": ("‡", "made to be trained with from scratch; measured here without"),
 }
 
-WIDE = 120  # columns of a table in a file, where there is no terminal to fit
+WIDE = 120  # columns of a table without a terminal
 
 SERVED = "served by: config is any server that reads Transformers' rope_parameters, see rope-patch export"
 
@@ -35,14 +35,14 @@ class Grid:
 
     lines: tuple[str, ...]  # schemes in the order of the rows
     lengths: tuple[int, ...]  # ascending, in tokens
-    rows: dict[tuple[str, int], Row]  # a measurement that is not there yet has none
+    rows: dict[tuple[str, int], Row]  # without missing measurements
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Grid:
         """Arrange rows.
 
         Raises:
-            EvaluationError: there are none, or they were not measured alike.
+            EvaluationError: there are none, or they do not belong together.
         """
         if not rows:
             raise EvaluationError("there are no rows to show")
@@ -52,34 +52,34 @@ class Grid:
         for field, name in shared.items():
             if len(values := sorted({str(getattr(row, field)) for row in rows})) > 1:
                 raise EvaluationError(
-                    f"rows of different {name} cannot share a table or a picture: {', '.join(values)}"
+                    f"rows with different {name} cannot share a table or a picture: {', '.join(values)}"
                 )
         by_cell = {(row.line, row.length): row for row in rows}
         return cls(tuple(dict.fromkeys(row.line for row in rows)), tuple(sorted({n for _, n in by_cell})), by_cell)
 
     @property
     def any(self) -> Row:
-        """A row, for what is the same in all of them."""
+        """Any row, for the fields that all rows share."""
         return next(iter(self.rows.values()))
 
     def nll(self, line: str, length: int) -> float:
-        """NLL of one cell, NaN where it is missing."""
+        """NLL of one cell, NaN if it is missing."""
         row = self.rows.get((line, length))
         return row.nll if row else math.nan
 
     def cell(self, line: str, length: int) -> str:
-        """NLL of one cell with three decimals, starred where it is the best of its column and not all are equal."""
+        """NLL of one cell with three decimals, starred if it is the best of its column and not all are equal."""
         known = [nll for each in self.lines if not math.isnan(nll := self.nll(each, length))]
         shown, best = f"{self.nll(line, length):.3f}".replace("nan", "-"), f"{min(known, default=0):.3f}"
         return f"{shown}*" if shown == best != f"{max(known):.3f}" else f"{shown} "
 
     def apart(self, line: str, length: int) -> tuple[float, float | None]:
-        """NLL minus that of attention cut at L, and the standard error of the difference; NaN where one is missing."""
+        """NLL minus that of attention cut at L, and the standard error of the difference; NaN if one is missing."""
         row, cut = self.rows.get((line, length)), self.rows.get((CUT, length))
         return paired_difference(row, cut) if row and cut else (math.nan, None)
 
     def below(self, line: str, length: int, between: str = " ") -> str:
-        """What stands below a cell: the difference from the cut with its error, or of the cut the error of its loss."""
+        """The text below a cell: the difference from the cut with its error; for the cut, the error of its loss."""
         row, (difference, error) = self.rows.get((line, length)), self.apart(line, length)
         if row is None:
             return ""
@@ -88,17 +88,17 @@ class Grid:
         return f"{signed(difference)}{between}{plus_minus(error)}"
 
     def served(self, line: str) -> str:
-        """Who else can compute the scheme of a line."""
+        """Other programs that can compute the scheme of a line."""
         served = next(row.served for (of, _), row in self.rows.items() if of == line)
         return "-" if served is None else ", ".join(served) or "this library"
 
     def name(self, line: str) -> str:
-        """The line for people, with a dagger where the scheme is made to be fine-tuned."""
+        """The display name of a line, with a dagger if the scheme needs training."""
         regime = next(row.regime for (of, _), row in self.rows.items() if of == line)
         return " ".join([display_name(line), *_REGIMES.get(regime, ())[:1]])
 
     def _lost_first_tokens(self) -> list[str]:
-        """Whether attention cut at L is no reference for this checkpoint, one sentence."""
+        """A sentence if attention cut at L is not a valid reference for this checkpoint."""
         cut, trained = self.rows.get((CUT, self.lengths[-1])), self.rows.get((PLAIN, self.any.training_length))
         if not cut or not trained or (cut.texts, cut.protocol) != (trained.texts, trained.protocol):
             return []
@@ -111,7 +111,7 @@ class Grid:
         ]
 
     def notes(self) -> list[str]:
-        """What a reader needs to know beside the numbers, one sentence each."""
+        """The notes below a table, one sentence each."""
         row = max(self.rows.values(), key=lambda row: row.length)
         scored = PROTOCOLS[row.protocol].sentence.format(targets=row.targets, windows=counted(row.windows, "window"))
         regimes = {row.regime for row in self.rows.values()}
@@ -126,15 +126,15 @@ class Grid:
 
 
 def shortfalls(row: Row) -> list[str]:
-    """What a firm answer lacks, one sentence each: documents that were asked for or are too short, or windows."""
+    """The reasons for an uncertain answer, one sentence each: missing or too short documents, or too few windows."""
     asked, short = row.asked or 0, counted(row.short_documents, "document")
-    said = {
+    sentences = {
         f"asked for {counted(asked, 'document')}, found {row.documents}": row.documents < asked,
         f"{short} too short for {row.length} tokens and left out": row.short_documents > 0,
         f"only {counted(row.windows, 'window')}: below {FEW} a standard error means little; a longer text, more"
         " documents or fewer targets give more windows": row.windows < FEW,
     }
-    return [sentence for sentence, holds in said.items() if holds]
+    return [sentence for sentence, holds in sentences.items() if holds]
 
 
 def signed(difference: float) -> str:
@@ -143,16 +143,16 @@ def signed(difference: float) -> str:
 
 
 def plus_minus(error: float | None) -> str:
-    """A standard error, or that there is none."""
+    """A standard error, or a question mark without one."""
     return "±?" if error is None else f"±{error:.3f}"
 
 
 def table(rows: Sequence[Row], width: int = WIDE) -> Group:
-    """Schemes by lengths, for `rich` to print: NLL in nats per token, the best of each column starred, and below it the
-    difference from attention cut at L with its standard error, on a line of its own where `width` columns are too few.
+    """Schemes by lengths, for `rich` to print: NLL in nats per token, with the best of each column starred, and below
+    it the difference from attention cut at L with its standard error, on two lines if `width` columns are too few.
 
     Raises:
-        EvaluationError: the rows are not of one model, text and protocol.
+        EvaluationError: the rows differ in model, text or protocol.
     """
     grid = Grid.of(rows)
     trained = grid.any.training_length

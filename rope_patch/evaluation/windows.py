@@ -1,4 +1,4 @@
-"""Which tokens of which documents are scored: chosen once, so that every length and every scheme scores the same."""
+"""Choose the scored tokens of documents once, so that every length and every scheme scores the same."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from tqdm import tqdm
 
 from rope_patch.errors import EvaluationError
 
-WINDOWS = 16  # of all documents together, where it is not said how many
+WINDOWS = 16  # default number of windows of all documents together
 
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of a document, `(tokens,)`, up to its last target, and the prefix of its contexts, `(tokens,)`."""
+    """A part of a document, `(tokens,)`, up to its last target, and the prefix of its contexts, `(tokens,)`."""
 
     document: str
     tokens: torch.Tensor
     prefix: torch.Tensor
 
     def context(self, length: int) -> torch.Tensor:
-        """`(length + 1,)`: `length` input tokens and, shifted by one, what they predict. The end never moves."""
+        """`(length + 1,)`: `length` input tokens and, shifted by one, their targets. The end is fixed."""
         return torch.cat([self.prefix, self.tokens[len(self.tokens) - (length + 1 - len(self.prefix)) :]])
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What every length and every scheme is scored on."""
+    """The windows on which every length and every scheme is scored."""
 
     windows: tuple[Window, ...]  # in the order of the corpus
     documents: int
     short_documents: int  # too short for the longest length
-    fingerprint: str  # equal ones mean the same targets: of the documents, and of the places in them
+    fingerprint: str  # hash of the documents and of the places in them, so of the targets
 
 
 def select_windows(
@@ -55,8 +55,8 @@ def select_windows(
         corpus: rows with `name` and `text` or `input_ids`, such as a `datasets.Dataset`.
         longest: the longest context length in tokens.
         targets: T, scored tokens per window; windows of one document share none.
-        documents: how many to take, drawn at random where there are more; default all.
-        windows_per_document: at most; None for as many as make 16 windows in all, where there is room.
+        documents: number of documents, drawn at random if there are more; default all.
+        windows_per_document: the maximum; None for as many as make 16 windows in total, if there is room.
 
     Raises:
         EvaluationError: no document is long enough; the message names the longest.
@@ -67,12 +67,12 @@ def select_windows(
 
 
 def spread(counts: Sequence[int], needed: int, targets: int, each: int | None) -> list[list[tuple[int, int]]]:
-    """Where windows of `needed` tokens begin and end in documents of so many tokens; no two share one of their last T.
+    """Start and end of windows of `needed` tokens in documents with these `counts` of tokens; no two windows share any
+    of their last T tokens.
 
-    There are at most `each` in a document; None means one, or as many more as make 16 windows of all documents. Their
-    contexts overlap where a document has no room for all of them side by side. What neighbours have in common makes
-    their losses more alike than those of other texts, so standard errors over windows of one document are too small
-    rather than too large.
+    A document has at most `each` windows; None means one, or as many more as make 16 windows in all documents. Their
+    contexts overlap if a document has no room for adjacent ones. Overlap makes losses more similar than those of
+    different texts, so standard errors over windows of one document are too small rather than too large.
     """
     room = [1 + (count - needed) // targets for count in counts]
     if each is None:
@@ -100,8 +100,8 @@ def select(
 
     Args:
         prefix: of every window, `(tokens,)`.
-        places: where the windows of documents of so many tokens each begin and end.
-        limit: how many tokens of a document are read; default all.
+        places: returns start and end of the windows for the token counts of documents.
+        limit: maximum number of tokens to read from a document; default all.
 
     Raises:
         EvaluationError: no document is long enough; the message names the longest.
@@ -143,9 +143,9 @@ def _ids(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
 
 
 def prefix_of(tokenizer: Any) -> torch.Tensor:
-    """The start-of-text token where the tokenizer sets one in front of every text, `(0,)` or `(1,)`.
+    """The start-of-text token if the tokenizer puts one in front of every text, `(0,)` or `(1,)`.
 
-    Models lean on it: a context without it is one that they never saw.
+    Models depend on it, because they were never trained without it.
     """
     ids = tokenizer("")["input_ids"] if tokenizer is not None else []
     starts = bool(ids) and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id

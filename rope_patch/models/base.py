@@ -108,7 +108,7 @@ class AttentionLayer:
         rotary: the tables that rotate it; None without rotation.
         sliding_window: its window in tokens; None without a window.
         bias_table: the learned biases by bucket of distance, `(num_buckets, heads)`; None without biases.
-        told: whether its block passes position ids to it.
+        gets_positions: whether its block passes position ids to it.
         normed: whether a norm without weights follows the rotation; it rotates with it, but undoes a scale of cos and
             sin.
     """
@@ -123,7 +123,7 @@ class AttentionLayer:
     sliding_window: int | None = None
     bias_table: nn.Embedding | None = None
     kind: str = "full_attention"
-    told: bool = True
+    gets_positions: bool = True
     normed: bool = False
 
     @property

@@ -142,7 +142,7 @@ def _read_layer(
         # Mistral-like: only the config has the window, for every layer
         sliding = getattr(module.config, "sliding_window", None) if _window_for_all(module) else None
     block = stack.get_submodule(name.rpartition(".")[0])
-    (layout, normed, heads), told = measuring.turning(name, block, module, tables)
+    (layout, normed, heads), gets_positions = measuring.turning(name, block, module, tables)
     if normed and tables.attention_scaling != 1:
         raise UnsupportedModel(
             f"{type(stack).__name__}: the tables scale queries and keys by {tables.attention_scaling:g}, but the norm "
@@ -152,7 +152,17 @@ def _read_layer(
     kind = layer_type or ("full_attention" if sliding is None else "sliding_attention")
     index = cast(int, module.layer_idx)
     return AttentionLayer(
-        name, module, index, spec, layout, heads, tables, sliding, kind=kind, told=told, normed=normed
+        name,
+        module,
+        index,
+        spec,
+        layout,
+        heads,
+        tables,
+        sliding,
+        kind=kind,
+        gets_positions=gets_positions,
+        normed=normed,
     )
 
 

@@ -72,7 +72,7 @@ class Measuring:
         self._found: dict[Hashable, Any] = {}
 
     def turning(self, name: str, block: nn.Module, module: nn.Module, rotary: RotaryTables) -> tuple[Turning, bool]:
-        """`measure_layout` and `is_told_positions` for this layer and its block, or for others of their kind.
+        """`measure_layout` and `passes_positions` for this layer and its block, or for others of their kind.
 
         A block that cannot run alone is assumed to pass positions, as nearly all do.
         """
@@ -80,12 +80,12 @@ class Measuring:
         turning = self._once(kind, module, module, lambda tried, _: measure_layout(name, tried, rotary))
         around = (part_of(block), *map(type, block.children()))
         try:
-            told = self._once(
-                (kind, around), block, module, lambda tried, inner: is_told_positions(tried, inner, rotary)
+            gets_positions = self._once(
+                (kind, around), block, module, lambda tried, inner: passes_positions(tried, inner, rotary)
             )
         except UnsupportedModel:
-            told = True
-        return turning, told
+            gets_positions = True
+        return turning, gets_positions
 
     def heads(self, module: nn.Module) -> Heads:
         """`measure_heads` for this layer, which receives no tables, or for another one of its kind."""
@@ -171,7 +171,7 @@ def measure_heads(module: nn.Module) -> Heads:
     return Heads(query.shape[1], query.shape[-1], value.shape[-1])
 
 
-def is_told_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) -> bool:
+def passes_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) -> bool:
     """Whether a block passes its position ids to its self-attention module.
 
     Raises:
@@ -184,7 +184,7 @@ def is_told_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables)
         with torch.no_grad():
             block.forward(**_arguments(block, hidden, tables))
     except _Reached as reached:
-        return reached.is_told
+        return reached.has_positions
     except Exception as error:  # any error means that the block needs other arguments
         raise UnsupportedModel(f"{type(block).__name__} cannot run alone: {error}") from error
     finally:
@@ -195,8 +195,8 @@ def is_told_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables)
 class _Reached(BaseException):  # not an Exception, so that no model catches it
     """Ends a forward when it reaches attention."""
 
-    def __init__(self, is_told: bool) -> None:
-        self.is_told = is_told
+    def __init__(self, has_positions: bool) -> None:
+        self.has_positions = has_positions
 
     @classmethod
     def stop(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

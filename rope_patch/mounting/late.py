@@ -43,7 +43,7 @@ from rope_patch.models.cached_keys import (
 )
 from rope_patch.models.paged import Request
 from rope_patch.mounting.parameters import LearnedWeights
-from rope_patch.mounting.positions import TOLD
+from rope_patch.mounting.positions import PASSED
 from rope_patch.mounting.still import Still
 from rope_patch.mounting.sums import running_sums
 from rope_patch.schemes.base import Scheme
@@ -227,9 +227,9 @@ class LateAttention:
         if isinstance(cache, QuantizedCache):
             raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
         start = None if cache is None else query_start(cache, self.layer.index, hidden.shape[1])
-        told = kwargs.pop(TOLD, None)
-        position_ids = kwargs.get("position_ids") if told is None else told
-        if position_ids is None and not self.layer.told:
+        passed = kwargs.pop(PASSED, None)
+        position_ids = kwargs.get("position_ids") if passed is None else passed
+        if position_ids is None and not self.layer.gets_positions:
             raise UnsupportedPositions(f"{self.layer.name} does not receive position_ids")
         if position_ids is None:
             position_ids = (torch.arange(hidden.shape[1], device=hidden.device) + (start or 0))[None]

@@ -23,7 +23,7 @@ from rope_patch.models.config import scheme_of_layer_type
 from rope_patch.mounting.entry import install_entry, install_table
 from rope_patch.mounting.late import IMPLEMENTATION, LateAttention, LateForward
 from rope_patch.mounting.parameters import install_parameters
-from rope_patch.mounting.positions import tell_positions
+from rope_patch.mounting.positions import pass_positions
 from rope_patch.mounting.scoring import late_attention
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
@@ -145,7 +145,7 @@ def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
 def _without_rotation(scheme: Scheme) -> Scheme | None:
     """The parts of a scheme for a layer without rotation: None if there are none, or if they would rotate it."""
     parts = [part for part in scheme.parts() if part != NoPE()]
-    if not parts or _rotates_anew(scheme) or _moves_positions(scheme):
+    if not parts or _rotates(scheme) or _moves_positions(scheme):
         return None
     return parts[0] if len(parts) == 1 else Compose(*parts)
 
@@ -157,7 +157,7 @@ def _check_change(scheme: Scheme, stack: Stack, left_alone: dict[int, str]) -> N
 
 
 def _plan_layers(scheme: Scheme, stack: Stack, mount: Mount, left_alone: dict[int, str]) -> Plan:
-    scheme = (_beside_rotation if stack.rotary else _beside_bias)(scheme, stack)
+    scheme = (_on_rotation if stack.rotary else _on_bias)(scheme, stack)
     touched = [layer for layer in stack.layers if layer.index not in left_alone]
     if stack.rotary and scheme.refines:
         scheme = _refining_own(scheme, stack, touched)
@@ -195,7 +195,7 @@ def _is_undone(scheme: Scheme, layers: Sequence[AttentionLayer]) -> bool:
 
 def _rotation(scheme: Scheme, stack: Stack, frequencies: str, mount: Mount) -> Rotation:
     if not stack.rotary:
-        return "late" if _rotates_anew(scheme) else "module"
+        return "late" if _rotates(scheme) else "module"
     moves, unrotated = _moves_positions(scheme), _reads_unrotated(scheme)
     if moves and not unrotated and mount == "auto" and frequencies == "model":
         return "anchored"
@@ -207,7 +207,7 @@ def _reads_unrotated(scheme: Scheme) -> bool:
     return "content_bias" in scheme.methods and NoPE() not in scheme.parts()
 
 
-def _rotates_anew(scheme: Scheme) -> bool:
+def _rotates(scheme: Scheme) -> bool:
     return any("frequencies" in part.slots and not isinstance(part, NoPE) for part in scheme.parts())
 
 
@@ -219,7 +219,7 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
             "the rows of that table can be replaced"
         )
     undeclared = [tables for tables in stack.rotary if not tables.as_declared]
-    if undeclared and _rotates_anew(scheme):
+    if undeclared and _rotates(scheme):
         sizes = "; ".join(f"{len(found.inv_freq)} pairs of {found.layer_type or 'all layers'}" for found in undeclared)
         raise UnsupportedModel(
             f"{family} rotates with other frequencies than its config describes ({sizes}), so {scheme} cannot be "
@@ -229,7 +229,7 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
         raise UnsupportedModel(f"{family} sees both directions, but {scheme} is undefined for keys after the query")
 
 
-def _beside_rotation(scheme: Scheme, stack: Stack) -> Scheme:
+def _on_rotation(scheme: Scheme, stack: Stack) -> Scheme:
     """The scheme with what becomes of the checkpoint's rotation: a bias or an input embedding replaces it, unless
     another part of the scheme moves the rotated positions.
     """
@@ -255,7 +255,7 @@ def _refining_own(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer
     return scheme if native == RoPE() else Compose(native.resolve(stack.checkpoint), scheme)
 
 
-def _beside_bias(scheme: Scheme, stack: Stack) -> Scheme:
+def _on_bias(scheme: Scheme, stack: Stack) -> Scheme:
     """The scheme with what becomes of the checkpoint's bias: a rotation or an input embedding replaces it; a scheme
     without positions keeps it.
     """
@@ -327,7 +327,7 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
     weights = install_parameters(plan.scheme, stack, touched, changes)
     if plan.late or plan.embedding:
         counts = plan.rotation == "module" and plan.scheme.slots <= {"frequencies", "query_scale"}
-        tell_positions(plan.scheme, stack, counts, plan.embedding == "entry", changes)
+        pass_positions(plan.scheme, stack, counts, plan.embedding == "entry", changes)
     if plan.embedding == "entry":
         install_entry(plan.scheme, stack, touched, weights, changes)
     for rotary in stack.rotary:

@@ -22,7 +22,7 @@ from rope_patch.models.base import Stack
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 
-TOLD = "rope_patch_positions"
+PASSED = "rope_patch_positions"
 """The argument with positions for attention that does not receive them from its block."""
 
 
@@ -94,7 +94,7 @@ def _tokens_before(kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor
 
 
 @dataclass(eq=False)
-class Telling:
+class PassPositions:
     """Pre-hook of a stack whose blocks do not pass positions to their attention (Llama 4), or pass those of all axes
     (GLM-4.5V).
 
@@ -112,15 +112,17 @@ class Telling:
         given = kwargs.get("position_ids")
         if given is None:
             given = _tokens_before(kwargs, tokens) if self.enters else _slots(kwargs, tokens)
-        return (), {**kwargs, TOLD: given[0] if given.ndim == 3 else given}
+        return (), {**kwargs, PASSED: given[0] if given.ndim == 3 else given}
 
 
-def tell_positions(scheme: Scheme, stack: Stack, counts: bool, enters: bool, changes: Changes) -> None:
+def pass_positions(scheme: Scheme, stack: Stack, counts: bool, enters: bool, changes: Changes) -> None:
     """Hook a stack whose layers would not receive positions in the form that a scheme reads; flags as in `OneAxis`."""
     axes = max((tables.axes for tables in stack.rotary), default=1)
     if axes > 1:
         changes.hook(stack.module, OneAxis(scheme, axes, counts, enters))
     layers = (*stack.layers, *stack.others)
     # blocks of other kinds may not accept another argument
-    if not all(layer.told for layer in layers) or (axes > 1 and len(layers) == stack.config.num_hidden_layers):
-        changes.hook(stack.module, Telling(enters))
+    if not all(layer.gets_positions for layer in layers) or (
+        axes > 1 and len(layers) == stack.config.num_hidden_layers
+    ):
+        changes.hook(stack.module, PassPositions(enters))

@@ -28,7 +28,7 @@ def running_sums(added: torch.Tensor, cache: Cache | None, index: int, num_layer
         UnsupportedPositions: keys were removed from the cache without their contributions.
     """
     if cache is not None:
-        layer = _beside(cache, index, num_layers)
+        layer = _sums_layer(cache, index, num_layers)
         added = layer.update(added[:, None], added[:, None, :, :0])[0][:, 0]
         if added.shape[1] != kv_length:
             raise UnsupportedPositions(
@@ -38,7 +38,7 @@ def running_sums(added: torch.Tensor, cache: Cache | None, index: int, num_layer
     return added.transpose(1, 2).contiguous().double().cumsum(dim=-1)
 
 
-def _beside(cache: Cache, index: int, num_layers: int) -> Any:
+def _sums_layer(cache: Cache, index: int, num_layers: int) -> Any:
     """The cache layer with the sums of layer `index`, behind the model's own layers."""
     layers = cast(list[Any], cache.layers)
     for layer in layers:

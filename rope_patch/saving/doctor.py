@@ -61,7 +61,7 @@ def diagnose(folder: str | Path) -> list[Reading]:
     if isinstance(record, dict) and record.get("rope_parameters", read) == read and "positions" not in record:
         recorded = f"{scheme_from_dict(record.get('scheme', {}))}, which config.rope_patch records"
         lost(f"{recorded}: load it with rope_patch.from_pretrained", NEW, OLD)
-        lost(f"{recorded}, unless rope_patch is installed beside it, on a CPU", VLLM)
+        lost(f"{recorded}, unless rope_patch is installed with it, on a CPU", VLLM)
         lost(recorded, LLAMA_CPP)
     written, factor = part.get("rope_parameters"), entry.get("factor")
     if isinstance(written, dict) and "rope_type" in written and _differ(written, entry):

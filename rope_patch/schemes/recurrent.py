@@ -75,14 +75,14 @@ class Recurrent(Scheme):
         *gru, output = (weights[name].to(wide) for name in self.shared)
         if state is None:
             state = x.new_zeros(len(x), output.shape[1])
-        anew = (tokens.positions == 0).expand(x.shape[:2])
+        starts = (tokens.positions == 0).expand(x.shape[:2])
         # the sizes of its tensors depend on the values of the positions
         uncompiled = torch.compiler.disable(_read_texts)
-        remembered = uncompiled(x.to(wide), anew, state.to(wide), gru)
+        remembered = uncompiled(x.to(wide), starts, state.to(wide), gru)
         return (x + remembered @ output.T).to(x.dtype), remembered
 
 
-def _read_texts(x: torch.Tensor, anew: torch.Tensor, state: torch.Tensor, gru: list[torch.Tensor]) -> torch.Tensor:
+def _read_texts(x: torch.Tensor, starts: torch.Tensor, state: torch.Tensor, gru: list[torch.Tensor]) -> torch.Tensor:
     """h after every token.
 
     The texts of all rows are read in parallel, packed as `torch.nn.utils.rnn` packs sequences: short texts need no
@@ -90,14 +90,14 @@ def _read_texts(x: torch.Tensor, anew: torch.Tensor, state: torch.Tensor, gru: l
 
     Args:
         x: `(batch, length, hidden)`.
-        anew: where a text begins, `(batch, length)`; a row that does not begin with one continues from its state.
+        starts: where a text begins, `(batch, length)`; a row that does not begin with one continues from its state.
         state: `(batch, width)`.
         gru: weights and biases, in PyTorch's order.
 
     Returns:
         `(batch, length, width)`.
     """
-    begins = anew.clone()
+    begins = starts.clone()
     begins[:, 0] = True
     text = begins.flatten().cumsum(0) - 1
     firsts = begins.flatten().nonzero().squeeze(-1)
@@ -108,9 +108,9 @@ def _read_texts(x: torch.Tensor, anew: torch.Tensor, state: torch.Tensor, gru: l
     order = (place * len(firsts) + rank[text]).argsort()  # by place, and at each place the longest text first
     at_each_place = place.bincount().cpu()  # PyTorch requires batch sizes on the CPU
 
-    carried = torch.where(anew[:, :1], torch.zeros_like(state), state)
-    start = state.new_zeros(len(firsts), state.shape[1]).index_copy(0, rank[text.view_as(anew)[:, 0]], carried)
+    carried = torch.where(starts[:, :1], torch.zeros_like(state), state)
+    start = state.new_zeros(len(firsts), state.shape[1]).index_copy(0, rank[text.view_as(starts)[:, 0]], carried)
     read, _ = torch.gru(
         x.flatten(0, 1)[order], at_each_place, start[None], gru, True, 1, 0.0, torch.is_grad_enabled(), False
     )
-    return read[order.argsort()].unflatten(0, anew.shape)
+    return read[order.argsort()].unflatten(0, starts.shape)

@@ -1,1 +1,1 @@
-"""Training small models from scratch, and comparing position encodings by it."""
+"""Train models: loss, data, checkpoints and callbacks, shared by the recipes."""

@@ -1,8 +1,8 @@
-"""Which parameters are trained: all, low-rank adapters, or adapters with norms and embeddings.
+"""Choose the trained parameters: all, low-rank adapters, or adapters with norms and embeddings.
 
 LongLoRA (Chen et al. 2023, arXiv 2309.12307, table 2): adapters alone do not learn longer context (perplexity 11.44 at
-32k), adapters with trained norms and embeddings do (8.12), almost as full fine-tuning does (8.08). Its code trains
-every parameter with `norm` or `embed` in its name beside rank 8 adapters on q, k, v and o.
+32k). Adapters with trained norms and embeddings do (8.12), almost like full fine-tuning (8.08). Its code trains every
+parameter with `norm` or `embed` in its name, and rank 8 adapters on q, k, v and o.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from rope_patch.patching import find_handles
 
 
 def make_trainable(model: nn.Module, method: str, *, rank: int, alpha: float, dropout: float = 0.0) -> nn.Module:
-    """The patched model, or the `PeftModel` around it, with the parameters of a method alone to be trained, in float32.
+    """The patched model, or a `PeftModel` around it, in which only the parameters of a method are trainable.
 
     The methods are `full`, `lora`, `lora_norms`, `lora_embeddings` and `lora_norms_embeddings`; `rank`, `alpha` and
-    `dropout` are those of the adapters. What a scheme learns is trained under each.
+    `dropout` are those of the adapters. All methods but `full` train in float32. Learned parameters of a scheme are
+    trained with every method.
 
     Raises:
         MissingPackage: PEFT is not installed.
@@ -49,7 +50,7 @@ def make_trainable(model: nn.Module, method: str, *, rank: int, alpha: float, dr
     )
     adapted = get_peft_model(model, config)
     for parameter in adapted.parameters():
-        if parameter.requires_grad:  # beside weights in bfloat16: small steps would be rounded away
+        if parameter.requires_grad:  # in bfloat16, small steps would be rounded away
             parameter.data = parameter.data.float()
     return adapted
 
@@ -64,5 +65,5 @@ def _projections(model: nn.Module) -> list[str]:
     modules = [named for stack in stacks for layer in stack.layers for named in layer.module.named_modules()]
     found = {name for name, each in modules if isinstance(each, nn.Linear) and not name.startswith(f"{NAME}.")}
     if not found:
-        raise EvaluationError(f"{type(model).__name__}: its attention has no linear layers that adapters could join")
+        raise EvaluationError(f"{type(model).__name__}: its attention has no linear layers for adapters")
     return sorted(found)

@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all, and a Trainer that keeps its checkpoints so."""
+"""Folders that are written atomically, and a Trainer that saves its checkpoints this way."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ASIDE = "unfinished"
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Write the folder that it yields, and find it at `path` when it is complete; until then what was there stays.
+    """Yield a temporary folder to write, and move it to `path` when it is complete; until then `path` stays unchanged.
 
     Raises:
-        OSError: it cannot be written, such as on a full disk; what was written aside is deleted.
+        OSError: it cannot be written, such as on a full disk; the temporary folder is deleted.
     """
     aside = path.parent / _ASIDE
     shutil.rmtree(aside, ignore_errors=True)
@@ -34,8 +34,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
         yield aside / path.name
         for file in filter(Path.is_file, aside.rglob("*")):
             with file.open("rb") as content:
-                os.fsync(content.fileno())  # so that the rename cannot reach the disk before it
-    except (SafetensorError, OSError, RuntimeError) as error:  # what safetensors, Python and torch make of a full disk
+                os.fsync(content.fileno())  # so that the rename cannot reach the disk first
+    except (SafetensorError, OSError, RuntimeError) as error:  # errors of safetensors, Python and torch on a full disk
         shutil.rmtree(aside, ignore_errors=True)
         raise OSError(f"{path} cannot be written: {str(error).strip().splitlines()[0]}") from error
     shutil.rmtree(path, ignore_errors=True)
@@ -44,19 +44,19 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 class SafeTrainer(Trainer):
-    """`transformers.Trainer` whose newest checkpoint is whole, whenever the process was killed.
+    """`transformers.Trainer` whose newest checkpoint is complete, even if the process is killed.
 
-    Checkpoints are written aside and renamed; an older one is deleted after that. A gradient that is not finite stops
-    the training before its step is taken.
+    Checkpoints are written to a temporary folder and renamed; older ones are deleted afterwards. A gradient that is not
+    finite stops the training before its step.
     """
 
     _aside: str | None = None
 
     def resume(self) -> None:
-        """Train, from the newest checkpoint where there is one.
+        """Train, resuming from the newest checkpoint if there is one.
 
         Raises:
-            EvaluationError: that is beyond `max_steps`.
+            EvaluationError: that checkpoint is beyond `max_steps`.
         """
         folder = Path(self.args.output_dir)
         last = get_last_checkpoint(folder) if folder.is_dir() else None
@@ -89,7 +89,7 @@ class SafeTrainer(Trainer):
         norm = super()._get_grad_norm(model, grad_norm)
         if norm is not None and not math.isfinite(norm):
             raise EvaluationError(
-                f"step {self.state.global_step + 1}: the gradient is not finite; try a smaller learning rate; what was "
-                f"saved last is in {self.args.output_dir}"
+                f"step {self.state.global_step + 1}: the gradient is not finite; try a smaller learning rate; the last "
+                f"checkpoint is in {self.args.output_dir}"
             )
         return norm

@@ -1,12 +1,12 @@
-"""The loss of a training step without the logits of the whole length.
+"""Chunked loss: the loss of a training step without the logits of the whole length.
 
 With a vocabulary of 128,000, the logits of 32,000 tokens and their gradient are 32 GB of float32: more than anything
-else in the step. Here a few rows pass through the head at a time, and their gradient is taken at once, in the forward,
+else in the step. Here a few rows pass through the head at a time, and their gradient is computed in the forward,
 
     d loss / d states[rows]   and   d loss / d head += that of these rows,
 
-so that nothing of the size of the vocabulary outlives its rows. The backward has only to scale what is there. It is
-no additional work: every row passes through the head once forward and once backward, as it does with all logits.
+so that no tensor of the size of the vocabulary outlives its rows. The backward only scales these gradients. There is no
+additional work: every row passes through the head once forward and once backward, as with all logits.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from transformers.modeling_outputs import CausalLMOutput
 from rope_patch.errors import EvaluationError
 from rope_patch.models.head import Head, find_language_model, head_alone, separate_stack
 
-_IGNORED = -100  # the label of a position that predicts nothing, as everywhere in Transformers
+_IGNORED = -100  # the label of positions without a prediction, as everywhere in Transformers
 
 
 @contextmanager
 def chunked_loss(model: nn.Module, rows_per_chunk: int = 256) -> Iterator[None]:
-    """Within the block, `model(..., labels=labels)` gives the loss that it always gives, and no logits.
+    """Within the block, `model(..., labels=labels)` returns its usual loss, without logits.
 
-    The head of the model, a causal one of Transformers, sees `rows_per_chunk` positions at a time. What is called is
-    the model itself, so `Trainer`, PEFT, `DistributedDataParallel` and `fully_shard` around it need to know nothing of
-    this. Terms that a model adds to its loss, such as the balance of experts, are left out.
+    The head of the model, a causal one of Transformers, sees `rows_per_chunk` positions at a time. The model itself is
+    called, so `Trainer`, PEFT, `DistributedDataParallel` and `fully_shard` work around it without changes. Terms that a
+    model adds to its loss, such as the balance of experts, are omitted.
 
     Raises:
-        EvaluationError: the model has no head that could be called by itself, or no row fits into a chunk.
+        EvaluationError: the model has no head that can run alone, or `rows_per_chunk` is below 1.
 
     Example:
         >>> with chunked_loss(model):
@@ -58,7 +58,7 @@ def chunked_loss(model: nn.Module, rows_per_chunk: int = 256) -> Iterator[None]:
     language_model.forward = chunked
     try:
         yield
-    finally:  # wrappers that were put around it meanwhile, such as the autocast of accelerate, go with it
+    finally:  # also removes wrappers that were added in the meantime, such as accelerate's autocast
         del language_model.forward
         if before is not None:
             language_model.forward = before
@@ -89,7 +89,7 @@ def _loss_alone(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The summed loss of rows of states, with its gradient taken on the way."""
+    """The summed loss of rows of states, with its gradient computed in the forward."""
 
     @staticmethod
     def forward(
@@ -100,9 +100,9 @@ class _ChunkedLoss(torch.autograd.Function):
         states: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        """Everything happens here, and so under the autocast that holds here."""
-        # a row's gradient comes from its chunk alone, but a parameter's is a sum over chunks: in bfloat16 the later
-        # ones would be rounded away, where one product over all rows rounds once
+        """Compute loss and gradients, so both run under the current autocast."""
+        # a row's gradient comes from one chunk, but a parameter's is a sum over chunks: in bfloat16 the later ones
+        # would be rounded away, whereas one product over all rows rounds once
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
         states_gradient = torch.zeros_like(states) if states.requires_grad else None
         total = states.new_zeros((), dtype=torch.float32)
@@ -119,7 +119,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 states_gradient[rows] = gradients[-1]
             total += loss.detach()
         if torch.is_autocast_enabled(states.device.type):
-            # it keeps a copy of the head, which no one will ask for again
+            # the cache keeps a copy of the head, which is no longer needed
             torch.clear_autocast_cache()
         ctx.gradients = [states_gradient, *(s.to(p.dtype) for s, p in zip(sums, parameters, strict=True))]
         return total
@@ -128,7 +128,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, output_gradient: torch.Tensor) -> Any:
         """Scale in place: a second copy of the head's gradient would be the largest thing here."""
         if ctx.gradients is None:
-            raise RuntimeError("the gradient of this loss was given out already; compute the loss again")
+            raise RuntimeError("the gradient of this loss was already used; compute the loss again")
         gradients, ctx.gradients = ctx.gradients, None
         for gradient in gradients:
             if gradient is not None:

@@ -1,4 +1,4 @@
-"""A share of a text to measure on, which is never trained on."""
+"""Hold out a share of a text for measurements."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 
 from rope_patch.errors import EvaluationError
 
-DOCUMENTS = 64  # at most; more would tell little more, and each is read at every length
+DOCUMENTS = 64  # the maximum; more add little information, and each is read at every length
 
 
 def hold_out(
     documents: Any, tokenizer: Any, longest: int, *, share: float = 0.1, seed: int = 0, name: str = "the text"
 ) -> tuple[Any, Any, str]:
-    """The documents to train on, those to measure on, and what the latter are called.
+    """The documents for training, the held-out documents, and the name of the latter.
 
-    Whole documents that fill the longest context are drawn at random, as many as the share has room for, at most 64 and
-    never the longest of all. Where the share has no room for one, the end of the longest document is cut off. Of a
-    stream the first 64 documents are held out.
+    Whole documents that fill the longest context are drawn at random, as many as the share allows, at most 64 and never
+    the longest of all. If the share is too small for one, the end of the longest document is held out. From a stream
+    the first 64 documents are held out.
 
     Args:
         documents: a dataset or a stream with `name` and `text`.
-        longest: the longest context that is measured, in tokens.
-        share: of all characters; the end of a document is as long as the longest context at least.
-        seed: which documents.
+        longest: the longest measured context, in tokens.
+        share: of all characters; the end of a document has at least the tokens of the longest context.
+        seed: of the random draw.
         name: of all documents.
 
     Raises:
-        EvaluationError: no document has so many tokens, and some to train on besides.
+        EvaluationError: no document is long enough for the longest context and some training text.
     """
     if isinstance(documents, IterableDataset):
         first = list(islice(documents, DOCUMENTS + 1))
         if len(first) > DOCUMENTS:
             return documents.skip(DOCUMENTS), first[:DOCUMENTS], f"the first {DOCUMENTS} documents of {name}, held out"
-        documents = Dataset.from_list(first)  # the whole of it
+        documents = Dataset.from_list(first)  # the whole stream
 
     def tokens(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -60,8 +60,8 @@ def hold_out(
         cut = math.ceil(1.05 * cut)
     if cut >= len(text):
         raise EvaluationError(
-            f"{name} is too short: measuring at {longest} tokens takes {needed} that are held out, and the longest of "
-            f"{len(sizes)} documents has {tokens(text)}; give a longer text, shorter lengths, or an eval_text"
+            f"{name} is too short: measuring at {longest} tokens needs {needed} held-out tokens, but the longest of "
+            f"{len(sizes)} documents has {tokens(text)}; use a longer text, shorter lengths, or an eval_text"
         )
     whole = documents.select([biggest])
     head, tail = (

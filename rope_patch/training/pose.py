@@ -1,11 +1,11 @@
-"""Positions that skip, so that rows of the training length show the distances of a longer one.
+"""Positions that skip, so that rows of the training length contain the distances of a longer one.
 
-PoSE: a row of L tokens is cut at random into N chunks, and the positions of chunk i are moved on by u_i:
+PoSE: a row of L tokens is cut at random into N chunks, and the positions of chunk i are shifted by u_i:
 
     u_0 = 0,    u_i ~ U{u_(i-1), ..., L_target - L}        positions of chunk i:  st_i + u_i, st_i + 1 + u_i, ...
 
-where st_i is the place of the chunk in the row (eq. 3 and 4; N = 2 in the paper's experiments). Every place of the cuts
-is equally likely, and the text goes on without a gap (v_i = 0 in eq. 5, which table 4 of the paper finds as good).
+where st_i is the start of the chunk in the row (eq. 3 and 4; N = 2 in the paper's experiments). All cuts are equally
+likely, and the text itself has no gaps (v_i = 0 in eq. 5, which is as good in table 4 of the paper).
 
 Source: Zhu et al. 2023, "PoSE: Efficient Context Window Extension of LLMs via Positional Skip-wise Training",
 arXiv 2309.10400; the authors' code: dwzhu-pku/PoSE, src/train_pose.py.
@@ -28,11 +28,11 @@ from rope_patch.errors import EvaluationError
 class PoSECollator:
     """A data collator: pads rows on the right, and lets their positions skip over the whole target length.
 
-    What a row gets follows from its tokens and the seed, so a run that is resumed sees the same. There always is an
-    `attention_mask`: without one every skip would be taken for the start of another document.
+    The positions of a row depend only on its tokens and the seed, so a resumed run sees the same ones. The batch always
+    has an `attention_mask`: without one every skip would count as the start of another document.
     """
 
-    target_length: int  # L_target, one more than the highest position; at the length of the rows nothing skips
+    target_length: int  # L_target, one more than the highest position; nothing skips if it is the length of the rows
     chunks: int = 2  # N; a short row has at most as many as it has tokens
     seed: int = 0
 
@@ -54,9 +54,7 @@ class PoSECollator:
     def _positions(self, ids: torch.Tensor) -> torch.Tensor:
         length, room = len(ids), self.target_length - len(ids)
         if room < 0:
-            raise EvaluationError(
-                f"target_length={self.target_length} is not allowed; there is a row of {length} tokens"
-            )
+            raise EvaluationError(f"target_length={self.target_length} is not allowed; a row has {length} tokens")
         digest = hashlib.sha256(f"{self.seed} {ids.tolist()}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         positions, u = torch.arange(length), 0

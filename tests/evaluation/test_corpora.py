@@ -95,7 +95,7 @@ def test_where_there_is_no_text_one_sentence_tells_it(folder):
             texts(nowhere)
     with pytest.raises(CorpusError, match="dataset 'no/where'"):
         load_text(dataset="no/where")
-    with pytest.raises(CorpusError, match="give one of them"):
+    with pytest.raises(CorpusError, match="use only one of them"):
         load_text("a", "b")
 
 

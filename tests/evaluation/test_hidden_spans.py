@@ -117,7 +117,7 @@ def test_a_protocol_of_another_style_is_refused(model, make, protocol, said):
 def test_what_cannot_be_hidden_is_said():
     with pytest.raises(EvaluationError, match="<extra_id_0>"):
         sentinels_of(byte_tokenizer())
-    with pytest.raises(EvaluationError, match=r"takes 21 sentinels.*has 16"):
+    with pytest.raises(EvaluationError, match=r"needs 21 sentinels.*has 16"):
         HiddenSpans(t5_tokenizer(), targets=400, seed=0)
     with pytest.raises(EvaluationError, match="too few"):
         HiddenSpans(t5_tokenizer(), targets=2, seed=0)

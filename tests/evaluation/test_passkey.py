@@ -100,7 +100,7 @@ def test_a_tokenizer_with_a_start_has_it_once_and_one_with_an_end_has_none(token
 
 def test_a_length_without_room_for_the_question_is_refused(task):
     with pytest.raises(
-        EvaluationError, match=r"length 100: the question of task 'passkey' and its answer take 2\d\d tok"
+        EvaluationError, match=r"length 100: the question of task 'passkey' and its answer need 2\d\d tok"
     ):
         task.prompts(100, 0.5)
 

@@ -203,7 +203,7 @@ REFUSED = {
     "protocol 'lats': did you mean 'last'": {"protocol": "lats"},
     "'by_position' scores every token": {"protocol": "by_position"},
     "no schemes were given": {"schemes": []},
-    "scheme 'plain' is there twice": {"schemes": ["plain", "plain"]},
+    "scheme 'plain' is listed twice": {"schemes": ["plain", "plain"]},
     "a context of 128 tokens needs documents of 129 tokens; the longest of 3 has 80": {"lengths": [16, 128]},
 }
 

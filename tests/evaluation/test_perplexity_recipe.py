@@ -111,7 +111,7 @@ WRONG = {
     "dtype 'float64': did you mean": {"dtype": "float64"},
     "device 'gpu7' cannot be used here": {"device": "gpu7"},
     "there is no text file at 'nowhere.txt'": {"text": "nowhere.txt"},
-    "give one of them": {"dataset": "another"},
+    "use only one of them": {"dataset": "another"},
     "./nowhere is no checkpoint folder: there is nothing of that name": {"model": "./nowhere"},
 }
 

@@ -180,5 +180,5 @@ def test_a_patched_model_whose_weights_are_spread_is_measured_as_it_is(together)
 
 def test_several_processes_on_one_device_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(EvaluationError, match="device 'cuda:1': of several processes each takes its own"):
+    with pytest.raises(EvaluationError, match="device 'cuda:1': with several processes each uses its own"):
         checkpoints.load_model(checkpoints.default_checkpoint(), device="cuda:1")

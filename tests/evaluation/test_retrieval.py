@@ -209,12 +209,12 @@ REFUSED = {
     "lengths 32, 16: they must ascend": {"lengths": (32, 16)},
     "every length must be a whole number": {"lengths": (0, 16)},
     "no lengths were given": {"lengths": ()},
-    "depths 0, 1.5: shares of the context are wanted": {"depths": (0.0, 1.5)},
-    "depths 0.5, 0.5: shares of the context are wanted, from 0 to 1, each above the last": {"depths": (0.5, 0.5)},
+    "depths 0, 1.5: shares of the context from 0 to 1": {"depths": (0.0, 1.5)},
+    "depths 0.5, 0.5: shares of the context from 0 to 1, in ascending order": {"depths": (0.5, 0.5)},
     "depths : shares of the context": {"depths": ()},
     "length 8: a span of 6 tokens twice": {"lengths": (8, 16)},
     "no schemes were given": {"schemes": []},
-    "scheme 'plain' is there twice": {"schemes": ["plain", "plain"]},
+    "scheme 'plain' is listed twice": {"schemes": ["plain", "plain"]},
 }
 
 

@@ -127,7 +127,9 @@ def test_what_the_texts_do_not_have_room_for_is_refused():
         make().prompts(15, 0.5)
     with pytest.raises(EvaluationError, match="span=3 is not allowed"):
         make(span=3)
-    with pytest.raises(EvaluationError, match="only 'd1' is long enough; give more texts or shorter lengths"):
+    with pytest.raises(
+        EvaluationError, match="only 'd1' is long enough, but a span needs two texts; use more texts or shorter lengths"
+    ):
         make(longest=100)
     with pytest.raises(EvaluationError, match="the longest of 3 has 110"):
         make(longest=200)

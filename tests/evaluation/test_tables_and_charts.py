@@ -137,14 +137,16 @@ def test_colours_only_where_there_is_a_terminal(monkeypatch):
 @pytest.mark.parametrize("field", ["protocol", "model", "weights", "texts", "dtype"])
 @pytest.mark.parametrize("show", [tables.table, charts.figure])
 def test_rows_that_cannot_be_compared_are_not_shown_together(show, field):
-    with pytest.raises(EvaluationError, match=f"rows of different {field} cannot share"):
+    with pytest.raises(EvaluationError, match=f"rows with different {field} cannot share"):
         show([row(), row(length=512, **{field: "another"})])
 
 
 @pytest.mark.parametrize(("protocol", "what"), [("last", "targets"), ("sliding", "stride"), ("yarn_compat", "stride")])
 @pytest.mark.parametrize("show", [tables.table, charts.figure])
 def test_rows_of_another_stride_or_number_of_targets_are_not_shown_together(show, protocol, what):
-    with pytest.raises(EvaluationError, match=f"rows of different {what} cannot share a table or a picture: 128, 256"):
+    with pytest.raises(
+        EvaluationError, match=f"rows with different {what} cannot share a table or a picture: 128, 256"
+    ):
         show([row(protocol=protocol, targets=128), row(protocol=protocol, targets=256, length=512)])
 
 

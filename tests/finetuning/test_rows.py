@@ -132,7 +132,7 @@ def test_every_distance_below_the_target_is_met():
 def test_a_target_of_the_same_length_skips_nothing():
     assert drawn(16, 16, 2, 0).tolist() == list(range(16))
     assert drawn(1, 64, 2, 0).tolist() == [0]
-    with pytest.raises(EvaluationError, match="target_length=8 is not allowed; there is a row of 16 tokens"):
+    with pytest.raises(EvaluationError, match="target_length=8 is not allowed; a row has 16 tokens"):
         drawn(16, 8, 2, 0)
 
 

@@ -230,7 +230,7 @@ WRONG = {
     "device=cuda:1 is not allowed": {"device": "cuda:1"},
     "merge with method=full": {"merge": True},
     "held_out=1.0 is not allowed; it is a share between 0 and 1": {"held_out": 1.0},
-    "measuring at 90 tokens takes 91 that are held out, and the longest of 4": {"eval_text": None, "lengths": 90},
+    "measuring at 90 tokens needs 91 held-out tokens, but the longest of 4": {"eval_text": None, "lengths": 90},
     "dtype=bfloat16 is only for what adapters leave alone": {"dtype": "bfloat16"},
     "there is no scheme 'yarm'; did you mean 'yarn'": {"scheme": ["yarm"]},
     "there is no option '--lenght'": {"lenght": 3},
@@ -238,7 +238,7 @@ WRONG = {
     "needs liger_kernel": {"loss": "liger"},
     "there is no text file at": {"text": "nowhere.txt"},
     "is no checkpoint folder": {"model": "./nowhere"},
-    "there is a row of 16 tokens": {"layout": "pose", "length": 8},
+    "a row has 16 tokens": {"layout": "pose", "length": 8},
 }
 
 

@@ -403,7 +403,7 @@ REFUSED = {
     "deberta": ({**CONFIGS["bert"], "relative_attention": True}, "also has relative positions"),
     "layoutlm": (CONFIGS["bert"], "several position tables"),
     "roformer": (CONFIGS["bert"], "computed sinusoids, not learned"),
-    "clip_vision_model": ({"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}, "has no stack"),
+    "clip_vision_model": ({"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}, "cannot be patched"),
     "lxmert": (CONFIGS["bert"], "cannot read a text of four tokens"),
 }
 

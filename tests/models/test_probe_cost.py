@@ -99,11 +99,13 @@ def test_layers_with_adapters_are_not_run_themselves(measured):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_weight_is_read(family):
     model = build(family)
-    expected = [(layer.layout, layer.heads, layer.told, layer.normed) for layer in read_stack(model).layers]
+    expected = [(layer.layout, layer.heads, layer.gets_positions, layer.normed) for layer in read_stack(model).layers]
     with torch.no_grad():
         for weight in model.parameters():
             weight.fill_(torch.nan)
-    assert [(layer.layout, layer.heads, layer.told, layer.normed) for layer in read_stack(model).layers] == expected
+    assert [
+        (layer.layout, layer.heads, layer.gets_positions, layer.normed) for layer in read_stack(model).layers
+    ] == expected
 
 
 @pytest.mark.parametrize("spec", ["yarn:factor=4", "rerope:window=6", "shaw"])
@@ -284,4 +286,4 @@ class Silent(modeling_llama.LlamaDecoderLayer):
 def test_a_block_that_tells_no_positions_is_found():
     model = build("llama", num_hidden_layers=4)
     model.model.layers[2].__class__ = Silent
-    assert [layer.told for layer in read_stack(model).layers] == [True, True, False, True]
+    assert [layer.gets_positions for layer in read_stack(model).layers] == [True, True, False, True]

@@ -233,7 +233,7 @@ def test_a_second_backward_is_refused_and_never_scaled_twice():
     with chunked_loss(model := build()):
         loss = model(**batch()).loss
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="given out already"):
+    with pytest.raises(RuntimeError, match="already used"):
         loss.backward()
 
 

@@ -59,8 +59,8 @@ def test_the_end_of_a_document_is_held_out(sizes, longest, end):
 def test_a_text_that_is_too_short_is_refused_with_its_numbers(size):
     with pytest.raises(
         EvaluationError,
-        match=f"book.txt is too short: measuring at 64 tokens takes 65 that are held out, and the longest of 2 "
-        f"documents has {size}; give a longer text, shorter lengths, or an eval_text",
+        match=f"book.txt is too short: measuring at 64 tokens needs 65 held-out tokens, but the longest of 2 "
+        f"documents has {size}; use a longer text, shorter lengths, or an eval_text",
     ):
         hold_out(Dataset.from_list(documents(size, 10)), TOKENIZER, 64, name="book.txt")
 

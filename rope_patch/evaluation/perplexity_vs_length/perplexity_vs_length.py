@@ -1,4 +1,4 @@
-"""The module that `evaluate.load` loads. It is run from a copy, so it imports rope_patch by its full name alone."""
+"""The module for `evaluate.load`, which runs a copy of it, so all imports are absolute."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rope_patch.schemes import Scheme
 
 DESCRIPTION = """\
 Perplexity against context length under several position schemes: does a model predict the same tokens better when it
-sees more of the text before them? The model is patched to each scheme in turn and left as it was.
+sees more of the text before them? The model is patched with each scheme in turn, and restored.
 """
 
 INPUTS = """
 Args:
-    predictions: the texts, one document each. Those too short for the longest length are left out and counted.
+    predictions: the texts, one document each. Those too short for the longest length are skipped and counted.
     model: a loaded causal or T5-style language model of Transformers, or the folder of a checkpoint.
-    tokenizer: its tokenizer; only needed beside a loaded model.
+    tokenizer: its tokenizer; only needed for a loaded model.
     lengths: context lengths in tokens, ascending.
     schemes: such as "plain", "window" (attention cut at the training length) or "yarn:target=auto".
     **settings: others of `rope_patch.evaluation.perplexity.measure`, such as protocol, targets and documents.
 Returns:
-    perplexities and nll: by scheme and length; rows: everything that each figure depends on.
+    perplexities and nll: by scheme and length; rows: all data behind each figure.
 Examples:
     >>> metric = evaluate.load(rope_patch.evaluation.perplexity_vs_length.PATH)
     >>> found = metric.compute(predictions=[book], model="DIR", lengths=[256, 1024], schemes=["plain", "yarn:factor=4"])
@@ -42,7 +42,7 @@ Su 2023, ReRoPE, kexue.fm/archives/9708.
 
 
 class PerplexityVsLength(evaluate.Metric):
-    """`measure` with the face of a metric."""
+    """`measure` as a metric."""
 
     def _info(self) -> evaluate.MetricInfo:
         features = datasets.Features({"predictions": datasets.Value("string")})
@@ -61,7 +61,7 @@ class PerplexityVsLength(evaluate.Metric):
             tokenizer = tokenizer or load_tokenizer(model)
             model = load_model(model)
         elif tokenizer is None:
-            raise ValueError("tokenizer=None: a loaded model needs its tokenizer beside it")
+            raise ValueError("tokenizer=None: a loaded model needs its tokenizer")
         corpus = [{"name": f"predictions[{i}]", "text": text} for i, text in enumerate(predictions)]
         rows = measure(model, tokenizer, corpus, schemes, lengths, **settings)
         found: dict[str, Any] = {"perplexities": {}, "nll": {}, "rows": [json.loads(row.to_json()) for row in rows]}
