@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 
 _HEADER = ("work", "yardstick", "time [quartiles]", "at most", "memory", "at most", "TFLOP/s", "met")
 TABLE = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- end -->)", re.DOTALL)
-"""Where a page has what `markdown` returns."""
+"""Where a page contains the output of `markdown`."""
 
 _WIDTH = 150
 _STYLES = {"yes": "green", "no": "bold red"}
@@ -52,7 +52,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def notes(results: ResultFile) -> list[str]:
-    """What a reader needs to know beside the numbers, one sentence each."""
+    """Notes on the numbers, one sentence each."""
     machine, versions = results.facts["machine"], results.facts["versions"]
     where = f"{machine['gpu']}, " if machine["gpu"] else ""
     changed = {name: value for name, value in results.facts["environment"].items() if value is not None}
@@ -66,14 +66,15 @@ def notes(results: ResultFile) -> list[str]:
         f"Commit {', '.join(commits)}.",
         f"Settings of allocator and threads: {settings}.",
         f"Ceiling, one large matrix product: {ceiling} TFLOP/s." if ceiling else "No ceiling was measured.",
-        "Time is ours over the yardstick's, medians of runs in turn; memory likewise, the peak beyond the inputs"
-        + ("." if machine["gpu"] else ", in a process of its own that gives freed blocks back at once."),
+        "Time is ours over the yardstick's: medians of runs in turn. "
+        "Memory is our peak over the yardstick's, without the inputs"
+        + ("." if machine["gpu"] else "; each side has its own process, which releases freed blocks at once."),
         *(f"{row.name} failed: {row.error}." for row in results.rows if row.error),
     ]
 
 
 def table(results: ResultFile) -> Table:
-    """For the terminal, where the name of a row says what it is in fewer words."""
+    """The table for the terminal, with the short names of rows."""
     shown = Table(box=box.SIMPLE_HEAD)
     for name in _HEADER:
         shown.add_column(name, justify="left" if name in ("work", "yardstick") else "right")
@@ -84,7 +85,7 @@ def table(results: ResultFile) -> Table:
 
 
 def markdown(results: ResultFile) -> str:
-    """For the documents."""
+    """The table and its notes as markdown, for the documents."""
     rows = [(f"{work}; {row.shape}", *rest) for row in results.rows for work, *rest in [cells(row)]]
     shown = ["| " + " | ".join(line) + " |" for line in (_HEADER, ("---",) * len(_HEADER), *rows)]
     return "\n".join([*shown, "", *notes(results)])
