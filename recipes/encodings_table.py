@@ -141,10 +141,11 @@ def draw(cells: Any, training_length: int, notes: list[str], path: Path) -> None
     charts.scale_lengths(axes[0], multiples, [f"{m:g}L\n{n}" for m, n in zip(multiples, lengths, strict=True)])
     for panel, (title, names) in zip(axes, panels.items(), strict=True):
         lines = {}
-        means = cells[cells.encoding.isin([*names, REFERENCES[-1]])]["mean"]
+        means = cells[cells.encoding.isin([*names, REFERENCES[-1]])]["mean"].dropna()
         low, high = means.min(), min(means.max(), means.min() + 2.2)  # what ends beyond is named with its last loss
         margin = 0.08 * (high - low)
-        panel.set_ylim(low - margin, high + margin)
+        if not means.empty:  # else every encoding of the panel failed
+            panel.set_ylim(low - margin, high + margin)
         last = cells[cells.encoding.isin(REFERENCES)].groupby("encoding", sort=False)["mean"].last()
         grey = [name for name, loss in last.items() if name in names or loss <= high]
         for name in [*grey, *(name for name in names if name not in grey)]:

@@ -248,7 +248,7 @@ def test_a_model_with_a_table_of_positions_is_measured_as_far_as_its_table_reach
 def test_a_patched_model_is_measured_as_it_is(model, tokenizer, monkeypatch):
     alone = go(model, tokenizer, ["rerope:window=8+logn"])
     carried = patch(model, "rerope:window=8+logn")
-    monkeypatch.setattr(measured_model, "patch", None)  # never taken apart
+    monkeypatch.setattr(measured_model, "mount_scheme", None)  # never taken apart
     for spec in ("rerope:window=8+logn", carried.scheme):
         rows = go(model, tokenizer, [spec])
         assert [(row.nll, row.scheme) for row in rows] == [(row.nll, row.scheme) for row in alone]

@@ -200,7 +200,7 @@ def test_modes_weights_and_patches_are_as_before_also_after_an_error(model):
 def test_a_patched_model_is_measured_as_it_is(model, monkeypatch):
     (alone,) = go(model, ["rerope:window=8"], (64,), (0.5,))
     with patch(model, "rerope:window=8"):
-        monkeypatch.setattr("rope_patch.evaluation.measured_model.patch", None)  # never taken apart
+        monkeypatch.setattr("rope_patch.evaluation.measured_model.mount_scheme", None)  # never taken apart
         (carried,) = go(model, ["rerope:window=8"], (64,), (0.5,))
     assert (carried.nll, carried.mount, carried.scheme) == (alone.nll, alone.mount, alone.scheme)
 

@@ -89,7 +89,7 @@ def test_no_more_is_read_than_the_length(task, length, bos, few_words):
     asked = Ruler(byte_tokenizer(bos), samples=2, seed=1)
     if task == "vt" or (task, length) == ("cwe", 4096):  # bytes have no room for an example, or for 300 words
         what = "example" if task == "vt" else "prompt"
-        with pytest.raises(EvaluationError, match=rf"length {length}: the shortest {what} of task '{task}' takes"):
+        with pytest.raises(EvaluationError, match=rf"length {length}: the shortest {what} of task '{task}' needs"):
             asked.draw(task, length)
         return
     samples = asked.draw(task, length)

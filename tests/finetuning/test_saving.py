@@ -99,7 +99,7 @@ def test_adapters_name_their_checkpoint_from_anywhere(left, given, monkeypatch):
 
 def test_adapters_without_the_scheme(left, given):
     path, _ = left(SCHEME, method="lora")
-    model = rope_patch.unpatch(rope_patch.from_pretrained(path))
+    model = rope_patch.unpatch(rope_patch.from_pretrained(path)).model
     by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(given / "model"), path)
     assert torch.equal(logits(model), logits(by_peft))
 

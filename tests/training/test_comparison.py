@@ -320,7 +320,7 @@ def test_the_table(tmp_path):
     recipe.append(tmp_path / "costs.jsonl", {**row, "device": "cpu", "threads": 1})
     assert run_recipe("encodings_table", ["--folder", tmp_path]) == 0
     lines = (tmp_path / "table.md").read_text().splitlines()
-    assert lines[0] == "| encoding | slot | new parameters | 1L | 2L | below nope | speed | memory |"
+    assert lines[0] == "| encoding | slot | new parameters | 1L | 2L | below nope at L | speed | memory |"
     assert lines[2] == "| `rope` | frequencies | 0 | 1.300* ± 0.361 | 4.000 | yes | - | - |"
     assert lines[3] == "| `nope` | frequencies | 0 | 2.000 | 2.500* | - | - | - |"
     assert lines[4] == "| `learned` | embedding | 512 | 2.100 | failed | no | 0.50x (0.40 to 0.60) | 1.50x |"
