@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.models.utils import extract_layer_index
@@ -51,11 +52,12 @@ _UNTURNED = "rope_patch_unturned"
 
 
 def register() -> None:
-    """Register these backends and rotary modules, which vLLM prefers to its own; vLLM calls this."""
+    """Register these backends and rotary modules, which vLLM prefers to its own; vLLM may call this more than once."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{Backend.__name__}")
     register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{FlashBackend.__name__}")
     for name, found in vars(rotary_embedding).items():
-        if inspect.isclass(found) and issubclass(found, RotaryEmbeddingBase):
+        known = name in op_registry_oot  # by this plugin, or by another that was first
+        if not known and inspect.isclass(found) and issubclass(found, RotaryEmbeddingBase):
             cast(Any, found).register_oot(type(name, (Unturned, found), {}), name=name)
 
 

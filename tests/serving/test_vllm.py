@@ -163,7 +163,7 @@ def test_what_vllm_reads_itself_is_left_to_it(tmp_path, texts, spec):
         ("fox", "content biases|learned parameters"),
         ("sinusoidal", "positions that are added at the input"),
         ("rope+shaw", "learned parameters"),
-        ("layers:[0=rerope:window=64;rest=none]", "it leaves layers.1.self_attn, layers.2"),
+        ("layers:[0=rerope:window=64;rest=none]", "it does not change layers.1.self_attn, layers.2"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(tmp_path, spec, sentence):
@@ -207,6 +207,7 @@ def test_the_backend_of_gpus_is_in_place():
     from rope_patch.serving import vllm as plugin
 
     plugin.register()
+    plugin.register()  # as vLLM may
     assert AttentionBackendEnum.FLASH_ATTN.get_class() is plugin.FlashBackend
     assert plugin.FlashBackend.get_impl_cls() is plugin.FlashImpl
 
