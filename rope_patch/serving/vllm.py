@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, ClassVar, cast
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import nn
@@ -46,6 +47,8 @@ from rope_patch.serving import flash
 
 if is_flash_attn_varlen_func_available():
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+R = TypeVar("R")
 
 _UNTURNED = "rope_patch_unturned"
 """Attribute of a forward's context if vLLM's rotary modules did not rotate queries and keys."""
@@ -155,7 +158,7 @@ class Scored:
     ) -> None:
         own = cast(Any, self)
         softcap, sinks = own.logits_soft_cap or None, own.sinks
-        for request, blocks in requests_of(metadata, kv_cache.shape[2]):
+        for request, blocks in once(metadata, state, lambda: requests_of(metadata, kv_cache.shape[2])):
             held = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[None, :, : request.kv_length]
             keys, values = held.chunk(2, dim=-1)
             queries = query[request.queries].transpose(0, 1)[None]
@@ -196,10 +199,8 @@ class FlashImpl(Scored, FlashAttentionImpl):
         if self.sinks is not None or not flash.applies(state):
             super()._score(state, query, kv_cache, metadata, output)
             return
-        batch = vars(metadata).get("rope_patch_batch")
-        if batch is None:
-            batch = flash.Batch.of(metadata, int(state.regions[0].stop), kv_cache.shape[2])
-            metadata.rope_patch_batch = batch
+        window, block_size = int(state.regions[0].stop), kv_cache.shape[2]
+        batch = once(metadata, state, lambda: flash.Batch.of(metadata, window, block_size))
         kernel = functools.partial(flash_attn_varlen_func, fa_version=self.vllm_flash_attn_version)
         queries, softcap = query[: metadata.num_actual_tokens], self.logits_soft_cap
         found = flash.attend(state, queries, kv_cache, metadata, batch, kernel, self.scale, softcap)
@@ -231,20 +232,25 @@ class _Causal(nn.Module):
 _CAUSAL = _Causal()
 
 
+def once(metadata: Any, state: LateAttention, compute: Callable[[], R]) -> R:
+    """What the layers under one scheme share in a forward; with a scheme by layer, each group of layers has its own."""
+    known = vars(metadata).setdefault("rope_patch", {})
+    if state.memo not in known:
+        known[state.memo] = compute()
+    return cast(R, known[state.memo])
+
+
 def requests_of(metadata: Any, block_size: int) -> list[tuple[Request, torch.Tensor]]:
-    """The requests of a batch and the blocks of each, `(blocks of the request,)`, found once for all layers."""
-    known = vars(metadata).get("rope_patch_requests")
-    if known is None:
-        known, begins = [], metadata.query_start_loc.tolist()
-        for row, length in enumerate(metadata.seq_lens.tolist()):
-            queries = slice(begins[row], begins[row + 1])
-            start = length - (queries.stop - queries.start)
-            positions = torch.arange(start, length, device=metadata.seq_lens.device)[None]
-            request = Request(queries, slice(0, length), positions, ForwardMemo())
-            if queries.start < queries.stop:
-                known.append((request, metadata.block_table[row, : -(-length // block_size)].long()))
-        metadata.rope_patch_requests = known
-    return known
+    """The requests of a batch and the blocks of each, `(blocks of the request,)`."""
+    found, begins = [], metadata.query_start_loc.tolist()
+    for row, length in enumerate(metadata.seq_lens.tolist()):
+        queries = slice(begins[row], begins[row + 1])
+        start = length - (queries.stop - queries.start)
+        positions = torch.arange(start, length, device=metadata.seq_lens.device)[None]
+        request = Request(queries, slice(0, length), positions, ForwardMemo())
+        if queries.start < queries.stop:
+            found.append((request, metadata.block_table[row, : -(-length // block_size)].long()))
+    return found
 
 
 def states_of(config: VllmConfig) -> dict[int, LateAttention]:

@@ -43,6 +43,7 @@ SPECS = [
     "rope+alibi",
     "dynamic_ntk:length=2048",
     "yarn:factor=4+rerope:window=96",
+    "layers:[:3=rerope:window=64+logn:training_length=64;rest=rerope:window=160+logn:training_length=256]",
 ]
 
 STATIC = ["pi:factor=4", "ntk:factor=4", "abf:base=160000", "yarn:factor=4"]
