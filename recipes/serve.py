@@ -36,7 +36,7 @@ class Options:
     max_batch_tokens: int | None = None  # of one step; default 512, or max_length where frequencies follow the length
     temperature: float = 0.0  # 0 takes the likeliest token
     top_p: float = 1.0  # of the probability, from which tokens are drawn
-    dtype: str = "auto"  # auto, float32, bfloat16 or float16
+    dtype: str = "auto"  # auto (of the checkpoint; float32 on a CPU without bfloat16), float32, bfloat16 or float16
     device: str = "auto"  # auto, or a name that torch knows
     host: str = "localhost"  # to listen at
     port: int = 8000  # to listen at

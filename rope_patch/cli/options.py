@@ -100,7 +100,7 @@ class Measured:
     dataset: str | None = None  # a dataset's name or folder instead of a text
     split: str | None = None  # of a dataset
     column: str = "text"  # that holds the text, wherever there are columns
-    dtype: str = "auto"  # auto, float32, bfloat16 or float16
+    dtype: str = "auto"  # auto (of the checkpoint; float32 on a CPU without bfloat16), float32, bfloat16 or float16
     device: str = "auto"  # auto, or a name that torch knows
     attention: str = "auto"  # auto, or an attention implementation of Transformers
     seed: int = 0  # of whatever is drawn

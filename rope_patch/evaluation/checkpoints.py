@@ -16,6 +16,7 @@ from huggingface_hub.utils import logging as hub_logging
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
+from rope_patch.attention.products import multiplies_bfloat16
 from rope_patch.errors import EvaluationError, MissingPackage, did_you_mean
 from rope_patch.evaluation.processes import joined
 from rope_patch.models import t5
@@ -36,7 +37,8 @@ def load_model(path: str, *, dtype: str = "auto", device: str = "auto", attentio
     """The language model of a checkpoint folder, Hub ID or GGUF file, patched again if it was saved under a scheme.
 
     Args:
-        dtype: `auto` for the checkpoint's own (bfloat16 for a GGUF file), or one of `DTYPES`.
+        dtype: `auto` for the checkpoint's own (bfloat16 for a GGUF file), but float32 on a CPU without bfloat16
+            instructions, where half precision can be a hundred times slower; or one of `DTYPES`.
         device: a torch device, or `auto` for the first accelerator (with several processes that of the local rank), or
             else the CPU.
         attention: `auto`, or an implementation of Transformers, such as `sdpa` or `eager`.
@@ -48,6 +50,8 @@ def load_model(path: str, *, dtype: str = "auto", device: str = "auto", attentio
     if dtype not in DTYPES:
         raise EvaluationError(f"dtype {dtype!r}: {did_you_mean(dtype, DTYPES)}")
     place = _device(device)
+    if dtype == "auto" and place.type == "cpu" and not multiplies_bfloat16():
+        dtype = "float32"
     chosen: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
     with _one_line(path, "a language model"):
         return from_pretrained(path, dtype=dtype, local_files_only=Path(path).exists(), **chosen).to(place)
@@ -88,8 +92,8 @@ def trained_length(path: str) -> int:
 
 
 def unpack(path: str, folder: str | Path, dtype: str = "auto") -> None:
-    """Convert a GGUF file to a checkpoint folder of Transformers."""
-    load_model(path, dtype=dtype, device="cpu").save_pretrained(folder)  # type: ignore[operator]
+    """Convert a GGUF file to a checkpoint folder of Transformers, in bfloat16 unless `dtype` names another."""
+    load_model(path, dtype="bfloat16" if dtype == "auto" else dtype, device="cpu").save_pretrained(folder)  # type: ignore[operator]
     load_tokenizer(path).save_pretrained(folder)
 
 

@@ -8,11 +8,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
 import rope_patch
 from rope_patch.cli import main
 from rope_patch.errors import EvaluationError, MissingPackage
+from rope_patch.evaluation import checkpoints
 from rope_patch.evaluation.checkpoints import load_config, load_model, load_tokenizer
 from rope_patch.models.config import training_length
 from tests.evaluation.conftest import TRAINING_LENGTH, tiny_llama
@@ -82,8 +83,16 @@ def test_the_weights_of_a_file_are_those_that_were_written(file):
     theirs, ours = tiny_llama().state_dict(), load_model(str(file), dtype="float32", device="cpu").state_dict()
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
-    halved = load_model(str(file), device="cpu").state_dict()
+    halved = load_model(str(file), dtype="bfloat16", device="cpu").state_dict()
     assert all(torch.equal(theirs[name].bfloat16(), halved[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(("instructions", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_processor_without_bfloat16_loads_float32(file, monkeypatch, instructions, dtype):
+    monkeypatch.setattr(checkpoints, "multiplies_bfloat16", lambda: instructions)
+    assert load_model(str(file), device="cpu").dtype == dtype
+    with checkpoints.as_folder(str(file)) as folder:  # what is written does not depend on the processor
+        assert AutoConfig.from_pretrained(folder).dtype == torch.bfloat16
 
 
 def test_quantised_matrices_are_unpacked(tmp_path):
