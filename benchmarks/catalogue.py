@@ -45,7 +45,7 @@ def growth_makers(shape: Shape) -> dict[str, Maker]:
 
 
 def _on_cpu() -> Iterator[Comparison | Figure]:
-    # one scheme of two regions and the one of three stand for all where the minutes of `make bench` are short
+    # `make bench` has few minutes, so it takes one scheme of two regions and the one of three
     long, longer, short = Shape(8192), Shape(16384), Shape(4096)
     yield _static(Shape(2048, head_dim=64))
     for scheme in ("rerope", "dca"):

@@ -68,7 +68,7 @@ class Comparison:
 
     Attributes:
         name: `group/scheme/…/length/dtype`, unique.
-        work, yardstick_name: what is compared, for people; the shape is said beside it.
+        work, yardstick_name: what is compared, without the shape.
         ours, yardstick: the two sides.
         target: largest allowed ratio of times; None where the ratio is for the record.
         memory_target: largest allowed ratio of peak extra memory; None where memory is not measured.

@@ -30,7 +30,7 @@ _ENVIRONMENT = (
 
 
 def facts(device: str) -> dict[str, Any]:
-    """All of it, as plain JSON types; equal for two runs whose rows may stand in one table."""
+    """All of it, as plain JSON types; equal for two runs whose rows can be compared."""
     gpu = torch.cuda.get_device_properties(0) if device == "cuda" else None
     return {
         "machine": {
@@ -43,7 +43,7 @@ def facts(device: str) -> dict[str, Any]:
             "gpu_memory_gib": round(gpu.total_memory / 2**30, 1) if gpu else None,
         },
         "versions": provenance()["versions"],
-        # a variable that is not set is said to be so: the default allocator is a setting too
+        # unset variables are recorded: the default allocator is a setting too
         "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
     }
 

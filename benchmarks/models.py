@@ -80,7 +80,7 @@ def decoding(
 
     step(1)  # a patched model takes a cache that it began itself
     for layer in range(layers):
-        # what else stands in it does not matter for the time, only how much
+        # other contents do not matter for the time, only their number
         past = [shape.random(rows, shape.kv_heads, shape.length - 1, shape.head_dim) for _ in range(2)]
         keys, _ = cache.update(past[0], past[1], layer)
         cache.layers[layer].keys = CachedKeys.of(keys, positions[:, : shape.length])

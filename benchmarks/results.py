@@ -138,7 +138,7 @@ class Point:
 
 
 def describe_error(error: Exception) -> str:
-    """The kind of an exception and the first line of what it says."""
+    """The kind of an exception and the first line of its message."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 

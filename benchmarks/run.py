@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run(results, jobs, Patience(0.0, least=1) if options.quick else Patience(options.seconds))
     except KeyboardInterrupt:
-        print("interrupted; what was measured is kept, and --resume goes on from there", file=sys.stderr)
+        print("interrupted; measured rows are kept: add --resume to continue", file=sys.stderr)
         code = 130
     report.print_table(results)
     if options.quick:

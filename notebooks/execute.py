@@ -4,7 +4,7 @@
     python notebooks/execute.py 02 05        # those whose names begin so; the path of an .ipynb will do as well
     python notebooks/execute.py --fast       # small values where a notebook has them; nothing is written
 
-A notebook is slow by the values in its cell tagged `parameters`. The small ones stand in its metadata, under
+The values in the cell tagged `parameters` make a notebook slow. Small values are in its metadata, under
 `rope_patch.fast`, and `--fast` assigns them in a cell of their own behind that cell. A notebook that fails is left as
 it was, the others still run, and the exit code is 1.
 """
@@ -28,7 +28,7 @@ from nbformat.v4 import new_code_cell
 FOLDER = Path(__file__).resolve().parent
 SECONDS_PER_CELL = 900
 
-QUIET = {  # what a kernel would print that says nothing about the notebook, and the network, which none needs
+QUIET = {  # kernel messages that have nothing to do with the notebook, and the network, which none needs
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_OFFLINE": "1",
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
@@ -108,7 +108,7 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
         record_timing=False,
         coalesce_streams=True,
         on_cell_start=lambda cell, cell_index: reached.append(f"cell {cell.id!r}"),
-        extra_arguments=["--log-level=ERROR"],  # of the kernel, which speaks on the terminal
+        extra_arguments=["--log-level=ERROR"],  # of the kernel, which prints to the terminal
     )
     try:
         client.execute()

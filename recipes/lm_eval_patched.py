@@ -12,7 +12,7 @@ the task, without a network: its perplexity over rolling windows of `--max-lengt
 ruler_cwe, ruler_fwe, niah_multikey_2 and niah_multikey_3 are made on the spot; the others download essays or questions.
 A prompt of ruler_fwe is as long as the length without its answer, and the window has room for both.
 
-How these windows differ from our protocol `disjoint`: the start-of-text (or else end-of-text) token stands in front of
+How these windows differ from our protocol `disjoint`: the start-of-text (or else end-of-text) token precedes
 the first window even where the tokenizer does not set it, so the first token of the text is scored too; each later
 window begins with the last token of the one before, never with the start of text; and the last window is filled up
 with earlier tokens, where ours is shorter. For a text that fills its windows exactly, with that token written in front

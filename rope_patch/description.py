@@ -143,7 +143,7 @@ def _under(scheme: Scheme, stack: Stack, plan: Plan | None) -> Iterable[tuple[st
         yield "table", counted(stack.absolute.capacity, "position")
     if stack.layers:
         full = [layer for layer in stack.layers if layer.kind == "full_attention"] or stack.layers
-        with suppress(InvalidField):  # of fields that do not fit these heads, which the first text tells
+        with suppress(InvalidField):  # the first text names the fields that do not fit these heads
             yield from _numbers(plan.scheme if plan else scheme, stack, (plan.touched(stack) if plan else full)[0])
         yield "positions", _position_map(scheme, stack.training_length)
 

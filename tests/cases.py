@@ -1,6 +1,6 @@
 """Small settings of every scheme, for models that were trained at 32 tokens, and the compositions worth testing.
 
-Those of a scheme stand in its own tests: `CASES` of `tests/schemes/test_<name>.py`, named after its file. They are read
+Those of a scheme are in its own tests: `CASES` of `tests/schemes/test_<name>.py`, named after its file. They are read
 there and not imported, since those tests import what is built on this module.
 """
 

@@ -84,7 +84,7 @@ class Definition:
 
 
 def no_rotation(m: Array, n: Array) -> Array:
-    """The distance that turns a pair where positions are said by something else."""
+    """The distance that turns a pair where something else gives the positions."""
     return 0 * (m - n)
 
 

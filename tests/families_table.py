@@ -32,7 +32,7 @@ encoders and decoders, and the tables of BERT-likes, have suites of their own (`
 - **patched**: a tiny random model takes `{_SCHEME}` and runs under it; nothing more is known.
 - **table**: it adds a table of learned positions (as BERT, GPT-2 and OPT do): a tiny random model runs under
   `{_ROWS}` ([tables of positions](absolute.md)).
-- **refused**: the library says why, and leaves the model as it was.
+- **refused**: the error names the reason, and the model stays as it was.
 - **not built**: no tiny random model came out of the settings that the others share.
 
 {{counts}}
@@ -53,7 +53,7 @@ def table() -> str:
 
 
 def passing(document: str) -> set[str]:
-    """The model types that a document says the contract holds for."""
+    """The model types for which a document states that the contract holds."""
     return {row.split("`")[1] for row in document.splitlines() if row.endswith(f" | {PASSES} |  |")}
 
 

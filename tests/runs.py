@@ -36,7 +36,7 @@ def follows_the_length(model: nn.Module, scheme: str | Scheme) -> bool:
     scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
     if not rope_types(model.config.rope_parameters) & FOLLOW_THE_LENGTH:
         return scheme.length_dependent
-    scheme = plan_mounts(scheme, read_stack(model)).scheme  # with `nope` where a bias stands in place of the rotation
+    scheme = plan_mounts(scheme, read_stack(model)).scheme  # with `nope` where a bias replaces the rotation
     return scheme.length_dependent or "frequencies" not in scheme.slots
 
 

@@ -60,7 +60,7 @@ def imports_of(path: Path) -> set[str]:
 def floor_of(module: str) -> int:
     part = module.split(".")[1]
     found = [index for index, floor in enumerate(FLOORS) if part in floor]
-    assert found, f"{module} stands on no floor"
+    assert found, f"{module} belongs to no layer"
     return found[0]
 
 

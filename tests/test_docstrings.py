@@ -1,13 +1,13 @@
-"""Every public name says what it does, what it takes, which shapes, and what it raises.
+"""Every public name documents what it does, what it takes, which shapes, and what it raises.
 
 Public is what does not begin with an underscore: the functions and classes of every module of the library, and the
 methods and properties of those classes. What each of them owes, checked in the source alone:
 
-- a docstring, its own or that of the method or attribute of a base class that it overrides: what a slot of a scheme
-  is, `Scheme` says once;
+- a docstring, its own or that of the method or attribute of a base class that it overrides: the slots of a scheme
+  are documented once, in `Scheme`;
 - on the public face, which is all that an `__all__` names: every parameter and every field of a dataclass in `Args:` or
   `Attributes:`, or by its name in backquotes. A method may leave that to its class, a class to its base, and a method
-  to the class that it says to see. Elsewhere an argument that its name explains needs no entry that repeats the name;
+  to the class that it refers to. Elsewhere an argument that its name explains needs no entry that repeats the name;
 - a shape in backquotes, such as `(batch, heads, q_len, head_dim)`, or the words scalar or shape, where a tensor is
   taken, returned or held;
 - in `Raises:`, every error of the library that its own body raises, or a base of that error.
@@ -47,7 +47,7 @@ class Text:
             self.sections[title] = self.sections.get(title, "") + content
 
     def names(self) -> set[str]:
-        """What is listed, or stands in backquotes."""
+        """What is listed, or quoted in backquotes."""
         listed = "".join(self.sections.get(name, "") for name in ("Args", "Attributes", "Class attributes"))
         entries = {name.lstrip("*") for found in ENTRY.findall(listed) for name in found.split(", ")}
         quoted = " ".join(re.findall(r"`([^`]*)`", self.whole))

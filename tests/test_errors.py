@@ -29,7 +29,7 @@ from tests.snapshots import snapshot
 
 
 def assert_refused(model, error, said, *schemes, **options):
-    """`patch` raises one line that says all of `said`, and nothing changed."""
+    """`patch` raises one line that contains all of `said`, and nothing changed."""
     before = snapshot(model)
     with pytest.raises(error) as caught:
         patch(model, *schemes, **options)

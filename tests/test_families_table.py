@@ -1,4 +1,4 @@
-"""docs/families.md says what is so."""
+"""docs/families.md agrees with the library."""
 
 from pathlib import Path
 

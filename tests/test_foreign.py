@@ -13,7 +13,7 @@ from tests.runs import LENGTH, assert_close, generated, logits, tokens
 # --- RoPE that follows the length -----------------------------------------------------------------------------------
 
 MAXIMUM = 24
-"""What the config says, and so L; another number than any that an entry says."""
+"""The config's length, and so L; a number that differs from those of all entries."""
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 8}
 NESTED = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
 WITH_YARN = {

@@ -25,7 +25,7 @@ LATE = [spec for spec in ROUTES if spec != CASES["yarn"]]
 
 @contextlib.contextmanager
 def refused(model, error, said):
-    """The block raises one line that says `said`, and nothing changed."""
+    """The block raises one line that contains `said`, and nothing changed."""
     before = snapshot(model)
     with pytest.raises(error, match=said) as caught:
         yield

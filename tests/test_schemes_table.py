@@ -1,4 +1,4 @@
-"""What `rope-patch list` says of the families is what the mounts do."""
+"""The families in `rope-patch list` are those that the mounts support."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def main(dist: str) -> None:
 
 
 def try_wheel(wheel: Path, folder: Path) -> None:
-    """Raises where a command fails or says something else than it should."""
+    """Raises where a command fails or prints something unexpected."""
     environment = folder / "environment"
     venv.create(environment, with_pip=True)
     programs = environment / ("Scripts" if os.name == "nt" else "bin")

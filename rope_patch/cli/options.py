@@ -200,7 +200,7 @@ def say(sentence: str) -> None:
 
 
 def is_main() -> bool:
-    """Whether this is the process that speaks, of those that torchrun or accelerate started."""
+    """Whether this is the main process, of those that torchrun or accelerate started."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -252,7 +252,7 @@ def _flags(options: type) -> dict[str, tuple[str, ...]]:
 
 
 def _read(path: Path, flags: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
-    """The words of a command line that a YAML file stands for, by option."""
+    """A YAML file as words of a command line, by option."""
     try:
         found = yaml.safe_load(path.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

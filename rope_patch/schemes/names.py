@@ -17,7 +17,7 @@ _ADVICE = {
     **dict.fromkeys(("none", "null", "plain", "off", "original", "native", "unpatched"), _NOTHING),
     **dict.fromkeys(("streamingllm", "attentionsink", "attentionsinks"), _SINKS),
 }
-"""What to write for names that stand for no scheme here, or for one of other fields."""
+"""What to write for names without a scheme here, or with other fields."""
 
 
 WHERE = "`rope-patch list` shows all"

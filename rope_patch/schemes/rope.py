@@ -45,7 +45,7 @@ class NoPE(Scheme):
     """
 
     name = "nope"
-    summary = "no positions at all; only the causal mask tells the order"
+    summary = "no positions at all; the order comes from the causal mask alone"
     equation = "theta_i = 0"
     source = Source(
         "The Impact of Positional Encoding on Length Generalization in Transformers",

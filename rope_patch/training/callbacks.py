@@ -163,7 +163,7 @@ def _document(number: int, row: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 class WarmStart(TrainerCallback):
-    """The first steps are trained under position interpolation by a factor, from which a scheme, or None, goes on.
+    """The first steps are trained under position interpolation by a factor, before a scheme, or None, takes over.
 
     Raises:
         EvaluationError: the scheme learns parameters, which have to be there from the first step on.

@@ -94,7 +94,7 @@ def test_a_window_of_flash_on_cuda_is_the_band(region, length, rows):
             window = kernels._window(tile)
             queries, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
             beyond = torch.arange(keys)[None] - torch.arange(queries)[:, None] - (keys - queries)
-            # a negative number would stand for no bound
+            # a negative number would mean no bound
             assert min(window.values()) >= 0
             inside = (beyond >= -window["window_size_left"]) & (beyond <= window["window_size_right"])
             assert torch.equal(inside, pairs_of(tile))

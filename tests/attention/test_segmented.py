@@ -69,7 +69,7 @@ def test_a_window_of_flash_on_cuda_is_the_band(region, q_length, offset):
             continue
         window = kernels._window(tile)
         rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
-        # a negative number would stand for no bound
+        # a negative number would mean no bound
         assert min(window.values()) >= 0
         beyond = torch.arange(keys)[None] - torch.arange(rows)[:, None] - (keys - rows)
         inside = (beyond >= -window["window_size_left"]) & (beyond <= window["window_size_right"])

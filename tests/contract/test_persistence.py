@@ -194,7 +194,7 @@ def test_parameters_that_would_also_scale_sliding_layers_are_not_expressible(fam
         export_rope_parameters(get_scheme("yarn:factor=4"), config_of(family))
 
 
-# --- what stands in the files ---------------------------------------------------------------------------------------
+# --- what is in the files ---------------------------------------------------------------------------------------
 
 YARN = get_scheme("yarn:factor=4").to_dict()
 MALFORMED = [

@@ -58,7 +58,7 @@ CASES = {
         "the capital of the country of France. It is the largest",
     ),
 }
-"""Weights, L, the beginning of a text, the loss of `TEXT` in nats per token, and how the text goes on."""
+"""Weights, L, the beginning of a text, the loss of `TEXT` in nats per token, and how the model continues the text."""
 
 TITLE = "Added exponential backoff to upload client"
 

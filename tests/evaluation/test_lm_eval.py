@@ -66,7 +66,7 @@ def test_nothing_to_evaluate_is_said(harness, capsys):
 
 @pytest.fixture
 def ruler_harness(harness, monkeypatch):
-    """With the group ruler, whose example has as many words as the test says."""
+    """With the group ruler, whose example has as many words as the test sets."""
     for name in ("lm_eval.tasks", "lm_eval.tasks.ruler", "lm_eval.tasks.ruler.vt_utils", "wonderwords", "nltk"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["lm_eval.tasks.ruler"].vt_utils = sys.modules["lm_eval.tasks.ruler.vt_utils"]

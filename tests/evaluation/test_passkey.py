@@ -106,7 +106,7 @@ def test_a_length_without_room_for_the_question_is_refused(task):
 
 
 class Speaker:
-    """Says one thing after every prompt, whatever it is."""
+    """Answers every prompt with the same text."""
 
     device = torch.device("cpu")
 
@@ -140,7 +140,7 @@ def test_an_answer_is_the_five_digits_and_no_others(said, right, tokenizer, monk
 
 
 def greedy_digits(model, tokenizer, tokens):
-    """What the model goes on with when it reads everything anew for every token."""
+    """The model's continuation, when it reads everything anew for every token."""
     read = tokens
     for _ in range(passkey.NEW_TOKENS):
         with torch.no_grad():

@@ -41,7 +41,7 @@ def measured(protocol, results=None):
 
 
 def lasting(rows):
-    """Rows without what the clock tells, and without the commit, which somebody may be making meanwhile."""
+    """Rows without times, and without the commit, which may change meanwhile."""
     passing = {"seconds": 0.0, "tokens_per_second": 0.0, "commit": None}
     return [json.loads(dataclasses.replace(row, **passing).to_json()) for row in rows]
 

@@ -33,7 +33,7 @@ def clock(monkeypatch):
 
 
 def read(clock, bar, row, seconds):
-    """Read a row of contexts, each as long as `seconds` of its length says."""
+    """Read a row of contexts, each in `seconds` of its length."""
     bar.begin(f"{row[0]}")
     for length in row:
         clock.now += seconds(length)

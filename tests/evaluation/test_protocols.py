@@ -32,7 +32,7 @@ def ids(tokenizer, document):
 def token_by_token(model, sequence, front, length, stride):
     """-ln p of every token of prefix and document but the first, each from a forward pass of its own.
 
-    The first `length` targets see everything before them; target p beyond sees what stands in the first window that
+    The first `length` targets see everything before them; target p beyond sees the tokens of the first window that
     reaches it, and `front` (if there is one) in place of that window's first token.
     """
     found = []

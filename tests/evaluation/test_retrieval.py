@@ -33,7 +33,7 @@ def go(model, schemes=SCHEMES, lengths=(16, 64), depths=(0.0, 1.0), task=None, *
 
 
 class Counting(Spans):
-    """The task, counting its questions and interrupted where the test says so."""
+    """The task, counting its questions and interrupted where the test asks for it."""
 
     calls = 0
     stop_at = None

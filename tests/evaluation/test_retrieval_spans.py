@@ -107,7 +107,7 @@ def test_answers_are_those_of_all_logits_in_float64(scheme, model):
 @pytest.mark.parametrize(("distance", "seen"), [(TRAINING_LENGTH - 1, True), (TRAINING_LENGTH, False)])
 def test_from_a_distance_of_l_on_attention_cut_at_l_sees_nothing(distance, seen, model):
     config = model.config
-    config.num_hidden_layers = 1  # more layers hand on what they saw
+    config.num_hidden_layers = 1  # more layers pass on what they saw
     torch.manual_seed(0)
     shallow = LlamaForCausalLM(config).eval()
     task = make()

@@ -178,7 +178,7 @@ SCHEMES = ["plain", "window", "pi:target=auto"]
 
 @pytest.fixture
 def spoken(monkeypatch):
-    """A model that under `window` says the first word of each second prompt, and nothing else."""
+    """A model that under `window` answers each second prompt with its first word, and nothing else."""
     said = []
 
     def greedy(model, tokenizer, tokens, new_tokens, **_):

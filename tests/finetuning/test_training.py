@@ -1,4 +1,4 @@
-"""Which parameters train, that what saves memory changes no loss, and what is said where something is wrong."""
+"""Which parameters train, that what saves memory changes no loss, and the messages where something is wrong."""
 
 from __future__ import annotations
 

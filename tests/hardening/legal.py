@@ -150,7 +150,7 @@ def _typed(usual: Scheme, field: str, value: Any, size: int) -> SearchStrategy[A
 
 @functools.cache
 def _words(usual: Scheme, field: str) -> list[str]:
-    """The words that a field may be, as the error says that refuses another."""
+    """The values that a field may have, as listed by the error that refuses another."""
     with pytest.raises(InvalidField, match="allowed: ") as refused:
         dataclasses.replace(usual, **{field: ""})  # type: ignore[type-var]
     return str(refused.value).partition("allowed: ")[2].split(", ")

@@ -10,7 +10,7 @@ def cases(*, usual: int, hard: int) -> int:
 
     Args:
         usual: in the run of every day.
-        hard: where the environment says `ROPE_PATCH_HARD=1`.
+        hard: where the environment has `ROPE_PATCH_HARD=1`.
     """
     return hard if os.environ.get("ROPE_PATCH_HARD") == "1" else usual
 

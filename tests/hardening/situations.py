@@ -1,4 +1,4 @@
-"""Random models, texts and masks, and what a model says of them."""
+"""Random models, texts and masks, and a model's outputs for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is written where the library reads words, settings or configs: it works, or an error says why not."""
+"""Whatever is written where the library reads words, settings or configs: it works, or an error gives the reason."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ KINDS = {
         lambda model: absolute_families.outputs(model, absolute_families.tokens(8)),
     ),
 }
-"""By name: how a model is made, the schemes that it is put under in turn, and what it says."""
+"""By name: how a model is made, the schemes that it is put under in turn, and its output."""
 
 CYCLES = [
     (kind, part, number)

@@ -47,7 +47,7 @@ def together(*actions: Callable[[], Any]) -> list[Any]:
 
 
 def used(spec: str, model=None) -> list[torch.Tensor]:
-    """What a patched model says, generates and learns."""
+    """What a patched model computes, generates and learns."""
     model = build() if model is None else model
     with patch(model, spec):
         said = [logits(model, tokens(rows=2)), generated(model, tokens(12), 4)]

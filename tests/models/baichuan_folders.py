@@ -88,7 +88,7 @@ GENERATION = {
     "assistant_token_id": 196,
     "max_new_tokens": 2048,
 }
-"""What a `generation_config.json` of a chat model says, without what makes it sample."""
+"""A `generation_config.json` of a chat model, without the settings that make it sample."""
 
 LAYERS, VOCABULARY, INTERMEDIATE = 2, 97, 48
 

@@ -50,7 +50,7 @@ schemes = pytest.mark.parametrize("spec", LONGEST)
 
 
 def limits(model):
-    """Every number and shape that says how long a text may be."""
+    """Every number and shape that limits the length of a text."""
     config = model.config.to_dict()
     return {
         "config": {name: config.get(name) for name in ("max_position_embeddings", "n_positions")},

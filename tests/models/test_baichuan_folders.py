@@ -146,7 +146,7 @@ def test_the_position_kind_is_read_and_stays(fields, alibi, tmp_path):
     config = BaichuanConfig(**fields)
     assert config.uses_alibi == alibi
     assert (config.rope_parameters is None) == alibi
-    config.architectures = ["BaichuanForCausalLM"]  # as any saved model says
+    config.architectures = ["BaichuanForCausalLM"]  # as in any saved model
     config.save_pretrained(tmp_path)
     again = AutoConfig.from_pretrained(tmp_path)
     assert again.uses_alibi == alibi

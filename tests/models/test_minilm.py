@@ -49,7 +49,7 @@ def test_a_long_document_is_read_whole_after_one_line(model, tokenizer):
     assert model.config.max_position_embeddings == 512**2
     vector = vectors(model, tokenizer, [LONG], 1100)
     assert torch.isfinite(vector).all()
-    # what stands behind token 1000 is seen
+    # the tokens after token 1000 are seen
     assert (vector - vectors(model, tokenizer, [LONG], 1000)).norm() > 1e-3
 
 

@@ -22,11 +22,11 @@ WITH_TOWER = [family for family in FAMILIES if family not in ("paddleocr_vl", "c
 """Families whose towers take pixels in the form of Qwen's."""
 
 of_each_kind = pytest.mark.parametrize("family", [f for f in ("qwen2_vl", "qwen3_5", "glm4v_moe") if f in FAMILIES])
-"""One whose stack tells its layers no positions, one with a row of the text, and one that hands on all axes."""
+"""One whose stack gives its layers no positions, one with a row of the text, and one that passes on all axes."""
 
 
 def tokens(length=TRAINING_LENGTH + 8, rows=1, seed=0):
-    """Text without the tokens that stand for images."""
+    """Text without image tokens."""
     return any_tokens(length, rows, seed) % (IMAGE - 1) + 1
 
 

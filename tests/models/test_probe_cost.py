@@ -169,7 +169,7 @@ class Neighbours(modeling_llama.LlamaAttention):
 
 
 class ByIndex(modeling_llama.LlamaAttention):
-    """Turns neighbours in the layer 2, which nothing but its index tells."""
+    """Turns neighbours in layer 2, known by its index alone."""
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
         turn = neighbours if self.layer_idx == 2 else modeling_llama.apply_rotary_pos_emb
@@ -177,7 +177,7 @@ class ByIndex(modeling_llama.LlamaAttention):
 
 
 class Switched(modeling_llama.LlamaAttention):
-    """Turns neighbours where a setting, a buffer or a weight of one number says so."""
+    """Turns neighbours where a setting, a buffer or a weight of one number asks for it."""
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
         turn = neighbours if bool(self.switch) else modeling_llama.apply_rotary_pos_emb
@@ -277,7 +277,7 @@ def test_a_hook_of_one_layer_is_run(measured):
 
 
 class Silent(modeling_llama.LlamaDecoderLayer):
-    """Tells its attention no positions."""
+    """Gives its attention no positions."""
 
     def forward(self, hidden_states, position_ids=None, **kwargs):
         return super().forward(hidden_states, position_ids=None, **kwargs)

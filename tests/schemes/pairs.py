@@ -19,7 +19,7 @@ def random(*size: int, seed: int = 0) -> torch.Tensor:
 def make_pairs(
     m: range, n: range, seen: torch.Tensor | None = None, batch: int = 2, shape: ModelShape = SHAPE
 ) -> Pairs:
-    """Queries at positions m, keys at positions n; a query sees the keys up to itself where nothing else is said."""
+    """Queries at positions m, keys at positions n; a query sees the keys up to itself unless stated otherwise."""
     queries, keys = torch.tensor(m)[None, :, None], torch.tensor(n)[None, None]
     query = random(batch, shape.num_heads, len(m), shape.head_dim, seed=1)
     key = random(batch, shape.num_heads, len(n), shape.head_dim, seed=2)

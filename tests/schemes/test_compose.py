@@ -14,7 +14,7 @@ FOLLOWING = {"slots", "to_dict", "fields_for", "composition"}
 
 
 def not_composed(cls: type[Scheme]) -> set[str]:
-    """What a scheme of this class says of itself and no composition of it would."""
+    """What a scheme of this class declares of itself and no composition of it would."""
     public = {name for name in {*vars(cls), *cls.__annotations__} if not name.startswith("_")}
     return public - vars(Compose).keys() - FOLLOWING
 
@@ -34,7 +34,7 @@ def test_a_class_attribute_without_a_rule_would_be_missed():
 
 
 def with_attribute(name, value):
-    """RoPE that says something else of itself."""
+    """RoPE that declares something else of itself."""
     return type("Saying", (RoPE,), {name: value})()
 
 

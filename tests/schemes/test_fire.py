@@ -1,4 +1,4 @@
-"""The formula of the paper for single pairs, and what it says of long texts."""
+"""The formula of the paper for single pairs, and its claim about long texts."""
 
 import numpy as np
 import pytest

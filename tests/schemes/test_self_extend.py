@@ -37,7 +37,7 @@ def test_groups_of_one_are_rope(window):
 
 @pytest.mark.parametrize(("query", "key", "expected"), [(15, 12, 3), (15, 11, 4), (15, 8, 4), (15, 7, 5), (15, 0, 6)])
 def test_published_example(query, key, expected):
-    # group 4 and window 4: shift 4 - 1, so that 15 stands at 15 // 4 + 3 = 6 against groups 0 to 3
+    # group 4 and window 4: shift 4 - 1, so that 15 is at 15 // 4 + 3 = 6 against groups 0 to 3
     _, _, found = rotated_distances(SelfExtend(4, 4), 16)
     assert found[query, key] == expected
 

@@ -1,4 +1,4 @@
-"""Runs Transformers' own model and generation tests unpatched and under schemes, and says what fails only patched.
+"""Runs Transformers' own model and generation tests unpatched and under schemes, and prints what fails only patched.
 
     python -m tests.transformers_suite.run CHECKOUT [--models llama,t5] [--schemes native,rerope:window=4,alibi]
 
