@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.models.config import checkpoint_of_config
-from rope_patch.saving.export import _RECORD, _config_of, _entry, _read_config, _readers
+from rope_patch.saving.export import config_of, entry_of, read_config, readers_of
+from rope_patch.saving.loading import RECORD
 from rope_patch.schemes.registry import scheme_from_dict
 
 READERS = NEW, OLD, VLLM, LLAMA_CPP = ("Transformers 5", "Transformers 4", "vLLM", "llama.cpp")
@@ -45,11 +46,11 @@ def diagnose(folder: str | Path) -> list[Reading]:
         NotExpressible: its config.json is not a config, or Transformers cannot read it.
         OSError: the folder or its config.json is missing.
     """
-    raw = _read_config(Path(folder))
-    config = _config_of(Path(folder)).get_text_config()
+    raw = read_config(Path(folder))
+    config = config_of(Path(folder)).get_text_config()
     part = raw if "rope_parameters" in raw or not isinstance(raw.get("text_config"), dict) else raw["text_config"]
     read = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
-    entry = _entry(read) if "rope_type" in read or "full_attention" in read else {"rope_type": "default"}
+    entry = entry_of(read) if "rope_type" in read or "full_attention" in read else {"rope_type": "default"}
     older = _as_older_readers_have_it(part)
     found = {reader: Reading(reader, _spelled(older if reader == OLD else entry)) for reader in READERS}
 
@@ -57,7 +58,7 @@ def diagnose(folder: str | Path) -> list[Reading]:
         for reader in readers or READERS:
             found[reader].lost.append(sentence)
 
-    record = part.get(_RECORD) or raw.get(_RECORD)
+    record = part.get(RECORD) or raw.get(RECORD)
     if isinstance(record, dict) and record.get("rope_parameters", read) == read and "positions" not in record:
         recorded = f"{scheme_from_dict(record.get('scheme', {}))}, which config.rope_patch records"
         lost(f"{recorded}: load it with rope_patch.from_pretrained", NEW, OLD)
@@ -75,7 +76,7 @@ def diagnose(folder: str | Path) -> list[Reading]:
         lost("dynamic: it uses one base, for the longest text that it serves", VLLM)
         lost("dynamic: it keeps the checkpoint's base", LLAMA_CPP)
     else:
-        for other in _readers(read, raw.get("architectures") or [], 0)[1:]:
+        for other in readers_of(read, raw.get("architectures") or [], 0)[1:]:
             if other.reads == "no" or (other.reads == "partly" and "rope_type" not in read):
                 lost(f"{entry['rope_type']}: {other.words}", other.name)
     return list(found.values())

@@ -20,13 +20,12 @@ from transformers import AutoConfig
 
 from rope_patch.errors import AlreadyPatched, NotExpressible
 from rope_patch.models.config import checkpoint_of_config, training_length
-from rope_patch.saving.loading import make_loadable
+from rope_patch.saving.loading import RECORD, make_loadable
 from rope_patch.saving.rope_parameters import export_rope_parameters
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import get_scheme, scheme_from_dict
 
-_RECORD = "rope_patch"
-_POSITIONAL = (_RECORD, "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
+_POSITIONAL = (RECORD, "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 """Keys of config.json that are rewritten or omitted."""
 
 _OF_TRAINING = ("optimizer", "scheduler", "rng_state", "trainer_state", "training_args", "scaler")
@@ -127,13 +126,13 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
         OSError: the folder or its `config.json` is missing.
     """
     folder = Path(checkpoint)
-    raw = _read_config(folder)
+    raw = read_config(folder)
     _check_own_code(folder, raw)
     make_loadable(folder)
-    config = _config_of(folder)
+    config = config_of(folder)
     nested = not getattr(config, "rope_parameters", None) and isinstance(raw.get("text_config"), dict)
     text = config.text_config if nested else config
-    record = raw.get(_RECORD) or (raw["text_config"].get(_RECORD) if nested else None)
+    record = raw.get(RECORD) or (raw["text_config"].get(RECORD) if nested else None)
     record = record if isinstance(record, dict) else None
     chosen = _scheme(folder, scheme, record)
     spelled = scheme if isinstance(scheme, str) else str(chosen)
@@ -147,9 +146,9 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
     part = _written(before, type(text), parameters, trained, length)
     changed = {key: part.get(key) for key in {**before, **part} if before.get(key) != part.get(key)}
     written = {**raw, "text_config": part} if nested else part
-    written.pop(_RECORD, None)
+    written.pop(RECORD, None)
     architectures = raw.get("architectures")
-    readers = _readers(parameters, architectures if isinstance(architectures, list) else [], length)
+    readers = readers_of(parameters, architectures if isinstance(architectures, list) else [], length)
     return Serving(chosen, trained, length, written, {"text_config": changed} if nested else changed, readers)
 
 
@@ -165,7 +164,7 @@ def served_by(scheme: Scheme | None, config: Any) -> list[str]:
     text = config.get_text_config()
     try:
         _check_own_code(config.name_or_path, {"model_type": config.model_type, **vars(config)})
-        readers = _readers(_parameters(scheme, str(scheme), text), config.architectures or [], 0)
+        readers = readers_of(_parameters(scheme, str(scheme), text), config.architectures or [], 0)
     except NotExpressible:
         return []
     names = [SERVERS[0], *(f"{each.name} (partly)" if each.reads == "partly" else each.name for each in readers[1:])]
@@ -216,7 +215,13 @@ def export_checkpoint(
     return dataclasses.replace(serving, output=target)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` as it is written.
+
+    Raises:
+        FileNotFoundError: there is no folder, or no config in it.
+        NotExpressible: the folder is an adapter, or the config is not a JSON object.
+    """
     if not folder.is_dir():
         raise FileNotFoundError(
             errno.ENOENT, "no checkpoint folder; download one from the Hub first (hf download ID)", str(folder)
@@ -246,7 +251,12 @@ def _check_own_code(folder: str | Path, raw: dict[str, Any]) -> None:
         )
 
 
-def _config_of(folder: Path) -> Any:
+def config_of(folder: Path) -> Any:
+    """The config as Transformers reads it.
+
+    Raises:
+        NotExpressible: it cannot.
+    """
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # every config class has errors of its own
@@ -279,8 +289,8 @@ def _parameters(scheme: Scheme, spelled: str, config: Any) -> dict[str, Any]:
             f"{spelled} cannot be served elsewhere: {error}. Serve it in Transformers with rope_patch.from_pretrained, "
             "or export only static frequencies, such as yarn:factor=4"
         ) from error
-    if _entry(parameters)["rope_type"] == "dynamic":
-        factor = _entry(parameters)["factor"]
+    if entry_of(parameters)["rope_type"] == "dynamic":
+        factor = entry_of(parameters)["factor"]
         growth = "l / L" if factor == 1 else f"{factor:g} l / L - {factor - 1:g}"
         raise NotExpressible(
             f"{spelled} cannot be served elsewhere, because its readers disagree: Transformers keeps the largest base "
@@ -290,14 +300,14 @@ def _parameters(scheme: Scheme, spelled: str, config: Any) -> dict[str, Any]:
     return parameters
 
 
-def _entry(parameters: dict[str, Any]) -> dict[str, Any]:
+def entry_of(parameters: dict[str, Any]) -> dict[str, Any]:
     """The entry of full attention."""
     return parameters if "rope_type" in parameters else parameters["full_attention"]
 
 
 def _length(scheme: Scheme, spelled: str, parameters: dict[str, Any], config: Any, asked: int | None) -> int:
     trained = training_length(config)
-    resolved = _entry(parameters).get("factor") or getattr(scheme, "factor", None)
+    resolved = entry_of(parameters).get("factor") or getattr(scheme, "factor", None)
     if asked is not None and asked < 1:
         raise NotExpressible(f"length={asked} is not allowed; it must be a number of tokens, at least 1")
     if resolved is None:
@@ -305,7 +315,7 @@ def _length(scheme: Scheme, spelled: str, parameters: dict[str, Any], config: An
             raise NotExpressible(f"{spelled} does not define a context length; set a length in tokens")
         return asked or int(getattr(config, "max_position_embeddings", trained))
     extended = round(resolved * trained)
-    if asked not in (None, extended) and _entry(parameters)["rope_type"] in _RATIO_TYPES:
+    if asked not in (None, extended) and entry_of(parameters)["rope_type"] in _RATIO_TYPES:
         raise NotExpressible(
             f"length={asked} with {spelled}: some readers compute the factor as length / L, so the length must be "
             f"factor times L, {extended}; change the factor instead"
@@ -317,7 +327,7 @@ def _written(raw: dict[str, Any], kind: Any, parameters: dict[str, Any], trained
     """The part of config.json for the text model."""
     kept = {key: value for key, value in raw.items() if key not in _POSITIONAL}
     written = {**kept, "rope_parameters": parameters, "max_position_embeddings": length}
-    if _entry(parameters)["rope_type"] in ("llama3", "longrope"):
+    if entry_of(parameters)["rope_type"] in ("llama3", "longrope"):
         written["original_max_position_embeddings"] = trained  # llama.cpp's converter reads it here, not in the entry
     if "rope_type" in parameters:
         older = {**written, **_older_words(parameters)}
@@ -355,7 +365,8 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def _readers(parameters: dict[str, Any], architectures: list[Any], length: int) -> tuple[Reader, ...]:
+def readers_of(parameters: dict[str, Any], architectures: list[Any], length: int) -> tuple[Reader, ...]:
+    """What Transformers, vLLM and llama.cpp make of the parameters."""
     here = Reader("Transformers", "yes", "5 reads rope_parameters; before 5, rope_scaling and rope_theta")
     if "rope_type" not in parameters:
         advice = "parameters by layer type: support depends on its code for this model, which was not checked"

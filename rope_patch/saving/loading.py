@@ -44,7 +44,9 @@ from rope_patch.patching import PatchHandle, find_handle, find_record, mount_sch
 from rope_patch.saving.gguf import is_gguf, load_gguf
 from rope_patch.schemes.registry import scheme_from_dict
 
-_RECORD = "rope_patch"
+RECORD = "rope_patch"
+"""The key of the scheme in a config."""
+
 _ADAPTERS = "adapter_config.json"
 _PLACES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 _OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -90,10 +92,10 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
         # as in Transformers: arguments that are fields of the config change it
         fields = [key for key in kwargs if key in vars(config) and key not in ("dtype", "torch_dtype")]
         config.update({key: kwargs.pop(key) for key in fields})
-    record = _checked(vars(config).get(_RECORD), config)
+    record = _checked(vars(config).get(RECORD), config)
     if record is not None and "positions" not in record:
         for part in _parts(config):
-            vars(part).pop(_RECORD, None)
+            vars(part).pop(RECORD, None)
     if record is not None and "rope_parameters" in record:
         config.get_text_config().rope_parameters = record["rope_parameters"]
     with _advice_of_ours(path, places):
@@ -174,7 +176,7 @@ def _with_adapters(
     elsewhere = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder")}
     if config is not None:
         elsewhere.setdefault("dtype", config.dtype)
-    record = None if config is None else _checked(vars(config).get(_RECORD), config)
+    record = None if config is None else _checked(vars(config).get(RECORD), config)
     model = _load(base, elsewhere, (*above, adapters))
     wanted = None if record is None else scheme_from_dict(record["scheme"])
     carried = find_handle(model)
