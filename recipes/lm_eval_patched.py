@@ -70,7 +70,7 @@ def main(options: Options) -> None:
     with quiet_transformers():
         tokenizer = load_tokenizer(checkpoint)
         asked: dict[str, Any] = ruler(options, checkpoint, tokenizer) or {"limit": options.limit}
-        model = load_model(checkpoint, device=options.device)
+        model = load_model(checkpoint, dtype="auto", device=options.device)
     tasks = [*options.tasks, *([rolling(options.text)] if options.text else [])]
     window = options.max_length or (max(options.lengths) + ANSWER if options.lengths else None)
     with patch(model, options.scheme) if options.scheme else nullcontext():

@@ -33,12 +33,12 @@ def default_checkpoint() -> str:
     return str(recipes_folder() / "assets" / "tiny-llama")
 
 
-def load_model(path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "auto") -> nn.Module:
+def load_model(path: str, *, dtype: str | None = None, device: str = "auto", attention: str = "auto") -> nn.Module:
     """The language model of a checkpoint folder, Hub ID or GGUF file, patched again if it was saved under a scheme.
 
     Args:
-        dtype: `auto` for the checkpoint's own (bfloat16 for a GGUF file), but float32 on a CPU without bfloat16
-            instructions, where half precision can be a hundred times slower; or one of `DTYPES`.
+        dtype: None for the checkpoint's own (bfloat16 for a GGUF file); `auto` for the same, but float32 on a CPU
+            without bfloat16 instructions, where half precision can be a hundred times slower; or one of `DTYPES`.
         device: a torch device, or `auto` for the first accelerator (with several processes that of the local rank), or
             else the CPU.
         attention: `auto`, or an implementation of Transformers, such as `sdpa` or `eager`.
@@ -47,14 +47,14 @@ def load_model(path: str, *, dtype: str = "auto", device: str = "auto", attentio
         EvaluationError: there is no checkpoint, or it cannot be loaded with these arguments; the message has the first
             line of the reason.
     """
-    if dtype not in DTYPES:
+    if dtype not in (None, *DTYPES):
         raise EvaluationError(f"dtype {dtype!r}: {did_you_mean(dtype, DTYPES)}")
     place = _device(device)
     if dtype == "auto" and place.type == "cpu" and not multiplies_bfloat16():
         dtype = "float32"
     chosen: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
     with _one_line(path, "a language model"):
-        return from_pretrained(path, dtype=dtype, local_files_only=Path(path).exists(), **chosen).to(place)
+        return from_pretrained(path, dtype=dtype or "auto", local_files_only=Path(path).exists(), **chosen).to(place)
 
 
 def load_tokenizer(path: str) -> Any:
@@ -93,7 +93,7 @@ def trained_length(path: str) -> int:
 
 def unpack(path: str, folder: str | Path, dtype: str = "auto") -> None:
     """Convert a GGUF file to a checkpoint folder of Transformers, in bfloat16 unless `dtype` names another."""
-    load_model(path, dtype="bfloat16" if dtype == "auto" else dtype, device="cpu").save_pretrained(folder)  # type: ignore[operator]
+    load_model(path, dtype=None if dtype == "auto" else dtype, device="cpu").save_pretrained(folder)  # type: ignore[operator]
     load_tokenizer(path).save_pretrained(folder)
 
 

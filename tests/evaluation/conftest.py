@@ -5,6 +5,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import rope_patch
+from rope_patch.mounting.parameters import learned_parameters
+
 TRAINING_LENGTH = 16
 
 
@@ -75,3 +78,29 @@ def folder_of_texts(path, *lengths):
     for document in documents(*lengths):
         (path / f"{document['name']}.txt").write_text(document["text"])
     return path
+
+
+@pytest.fixture
+def saved(checkpoint, tmp_path):
+    """The checkpoint, saved under YaRN."""
+    return _saved_under("yarn:factor=4", checkpoint, tmp_path / "saved")
+
+
+LEARNED = "rope+kerple:initial_scale=1"
+
+
+@pytest.fixture
+def trained(checkpoint, tmp_path):
+    """The checkpoint, saved under `LEARNED` with other values than it starts from."""
+    return _saved_under(LEARNED, checkpoint, tmp_path / "trained")
+
+
+def _saved_under(spec, checkpoint, folder):
+    model = rope_patch.from_pretrained(checkpoint)
+    rope_patch.patch(model, spec)
+    with torch.no_grad():
+        for value in learned_parameters(model).values():
+            value.mul_(3)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder

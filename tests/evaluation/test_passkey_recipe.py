@@ -6,16 +6,13 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
-import rope_patch
 from rope_patch.cli.options import parse, recipes_folder
 from rope_patch.evaluation.charts import blank
 from rope_patch.evaluation.retrieval import grids
-from rope_patch.mounting.parameters import learned_parameters
-from tests.recipes import load_recipe, run_recipe
+from tests.recipes import load_recipe, refuse, run_recipe
 
-from .conftest import byte_tokenizer, folder_of_texts
+from .conftest import LEARNED, folder_of_texts
 from .retrieval_rows import row
 
 recipe = load_recipe("passkey")
@@ -123,12 +120,7 @@ COMPLAINTS = {
 
 @pytest.mark.parametrize("message", COMPLAINTS)
 def test_wrong_input_is_one_clear_line(message, words, capsys):
-    assert main(words(**COMPLAINTS[message])) == 2
-    captured = capsys.readouterr()
-    complaint = captured.err.strip().splitlines()[-1]
-    assert message in complaint
-    assert complaint.startswith("rope-patch: ")
-    assert captured.out == ""
+    refuse("passkey", words(**COMPLAINTS[message]), message, capsys)
 
 
 def test_a_length_that_is_too_short_is_found_before_the_model_is_loaded(words, capsys, monkeypatch):
@@ -137,37 +129,24 @@ def test_a_length_that_is_too_short_is_found_before_the_model_is_loaded(words, c
     assert "needs a length of at least" in capsys.readouterr().err
 
 
-def test_a_checkpoint_saved_under_a_scheme_is_measured_without_it(words, checkpoint, tmp_path, capsys):
+def test_a_checkpoint_saved_under_a_scheme_is_measured_without_it(words, saved, capsys):
     assert main([*words(), "--json"]) == 0
     before = [row["nll"] for row in json.loads(capsys.readouterr().out)]
-    model = rope_patch.from_pretrained(checkpoint)
-    rope_patch.patch(model, "yarn", factor=4)
-    model.save_pretrained(tmp_path / "saved")
-    byte_tokenizer().save_pretrained(tmp_path / "saved")
-    assert main([*words(model=tmp_path / "saved"), "--json"]) == 0
+    assert main([*words(model=saved), "--json"]) == 0
     captured = capsys.readouterr()
     assert [row["nll"] for row in json.loads(captured.out)] == before
     assert "saved under yarn" in captured.err
 
 
-def test_what_a_checkpoint_learned_is_measured_where_a_line_names_its_scheme(words, checkpoint, tmp_path, capsys):
-    folder, spec = tmp_path / "saved", "rope+kerple:initial_scale=1"
-    model = rope_patch.from_pretrained(checkpoint)
-    rope_patch.patch(model, spec)
-    with torch.no_grad():
-        for value in learned_parameters(model).values():
-            value.mul_(3)
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-
+def test_what_a_checkpoint_learned_is_measured_with_its_scheme(words, checkpoint, trained, tmp_path, capsys):
     def measured(folder):
-        assert main([*words(model=folder, output=tmp_path / folder.name, scheme=spec), "--json"]) == 0
+        assert main([*words(model=folder, output=tmp_path / folder.name, scheme=LEARNED), "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)
         return [row["nll"] for row in rows if row["scheme"]["name"] == "compose"]
 
-    trained, untrained = measured(folder), measured(checkpoint)
-    assert len(trained) == len(untrained) == 6
-    assert all(abs(a - b) > 1e-3 for a, b in zip(trained, untrained, strict=True))
+    learned, fresh = measured(trained), measured(checkpoint)
+    assert len(learned) == len(fresh) == 6
+    assert all(abs(a - b) > 1e-3 for a, b in zip(learned, fresh, strict=True))
 
 
 # --- what is shown ---------------------------------------------------------------------------------------------------

@@ -15,11 +15,10 @@ from rope_patch.cli.options import parse
 from rope_patch.evaluation import perplexity
 from rope_patch.evaluation.lines import scheme_at, with_references
 from rope_patch.evaluation.measured_model import MeasuredModel, take_off
-from rope_patch.mounting.parameters import learned_parameters
-from tests.recipes import load_recipe, run_recipe
+from tests.recipes import load_recipe, refuse, run_recipe
 from tests.runs import logits, tokens
 
-from .conftest import byte_tokenizer, folder_of_texts
+from .conftest import LEARNED, folder_of_texts
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 
@@ -118,12 +117,7 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_input_is_one_clear_line(message, words, capsys):
-    assert run_recipe("perplexity", words(**WRONG[message])) == 2
-    captured = capsys.readouterr()
-    complaint = captured.err.strip().splitlines()[-1]
-    assert message in complaint
-    assert complaint.startswith("rope-patch: ")
-    assert captured.out == ""
+    refuse("perplexity", words(**WRONG[message]), message, capsys)
 
 
 def test_folders_that_are_no_checkpoint(words, tmp_path, capsys):
@@ -158,41 +152,28 @@ def test_a_read_only_output_folder(words, tmp_path, capsys):
     assert "Permission denied" in capsys.readouterr().err
 
 
-def test_a_checkpoint_saved_under_a_scheme_is_measured_without_it(words, checkpoint, tmp_path, capsys):
+def test_a_checkpoint_saved_under_a_scheme_is_measured_without_it(words, saved, capsys):
     assert run_recipe("perplexity", [*words(), "--json"]) == 0
     before = [row["nll"] for row in json.loads(capsys.readouterr().out)]
-    model = rope_patch.from_pretrained(checkpoint)
-    rope_patch.patch(model, "yarn", factor=4)
-    model.save_pretrained(tmp_path / "saved")
-    byte_tokenizer().save_pretrained(tmp_path / "saved")
-    assert run_recipe("perplexity", [*words(model=tmp_path / "saved"), "--json"]) == 0
+    assert run_recipe("perplexity", [*words(model=saved), "--json"]) == 0
     captured = capsys.readouterr()
     assert [row["nll"] for row in json.loads(captured.out)] == before
     assert "saved under yarn" in captured.err
 
 
-def test_what_a_checkpoint_learned_is_measured_where_a_line_names_its_scheme(words, checkpoint, tmp_path, capsys):
-    folder, spec = tmp_path / "saved", "rope+kerple:initial_scale=1"
-    model = rope_patch.from_pretrained(checkpoint)
-    rope_patch.patch(model, spec)
-    with torch.no_grad():
-        for value in learned_parameters(model).values():
-            value.mul_(3)
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-
+def test_what_a_checkpoint_learned_is_measured_with_its_scheme(words, checkpoint, trained, tmp_path, capsys):
     def measured(folder):
-        told = words(model=folder, output=tmp_path / folder.name, scheme=spec, lengths="32")
+        told = words(model=folder, output=tmp_path / folder.name, scheme=LEARNED, lengths="32")
         assert run_recipe("perplexity", [*told, "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)
         return next(row["nll"] for row in rows if row["scheme"]["name"] == "compose")
 
-    assert abs(measured(folder) - measured(checkpoint)) > 1e-3
+    assert abs(measured(trained) - measured(checkpoint)) > 1e-3
 
-    loaded, said = rope_patch.from_pretrained(folder), []
+    model, loaded, said = rope_patch.from_pretrained(trained), rope_patch.from_pretrained(trained), []
     learned = take_off(loaded, said.append)
     assert len(said) == 1
-    with rope_patch.patch(loaded, spec):
+    with rope_patch.patch(loaded, LEARNED):
         assert not torch.equal(logits(loaded, tokens()), logits(model, tokens()))
-    with MeasuredModel(loaded, learned).under(rope_patch.get_scheme(spec)):
+    with MeasuredModel(loaded, learned).under(rope_patch.get_scheme(LEARNED)):
         assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rope_patch.cli.options import parse, recipes_folder
-from tests.recipes import load_recipe, run_recipe
+from tests.recipes import load_recipe, refuse, run_recipe
 
 from .conftest import byte_tokenizer, tiny_llama
 
@@ -115,12 +115,7 @@ COMPLAINTS = {
 
 @pytest.mark.parametrize("message", COMPLAINTS)
 def test_wrong_input_is_one_clear_line(message, words, capsys):
-    assert main(words(**COMPLAINTS[message])) == 2
-    captured = capsys.readouterr()
-    complaint = captured.err.strip().splitlines()[-1]
-    assert message in complaint
-    assert complaint.startswith("rope-patch: ")
-    assert captured.out == ""
+    refuse("ruler", words(**COMPLAINTS[message]), message, capsys)
 
 
 def test_what_is_missing_is_found_before_the_model_is_loaded(words, capsys, monkeypatch):

@@ -59,7 +59,7 @@ class PerplexityVsLength(evaluate.Metric):
     ) -> dict[str, Any]:
         if isinstance(model, str):
             tokenizer = tokenizer or load_tokenizer(model)
-            model = load_model(model)
+            model = load_model(model, dtype="auto")
         elif tokenizer is None:
             raise ValueError("tokenizer=None: a loaded model needs its tokenizer")
         corpus = [{"name": f"predictions[{i}]", "text": text} for i, text in enumerate(predictions)]
