@@ -178,10 +178,6 @@ def test_auto_is_a_target(typed, model):
     assert "='auto' is not allowed; write target=8192, the length in tokens to reach" in said
 
 
-def test_auto_in_a_class_is_a_target():
-    assert told(InvalidField, YaRN, factor="auto").endswith("write patch(model, 'yarn', target=8192)")
-
-
 @pytest.mark.parametrize("name", ["yarn", "ntk_by_parts", "dynamic_yarn"])
 def test_a_bound_that_is_another_field_is_named_with_its_value(name, model):
     said = told(InvalidField, patch, model, name, factor=4, beta_fast=1, beta_slow=32)

@@ -371,8 +371,6 @@ class Scheme:
         )
         if not (right_type and holds and _computable(value)):
             bounds = "" if _computable(value) else f", and 0 or of a size from {1 / _LARGEST:g} to {_LARGEST:g}"
-            if value == "auto":
-                bounds = f"; to fill it from a length, write patch(model, {self.name!r}, target=8192)"
             raise InvalidField(f"{self.name}: {field}={value!r} is not allowed; {field} must be {allowed}{bounds}")
 
     def _at_least(self, field: str, minimum: float | str, kind: type, optional: bool = False) -> None:
