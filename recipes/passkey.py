@@ -82,7 +82,8 @@ def main(options: Options) -> None:
         print_json([json.loads(row.to_json()) for row in rows])
     else:
         print_table(found, options.lengths, headline)
-    if options.task == "passkey" and not any(row.accuracy for row in rows if row.length <= trained):
+    within = [row.accuracy for row in rows if row.length <= trained]
+    if options.task == "passkey" and within and not any(within):
         say("no scheme finds a key within the training length: this checkpoint cannot do the task; try task spans")
     try:
         draw(found, options.lengths, depths, trained, headline, path.with_suffix(".png"))
@@ -105,13 +106,13 @@ def shares(words: Sequence[str]) -> list[float]:
 
 
 def print_table(found: Mapping[str, Any], lengths: Sequence[int], headline: str) -> None:
-    """Means over all depths, over those that attention cut at L does not see, and the control."""
+    """Means over all depths, over those that attention cut at L does not see, and the control of task spans."""
     import numpy as np
     from rich.console import Console
     from rich.table import Table
 
     table = Table("depths", "scheme", *map(str, lengths), title=headline)
-    for title, which in (("all", 0), ("farther than L", 1), ("nothing hidden", 2)):
+    for title, which in [("all", 0), ("farther than L", 1), ("nothing hidden", 2)][: 3 if controlled(found) else 2]:
         for name, (accuracy, far, control) in found.items():
             means = [accuracy.mean(0), np.ma.masked_array(accuracy, ~far).mean(0).filled(np.nan), control][which]
             table.add_row(title, name, *(f"{100 * mean:.0f}".replace("nan", "-") for mean in means))
@@ -119,19 +120,27 @@ def print_table(found: Mapping[str, Any], lengths: Sequence[int], headline: str)
     Console().print(table)
 
 
+def controlled(found: Mapping[str, Any]) -> bool:
+    """Whether the task has a control: nobody guesses a passkey."""
+    import numpy as np
+
+    return not any(np.isnan(control).any() for _, _, control in found.values())
+
+
 def draw(
     found: Mapping[str, Any], lengths: Sequence[int], depths: Sequence[float], trained: int, headline: str, path: Path
 ) -> None:
-    """A heat map for each scheme: depth down, length across, and below them the control."""
+    """A heat map for each scheme: depth down, length across, and below them the control of task spans."""
     import numpy as np
 
     from rope_patch.evaluation.charts import write
 
     percents = {name: 100 * np.vstack([accuracy, control]) for name, (accuracy, _, control) in found.items()}
+    down = [*(f"{depth:.0%}" for depth in depths), "nothing hidden"]
+    if not controlled(found):
+        percents, down = {name: cells[:-1] for name, cells in percents.items()}, down[:-1]
     note = "Above the steps, what is hidden is farther than L from the question."
-    picture = heat_maps(
-        percents, lengths, [*(f"{depth:.0%}" for depth in depths), "nothing hidden"], trained, headline, note
-    )
+    picture = heat_maps(percents, lengths, down, trained, headline, note)
     for axes, (_, far, _) in zip(picture.axes, found.values(), strict=True):
         axes.stairs(far.sum(0) - 0.5, np.arange(len(lengths) + 1) - 0.5, baseline=None, color="#D55E00", linewidth=2)
     write(picture, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -67,13 +68,26 @@ def test_the_passkey_from_end_to_end(words, tmp_path, capsys):
     assert main([*words(task="passkey", text=None, lengths="320", depths="0,1", batch_size=2), "--no-references"]) == 0
     captured = capsys.readouterr()
     assert "five-digit keys" in captured.out
-    assert "nothing hidden │ -" not in captured.out
+    assert "farther than L" in captured.out
+    assert "nothing hidden" not in captured.out  # the passkey has no control
     assert len((tmp_path / "out" / "passkey.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_checkpoint_that_finds_no_key_within_its_training_length_is_said_to_prove_nothing(words, capsys):
-    assert main(words(task="passkey", text=None, lengths="320", depths="0,1", trials=1)) == 0
+def test_a_checkpoint_that_finds_no_key_within_its_training_length_is_said_to_prove_nothing(
+    words, checkpoint, tmp_path, capsys
+):
+    config = json.loads((checkpoint / "config.json").read_text())
+    longer = shutil.copytree(checkpoint, tmp_path / "longer")
+    (longer / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    within = words(task="passkey", text=None, model=longer, lengths="320", depths="0,1", trials=1)
+    assert main([*within, "--no-references"]) == 0
     assert "this checkpoint cannot do the task" in capsys.readouterr().err
+
+
+def test_lengths_beyond_the_training_length_alone_do_not_show_that_a_checkpoint_cannot_do_the_task(words, capsys):
+    beyond = words(task="passkey", text=None, lengths="640", depths="0,1", trials=1)
+    assert main([*beyond, "--no-references"]) == 0
+    assert "cannot do the task" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["passkey_tiny", "passkey_llama"])
@@ -188,10 +202,10 @@ def test_every_cell_of_every_map_is_named(monkeypatch, tmp_path, control):
     figure = drawn(monkeypatch, grids(rows(control=control)), tmp_path / "map.png")
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["plain", "window", "yarn:target=auto"]
     shown = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert shown == ["0%", "50%", "100%", "nothing hidden"]
-    below = "-" if control is None else "25"
+    assert shown == ["0%", "50%", "100%", *(["nothing hidden"] if control else [])]
+    below = ["25", "25"] if control else []
     for axes in figure.axes:
-        assert [text.get_text() for text in axes.texts] == ["60", "0", "60", "30", "60", "60", below, below]
+        assert [text.get_text() for text in axes.texts] == ["60", "0", "60", "30", "60", "60", *below]
         (image,) = axes.images
         assert image.get_clim() == (0, 100)
         assert [label.get_text() for label in axes.get_xticklabels()] == ["1L\n256", "4L\n1024"]
