@@ -5,9 +5,10 @@
     rope-patch compare recipes/configs/compare.yaml --costs
 
 Under one seed, weights and batches are the same for every encoding. Each model is trained on bytes at a short length,
-then scored on the same held-out bytes from contexts of 1, 2, 4 and 8 times that length. Rows are written as they are
-measured: run the same command again to resume. Two processes may share one output where `--only` gives each other
-encodings. `--costs` runs `encodings_costs.py`; `encodings_table.py` draws table and chart.
+then scored on the same held-out bytes from contexts of 1, 2, 4 and 8 times that length. "linear" before a scheme, as in
+`linear rope`, trains the model with linear attention. Rows are written as they are measured: run the same command again
+to resume. Two processes may share one output where `--only` gives each other encodings. `--costs` runs
+`encodings_costs.py`; `encodings_table.py` draws table and chart.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from typing import Any
 from rope_patch.cli.options import Names, Numbers, load_recipe, run, say
 from rope_patch.errors import EvaluationError, RopePatchError, did_you_mean
 
+LINEAR = "linear "  # before a scheme: under linear attention
+
 
 @dataclass(kw_only=True)
 class Options:
-    encodings: Names  # schemes, such as rope nope alibi
+    encodings: Names  # schemes, such as rope nope alibi "linear rope"
     only: Names = ()  # train or time only these
     seeds: Numbers = (0,)  # each gives other weights and other batches
     output: str = "runs/compare"  # folder of the rows, the table and the chart
@@ -89,10 +92,8 @@ def main(options: Options) -> None:
 
 def check(options: Options) -> None:
     """Refuse wrong options before the training."""
-    from rope_patch.schemes import get_scheme
-
     for spec in options.encodings:
-        get_scheme(spec)
+        scheme_of(spec)
     for spec in options.only:
         if spec not in options.encodings:
             raise EvaluationError(f"only {spec!r}: not among the encodings; {did_you_mean(spec, options.encodings)}")
@@ -107,6 +108,16 @@ def check(options: Options) -> None:
         raise EvaluationError(f"hidden_size={options.hidden_size} is no multiple of 2 * heads = {2 * options.heads}")
     if (options.train_text is None) != (options.held_out_text is None):
         raise EvaluationError("train_text and held_out_text: give both or neither")
+    for spec in options.encodings:
+        if spec.startswith(LINEAR):
+            build(spec, 0, options)
+
+
+def scheme_of(spec: str) -> Any:
+    """The scheme of an encoding, whatever attention it has."""
+    from rope_patch.schemes import get_scheme
+
+    return get_scheme(spec.removeprefix(LINEAR))
 
 
 def read_texts(options: Options) -> dict[str, Any]:
@@ -183,9 +194,8 @@ def train_and_score(
 
     from rope_patch.evaluation.nll import chunked_nll
     from rope_patch.evaluation.rows import provenance
-    from rope_patch.schemes import get_scheme
 
-    scheme, windows, began, failure = get_scheme(spec), texts["windows"], time.monotonic(), None
+    scheme, windows, began, failure = scheme_of(spec), texts["windows"], time.monotonic(), None
     model, learned = build(spec, seed, options)
     try:
         train(model, learned, spec, seed, texts, options)
@@ -194,7 +204,7 @@ def train_and_score(
     shared = {
         "encoding": spec,
         "scheme": scheme.to_dict(),
-        "slots": sorted(scheme.slots),
+        "slots": ["linear attention"] if spec.startswith(LINEAR) else sorted(scheme.slots),
         "seed": seed,
         "training_length": options.context,
         "steps": options.steps,
@@ -228,10 +238,9 @@ def train_and_score(
 def build(spec: str, seed: int, options: Options) -> tuple[Any, list[Any]]:
     """The patched model before it is trained, and the parameters that the encoding brought."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
     from rope_patch.patching import mount_scheme
-    from rope_patch.schemes import get_scheme
 
     torch.manual_seed(seed)  # the same weights whatever is patched onto them
     config = LlamaConfig(
@@ -243,11 +252,36 @@ def build(spec: str, seed: int, options: Options) -> tuple[Any, list[Any]]:
         max_position_embeddings=options.context,
         tie_word_embeddings=True,
         use_cache=False,
+        attn_implementation="linear" if spec.startswith(LINEAR) else None,
     )
+    AttentionInterface.register("linear", linear_attention)
     model = LlamaForCausalLM(config).to(options.device)
     own = {id(parameter) for parameter in model.parameters()}
-    mount_scheme(model, get_scheme(spec))
+    mount_scheme(model, scheme_of(spec))
+    for layer in model.model.layers if spec.startswith(LINEAR) else ():
+        if layer.self_attn.config._attn_implementation != "linear":
+            raise EvaluationError(
+                f"{spec!r}: linear attention has no scores; use a static rotation, or positions at the input"
+            )
+        layer.self_attn.register_forward_pre_hook(rotate_later, with_kwargs=True)
     return model, [parameter for parameter in model.parameters() if id(parameter) not in own]
+
+
+def rotate_later(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Before an attention module: its function gets the tables and the states as projected, because phi comes first."""
+    cos, sin = kwargs["position_embeddings"]
+    return args, {**kwargs, "position_embeddings": (cos**0, 0 * sin), "tables": (cos, sin)}
+
+
+def linear_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, *, tables: Any, **_: Any) -> Any:
+    """The attention function of "linear": causal, `(batch, length, heads, head_dim)`."""
+    from rope_patch.attention.linear import rotary_linear_attention
+    from rope_patch.schemes.tools.rotary import half_split
+
+    pairs = query.shape[-1] // 2
+    cos, sin = (table[:, None, :, :pairs] for table in tables)  # Llama repeats them for the second half
+    found = rotary_linear_attention(query, key, value, half_split(2 * pairs), cos, sin)
+    return found.transpose(1, 2).contiguous(), None
 
 
 def train(model: Any, learned: list[Any], spec: str, seed: int, texts: dict[str, Any], options: Options) -> None:

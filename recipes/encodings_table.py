@@ -16,7 +16,8 @@ from typing import Any
 from rope_patch.cli.options import Names, print_json, run, say
 from rope_patch.errors import EvaluationError, MissingPackage, require
 
-PANELS = ("frequencies", "bias", "values", "embedding")  # the slots that order the table and divide the chart
+# the slots that order the table and divide the chart; under linear attention one for all
+PANELS = ("frequencies", "bias", "values", "embedding", "linear attention")
 REFERENCES = ("nope", "window")  # without positions, and attention cut at L: in every panel
 LINES = 7  # in a panel at most
 
