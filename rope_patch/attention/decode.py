@@ -46,7 +46,17 @@ def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode, fades: Dec
         and not call.differentiable
         and (one or (mode == "auto" and fades is None and _is_block(inputs, call)))
         and (fades is None or not (torch.compiler.is_compiling() or inputs.by_head))
+        and not _may_see_nothing(inputs, call)
     )
+
+
+def _may_see_nothing(inputs: AttentionInputs, call: Call) -> bool:
+    """Whether a bias hides a token from itself, so that a query may see no key."""
+    bias = inputs.bias
+    if bias is None or bias.linear or torch.compiler.is_compiling():
+        return False
+    values = bias.values(0, int(inputs.query_start) + inputs.q_length)  # those that `_added` reads
+    return bool(call.memo.derived("hides itself", lambda: bool(values[:, 0].isneginf().any()), bias))
 
 
 def _is_block(inputs: AttentionInputs, call: Call) -> bool:
@@ -260,9 +270,12 @@ def attend_in_graph(inputs: AttentionInputs, call: Call) -> torch.Tensor:
             products = products + term.unflatten(1, (value.shape[1], -1))
         if (running := inputs.running_bias) is not None:
             products = products + running[:, :, 0, slots].to(products.dtype).unflatten(1, (value.shape[1], -1))
-        scores.append(products.masked_fill(~seen, torch.finfo(products.dtype).min))
+        scores.append(products.masked_fill(~seen, -torch.inf))
         values.append(value[:, :, slots])
-    weights = torch.cat(scores, dim=-1).softmax(dim=-1).split([x.shape[-1] for x in scores], dim=-1)
+    joined = torch.cat(scores, dim=-1)
+    # a bias may hide all keys
+    weights = joined.softmax(dim=-1).masked_fill(joined.isneginf().all(dim=-1, keepdim=True), 0)
+    weights = weights.split([x.shape[-1] for x in scores], dim=-1)
     out = sum(weight @ wide(part) for weight, part in zip(weights, values, strict=True))
     return out.to(value.dtype).flatten(1, 2)[:, :, None]
 

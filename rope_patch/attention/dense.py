@@ -27,10 +27,13 @@ def attend(inputs: AttentionInputs) -> torch.Tensor:
     assert inputs.bias is not None  # for the type checker: see `applies`
     mask = inputs.bias.function(m - n).transpose(0, 1).to(inputs.value.dtype)
     seen = inputs.visible() if inputs.mask is None else inputs.mask
-    if seen is not None and seen.dtype == torch.bool:
-        mask = torch.where(seen, mask, torch.finfo(mask.dtype).min)
-    elif seen is not None:
-        mask = mask + seen
+    if seen is not None:
+        lowest = torch.finfo(mask.dtype).min
+        if seen.dtype != torch.bool:
+            mask, seen = mask + seen, seen > lowest / 2
+        # hidden keys weigh nothing beside those that a bias of -inf hides, and all the same in a row of pads
+        hidden = mask.new_full((), -torch.inf).where(seen.any(dim=-1, keepdim=True), lowest)
+        mask = torch.where(seen, mask, hidden)
     return torch.nn.functional.scaled_dot_product_attention(
         branch.query, branch.key, inputs.value, attn_mask=mask.contiguous(), scale=inputs.scaling
     )

@@ -62,7 +62,9 @@ class Kernel(Protocol):
         """A tile in parts of shapes that suit the kernel; `masked` if it will have a mask."""
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp `(batch, heads, q_len)`, float32."""
+        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp `(batch, heads, q_len)`, float32: zeros and the
+        lowest number for a query from which the mask hides all keys.
+        """
 
     def backward(self, work: Work, merged: Merged) -> Tensors:
         """Gradients of queries, keys and values, in their shapes, from that of the merged output."""
@@ -200,6 +202,8 @@ class FlashCPU:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, work.tile.kind == "causal", attn_mask=_additive(work), scale=work.scale
         )
+        if work.mask is not None and not lse.all():  # 0 if a query sees nothing
+            lse = lse.masked_fill(work.mask.amax(dim=-1) == -torch.inf, torch.finfo(lse.dtype).min)
         return out[..., : work.v.shape[-1]], lse
 
     def backward(self, work: Work, merged: Merged) -> Tensors:
@@ -305,7 +309,7 @@ class Dense:
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
         scores, kv_heads = self._scores(work), work.k.shape[1]
-        lse = scores.logsumexp(dim=-1)
+        lse = scores.logsumexp(dim=-1).clamp(min=torch.finfo(scores.dtype).min)
         weights = (scores - lse[..., None]).exp().to(work.v.dtype)
         return (_folded(weights, kv_heads) @ work.v).reshape(*lse.shape, -1), lse
 

@@ -11,8 +11,9 @@ from rope_patch.errors import UnsupportedPositions
 def attend(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """o_m = sum_n c(m, n) softmax_n(s(m, n)) (v_n + u(m, n)), in float32 or wider, with all scores in memory.
 
-    A query that sees no key (a pad before the text) gets zeros, as in PyTorch's attention; with an additive mask it
-    gets the mean of all values, as in Transformers' eager attention.
+    A bias of -inf hides a pair. A query that sees no key (a pad before the text, or a token all of whose keys a bias
+    hides) gets zeros, as in PyTorch's attention; one whose keys an additive mask hides gets the mean of all values, as
+    in Transformers' eager attention.
 
     Returns:
         output `(batch, heads, q_len, value_dim)` in the dtype of the values, and the attention weights
@@ -27,14 +28,14 @@ def attend(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
             f"heads keep different keys in past_key_values, but {inputs.content.scheme} needs the same keys in all "
             "heads; keep the same keys for all heads of a layer"
         )
-    scores, seen = _scores(inputs)
+    scores, sees = _scores(inputs)
     if inputs.sinks is None:
         weights = scores.softmax(dim=-1)
     else:
         sinks = inputs.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
-    if seen is not None:
-        weights = weights * seen.any(dim=-1, keepdim=True)
+    if sees is not None:
+        weights = weights * sees
     weights = torch.nn.functional.dropout(weights, p=inputs.dropout)
     content = inputs.content
     if content is not None and (factor := content.factor(distance)) is not None:
@@ -48,8 +49,8 @@ def attend(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _scores(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """s(m, n) with hidden pairs at the lowest number, `(batch, heads, q_len, kv_len)`, and the visible pairs, boolean,
-    broadcasting to it; None for all pairs, and with an additive mask.
+    """s(m, n) with hidden pairs at the lowest number, `(batch, heads, q_len, kv_len)`, and which queries see a key, or
+    have an additive mask that hides all, boolean, broadcasting to it; None for all.
     """
     scores, covered = None, None
     for branch in inputs.branches:
@@ -77,11 +78,16 @@ def _scores(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]
         total = total + _bias(inputs.bias, inputs).to(total.dtype)
     if (running := inputs.running_bias) is not None:
         total = total + running.to(total.dtype)
+    by_mask = None if added is None or seen is None else ~seen.any(dim=-1, keepdim=True)
+    if total is not scores:
+        visible = total != -torch.inf
+        seen = visible if seen is None else seen & visible
     if added is not None:
         total = total + added.to(total.dtype)
     if seen is None:
         return total, None
-    return total.masked_fill(~seen, torch.finfo(total.dtype).min), seen if added is None else None
+    sees = seen.any(dim=-1, keepdim=True)
+    return total.masked_fill(~seen, torch.finfo(total.dtype).min), sees if by_mask is None else sees | by_mask
 
 
 def _bias(bias: DistanceBias, inputs: AttentionInputs) -> torch.Tensor:

@@ -179,12 +179,12 @@ class Scheme:
         raise NotImplementedError
 
     def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        """b by distance, float32, `(heads, *distance.shape)`."""
+        """b by distance, float32, `(heads, *distance.shape)`; -inf hides a pair."""
         raise NotImplementedError
 
     def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         """b by content, or by positions that a distance does not give: added to `pairs.scores`, to whose shape it
-        broadcasts. Values for hidden pairs are ignored.
+        broadcasts. Values for hidden pairs are ignored; -inf hides a pair.
         """
         raise NotImplementedError
 

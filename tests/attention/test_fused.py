@@ -38,7 +38,8 @@ TOLERANCES = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
 @dataclass(frozen=True)
 class Case:
     """One call. `rows` are the groups of the keys of each row; `bias` is a spec, "table" for a learned number for each
-    distance, or "sums" for running sums; `split` asks for more programs than there are blocks of queries.
+    distance, "far" for heads that hide near keys, or "sums" for running sums; `split` asks for more programs than there
+    are blocks of queries.
     """
 
     spec: str = ""
@@ -75,6 +76,7 @@ USUAL = {
     "lm_infinite, alibi, softcap": Case("lm_infinite:local_window=7,n_global=4", bias="alibi", softcap=2.0),
     "self_extend, both directions": Case("self_extend:group_size=4,window=7", causal=False, head_dim=24, value_dim=8),
     "window, sums, packed": Case("", window=9, bias="sums", rows=PACKED, interleaved=True),
+    "heads that hide near keys": Case(bias="far", rows=PADDED[1:2]),
     "decoding, split, padded": Case(
         "rerope:window=20", length=1, kv_length=130, split=True, rows=(pads((-1, 40), (0, 90)),), start_in_memory=True
     ),
@@ -104,6 +106,7 @@ WAYS = {
     "not in order": Case(in_order=False, bias="alibi"),
     "after a cache, split": Case(length=5, kv_length=90, split=True, sinks=True, bias="sums"),
     "decoding": Case(length=1, kv_length=90, split=True, bias="table"),
+    "decoding, split, hidden keys": Case("", length=1, kv_length=130, split=True, bias="far", heads=21, kv_heads=7),
     "decoding, softcap": Case(length=1, kv_length=64, start_in_memory=True, softcap=3.0, bias="alibi"),
 }
 
@@ -164,6 +167,13 @@ def errors_of(case: Case) -> dict[str, float]:
         if case.bias == "alibi":
             alibi = get_scheme("alibi", symmetric=not case.causal)
             return DistanceBias(lambda distance: alibi.bias(distance, case.heads), linear=True)
+        if case.bias == "far":
+            least = 7 * torch.arange(case.heads, device=DEVICE)
+            return DistanceBias(
+                lambda distance: torch.where(
+                    distance.to(DEVICE) >= least.view(-1, *[1] * distance.ndim), -0.1 * distance, -torch.inf
+                )
+            )
         if case.bias != "table":
             return None
         return DistanceBias(lambda distance: leaves["bias"][:, distance.to(DEVICE) + case.kv_length])
