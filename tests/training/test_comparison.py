@@ -90,6 +90,38 @@ def test_what_an_encoding_brings_is_counted_and_not_decayed(options):
     assert decayed == {id(p) for p in model.parameters() if p.ndim >= 2} - {id(p) for p in learned}
 
 
+@torch.no_grad()
+def test_linear_attention_rotates_after_its_feature_map(options):
+    """The first layer by hand, and no later byte is read."""
+    model, learned = recipe.build("linear rope", 0, options)
+    attention, ids = model.model.layers[0].self_attn, torch.arange(12)[None]
+    states, found = model.model.embed_tokens(ids), {}
+    attention.register_forward_hook(
+        lambda module, args, kwargs, out: found.update(kwargs, out=out[0]), with_kwargs=True
+    )
+    logits = model(ids).logits
+    heads = [layer(found["hidden_states"]).view(1, 12, 2, 16) for layer in (attention.q_proj, attention.k_proj)]
+    q, k = (torch.nn.functional.elu(x) + 1 for x in heads)
+    cos, sin = (table[:, :, None] for table in model.model.rotary_emb(states, torch.arange(12)[None]))
+    turned = [x * cos + torch.cat([-x[..., 8:], x[..., :8]], dim=-1) * sin for x in (q, k)]
+    scores, total = (torch.einsum("bmhd,bnhd->bhmn", *pair).tril() for pair in (turned, (q, k)))
+    value = attention.v_proj(found["hidden_states"]).view(1, 12, 2, 16).transpose(1, 2)
+    out = attention.o_proj((scores / total.sum(-1, keepdim=True) @ value).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(found["out"], out)
+    torch.testing.assert_close(model(ids[:, :7]).logits, logits[:, :7])
+    assert learned == []
+
+
+def test_linear_attention_in_the_comparison(compare):
+    linear, softmax = compare(encodings=["linear nope", "nope"], multiples=[1])
+    assert (linear["encoding"], linear["slots"], linear["scheme"]) == (
+        "linear nope",
+        ["linear attention"],
+        softmax["scheme"],
+    )
+    assert linear["nll"] != softmax["nll"]
+
+
 def test_batches_are_a_function_of_seed_and_step(options):
     stream = recipe.read_texts(options)["train"]
 
@@ -260,6 +292,8 @@ def test_kept_bytes_count_a_storage_once_and_no_weights():
 WRONG = [
     ({"encodings": ["rope", "rope"]}, "encodings=['rope', 'rope'] is not allowed"),
     ({"encodings": ["alibbi"]}, "did you mean 'alibi'"),
+    ({"encodings": ["linear alibbi"]}, "did you mean 'alibi'"),
+    ({"encodings": ["linear alibi"]}, "'linear alibi': linear attention has no scores"),
     ({"multiples": [2, 4]}, "multiples=[2, 4] is not allowed; they begin with 1 and ascend"),
     ({"targets": 17}, "targets=17 is not allowed; 1 to context=16 are"),
     ({"hidden_size": 30}, "hidden_size=30 is no multiple of 2 * heads = 4"),
