@@ -167,6 +167,17 @@ def test_the_rows_are_those_of_the_scheme(family):
 
 
 @families
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_table_learns_after_the_removal_if_its_replacement_did(family, learns):
+    model = build(family)
+    table_of(model).weight.requires_grad_(not learns)
+    patch(model, "hierarchical")
+    table_of(model).weight.requires_grad_(learns)
+    unpatch(model)
+    assert table_of(model).weight.requires_grad == learns
+
+
+@families
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_pads_are_invisible_beyond_the_training_length(family, side):
     model = build(family)
