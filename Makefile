@@ -4,6 +4,7 @@
 # make scheme NAME=rerope  the tests of one scheme (two minutes), and its line in the reference
 # make nightly    set up, then run the tests on every family and scheme, not on a sample
 # make hard       set up, then thousands of random cases and fuzzed inputs (about two minutes)
+# make faults     set up, then put each known fault into a copy of the package: a test must fail (about ten minutes)
 # make vllm-check  real vLLM on this CPU serves folders under schemes that it does not know (six minutes)
 # make transformers-tests TRANSFORMERS=<checkout>  set up, then run Transformers' own tests on patched models (an hour)
 # make lists      write the table of docs/reference/schemes.md anew, after a scheme was added
@@ -26,7 +27,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 
 .SECONDARY:
-.PHONY: setup demo demo-compare test scheme nightly hard vllm-check transformers-tests lists notebooks notebooks-full docs wheel lint check bench \
+.PHONY: setup demo demo-compare test scheme nightly hard faults vllm-check transformers-tests lists notebooks notebooks-full docs wheel lint check bench \
 	gpu-check gpu-bench gpu-finetune clean
 
 # Each stamp is an extra of pyproject.toml: what a target needs, and no more.
@@ -63,6 +64,10 @@ nightly: $(VENV)/.test
 hard: $(VENV)/.test
 	@echo "== thousands of random cases against the oracle, and fuzzed inputs (about two minutes)"
 	ROPE_PATCH_HARD=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/hardening
+
+faults: $(VENV)/.test
+	@echo "== faults, each in a copy of the package: its tests must fail (about ten minutes)"
+	$(BIN)/python -m tests.faults $(OPTIONS)
 
 vllm-check:
 	@echo "== vLLM on this CPU, in an environment of its own: $(VLLM_VENV) (two minutes of set-up, once, and four of tests)"

@@ -49,6 +49,16 @@ def test_a_scheme_in_the_record_alone_is_lost_everywhere(tmp_path, capsys):
     assert [reading["reader"] for reading in json.loads(capsys.readouterr().out)] == list(READERS)
 
 
+def test_a_scheme_that_its_config_describes_too_is_not_lost(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(default_checkpoint(), dtype=torch.float32)
+    rope_patch.patch(model, "yarn:factor=4")
+    model.save_pretrained(tmp_path)
+    assert "rope_patch" in json.loads((tmp_path / "config.json").read_text())
+    found = losses(tmp_path)
+    assert not any("config.rope_patch" in lost for lost in found.values())
+    assert found["Transformers 5"] == ""
+
+
 @pytest.mark.parametrize("scheme", ["pi:factor=4", "ntk:factor=4", "yarn:factor=4", "rope"])
 def test_nothing_is_lost_of_an_export(tmp_path, scheme):
     export_checkpoint(default_checkpoint(), tmp_path / "out", scheme)

@@ -108,7 +108,7 @@ def _followed(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.
         taken = func(*map(replaced, args), **{name: replaced(value) for name, value in kwargs.items()})
     except (RuntimeError, IndexError, TypeError):  # the joined keys have no positions, or too few dimensions
         return None
-    fits = taken.ndim == result.ndim == 4 and taken.shape[::2] == result.shape[::2] and not taken.is_floating_point()
+    fits = taken.ndim == result.ndim == 4 and taken.shape[::2] == result.shape[::2]
     if not fits or taken.shape[1] not in (1, result.shape[1]) or taken.shape[3] != 1:
         return None
     return taken[:, 0, :, 0] if taken.shape[1] == 1 else taken[..., 0]

@@ -59,7 +59,7 @@ def diagnose(folder: str | Path) -> list[Reading]:
             found[reader].lost.append(sentence)
 
     record = part.get(RECORD) or raw.get(RECORD)
-    if isinstance(record, dict) and record.get("rope_parameters", read) == read and "positions" not in record:
+    if isinstance(record, dict) and record.get("rope_parameters", read) == read:
         recorded = f"{scheme_from_dict(record.get('scheme', {}))}, which config.rope_patch records"
         lost(f"{recorded}: load it with rope_patch.from_pretrained", NEW, OLD)
         lost(f"{recorded}, unless rope_patch is installed with it, on a CPU", VLLM)

@@ -38,7 +38,6 @@ def applies(state: LateAttention) -> bool:
         and far.translation_invariant
         and far.key_map == STILL
         and not state.scheme.slots & {"bias", "values", "frequencies"}
-        and not state.decays
         and cast(RotaryTables, state.layer.rotary).attention_scaling == 1
     )
 

@@ -80,6 +80,10 @@ USUAL = {
     "decoding, split, padded": Case(
         "rerope:window=20", length=1, kv_length=130, split=True, rows=(pads((-1, 40), (0, 90)),), start_in_memory=True
     ),
+    # borders of the window one key beside those of blocks, and blocks that only some rows see in full
+    "wide window, sums, after a cache": Case(window=23, length=60, kv_length=65, bias="sums"),
+    "decoding, split in three, sinks": Case("rerope:window=6", length=1, kv_length=100, split=True, sinks=True),
+    "both directions, table": Case(length=20, kv_length=20, causal=False, bias="table"),
 }
 
 SPECS = {

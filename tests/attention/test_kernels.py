@@ -12,7 +12,16 @@ from rope_patch.attention.kernels import Dense, FlashCPU, Merged, Work
 from rope_patch.attention.spans import Span, find_spans
 from rope_patch.attention.tiles import Tile, tiles_of
 from tests.attention.test_bidirectional import bias_of
-from tests.attention.test_segmented import ROWS, gradients_of, in_double, inputs_of, pairs_of, region, run_segmented
+from tests.attention.test_segmented import (
+    ROWS,
+    SUMS,
+    gradients_of,
+    in_double,
+    inputs_of,
+    pairs_of,
+    region,
+    run_segmented,
+)
 
 TILES = [Tile(0, 24, 0, 30), Tile(0, 24, 0, 24, "causal"), Tile(8, 24, 1, 24, "band", 0, 8, distance=7)]
 
@@ -154,7 +163,8 @@ def test_products_serve_bfloat16_without_gradient_or_bias_where_the_processor_ha
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
     assert products.applies(inputs)
     assert not products.applies(inputs_of("rerope:window=6", ROWS, 45, 45, torch.float32)[0])
-    assert not products.applies(inputs_of("alibi", ROWS, 45, 45, torch.bfloat16)[0])
+    for bias in ("alibi", SUMS):
+        assert not products.applies(inputs_of(bias, ROWS, 45, 45, torch.bfloat16)[0])
     learned = dataclasses.replace(inputs, value=inputs.value.clone().requires_grad_())
     assert not products.applies(learned)
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from rope_patch import get_scheme, patch
 from tests.cases import ALL, ROUTES
@@ -30,6 +31,16 @@ def test_long_texts_and_their_caches(llama, spec):
         assert relative_error(logits(llama, ids), expected) < 0.1
         if not get_scheme(spec).length_dependent:
             assert relative_error(cached_logits(llama, ids, (LONG - 3, 1, 1, 1)), expected) < 0.1
+
+
+@pytest.mark.parametrize("length", [5, LONG])
+def test_a_cache_holds_keys_in_the_dtype_of_its_values(llama, length):
+    patch(llama, "rerope", window=6)
+    cache = DynamicCache(config=llama.config)
+    with autocast(), torch.no_grad():
+        llama(tokens(length), past_key_values=cache)
+    for layer in cache.layers:
+        assert layer.keys.dtype == layer.values.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("spec", ROUTES)

@@ -107,6 +107,31 @@ def test_keys_taken_out_of_the_middle_are_keys_that_nobody_sees(llama, spec, how
         assert_close(go_on(llama, cache, torch.arange(START, STOP)[None]), expected[:, START:], 4e-5)
 
 
+SELECTED = {
+    "slots": (lambda keys: keys[:, :, 1:3], [1, 2]),
+    "slots out of order": (lambda keys: keys[:, :, [3, 0]], [3, 0]),
+    "slots beyond those with a position": (lambda keys: keys[:, :, 3:], None),
+    "slots from the end": (lambda keys: keys.flip(2), None),
+    "one head": (lambda keys: keys[:, 0], None),
+    "one row": (lambda keys: keys[0], None),
+    "one channel": (lambda keys: keys[:, :, :4, 0], None),
+    "some channels": (lambda keys: keys[..., 1:3], None),
+    "heads": (lambda keys: keys.repeat_interleave(2, dim=1), None),
+}
+
+
+@pytest.mark.parametrize("how", SELECTED)
+def test_positions_go_along_where_every_selected_key_has_one(how):
+    """Of a static cache with four tokens in six slots."""
+    select, expected = SELECTED[how]
+    keys = torch.randn(2, 2, 6, 4, generator=torch.Generator().manual_seed(0))
+    found = select(CachedKeys.of(keys, torch.arange(4)[None]))
+    assert isinstance(found, CachedKeys) == (expected is not None)
+    assert torch.equal(found.as_subclass(torch.Tensor), select(keys))
+    if expected is not None:
+        assert found.positions.tolist() == [expected] * 2
+
+
 @pytest.mark.parametrize("spec", ONE_OF_EACH)
 def test_every_head_of_every_layer_may_keep_keys_of_its_own(llama, spec):
     random = torch.Generator().manual_seed(0)

@@ -115,6 +115,16 @@ def test_layers_of_two_types_turn_by_tables_of_their_own(spec, mount):
         assert_close(logits(model, tokens()), expected)
 
 
+@pytest.mark.parametrize("spec", ["rerope:window=6", "dynamic_ntk:factor=2", "logn:training_length=8"])
+def test_positions_written_into_the_same_tensor_are_read_anew(llama, spec):
+    ids, positions = tokens(12), torch.arange(12)[None]
+    mask = torch.ones_like(ids)
+    with patch(llama, spec):
+        expected = logits(llama, ids, attention_mask=mask, position_ids=4 * positions)
+        logits(llama, ids, attention_mask=mask, position_ids=positions)
+        assert torch.equal(logits(llama, ids, attention_mask=mask, position_ids=positions.mul_(4)), expected)
+
+
 @pytest.mark.parametrize("mode", ["auto", "oracle", "chunked", "segmented"])
 @pytest.mark.parametrize("mount", ["auto", "late"])
 def test_a_model_that_scales_its_scores_otherwise_is_heeded(llama, mount, mode):

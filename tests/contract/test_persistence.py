@@ -34,7 +34,7 @@ from rope_patch import (
 from rope_patch.models.reading import read_stack
 from rope_patch.saving.rope_parameters import is_expressible
 from tests.cases import ALL, ROUTES
-from tests.families import FAMILIES, NORMED, SHARED_TABLES, build, config_of, from_config
+from tests.families import FAMILIES, NORMED, SHARED_TABLES, TRAINING_LENGTH, build, config_of, from_config
 from tests.runs import LENGTH, assert_close, logits, scales_tables, tokens
 from tests.snapshots import snapshot
 
@@ -190,8 +190,12 @@ def test_describe_shows_the_position_map_and_the_layers_left_alone():
 
 @pytest.mark.parametrize("family", sorted(SHARED_TABLES))
 def test_parameters_that_would_also_scale_sliding_layers_are_not_expressible(family):
-    with pytest.raises(NotExpressible, match="one entry of rope_parameters for full and sliding-window layers"):
-        export_rope_parameters(get_scheme("yarn:factor=4"), config_of(family))
+    scheme = get_scheme("yarn:factor=4")
+    for changes in ({}, {"sliding_window": TRAINING_LENGTH}):
+        with pytest.raises(NotExpressible, match="one entry of rope_parameters for full and sliding-window layers"):
+            export_rope_parameters(scheme, config_of(family, **changes))
+    # the patch scales wider ones too
+    assert export_rope_parameters(scheme, config_of(family, sliding_window=TRAINING_LENGTH + 1))["factor"] == 4
 
 
 # --- what is in the files ---------------------------------------------------------------------------------------

@@ -225,6 +225,16 @@ def test_schemes_that_do_not_fit_are_refused_before_anything_runs(model, tokeniz
         go(model, tokenizer)
 
 
+def test_one_pass_does_not_measure_a_checkpoint_whose_frequencies_follow_the_length(model, tokenizer):
+    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    following = type(model)(model.config).eval()
+    one_pass = {"protocol": "by_position", "targets": None}
+    for scheme in ("plain", "rerope:window=8"):
+        with pytest.raises(EvaluationError, match=f"{scheme} depends on the length"):
+            go(following, tokenizer, [scheme], **one_pass)
+    assert go(following, tokenizer, ["pi:factor=4"], **one_pass)
+
+
 def test_a_model_that_no_scheme_would_change_is_refused(tokenizer):
     from transformers import MistralConfig, MistralForCausalLM
 

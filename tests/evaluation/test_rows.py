@@ -115,8 +115,9 @@ def test_a_difference_is_paired_by_document():
     assert difference == pytest.approx(0.2)
     assert error == pytest.approx(0.1 / 3**0.5)  # of 0.1, 0.2 and 0.3
     assert paired_difference(row(nll_by_document=[1.0]), row(nll_by_document=[2.0])) == (0.0, None)
-    with pytest.raises(EvaluationError, match="different texts"):
-        paired_difference(one, row(texts="others"))
+    for changed in ({"texts": "others"}, {"protocol": "sliding"}):
+        with pytest.raises(EvaluationError, match="different texts"):
+            paired_difference(one, row(**changed))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -69,6 +69,7 @@ def test_the_draw_follows_the_seed_and_the_fingerprint_follows_the_targets(token
     assert drawn.fingerprint == select(corpus, tokenizer, documents=3, seed=5, longest=20).fingerprint
     others = {select(corpus, tokenizer, documents=3, seed=seed).fingerprint for seed in range(5)}
     assert len(others) > 1
+    assert drawn.fingerprint != select(corpus, byte_tokenizer(bos=True), documents=3, seed=5).fingerprint
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Learned absolute positions of BERT-likes, GPT-2 and OPT: longer, replaced, saved as an ordinary checkpoint."""
 
 import copy
+import json
 import pickle
 
 import pytest
@@ -164,6 +165,17 @@ def test_the_rows_are_those_of_the_scheme(family):
     native = table_of(model).weight[RESERVED[family] :].detach().clone()
     patch(model, "hierarchical", alpha=0.3)
     assert torch.equal(table_of(model).weight[RESERVED[family] :], Hierarchical(0.3).rows(native))
+
+
+@families
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_table_learns_after_the_removal_if_its_replacement_did(family, learns):
+    model = build(family)
+    table_of(model).weight.requires_grad_(not learns)
+    patch(model, "hierarchical")
+    table_of(model).weight.requires_grad_(learns)
+    unpatch(model)
+    assert table_of(model).weight.requires_grad == learns
 
 
 @families
@@ -363,6 +375,19 @@ def test_a_loaded_table_is_not_made_longer_a_second_time(family, spec, tmp_path)
     with pytest.raises(AlreadyPatched, match=spec):
         patch(loaded, "hierarchical:num_positions=70")
     assert limits(loaded) == before
+
+
+@pytest.mark.parametrize("positions", [True, 8.0, "8", None, 0, -8, CAPACITY**2 + 1])
+def test_a_record_of_impossible_positions_is_refused(positions, tmp_path):
+    model = build("gpt2")
+    patch(model, "hierarchical")
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["rope_patch"]["positions"] = positions
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    for load in (from_pretrained, lambda path: repatch(AutoModelForCausalLM.from_pretrained(path))):
+        with pytest.raises(NotPatched, match=f"has positions={positions!r}"):
+            load(tmp_path)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

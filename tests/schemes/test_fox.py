@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from rope_patch import ALiBi, FoX, InvalidField, patch
+from rope_patch import ALiBi, FoX, InvalidField, UnsupportedPositions, patch
+from rope_patch.mounting.sums import running_sums
 from rope_patch.schemes.slots import ModelShape
 from tests.definition import Definition, no_rotation
 from tests.families import build
@@ -148,6 +149,25 @@ def test_what_is_kept_of_the_sums_is_cropped_copied_and_reordered_with_the_keys(
             wanted = logits(llama, rows)[:, 9:]
             assert_close(llama(rows[:, 9:], past_key_values=branch).logits, wanted)
         assert_close(llama(ids[:, 9:], past_key_values=cache).logits, expected[:, 9:])
+
+
+@pytest.mark.parametrize(("taken", "told"), [("keys", "9 keys, but sums of 12"), ("sums", "12 keys, but sums of 9")])
+def test_keys_and_sums_that_do_not_match_are_refused(llama, taken, told):
+    ids = tokens(12)
+    with patch(llama, CASES[0]), torch.no_grad():
+        cache = DynamicCache(config=llama.config)
+        llama(ids[:, :10], past_key_values=cache)
+        number = llama.config.num_hidden_layers
+        for layer in cache.layers[:number] if taken == "keys" else cache.layers[number:]:
+            layer.keys, layer.values = layer.keys[:, :, 3:], layer.values[:, :, 3:]
+        with pytest.raises(UnsupportedPositions, match=f"the cache has {told} tokens"):
+            llama(ids[:, 10:], past_key_values=cache)
+
+
+def test_a_long_text_is_summed_in_float64():
+    added = -torch.rand(2, 5000, 3, generator=torch.Generator().manual_seed(0))
+    found = running_sums(added, None, 0, 1, 5000)
+    np.testing.assert_allclose(found.numpy(), np.cumsum(added.double().numpy(), axis=1).swapaxes(1, 2), rtol=1e-13)
 
 
 @pytest.mark.parametrize("drafts", [{"prompt_lookup_num_tokens": 4}, {"assistant_early_exit": 1}])

@@ -16,7 +16,7 @@ from rope_patch import InvalidField, LogN, patch
 from rope_patch.schemes import Checkpoint
 from tests.definition import Definition
 from tests.families import VOCABULARY, from_config
-from tests.runs import assert_close, logits, tokens
+from tests.runs import assert_close, left_padded, logits, positions_of, tokens
 
 CASES = ["logn:training_length=8", "logn:form=llama4,scale=0.5,floor=8"]
 
@@ -55,6 +55,15 @@ def test_without_clip_the_first_tokens_are_scaled_down():
 
 def test_the_default_training_length_is_that_of_the_checkpoint():
     assert LogN().resolve(Checkpoint(256, 4, 256)) == LogN(256)
+
+
+@pytest.mark.parametrize("spec", ["logn:training_length=8,clip=False", "ssmax"])
+def test_positions_below_zero_are_those_of_pads_and_hurt_nobody(llama, spec):
+    ids, mask = left_padded([tokens(12), tokens(9)])
+    patch(llama, spec)
+    expected = logits(llama, ids, attention_mask=mask, position_ids=positions_of(mask))
+    found = logits(llama, ids, attention_mask=mask, position_ids=mask.cumsum(dim=-1) - 1)
+    assert torch.equal(found[mask.bool()], expected[mask.bool()])
 
 
 # --- the temperatures of models --------------------------------------------------------------------------------------

@@ -48,8 +48,8 @@ def dense_flash(
     return torch.cat(outputs), torch.cat(sums, dim=1).float()
 
 
-def layer_under(spec):
-    model = AutoModelForCausalLM.from_pretrained(default_checkpoint(), dtype=torch.float32)
+def layer_under(spec, **fields):
+    model = AutoModelForCausalLM.from_pretrained(default_checkpoint(), dtype=torch.float32, **fields)
     rope_patch.patch(model, spec, mount="late")
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     return next(hook for hook in hooks if isinstance(hook, LateAttention)), model
@@ -96,8 +96,20 @@ def test_two_calls_are_the_attention_of_each_request_alone(spec, softcap):
 
 
 @pytest.mark.parametrize(
-    "spec", ["self_extend:group_size=4,window=16", "dca:chunk_size=24", "rerope:window=8+alibi", "logn"]
+    "spec",
+    [
+        *("self_extend:group_size=4,window=16", "leaky_rerope:window=8,factor=4", "dca:chunk_size=24", "logn"),
+        *("window:window=8", "rerope:window=8+alibi", "rerope:window=8+shaw", "rerope:window=8+yarn:factor=4"),
+        "rerope:window=8+xpos:scale_base=8",
+    ],
 )
 def test_other_schemes_are_scored_request_by_request(spec):
     state, _model = layer_under(spec)
+    assert not applies(state)
+
+
+def test_a_checkpoint_whose_rotation_has_a_factor_is_scored_request_by_request():
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
+    state, _model = layer_under("rerope:window=8", rope_parameters=yarn)
+    assert state.layer.rotary.attention_scaling > 1.1
     assert not applies(state)

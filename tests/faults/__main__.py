@@ -1,0 +1,107 @@
+"""Puts faults into a copy of the package, one at a time, and names those that no test sees: `make faults`.
+
+    python -m tests.faults [WORD ...] [--faults FILE]
+
+A WORD picks the faults with it in their name or file. A fault replaces a text that its file has once; its tests must
+pass without it and fail with it. The tests of `tests/faults/faults.yaml` belong to the usual run, so a suite that was
+made faster has lost nothing as long as every fault is still seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FAULTS = Path(__file__).with_name("faults.yaml")
+PASSED, FAILED = 0, 1  # exit codes of pytest; others mean that it could not run the tests
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A wrong text in place of a right one, and the tests that must fail with it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: list[str]
+
+    def put_into(self, root: Path) -> str:
+        """Change the file below `root`, and return its old text; a `LookupError` if the fault has no place there."""
+        path = root / self.file
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if text.count(self.old) != 1:
+            raise LookupError(f"{self.file} has {text.count(self.old)} places with {self.old!r}; write this fault anew")
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+        return text
+
+
+def read(path: Path) -> list[Fault]:
+    """The faults of a list."""
+    return [Fault(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
+
+
+def run(root: Path, tests: list[str]) -> tuple[int, str]:
+    """Exit code and output of the tests below `root`, up to the first that fails."""
+    # without bytecode, or two faults of one size in the same second would be one
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def verdict(root: Path, fault: Fault) -> str:
+    """`seen`, or why this is not known."""
+    try:
+        text = fault.put_into(root)
+    except LookupError as error:
+        return f"STALE: {error}"
+    try:
+        code, output = run(root, fault.tests)
+    finally:
+        (root / fault.file).write_text(text, encoding="utf-8")
+    if code == PASSED:
+        return "SURVIVED"
+    return "seen" if code == FAILED else f"NOT RUN:\n{output[-2000:]}"
+
+
+def main() -> None:
+    """Try the faults that were asked for; the exit status is 1 if any is not seen."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults")
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    parser.add_argument("--faults", type=Path, default=FAULTS, metavar="FILE")
+    asked = parser.parse_args()
+    faults = [
+        fault
+        for fault in read(asked.faults)
+        if not asked.words or any(word in f"{fault.name} {fault.file}" for word in asked.words)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder, "copy")
+        others = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "site")
+        shutil.copytree(ROOT, root, ignore=others)
+        code, output = run(root, sorted({test for fault in faults for test in fault.tests}))
+        if code != PASSED:
+            sys.exit(f"the tests fail without any fault:\n{output[-4000:]}")
+        unseen = 0
+        for number, fault in enumerate(faults, 1):
+            start, found = time.perf_counter(), verdict(root, fault)
+            unseen += found != "seen"
+            took = time.perf_counter() - start
+            print(f"{number}/{len(faults)} {fault.file}: {fault.name} ({took:.0f} s): {found}", flush=True)
+    print(f"{len(faults) - unseen} of {len(faults)} faults are seen")
+    sys.exit(unseen > 0)
+
+
+if __name__ == "__main__":
+    main()
