@@ -21,6 +21,15 @@ _NUMBERS = ("rope_theta", "partial_rotary_factor", "original_max_position_embedd
 _UNREAD = {"dynamic": {"original_max_position_embeddings", "length"}, "longrope": {"length", "learned"}}
 """Fields of schemes that Transformers does not read in an entry of the equivalent type."""
 
+SCALING = frozenset(
+    {
+        *("rope_type", "type", "factor", "alpha", "original_max_position_embeddings", "truncate"),
+        *("attention_factor", "mscale", "mscale_all_dim", "short_mscale", "long_mscale", "beta_fast", "beta_slow"),
+        *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
+    }
+)
+"""Keys of an entry that a scheme sets; all others, such as `mrope_section`, belong to the checkpoint."""
+
 _LARGEST = 1e300
 """Larger numbers overflow in computations."""
 

@@ -58,7 +58,9 @@ def _is_idle(stack: Stack, plan: Plan) -> bool:
     scheme, own = plan.scheme, stack.native.resolve(stack.checkpoint)
     if scheme == own:
         return True
-    if not stack.rotary or scheme.slots - {"frequencies", "segments", "query_scale"} or scheme.learns or scheme.decays:
+    if not stack.rotary or plan.numbers or scheme.learns or scheme.decays:
+        return False
+    if scheme.slots - {"frequencies", "segments", "query_scale"}:
         return False
     longest = 2 * stack.checkpoint.max_length
     positions = torch.linspace(0, longest - 1, _SAMPLES).long()

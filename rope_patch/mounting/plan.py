@@ -20,6 +20,7 @@ from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, di
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
 from rope_patch.models.cached_keys import OWN_ROTATION, Signing, signature_of
 from rope_patch.models.config import scheme_of_layer_type
+from rope_patch.models.rebuilding import rebuilt_numbers
 from rope_patch.mounting.entry import install_entry, install_table
 from rope_patch.mounting.late import IMPLEMENTATION, LateAttention, LateForward
 from rope_patch.mounting.parameters import install_parameters
@@ -52,6 +53,8 @@ class Plan:
         rotation: where queries and keys of those layers are rotated.
         frequencies: the tables that those layers read: the `model`'s, or their own (`late`).
         left_alone: index and reason of every unchanged layer.
+        numbers: by layer, the attributes that its attention module computed from `rope_parameters` when it was built,
+            with their values under this scheme.
         embedding: how positions are added to tokens: as `rows` of the model's own table, at the `entry`, or not at all.
         by_layer: for a scheme by layer, the plan of each group of layers, with a stack of only those layers.
     """
@@ -62,6 +65,7 @@ class Plan:
     rotation: Rotation = "module"
     frequencies: Literal["model", "late"] = "model"
     left_alone: dict[int, str] = field(default_factory=dict)
+    numbers: dict[int, dict[str, float]] = field(default_factory=dict)
     embedding: Literal["rows", "entry"] | None = None
     by_layer: tuple[tuple[Stack, Plan], ...] = ()
 
@@ -174,8 +178,26 @@ def _plan_layers(scheme: Scheme, stack: Stack, mount: Mount, left_alone: dict[in
         rotation=rotation,
         frequencies=frequencies,
         left_alone=left_alone,
+        numbers=_numbers(scheme, touched) if stack.rotary else {},
         embedding="entry" if "embedding" in scheme.slots else None,
     )
+
+
+def _numbers(scheme: Scheme, layers: Sequence[AttentionLayer]) -> dict[int, dict[str, float]]:
+    """`Plan.numbers`; layers of one class and kind share them."""
+    owner = next((part for part in scheme.parts() if "frequencies" in part.slots and not part.refines), None)
+    if owner is None:
+        return {}
+    scaling = {**owner.fields(), "rope_type": owner.rope_type or owner.name}
+    kinds = {(type(layer.module), layer.kind): layer for layer in layers}
+    found = {kind: rebuilt_numbers(layer, scaling) for kind, layer in kinds.items()}
+    longer = {**scaling, "factor": 2 * (scaling.get("factor") or 1)}
+    if owner.rope_type is None and any(rebuilt_numbers(layer, longer) != found[kind] for kind, layer in kinds.items()):
+        raise UnsupportedModel(
+            f"{owner}: {type(layers[0].module).__name__} computes a temperature from mscale_all_dim when it is built, "
+            "so the factor must be fixed; leave mscale_all_dim out, or use yarn"
+        )
+    return {layer.index: numbers for layer in layers if (numbers := found[type(layer.module), layer.kind])}
 
 
 def _fits_tables(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]) -> bool:
@@ -333,6 +355,9 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
     for rotary in stack.rotary:
         if rotary.layer_type in plan.rotary:
             _install_rotary(plan.scheme, rotary, stack.training_length, changes)
+    for layer in touched:
+        for name, value in plan.numbers.get(layer.index, {}).items():
+            changes.set(layer.module, name, value)
     memo, hooks = StackMemo(), []
     for layer in touched if plan.late else ():
         config = cast(Any, layer.module.config)

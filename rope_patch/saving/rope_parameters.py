@@ -9,17 +9,11 @@ from torch import nn
 
 from rope_patch.errors import NotExpressible
 from rope_patch.models.base import Stack
-from rope_patch.models.config import checkpoint_of_config, rope_entries, scheme_of_config, training_length
+from rope_patch.models.config import SCALING, checkpoint_of_config, rope_entries, scheme_of_config, training_length
 from rope_patch.models.reading import read_stacks
 from rope_patch.schemes.base import Scheme
 from rope_patch.typing import RotarySpec
 
-# keys of the scaling, which a scheme sets; all others, such as `mrope_section`, belong to the checkpoint
-_SCALING = {
-    *("rope_type", "type", "factor", "alpha", "original_max_position_embeddings", "truncate"),
-    *("attention_factor", "mscale", "mscale_all_dim", "short_mscale", "long_mscale", "beta_fast", "beta_slow"),
-    *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
-}
 # a query scale that some checkpoints store with their frequencies, and its unit of length
 _QUERY_SCALE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 
@@ -47,7 +41,7 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
     for layer_type, chosen in _by_entry(scheme, config).items():
         entry = rope_entries(config)[layer_type]
         spec = RotarySpec(_rotary_dim(config, entry), entry["rope_theta"], training_length(config))
-        scaling = _SCALING - set(_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())
+        scaling = SCALING - set(_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())
         kept = {key: value for key, value in entry.items() if key not in scaling}
         parameters = chosen.rope_parameters(spec)
         if "factor" in parameters:
