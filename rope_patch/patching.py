@@ -249,4 +249,4 @@ def _name_in_config(model: nn.Module, scheme: Scheme, mounted: Mounted, changes:
 
 
 def _says_it_all(scheme: Scheme, stack: Stack, plan: Plan) -> bool:
-    return bool(plan.rotary) and not plan.late and is_expressible(scheme, stack.config)
+    return bool(plan.rotary) and not plan.late and is_expressible(scheme, stack, plan.rotary)
