@@ -182,7 +182,7 @@ def _weights(stack: Stack, layer: AttentionLayer) -> Weights:
 
 def _frequencies(scheme: Scheme, spec: RotarySpec, weights: Weights) -> Iterable[tuple[str, str]]:
     length = 4 * spec.training_length
-    found = scheme.frequencies(spec, torch.tensor([length]) if scheme.length_dependent else None, weights)
+    found = scheme.frequencies_on(spec, torch.tensor([length]) if scheme.length_dependent else None, weights)
     inv_freq, scaling = found.inv_freq.flatten(), torch.as_tensor(found.attention_scaling).flatten()[0]
     if not inv_freq.any():
         yield "frequencies", "all 0: nothing rotates"

@@ -25,7 +25,7 @@ from rope_patch.mounting.caution import caution
 from rope_patch.mounting.late import LateAttention
 from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
 from rope_patch.mounting.undo import Changes
-from rope_patch.saving.rope_parameters import export_rope_parameters, is_expressible
+from rope_patch.saving.rope_parameters import export_rope_parameters, tells_all
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import as_scheme
 from rope_patch.schemes.target import reached
@@ -249,4 +249,4 @@ def _name_in_config(model: nn.Module, scheme: Scheme, mounted: Mounted, changes:
 
 
 def _says_it_all(scheme: Scheme, stack: Stack, plan: Plan) -> bool:
-    return bool(plan.rotary) and not plan.late and is_expressible(scheme, stack.config)
+    return bool(plan.rotary) and not plan.late and tells_all(scheme, stack, plan.rotary)

@@ -33,14 +33,15 @@ def refused(model, error, said):
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("spec", ROUTES)
+@pytest.mark.parametrize("spec", LATE)
 @pytest.mark.parametrize(
     ("model_type", "said"),
     [
         ("hunyuan_v1_dense", "a norm"),
-        ("granite_swa", "2 rotary modules"),
-        ("deepseek_v32", "DeepseekV32Indexer requires q_resid"),
-        ("diffllama", "DiffLlamaAttention does not call the attention interface"),
+        ("deepseek_v4", "6 rotary modules"),
+        ("deepseek_v32", "DeepseekV32Indexer inside it reads the rotary tables as well"),
+        ("diffllama", "DiffLlamaAttention calls the attention interface of Transformers 2 times"),
+        ("doge", "DogeAttention has an attention interface of its own"),
     ],
 )
 def test_a_family_that_is_not_understood(model_type, said, spec):
@@ -49,6 +50,12 @@ def test_a_family_that_is_not_understood(model_type, said, spec):
     model = from_config(AutoConfig.for_model(model_type, **GENERIC))
     with refused(model, UnsupportedModel, said):
         patch(model, spec)
+
+
+def test_a_norm_that_would_undo_a_temperature():
+    model = from_config(AutoConfig.for_model("hunyuan_v1_dense", **GENERIC))
+    with refused(model, UnsupportedModel, "a norm"):
+        patch(model, "yarn:factor=4")
 
 
 def test_a_norm_after_the_rotation_whose_weights_are_all_one_as_yet():

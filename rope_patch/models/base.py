@@ -30,6 +30,7 @@ class RotaryTables:
         as_declared: whether the module's frequencies are those that its config describes.
         axes: number of axes on which the module reads positions (mRoPE, for images); on text they are all equal.
         is_complex: whether its attention reads one complex table, cos + i sin, instead of two.
+        turning: see `RotarySpec`.
     """
 
     module: nn.Module
@@ -38,10 +39,11 @@ class RotaryTables:
     as_declared: bool = True
     axes: int = 1
     is_complex: bool = False
+    turning: int | None = None
 
     def spec(self, training_length: int) -> RotarySpec:
         """The facts about this set that a frequency scheme receives."""
-        return RotarySpec(2 * self.inv_freq.shape[-1], self.base, training_length)
+        return RotarySpec(2 * self.inv_freq.shape[-1], self.base, training_length, self.turning)
 
     def attribute(self, name: str) -> str:
         """The attribute in which the module stores `name` for this set."""
@@ -104,13 +106,15 @@ class AttentionLayer:
         spec: its rotary embedding, or the one that a scheme would add.
         heads: their number and sizes.
         kind: its layer type in the config; without one, `full_attention` or `sliding_attention` by its window.
-        layout: how it pairs dimensions, or would; None if the module rotates in other layers, but not in this one.
+        layout: how it pairs dimensions, or would; None if the module rotates in other layers, but not in this one, or
+            if it is `unscored` and could not be measured.
         rotary: the tables that rotate it; None without rotation.
         sliding_window: its window in tokens; None without a window.
         bias_table: the learned biases by bucket of distance, `(num_buckets, heads)`; None without biases.
         gets_positions: whether its block passes position ids to it.
-        normed: whether a norm without weights follows the rotation; it rotates with it, but undoes a scale of cos and
-            sin.
+        normed: whether a norm follows the rotation and undoes a scale of cos and sin.
+        unscored: why its queries and keys cannot be scored here, so that only its tables can be replaced; empty if they
+            can.
     """
 
     name: str
@@ -125,6 +129,12 @@ class AttentionLayer:
     kind: str = "full_attention"
     gets_positions: bool = True
     normed: bool = False
+    unscored: str = ""
+
+    @property
+    def rotates(self) -> bool:
+        """Whether it rotates queries and keys, or may do so."""
+        return self.layout is not None or (bool(self.unscored) and self.rotary is not None)
 
     @property
     def layer_type(self) -> str | None:

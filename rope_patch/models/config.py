@@ -91,7 +91,17 @@ def checkpoint_of_config(config: Any) -> Checkpoint:
     """The properties from which a scheme takes its defaults."""
     trained = training_length(config)
     longest = getattr(config, "max_position_embeddings", None) or trained
-    return Checkpoint(trained, config.num_attention_heads, max(trained, longest))
+    return Checkpoint(trained, config_of_layer(config, 0).num_attention_heads, max(trained, longest))
+
+
+def head_dim(config: Any) -> int:
+    """Dimensions of a head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def config_of_layer(config: Any, layer: int | str) -> Any:
+    """The config of one layer, by index, or of all layers of one type; most configs are the same for every layer."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 def scheme_of_config(config: Any) -> Scheme:

@@ -5,26 +5,32 @@ No family is known by name: `models.probe` measures how a layer rotates its dime
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.errors import InvalidField, UnsupportedModel
-from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
+from rope_patch.models.base import AttentionLayer, Heads, RotaryTables, Stack
 from rope_patch.models.config import (
     checkpoint_of_config,
+    config_of_layer,
+    head_dim,
     rope_entries,
     scheme_of_config,
     scheme_of_layer_type,
     training_length,
 )
 from rope_patch.models.meta import filled
-from rope_patch.models.probe import Measuring, measure_tables
+from rope_patch.models.passed import passed_tables
+from rope_patch.models.probe import Followed, Measuring, measure_tables
 from rope_patch.models.state import unchanged
 from rope_patch.schemes.base import Scheme
 
@@ -42,22 +48,26 @@ def read(stack: PreTrainedModel) -> Stack:
     """
     family = type(stack).__name__
     modules = [module for module in stack.modules() if _is_rotary(module)]
-    if len(modules) > 1:
-        raise UnsupportedModel(
-            f"{family} has {len(modules)} rotary modules; it does not declare which layer uses which"
-        )
     checkpoint = checkpoint_of_config(stack.config)
-    with filled(modules[0], stack), unchanged(modules[0]):
-        rotary = _tables_of(modules[0], stack.config)
-        measuring = Measuring()
+    with contextlib.ExitStack() as tried:
+        for module in modules:
+            tried.enter_context(filled(module, stack))
+            tried.enter_context(unchanged(module))
+        configs = (
+            [stack.config] if len(modules) == 1 else [getattr(module, "config", stack.config) for module in modules]
+        )
+        rotary = tuple(itertools.chain(*map(_tables_of, modules, configs)))
+        passed, measuring = passed_tables(stack, rotary), Measuring()
         layers = tuple(
-            _read_layer(name, module, rotary, stack, checkpoint.training_length, measuring)
-            for name, module in _attention_modules(stack)
+            _read_layer(name, module, index, rotary, passed, stack, checkpoint.training_length, measuring)
+            for index, (name, module) in enumerate(_attention_modules(stack))
         )
     if not layers:
         raise UnsupportedModel(
             f"{family} has no self-attention that takes `position_embeddings` through the attention interface"
         )
+    if len(modules) > 1:  # some may be unused
+        rotary = tuple(dict.fromkeys(layer.rotary for layer in layers if layer.rotary is not None))
     return Stack(stack, checkpoint, _native(stack.config), layers, rotary)
 
 
@@ -82,7 +92,16 @@ def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
         if not entries.get(layer_type, {}).get("rope_theta"):
             raise UnsupportedModel(f"{type(config).__name__} has no `rope_theta` for layer type {layer_type!r}")
     found = (measure_tables(RotaryTables(module, kind, entries[kind]["rope_theta"])) for kind in types)
-    return tuple(dataclasses.replace(tables, as_declared=_as_declared(tables, config)) for tables in found)
+    return tuple(
+        dataclasses.replace(tables, as_declared=_as_declared(tables, config), turning=_turning(tables.inv_freq))
+        for tables in found
+    )
+
+
+def _turning(inv_freq: torch.Tensor) -> int | None:
+    """Number of leading pairs that rotate; None if all of them do, or none."""
+    count = int(inv_freq.count_nonzero())
+    return count if 0 < count < inv_freq.numel() and bool(inv_freq[:count].all()) else None
 
 
 def _as_declared(tables: RotaryTables, config: Any) -> bool:
@@ -101,61 +120,93 @@ def _as_declared(tables: RotaryTables, config: Any) -> bool:
     return declared.shape == at_first.shape and torch.allclose(declared, at_first, rtol=1e-3, atol=0)
 
 
-def _attention_modules(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The innermost modules that know their layer index and take `position_embeddings`."""
+def _attention_modules(stack: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The innermost modules that know their layer index and take `position_embeddings`, but not those inside a module
+    that calls the attention interface: they may choose the keys that it sees.
+    """
+    found = {
+        name: module
+        for name, module in stack.named_modules()
+        if hasattr(module, "layer_idx") and "position_embeddings" in inspect.signature(module.forward).parameters
+    }
+    scoring = {name for name, module in found.items() if not _misses_interface(module)}
 
-    def qualifies(module: nn.Module) -> bool:
-        return (
-            hasattr(module, "layer_idx")
-            and hasattr(module, "config")
-            and "position_embeddings" in inspect.signature(module.forward).parameters
-        )
+    def inside(names: Iterable[str], outer: str) -> bool:
+        return any(name.startswith(f"{outer}.") for name in names)
 
-    for name, module in stack.named_modules():
-        inner = (child for child in module.modules() if child is not module)
-        if qualifies(module) and not any(map(qualifies, inner)):
-            yield name, module
+    return [
+        (name, module)
+        for name, module in found.items()
+        if not inside(scoring if name in scoring else found, name)
+        and (name in scoring or not any(name.startswith(f"{outer}.") for outer in scoring))
+    ]
+
+
+def _misses_interface(module: nn.Module) -> str:
+    """Why an attention module cannot call a registered attention function, by its code; empty if it can."""
+    name = "ALL_ATTENTION_FUNCTIONS"
+    forwards = [inspect.unwrap(vars(cls)["forward"]) for cls in type(module).__mro__ if "forward" in vars(cls)]
+    calling = [forward for forward in forwards if name in forward.__code__.co_names]
+    if not hasattr(module, "config") or not calling:
+        return f"{type(module).__name__} does not call the attention interface of Transformers"
+    if calling[0].__globals__.get(name) is not ALL_ATTENTION_FUNCTIONS:
+        return f"{type(module).__name__} has an attention interface of its own"
+    return ""
 
 
 def _read_layer(
     name: str,
     module: nn.Module,
+    number: int,
     rotary: tuple[RotaryTables, ...],
+    passed: Mapping[nn.Module, RotaryTables | None],
     stack: PreTrainedModel,
     training_length: int,
     measuring: Measuring,
 ) -> AttentionLayer:
-    if getattr(module, "is_kv_shared_layer", False):
-        raise UnsupportedModel(f"{type(stack).__name__}: {name} shares the keys of another layer")
-    layer_type = _layer_type(module)
-    tables = next((t for t in rotary if t.layer_type in (None, layer_type)), None)
-    if tables is None:
-        raise UnsupportedModel(f"{type(stack).__name__}: no rotary tables for {name} of layer type {layer_type!r}")
+    family = type(stack).__name__
+    index = number if module.layer_idx is None else cast(int, module.layer_idx)
+    config = config_of_layer(getattr(module, "config", stack.config), index)
+    layer_type = _layer_type(module, config)
+    around = [stack.get_submodule(name.rsplit(".", depth)[0]) for depth in range(1, name.count(".") + 1)]
+    block = around[0] if around else stack
+    tables = next((passed[outer] for outer in around if outer in passed), ...)
+    if tables is ...:
+        if (count := len({found.module for found in rotary})) > 1:
+            raise UnsupportedModel(f"{family} has {count} rotary modules; it does not declare which one {name} uses")
+        if (tables := next((t for t in rotary if t.layer_type in (None, layer_type)), None)) is None:
+            raise UnsupportedModel(f"{family}: no rotary tables for {name} of layer type {layer_type!r}")
     sliding = getattr(module, "sliding_window", None)
     if layer_type is not None and "sliding" in layer_type:
-        sliding = sliding or getattr(module.config, "sliding_window", None)
+        sliding = sliding or getattr(config, "sliding_window", None)
     elif layer_type == "full_attention":
         sliding = None
     elif layer_type == "chunked_attention":  # distances stay below the chunk size
-        sliding = getattr(module.config, "attention_chunk_size", None)
+        sliding = getattr(config, "attention_chunk_size", None)
     elif sliding is None:
         # Mistral-like: only the config has the window, for every layer
-        sliding = getattr(module.config, "sliding_window", None) if _window_for_all(module) else None
-    block = stack.get_submodule(name.rpartition(".")[0])
-    (layout, normed, heads), gets_positions = measuring.turning(name, block, module, tables)
-    if normed and tables.attention_scaling != 1:
+        sliding = getattr(config, "sliding_window", None) if _window_for_all(config) else None
+    layout, normed, gets_positions, unscored = None, False, True, _reads_tables_otherwise(module)
+    heads = Heads(config.num_attention_heads, *[head_dim(config)] * 2)
+    try:
+        if tables is None:
+            heads = measuring.heads(module)
+        else:
+            (layout, normed, heads), gets_positions = measuring.turning(name, block, module, tables)
+    except UnsupportedModel as error:
+        normed = isinstance(error, Followed)
+        unscored = unscored or (not normed and _misses_interface(module)) or str(error)
+    if layout is not None and normed and tables.attention_scaling != 1:
         raise UnsupportedModel(
-            f"{type(stack).__name__}: the tables scale queries and keys by {tables.attention_scaling:g}, but the norm "
-            f"after the rotation in {name} undoes the scale"
+            f"{family}: the tables scale queries and keys by {tables.attention_scaling:g}, but the norm after the "
+            f"rotation in {name} undoes the scale"
         )
-    spec = tables.spec(training_length)
     kind = layer_type or ("full_attention" if sliding is None else "sliding_attention")
-    index = cast(int, module.layer_idx)
     return AttentionLayer(
         name,
         module,
         index,
-        spec,
+        (tables or rotary[0]).spec(training_length),
         layout,
         heads,
         tables,
@@ -163,13 +214,24 @@ def _read_layer(
         kind=kind,
         gets_positions=gets_positions,
         normed=normed,
+        unscored=unscored,
     )
 
 
-def _layer_type(module: nn.Module) -> str | None:
-    types = getattr(module.config, "layer_types", None)
+def _reads_tables_otherwise(module: nn.Module) -> str:
+    """Why an attention module needs its tables for more than queries and keys; empty if it does not."""
+    if getattr(module, "is_kv_shared_layer", False):
+        return f"{type(module).__name__} shares the keys of another layer"
+    for inner in module.modules():
+        if inner is not module and "position_embeddings" in inspect.signature(inner.forward).parameters:
+            return f"{type(inner).__name__} inside it reads the rotary tables as well"
+    return ""
+
+
+def _layer_type(module: nn.Module, config: Any) -> str | None:
+    types = getattr(config, "layer_types", None)
     return types[module.layer_idx] if types else getattr(module, "layer_type", None)
 
 
-def _window_for_all(module: nn.Module) -> bool:
-    return bool(getattr(module.config, "use_sliding_window", True)) and not getattr(module.config, "layer_types", None)
+def _window_for_all(config: Any) -> bool:
+    return bool(getattr(config, "use_sliding_window", True)) and not getattr(config, "layer_types", None)

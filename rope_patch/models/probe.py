@@ -51,6 +51,10 @@ _FOLLOWED = "something follows the rotation of queries and keys (a norm, a scale
 Found = TypeVar("Found")
 
 
+class Followed(UnsupportedModel):
+    """Something changes queries or keys after they were rotated, such as a norm with weights."""
+
+
 class Turning(NamedTuple):
     """The rotation of an attention module.
 
@@ -157,7 +161,7 @@ def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> Turnin
         expected = layout.rotate(states[:1], angles.cos().to(states), angles.sin().to(states))
         tolerance = 8 * torch.finfo(states.dtype).eps * float(states[0].abs().max())
         if (expected - states[-2]).abs().max() > tolerance:
-            raise UnsupportedModel(f"{name}: {_FOLLOWED}")
+            raise Followed(f"{name}: {_FOLLOWED}")
     return Turning(layout, normed, heads)
 
 
@@ -279,21 +283,32 @@ def _run(
     random = torch.Generator().manual_seed(0)
     others = {name: v + 0.5 * torch.randn(v.shape, generator=random).to(v) for name, v in vectors.items()}
     arguments = _arguments(module, hidden, (cos, sin) if rotary is None else rotary.joined(cos, sin))
-    try:
-        with probing(module, capture), torch.no_grad():
-            functional_call(module, others, (), arguments) if others else module(**arguments)
-    except Exception as error:  # any error means that the module's interface is not the expected one
-        raise UnsupportedModel(
-            f"{type(module).__name__} cannot be measured: {type(error).__name__}: {error}"
-        ) from error
+    every = torch.ones(len(cos), 1, _TOKENS, _TOKENS, dtype=torch.bool, device=hidden.device)
+    for mask in (None, every):  # some read the mask before they attend
+        captured.clear()
+        if "attention_mask" in arguments:
+            arguments["attention_mask"] = mask
+        try:
+            with probing(module, capture), torch.no_grad():
+                functional_call(module, others, (), arguments) if others else module(**arguments)
+            break
+        except Exception as error:  # any error means that the module's interface is not the expected one
+            if mask is not None:
+                raise UnsupportedModel(
+                    f"{type(module).__name__} cannot be measured: {type(error).__name__}: {error}"
+                ) from error
     if len(captured) != 3:
-        raise UnsupportedModel(f"{type(module).__name__} does not call the attention interface of Transformers")
+        raise UnsupportedModel(
+            f"{type(module).__name__} calls the attention interface of Transformers {len(captured) // 3} times"
+        )
     query, key, value = captured
     return query, key, value
 
 
 def _hidden(module: nn.Module) -> torch.Tensor:
     """The input of an attention module: four random tokens, `(1, tokens, hidden)`."""
+    if not hasattr(module, "config"):
+        raise UnsupportedModel(f"{type(module).__name__} has no config, which names the attention function")
     hidden_size = cast(Any, module.config).hidden_size
     hidden = torch.randn(1, _TOKENS, hidden_size, generator=torch.Generator().manual_seed(0))
     return hidden.to(device_of(module), dtype_of(module))
@@ -309,6 +324,7 @@ def _arguments(module: nn.Module, hidden: torch.Tensor, tables: Any) -> dict[str
         "hidden_states": hidden,
         "position_embeddings": tables,
         "attention_mask": None,
+        "shared_kv_states": {},  # for layers that read the keys of this one
         "position_ids": torch.arange(_TOKENS, device=hidden.device)[None],
     }
     accepted = inspect.signature(module.forward).parameters
@@ -369,9 +385,9 @@ def _read_layout(name: str, states: torch.Tensor, rounded: bool) -> RotaryLayout
     seconds: dict[int, int] = {}
     for i in rotated:
         if not is_clear[i]:
-            raise UnsupportedModel(f"{name}: dimension {i} of the heads has no clear partner: {_FOLLOWED}")
+            raise Followed(f"{name}: dimension {i} of the heads has no clear partner: {_FOLLOWED}")
         if not all(turn[i] or stay[i] for turn, stay in zip(turns, stays, strict=True)):
-            raise UnsupportedModel(f"{name}: dimension {i} reads cos and sin of several frequencies, or {_FOLLOWED}")
+            raise Followed(f"{name}: dimension {i} reads cos and sin of several frequencies, or {_FOLLOWED}")
         frequency = sum(turn[i] << bit for bit, turn in enumerate(turns))
         # a quarter turn of the pair (a, b) is (-b, a): the dimension that turned negative is the first
         first, second = (i, int(of_minus[i])) if minus[i].any() else (int(of_plus[i]), i)

@@ -74,7 +74,7 @@ def _is_idle(stack: Stack, plan: Plan) -> bool:
 def _turn_alike(scheme: Scheme, other: Scheme, stack: Stack, plan: Plan, length: int) -> bool:
     """Whether two schemes have the same frequencies in a text of this length."""
     for spec in {layer.spec for layer in plan.touched(stack)}:
-        ours, theirs = (each.frequencies(spec, torch.tensor([length])) for each in (scheme, other))
+        ours, theirs = (each.frequencies_on(spec, torch.tensor([length])) for each in (scheme, other))
         apart = ours.inv_freq * ours.attention_scaling - theirs.inv_freq * theirs.attention_scaling
         if (apart.abs() > 1e-6 * theirs.inv_freq).any():
             return False

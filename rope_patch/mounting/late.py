@@ -114,7 +114,7 @@ def _groups(kwargs: dict[str, Any], config: Any) -> torch.Tensor | None:
         positions = positions[0]  # of the text, see `OneAxis`
     if isinstance(mask, torch.Tensor):
         return groups_of_pads(mask) if mask.ndim == 2 and not mask.all() else None
-    use_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
+    use_cache = getattr(config, "use_cache", False) if kwargs.get("use_cache") is None else kwargs["use_cache"]
     without_cache = kwargs.get("past_key_values") is None and not use_cache
     if mask is None and without_cache and isinstance(positions, torch.Tensor) and positions.ndim == 2:
         documents = groups_of_documents(positions)
@@ -335,7 +335,7 @@ class LateAttention:
     def own_frequencies(self, call: LateCall, weights: Weights) -> Frequencies:
         """f of the scheme itself, with its decay."""
         lengths = call.lengths if self.scheme.length_dependent else None
-        found = self.scheme.frequencies(self.layer.spec, lengths, weights)
+        found = self.scheme.frequencies_on(self.layer.spec, lengths, weights)
         return dataclasses.replace(found, inv_freq=found.inv_freq.to(call.position_ids.device))
 
 

@@ -101,7 +101,9 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
         return Plan(scheme, embedding="rows")
     left_alone = {layer.index: reason for layer in stack.layers if (reason := _reason_to_leave(layer, stack))}
     _check_change(scheme, stack, left_alone)
-    return _plan_layers(scheme, stack, mount, left_alone)
+    plan = _plan_layers(scheme, stack, mount, left_alone)
+    _check_scores(plan, stack)
+    return plan
 
 
 def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
@@ -116,7 +118,7 @@ def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
     groups: dict[tuple[Scheme, bool], list[AttentionLayer]] = {}
     left_alone: dict[int, str] = {}
     for layer in stack.layers:
-        chosen, rotates = schemes[layer.index], layer.layout is not None
+        chosen, rotates = schemes[layer.index], layer.rotates
         if chosen is None:
             left_alone[layer.index] = "selected as none"
         elif not rotates and (chosen := _without_rotation(chosen)) is None:
@@ -137,13 +139,15 @@ def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
             raise InvalidField(f"{scheme}: {chosen} adds positions to the input, which all layers share")
         indices = tuple(layer.index for layer in layers)
         plans.append((part, _plan_layers(chosen, part, mount, {}) if rotates else Plan(chosen, late=indices)))
-    return Plan(
+    plan = Plan(
         scheme=scheme,
         rotary=tuple(dict.fromkeys(layer_type for _, plan in plans for layer_type in plan.rotary)),
         late=tuple(sorted(index for _, plan in plans for index in plan.late)),
         left_alone=left_alone,
         by_layer=tuple(plans),
     )
+    _check_scores(plan, stack)
+    return plan
 
 
 def _without_rotation(scheme: Scheme) -> Scheme | None:
@@ -204,7 +208,7 @@ def _fits_tables(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]
     """Whether the rotary module can hold the frequencies: one table for all rows and layers, and no other reader."""
     ours = {layer.rotary for layer in touched}
     every = (*stack.layers, *stack.others)
-    shared = any(layer.rotary in ours for layer in every if layer not in touched and layer.layout is not None)
+    shared = any(layer.rotary in ours for layer in every if layer not in touched and layer.rotates)
     follows = scheme.length_dependent or scheme.learned_frequencies
     is_one = not (follows or _reads_unrotated(scheme))
     return bool(stack.rotary) and is_one and not shared and not _is_undone(scheme, touched)
@@ -212,7 +216,7 @@ def _fits_tables(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]
 
 def _is_undone(scheme: Scheme, layers: Sequence[AttentionLayer]) -> bool:
     """Whether a norm after the rotation undoes a scheme's attention scaling."""
-    return any(layer.normed and scheme.frequencies(layer.spec).attention_scaling != 1 for layer in layers)
+    return any(layer.normed and scheme.frequencies_on(layer.spec).attention_scaling != 1 for layer in layers)
 
 
 def _rotation(scheme: Scheme, stack: Stack, frequencies: str, mount: Mount) -> Rotation:
@@ -249,6 +253,15 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
         )
     if scheme.causal_only and stack.checkpoint.bidirectional:
         raise UnsupportedModel(f"{family} sees both directions, but {scheme} is undefined for keys after the query")
+
+
+def _check_scores(plan: Plan, stack: Stack) -> None:
+    late = (layer for layer in stack.layers if layer.index in plan.late)
+    if (layer := next((layer for layer in late if layer.unscored), None)) is not None:
+        raise UnsupportedModel(
+            f"{type(stack.module).__name__}: {plan.scheme} scores {layer.name} here, which is not supported: "
+            f"{layer.unscored}; schemes of static frequencies (pi, ntk, abf) only replace the model's tables"
+        )
 
 
 def _on_rotation(scheme: Scheme, stack: Stack) -> Scheme:
@@ -300,7 +313,7 @@ def _moves_positions(scheme: Scheme) -> bool:
 
 
 def _reason_to_leave(layer: AttentionLayer, stack: Stack) -> str:
-    if layer.layout is None:
+    if not layer.rotates:
         return _UNROTATED
     if layer.sliding_window is not None and layer.sliding_window <= stack.training_length:
         return f"sliding window of {layer.sliding_window} within the training length of {stack.training_length}"
@@ -352,9 +365,8 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
         pass_positions(plan.scheme, stack, counts, plan.embedding == "entry", changes)
     if plan.embedding == "entry":
         install_entry(plan.scheme, stack, touched, weights, changes)
-    for rotary in stack.rotary:
-        if rotary.layer_type in plan.rotary:
-            _install_rotary(plan.scheme, rotary, stack.training_length, changes)
+    for rotary in dict.fromkeys(layer.rotary for layer in touched) if plan.rotary else ():
+        _install_rotary(plan.scheme, cast(RotaryTables, rotary), stack.training_length, changes)
     for layer in touched:
         for name, value in plan.numbers.get(layer.index, {}).items():
             changes.set(layer.module, name, value)
@@ -382,7 +394,7 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
 
 
 def _install_rotary(scheme: Scheme, rotary: RotaryTables, training_length: int, changes: Changes) -> None:
-    frequencies = scheme.frequencies(rotary.spec(training_length))
+    frequencies = scheme.frequencies_on(rotary.spec(training_length))
     for name in ("inv_freq", "original_inv_freq"):
         replaced = getattr(rotary.module, rotary.attribute(name), None)
         if replaced is not None:  # each keeps its dtype: in half precision, `dynamic` still grows in float32

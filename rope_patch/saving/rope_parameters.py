@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any, cast
 
 from torch import nn
 
 from rope_patch.errors import NotExpressible
 from rope_patch.models.base import Stack
-from rope_patch.models.config import SCALING, checkpoint_of_config, rope_entries, scheme_of_config, training_length
+from rope_patch.models.config import (
+    SCALING,
+    checkpoint_of_config,
+    config_of_layer,
+    head_dim,
+    rope_entries,
+    scheme_of_config,
+    training_length,
+)
 from rope_patch.models.reading import read_stacks
 from rope_patch.schemes.base import Scheme
 from rope_patch.typing import RotarySpec
 
+# types with which Transformers can express a share of the pairs: both are `proportional` with a factor
+_STILL = ("default", "linear")
 # a query scale that some checkpoints store with their frequencies, and its unit of length
 _QUERY_SCALE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 
@@ -23,8 +34,8 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
 
     Args:
         scheme: with static frequencies, or Transformers' own length-dependent ones.
-        config: of the unpatched checkpoint; it stays unchanged. If it nests the parameters by layer type, only
-            `full_attention` is scaled.
+        config: of the unpatched checkpoint; it stays unchanged. If it nests the parameters by layer type, those
+            of layers with a window within the training length stay.
 
     Returns:
         a dict for `config.rope_parameters`.
@@ -40,7 +51,10 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
     exported = copy.deepcopy(config.rope_parameters)
     for layer_type, chosen in _by_entry(scheme, config).items():
         entry = rope_entries(config)[layer_type]
-        spec = RotarySpec(_rotary_dim(config, entry), entry["rope_theta"], training_length(config))
+        share = entry.get("partial_rotary_factor", 1.0)
+        is_share = entry.get("rope_type") == "proportional"  # of the pairs; otherwise of the dimensions
+        dim = head_dim(config_of_layer(config, layer_type or 0))
+        spec = RotarySpec(dim if is_share else int(dim * share), entry["rope_theta"], training_length(config))
         scaling = SCALING - set(_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())
         kept = {key: value for key, value in entry.items() if key not in scaling}
         parameters = chosen.rope_parameters(spec)
@@ -52,10 +66,16 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
                 f"{scheme} grows from the training length of {spec.training_length}; `dynamic` of Transformers grows "
                 f"from max_position_embeddings={longest}"
             )
-        if "partial_rotary_factor" in parameters and kept.get("partial_rotary_factor", 1) != 1:
+        if is_share and not chosen.chooses_pairs:
+            if parameters.keys() - {"rope_type", "rope_theta", "factor"} or parameters["rope_type"] not in _STILL:
+                raise NotExpressible(
+                    f"{scheme}: this checkpoint rotates only {share} of its pairs, which Transformers cannot combine "
+                    f"with the rope_type {parameters['rope_type']!r}"
+                )
+            parameters["rope_type"] = "proportional"
+        elif not is_share and "partial_rotary_factor" in parameters and share != 1:
             raise NotExpressible(
-                f"{scheme} is a share of the whole head in Transformers, but this checkpoint rotates only "
-                f"{kept['partial_rotary_factor']} of it"
+                f"{scheme} is a share of the whole head in Transformers, but this checkpoint rotates only {share} of it"
             )
         if layer_type is not None and parameters.get("truncate") is False:
             raise NotExpressible(
@@ -63,6 +83,8 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
                 f"{type(config).__name__}"
             )
         parameters = kept | parameters
+        if getattr(config, "layer_rope_theta", None) and parameters["rope_theta"] != entry["rope_theta"]:
+            raise NotExpressible(f"{scheme}: {type(config).__name__} has a rope_theta of its own for each layer")
         if layer_type is None:
             exported = parameters
         else:
@@ -72,10 +94,10 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
 
 
 def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
-    """The scheme of each entry that changes, by layer type: only full attention, unless layers are selected."""
+    """The scheme of each entry that changes, by layer type: without a window in L, unless layers are selected."""
     entries = rope_entries(config)
     if not scheme.by_layer:
-        return {layer_type: scheme for layer_type in entries if layer_type in (None, "full_attention")}
+        return {layer_type: scheme for layer_type in entries if not _has_window(layer_type, config)}
     number = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * number
     found: dict[str | None, Scheme] = {}
@@ -91,12 +113,19 @@ def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
     return found
 
 
+def _has_window(layer_type: str | None, config: Any) -> bool:
+    """Whether the layers of a type see no further than the training length, so that a patch leaves them unchanged."""
+    name = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(layer_type or "")
+    window = getattr(config_of_layer(config, cast(str, layer_type)), name, None) if name else None
+    return window is not None and window <= training_length(config)
+
+
 def _check_not_shared(config: Any) -> None:
     """One entry for all layers would also scale the sliding-window layers, which a patch leaves unchanged."""
     layer_types = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
     mixed = {"full_attention", "sliding_attention"} <= layer_types and None in rope_entries(config)
-    if mixed and window is not None and window <= training_length(config):
+    if mixed and _has_window("sliding_attention", config):
+        window = config_of_layer(config, "sliding_attention").sliding_window
         raise NotExpressible(
             f"{type(config).__name__} has one entry of rope_parameters for full and sliding-window layers; "
             f"the latter, with a window of {window} within the training length, must not be scaled"
@@ -124,6 +153,16 @@ def is_expressible(scheme: Scheme, config: Any) -> bool:
     return True
 
 
+def tells_all(scheme: Scheme, stack: Stack, changed: Collection[str | None]) -> bool:
+    """Whether exported parameters would change the tables of the layer types `changed`, and no others."""
+    if any(getattr(tables.module, "config", stack.config) is not stack.config for tables in stack.rotary):
+        return False  # the stack makes a config of its own for this rotary module
+    if not is_expressible(scheme, stack.config):
+        return False
+    exported = _by_entry(scheme.resolve(stack.checkpoint), stack.config)
+    return {layer.layer_type for layer in stack.layers if layer.rotates} & exported.keys() == set(changed)
+
+
 def native_scheme(model: nn.Module) -> Scheme:
     """The scheme that the checkpoint itself uses, read from the config of the `model`. Applying it changes nothing.
 
@@ -140,8 +179,3 @@ def native_scheme_of(stack: Stack) -> Scheme:
         UnsupportedModel: its rope_type is unknown.
     """
     return scheme_of_config(stack.config) if stack.rotary else cast(Scheme, stack.native)
-
-
-def _rotary_dim(config: Any, entry: dict[str, Any]) -> int:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(head_dim * entry.get("partial_rotary_factor", 1.0))

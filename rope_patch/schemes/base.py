@@ -98,6 +98,7 @@ class Scheme:
         length_dependent: whether the frequencies follow the length of the text.
         learned_frequencies: whether the frequencies follow learned parameters.
         refines: whether it makes its frequencies of those of another scheme, see `refine`.
+        chooses_pairs: whether the frequencies decide which pairs rotate, also those that the checkpoint leaves still.
         decays: whether the frequencies bring a decay, so that queries and keys are turned by different tables.
         linear: whether the bias is a multiple of the distance, so that under a causal mask one term per key is enough.
         absolute: whether a shift of all positions changes the scores.
@@ -124,6 +125,7 @@ class Scheme:
     length_dependent: ClassVar[IfAny] = False
     learned_frequencies: ClassVar[Annotated[bool, Composed(any, filling="frequencies")]] = False
     refines: ClassVar[Annotated[bool, Composed(_any_and_all, filling="frequencies")]] = False
+    chooses_pairs: ClassVar[Annotated[bool, Composed(any, filling="frequencies")]] = False
     decays: ClassVar[IfAny] = False
     linear: ClassVar[Annotated[bool, Composed(all, filling="bias")]] = False
     absolute: ClassVar[IfAny] = False
@@ -143,6 +145,18 @@ class Scheme:
     def __add__(self, other: Scheme) -> Scheme:
         """Both side by side, as `Compose(self, other)`."""
         return type(self).composition(self, other) if isinstance(other, Scheme) else NotImplemented  # type: ignore[call-arg]
+
+    def frequencies_on(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
+        """`frequencies`, but pairs that the checkpoint leaves still stay so, unless the scheme chooses its pairs.
+
+        Args:
+            rotary, length, weights: as for `frequencies`.
+        """
+        found = self.frequencies(rotary, length, weights)
+        if rotary.turning is None or self.chooses_pairs:
+            return found
+        turns = torch.arange(found.inv_freq.shape[-1], device=found.inv_freq.device) < rotary.turning
+        return dataclasses.replace(found, inv_freq=found.inv_freq * turns)
 
     # --- slots ---------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ class Proportional(Scheme):
     )
     regime = "from-scratch"
     rope_type = "proportional"
+    chooses_pairs = True
 
     partial_rotary_factor: float = 1.0
     factor: float = 1.0
