@@ -25,7 +25,7 @@ from rope_patch.mounting.caution import caution
 from rope_patch.mounting.late import LateAttention
 from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
 from rope_patch.mounting.undo import Changes
-from rope_patch.saving.rope_parameters import export_rope_parameters, tells_all
+from rope_patch.saving.rope_parameters import export_rope_parameters, stated_length, tells_all
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import as_scheme
 from rope_patch.schemes.target import reached
@@ -230,14 +230,20 @@ def _take_back(mounted: Mounted, changes: Changes) -> None:
 def _name_in_config(model: nn.Module, scheme: Scheme, mounted: Mounted, changes: Changes) -> None:
     """Give this model configs of its own (other models may share the ones it had) that name the scheme.
 
-    Where `rope_parameters` can express the scheme, they do, so that it survives without this library.
+    Where `rope_parameters` can express the scheme, they and `max_position_embeddings` do, so that it survives without
+    this library.
     """
     stack, plan = mounted[0]
     native = copy.deepcopy(getattr(stack.config, "rope_parameters", None))
-    exported = export_rope_parameters(scheme, stack.config) if _says_it_all(scheme, stack, plan) else native
+    exported, length = native, None
+    if _says_it_all(scheme, stack, plan):
+        exported = export_rope_parameters(scheme, stack.config)
+        length = stated_length(scheme, exported, stack.config)
     record: dict[str, Any] = {"scheme": scheme.to_dict()}
     if native is not None:
         record["rope_parameters"] = native
+    if length is not None:
+        record["max_position_embeddings"] = stack.config.max_position_embeddings
     if plan.embedding == "rows":
         record["positions"] = stack.training_length  # the weights hold the longer table
     # what is around a backbone is saved with a config of its own
@@ -245,6 +251,8 @@ def _name_in_config(model: nn.Module, scheme: Scheme, mounted: Mounted, changes:
         config.rope_patch = copy.deepcopy(record)
     if native is not None:
         stack.config.rope_parameters = exported
+    if length is not None:
+        stack.config.max_position_embeddings = length
     changes.settle_configs()
 
 

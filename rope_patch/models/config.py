@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -32,6 +33,30 @@ SCALING = frozenset(
 
 _LARGEST = 1e300
 """Larger numbers overflow in computations."""
+
+_NATIVE = ("rope_parameters", "max_position_embeddings")
+"""What a patch may change in a config; the record in `config.rope_patch` then has the values from before."""
+
+
+def restore_native(config: Any, record: dict[str, Any]) -> dict[str, Any]:
+    """Give a config the values from before the patch of a record, and return those that they replace."""
+    replaced = {}
+    for name in _NATIVE:
+        if name in record:
+            replaced[name] = getattr(config, name, None)
+            setattr(config, name, record[name])
+    return replaced
+
+
+def _before_patch(config: Any) -> Any:
+    """A config that records a scheme, as it was before the patch."""
+    record = getattr(config, "rope_patch", None)
+    if not isinstance(record, dict):
+        return config
+    native = copy.copy(config)
+    own = {native.attribute_map.get(name, name): record[name] for name in _NATIVE if name in record}
+    vars(native).update(own)  # `setattr` could raise Transformers' own errors
+    return native
 
 
 def rope_entries(config: Any) -> dict[str | None, dict[str, Any]]:
@@ -70,11 +95,13 @@ def _is_positive(value: Any) -> bool:
 
 
 def training_length(config: Any) -> int:
-    """L in tokens: `original_max_position_embeddings` of an extended checkpoint, else `max_position_embeddings`.
+    """L in tokens: `original_max_position_embeddings` of an extended checkpoint, else `max_position_embeddings`; both
+    from before the patch if the config records a scheme.
 
     Raises:
         UnsupportedModel: the config contains neither.
     """
+    config = _before_patch(config)
     entries = rope_entries(config)
     for entry in (_of_full_attention(entries), *entries.values()):
         if entry.get("rope_type") == "dynamic":

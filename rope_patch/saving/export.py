@@ -14,14 +14,14 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import AutoConfig
 
 from rope_patch.errors import AlreadyPatched, NotExpressible
-from rope_patch.models.config import checkpoint_of_config, training_length
+from rope_patch.models.config import checkpoint_of_config, restore_native, training_length
 from rope_patch.saving.loading import RECORD, make_loadable
-from rope_patch.saving.rope_parameters import export_rope_parameters
+from rope_patch.saving.rope_parameters import entry_of, export_rope_parameters, stated_length
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import get_scheme, scheme_from_dict
 
@@ -136,8 +136,8 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
     record = record if isinstance(record, dict) else None
     chosen = _scheme(folder, scheme, record)
     spelled = scheme if isinstance(scheme, str) else str(chosen)
-    if record is not None and "rope_parameters" in record:
-        text.rope_parameters = copy.deepcopy(record["rope_parameters"])  # those from before the patch
+    if record is not None:
+        restore_native(text, copy.deepcopy(record))
     parameters = _parameters(chosen, spelled, text)
     chosen = chosen.reach(checkpoint_of_config(text))
     trained = training_length(text)
@@ -300,27 +300,18 @@ def _parameters(scheme: Scheme, spelled: str, config: Any) -> dict[str, Any]:
     return parameters
 
 
-def entry_of(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The entry of full attention."""
-    return parameters if "rope_type" in parameters else parameters["full_attention"]
-
-
 def _length(scheme: Scheme, spelled: str, parameters: dict[str, Any], config: Any, asked: int | None) -> int:
-    trained = training_length(config)
-    resolved = entry_of(parameters).get("factor") or getattr(scheme, "factor", None)
+    extended = stated_length(scheme, parameters, config)
     if asked is not None and asked < 1:
         raise NotExpressible(f"length={asked} is not allowed; it must be a number of tokens, at least 1")
-    if resolved is None:
-        if asked is None and scheme.name != "rope":
-            raise NotExpressible(f"{spelled} does not define a context length; set a length in tokens")
-        return asked or int(getattr(config, "max_position_embeddings", trained))
-    extended = round(resolved * trained)
+    if asked is None and extended is None:
+        raise NotExpressible(f"{spelled} does not define a context length; set a length in tokens")
     if asked not in (None, extended) and entry_of(parameters)["rope_type"] in _RATIO_TYPES:
         raise NotExpressible(
             f"length={asked} with {spelled}: some readers compute the factor as length / L, so the length must be "
             f"factor times L, {extended}; change the factor instead"
         )
-    return asked or extended
+    return cast(int, asked or extended)
 
 
 def _written(raw: dict[str, Any], kind: Any, parameters: dict[str, Any], trained: int, length: int) -> dict[str, Any]:

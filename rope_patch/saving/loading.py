@@ -35,7 +35,7 @@ from rope_patch.errors import InvalidField, NoCheckpoint, NotPatched, Unsupporte
 from rope_patch.models import absolute
 from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
 from rope_patch.models.base import AbsoluteTable
-from rope_patch.models.config import check_computable
+from rope_patch.models.config import check_computable, restore_native
 from rope_patch.models.reading import find_stacks, read_stacks
 from rope_patch.mounting.entry import shorten
 from rope_patch.mounting.parameters import NAME, learned_parameters
@@ -96,8 +96,8 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
     if record is not None and "positions" not in record:
         for part in _parts(config):
             vars(part).pop(RECORD, None)
-    if record is not None and "rope_parameters" in record:
-        config.get_text_config().rope_parameters = record["rope_parameters"]
+    if record is not None:
+        restore_native(config.get_text_config(), record)
     with _advice_of_ours(path, places):
         if record is None:
             return _class_of(config).from_pretrained(path, config=config, **kwargs)
@@ -216,6 +216,9 @@ def _checked(record: Any, config: Any) -> dict[str, Any] | None:
             f"{type(config).__name__}: rope_patch={record!r} is not allowed; it must be a dict with a 'scheme'"
         )
     scheme_from_dict(record.get("scheme", {}))
+    length = record.get("max_position_embeddings", 1)
+    if type(length) is not int or length < 1:
+        raise InvalidField(f"`rope_patch` has max_position_embeddings={length!r}; it must be a length in tokens")
     if "rope_parameters" in record:
         original = copy.copy(config)
         vars(original)["rope_parameters"] = record["rope_parameters"]  # `setattr` could raise Transformers' own errors
@@ -337,15 +340,12 @@ def repatch(model: nn.Module) -> PatchHandle:
 
 @contextmanager
 def _unscaled(config: Any, record: dict[str, Any]) -> Iterator[None]:
-    """Restore the config's parameters from before the patch, so that a base is not raised twice."""
-    saved = getattr(config, "rope_parameters", None)
-    if "rope_parameters" in record:
-        config.rope_parameters = record["rope_parameters"]
+    """Restore the config from before the patch, so that a base is not raised twice."""
+    replaced = restore_native(config, record)
     try:
         yield
     finally:
-        if "rope_parameters" in record:
-            config.rope_parameters = saved
+        restore_native(config, replaced)
 
 
 def _resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:

@@ -89,8 +89,32 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
             exported = parameters
         else:
             exported[layer_type] = parameters
-    _check_accepted(exported, config)
+    _check_accepted(scheme, exported, config)
     return exported
+
+
+def entry_of(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The entry of full attention."""
+    return parameters if "rope_type" in parameters else parameters["full_attention"]
+
+
+def stated_length(scheme: Scheme, parameters: dict[str, Any], config: Any) -> int | None:
+    """The context of a checkpoint under a scheme, in tokens: what its `max_position_embeddings` are, factor times L.
+
+    Args:
+        scheme: without a target.
+        parameters: the scheme as `rope_parameters`.
+        config: of the unpatched checkpoint.
+
+    Returns:
+        None if the scheme does not define a length.
+    """
+    if parameters == config.rope_parameters:
+        return cast(int, config.max_position_embeddings)
+    entry = entry_of(parameters)
+    factor = entry.get("factor") or getattr(scheme, "factor", 1 if scheme.name == "rope" else None)
+    trained = entry.get("original_max_position_embeddings") or training_length(config)
+    return None if factor is None else round(factor * trained)
 
 
 def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
@@ -132,11 +156,13 @@ def _check_not_shared(config: Any) -> None:
         )
 
 
-def _check_accepted(exported: dict[str, Any], config: Any) -> None:
+def _check_accepted(scheme: Scheme, exported: dict[str, Any], config: Any) -> None:
     """Check that the config class reads the parameters unchanged; some refuse or convert types of Transformers."""
     family = type(config).__name__
+    length = stated_length(scheme, exported, config) or config.max_position_embeddings
+    written = {**config.to_dict(), "rope_parameters": copy.deepcopy(exported), "max_position_embeddings": length}
     try:
-        read = type(config).from_dict({**config.to_dict(), "rope_parameters": copy.deepcopy(exported)}).rope_parameters
+        read = type(config).from_dict(written).rope_parameters
     except Exception as error:  # every config class has errors of its own
         reason = str(error).splitlines()[-1].strip()
         raise NotExpressible(f"{family} does not accept rope_parameters={exported}: {reason}") from error

@@ -108,6 +108,42 @@ def test_a_scheme_that_transformers_loaded_natively_is_not_applied_twice(llama, 
     assert_close(logits(unpatch(again).model, tokens()), logits(llama, tokens()))
 
 
+LONGEST = {  # of the tiny models, whose L is 32
+    **dict.fromkeys(("yarn:factor=4", "pi:factor=4", "ntk:factor=4"), 128),
+    "llama3:factor=8": 256,
+    "yarn:factor=4,original_max_position_embeddings=16": 64,
+    **dict.fromkeys(("abf:base=50000", "dynamic_ntk:factor=2", "yarn:factor=4+rerope:window=8", "rerope:window=8"), 32),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("spec", LONGEST)
+def test_the_longest_text_is_that_of_a_checkpoint_of_the_scheme(family, spec, tmp_path):
+    model = build(family)
+    with patch(model, spec):
+        model.save_pretrained(tmp_path)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert model.config.max_position_embeddings == plain.config.max_position_embeddings == LONGEST[spec]
+    assert model.config.max_position_embeddings == 32
+    for loaded in (plain, repatch(plain).model, unpatch(plain).model, rope_patch.from_pretrained(tmp_path)):
+        assert dict(describe(loaded).tables[0])["training length"] == "32 tokens"
+        assert loaded.config.max_position_embeddings == LONGEST[spec]
+    assert unpatch(loaded).model.config.max_position_embeddings == 32
+    assert read_stack(loaded).training_length == 32
+
+
+def test_a_native_scheme_keeps_the_longest_text_and_a_plain_rotation_has_the_original(tmp_path):
+    extended = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+    extended |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    model = from_config(config_of("llama", rope_parameters=extended, max_position_embeddings=256))
+    with patch(model, native_scheme(model)):
+        assert model.config.max_position_embeddings == 256
+    with patch(model, "rope"):
+        assert model.config.max_position_embeddings == 16
+        model.save_pretrained(tmp_path)
+    assert read_stack(AutoModelForCausalLM.from_pretrained(tmp_path)).training_length == 16
+
+
 def test_repatch_of_a_model_without_a_record_is_refused(llama):
     with pytest.raises(NotPatched, match="no `rope_patch`"):
         repatch(llama)
@@ -213,6 +249,7 @@ MALFORMED = [
     ({"scheme": YARN, "rope_parameters": [1]}, UnsupportedModel, r"rope_parameters=\[1\] is not allowed"),
     ({"scheme": YARN, "rope_parameters": {"rope_theta": 1e4, "rope_type": "yarm"}}, UnsupportedModel, "mean 'yarn'"),
     ({"scheme": YARN, "rope_parameters": {"rope_theta": 1e4, "rope_type": "linear"}}, InvalidField, "needs factor"),
+    ({"scheme": YARN, "max_position_embeddings": "9"}, InvalidField, "max_position_embeddings='9'; it must be"),
     ({"scheme": YARN, "positions": 16}, NotPatched, "positions=16.*impossible"),
     ({"scheme": get_scheme("rerope:window=6").to_dict(), "positions": 16}, NotPatched, "positions=16"),
     ({"scheme": get_scheme("learned").to_dict(), "positions": 16}, NotPatched, "positions=16"),
