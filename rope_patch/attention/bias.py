@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.inputs import AttentionInputs, DistanceBias
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tiles import Tile, in_rows
 
@@ -33,6 +33,10 @@ class KeyTerm:
     def source(self) -> torch.Tensor:
         """Where a gradient flows to."""
         return self.sums
+
+    def as_inputs(self) -> tuple[DistanceBias | None, torch.Tensor | None]:
+        """`bias` and `sums` of `AttentionInputs` that are functions of `source`."""
+        return None, self.sums
 
     def of(self, span: Span) -> KeyTerm:
         """The term of the keys of a span."""
@@ -90,6 +94,11 @@ class DiagonalTerm:
     def source(self) -> torch.Tensor:
         """Where a gradient flows to."""
         return self.values
+
+    def as_inputs(self) -> tuple[DistanceBias | None, torch.Tensor | None]:
+        """`bias` and `sums` of `AttentionInputs` that are functions of `source`."""
+        last = self.values.shape[-1] - 1
+        return DistanceBias(lambda distance: self.values[:, (distance - self.first).clamp(0, last)]), None
 
     def of(self, span: Span) -> DiagonalTerm:
         """The same for every span."""

@@ -11,6 +11,7 @@ are in cache, and only the final results are as long as the text.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from rope_patch.attention import chunked
 from rope_patch.attention.bias import TileBias, tile_bias
 from rope_patch.attention.inputs import AttentionInputs, Branch, wide
 from rope_patch.attention.kernels import Biased, Kernel, Merged, Work, kernel_for
@@ -32,11 +34,9 @@ def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
 
     The caller ensures that there is no softcap, sink or dropout. Queries outside every span (pads) get zeros.
     """
-    places = tuple((branch.region, branch.first) for branch in inputs.branches)
     states = [state for branch in inputs.branches for state in (branch.query, branch.key)]
     bias = tile_bias(inputs)
-    source = None if bias is None else bias.source
-    return _Segmented.apply(spans, places, bias, inputs.scaling, source, inputs.value, *states)
+    return _Segmented.apply(inputs, spans, bias, None if bias is None else bias.source, inputs.value, *states)
 
 
 LARGE = 2**23
@@ -56,15 +56,15 @@ class _Segmented(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        inputs: AttentionInputs,
         spans: tuple[Span, ...],
-        places: tuple[tuple[Region | None, int], ...],
         bias: TileBias | None,
-        scale: float,
         source: torch.Tensor | None,
         value: torch.Tensor,
         *states: torch.Tensor,
     ) -> torch.Tensor:
-        branches, query = _as_branches(places, states), states[0]
+        places = tuple((branch.region, branch.first) for branch in inputs.branches)
+        branches, query, scale = _as_branches(places, states), states[0], inputs.scaling
         blocks = blocks_of(spans, branches, kernel_for(query, value, bias is not None), bias)
         batch, heads, length = query.shape[:3]
         # the layout of the kernels' outputs, and the one that the model needs next
@@ -78,24 +78,28 @@ class _Segmented(torch.autograd.Function):
             out[place], lse[place] = _attend(block, group, branches, value, scale)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(value, out, lse, *states)
-        ctx.spans, ctx.places, ctx.bias, ctx.scale = spans, places, bias, scale
+        nothing = value.new_empty(0)  # states are saved once, where hooks see them
+        ctx.inputs = dataclasses.replace(inputs, branches=(), value=nothing, bias=None, sums=None)
+        ctx.spans, ctx.places, ctx.bias = spans, places, bias
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         value, out, lse, *states = ctx.saved_tensors
         branches = _as_branches(ctx.places, states)
+        if torch.is_grad_enabled():  # a second derivative is wanted
+            return _by_definition(ctx, grad, branches, value)
         blocks = blocks_of(ctx.spans, branches, kernel_for(states[0], value, ctx.bias is not None), ctx.bias)
         of_value, *of_states = (torch.zeros_like(state) for state in (value, *states))
         shares = _as_branches(ctx.places, of_states)
-        of_bias = torch.zeros_like(ctx.bias.source) if ctx.needs_input_grad[4] else None
+        of_bias = torch.zeros_like(ctx.bias.source) if ctx.needs_input_grad[3] else None
         for group in head_groups(states[0], value, value.shape[2]):
             to_keys = _to_keys(group, blocks, of_value, shares)
             for block in blocks:
                 kernel, to_queries = block.kernel.of_heads(group.heads), _to_queries(group, block, shares)
                 for piece in block.pieces:
                     place = block.rows, group.heads, piece.queries
-                    work = block.work(piece, group, branches, value, ctx.scale)
+                    work = block.work(piece, group, branches, value, ctx.inputs.scaling)
                     merged = Merged(out[place], lse[place], grad[place])
                     of_query, of_key, of_values = kernel.backward(work, merged, of_bias)
                     to_queries[piece.branch].add(EVERY, piece.queries, of_query)
@@ -105,7 +109,20 @@ class _Segmented(torch.autograd.Function):
                     sums.close()
             while to_keys:
                 to_keys.pop().close()  # freed before the next heads allocate theirs
-        return (None, None, None, None, of_bias, of_value, *of_states)
+        return (None, None, None, of_bias, of_value, *of_states)
+
+
+def _by_definition(
+    ctx: Any, grad: torch.Tensor, branches: list[Branch], value: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of `_Segmented.backward` in a form that can be differentiated again."""
+    bias, sums = (None, None) if ctx.bias is None else ctx.bias.as_inputs()
+    inputs = dataclasses.replace(ctx.inputs, branches=tuple(branches), value=value, bias=bias, sums=sums)
+    states = [state for branch in branches for state in (branch.query, branch.key)]
+    every = None, None, None, None if ctx.bias is None else ctx.bias.source, value, *states
+    wanted = [tensor for tensor, needed in zip(every, ctx.needs_input_grad, strict=True) if needed]
+    found = iter(torch.autograd.grad(chunked.attend(inputs), wanted, grad, create_graph=True))
+    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
 
 
 EVERY = slice(None)

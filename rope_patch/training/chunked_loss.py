@@ -127,6 +127,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, output_gradient: torch.Tensor) -> Any:
         """Scale in place: a second copy of the head's gradient would be the largest thing here."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: chunked_loss has no second derivatives; compute the loss outside it")
         if ctx.gradients is None:
             raise RuntimeError("the gradient of this loss was already used; compute the loss again")
         gradients, ctx.gradients = ctx.gradients, None

@@ -275,6 +275,23 @@ def test_output_and_gradients_are_those_of_the_oracle(run, name):
     check(run, USUAL[name])
 
 
+def differentiated_twice() -> str:
+    query, key = torch.randn(2, 1, 1, 16, 16, requires_grad=True)
+    positions = torch.arange(16)[None]
+    inputs = AttentionInputs((), key, positions, positions, None, True, 0, 0.3)
+    out = fused.attend(inputs, Fused(query, key, (ALL_PAIRS,), (None,), (None,)))
+    try:
+        torch.autograd.grad(out.sum(), query, create_graph=True)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@needs_triton
+def test_a_second_derivative_is_refused_by_name(run):
+    assert "the fused kernel has no second derivatives" in run(differentiated_twice)
+
+
 @needs_triton
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)

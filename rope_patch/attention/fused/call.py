@@ -172,10 +172,13 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         from rope_patch.attention.fused import kernels
 
+        if torch.is_grad_enabled():  # `once_differentiable` overlooks what depends on the inputs alone
+            raise RuntimeError(
+                "create_graph=True: the fused kernel has no second derivatives; patch with attention='chunked'"
+            )
         *tensors, out, lse = ctx.saved_tensors
         query, key, value, values, sinks, sums = tensors
         of_bias, of_sinks, of_sums = (
