@@ -24,7 +24,7 @@ from rope_patch.models.config import (
     training_length,
 )
 from rope_patch.models.meta import filled
-from rope_patch.models.probe import Measuring, measure_tables
+from rope_patch.models.probe import Measuring, follows_buffers, measure_fixed, measure_tables
 from rope_patch.models.state import unchanged
 from rope_patch.schemes.base import Scheme
 
@@ -82,7 +82,16 @@ def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
         if not entries.get(layer_type, {}).get("rope_theta"):
             raise UnsupportedModel(f"{type(config).__name__} has no `rope_theta` for layer type {layer_type!r}")
     found = (measure_tables(RotaryTables(module, kind, entries[kind]["rope_theta"])) for kind in types)
-    return tuple(dataclasses.replace(tables, as_declared=_as_declared(tables, config)) for tables in found)
+    return tuple(_compared(tables, config) for tables in found)
+
+
+def _compared(tables: RotaryTables, config: Any) -> RotaryTables:
+    """The tables, compared with what their module and their config describe."""
+    if follows_buffers(tables):
+        return dataclasses.replace(tables, as_declared=_as_declared(tables, config))
+    fixed = measure_fixed(tables, training_length(config))
+    as_declared = fixed.attention_scaling == tables.attention_scaling and _as_declared(tables, config)
+    return dataclasses.replace(tables, as_declared=as_declared, fixed=fixed)
 
 
 def _as_declared(tables: RotaryTables, config: Any) -> bool:
