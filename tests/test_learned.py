@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import rope_patch
 from rope_patch import NotPatched, SlotConflict, describe, get_scheme, patch, repatch, unpatch
 from rope_patch.mounting.parameters import NAME
 from tests.cases import ALL, QUIET
-from tests.families import build
+from tests.families import GENERIC, build, from_config
 from tests.runs import assert_close, gradients, logits, tokens
 
 LEARNING = [spec for spec in ALL if get_scheme(spec).learns and "alibi" not in (spec, *spec.split("+"))]
@@ -166,3 +166,12 @@ def test_two_parts_that_learn_under_one_name_are_refused(llama):
     with pytest.raises(SlotConflict, match="called '"):
         patch(llama, "kerple:variant=log+kerple:variant=power")
     assert torch.equal(logits(llama, tokens()), plain)
+
+
+@pytest.mark.parametrize("spec", ["kerple", "learned_rope"])
+def test_modules_that_share_an_index_learn_numbers_of_their_own(spec):
+    shape = {**GENERIC, "num_hidden_layers": 3, "num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 2}
+    model = from_config(AutoConfig.for_model("hrm_text", **shape))  # runs a low and a high stack in turn
+    patch(model, spec)
+    model(tokens(), use_cache=False).logits.square().mean().backward()
+    assert all(value.grad is not None and value.grad.any() for value in learned(model).values())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Checkpoint
 from rope_patch.schemes.tools.rotary import RotaryLayout
-from rope_patch.typing import RotarySpec
+from rope_patch.typing import Frequencies, RotarySpec
 
 _LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions")
 """Names of the maximum length in configs and modules; some include the reserved rows, some do not."""
@@ -31,6 +31,8 @@ class RotaryTables:
         axes: number of axes on which the module reads positions (mRoPE, for images); on text they are all equal.
         is_complex: whether its attention reads one complex table, cos + i sin, instead of two.
         turning: see `RotarySpec`.
+        fixed: what a module rotates by whose tables do not follow its `inv_freq` and `attention_scaling`; None if they
+            do.
     """
 
     module: nn.Module
@@ -40,6 +42,7 @@ class RotaryTables:
     axes: int = 1
     is_complex: bool = False
     turning: int | None = None
+    fixed: Frequencies | None = field(default=None, compare=False)
 
     def spec(self, training_length: int) -> RotarySpec:
         """The facts about this set that a frequency scheme receives."""
@@ -52,12 +55,17 @@ class RotaryTables:
     @property
     def inv_freq(self) -> torch.Tensor:
         """The model's own frequencies, `(d/2,)`."""
-        return getattr(self.module, self.attribute("inv_freq"))
+        current = getattr(self.module, self.attribute("inv_freq"))
+        return current if self.fixed is None else self.fixed.inv_freq.to(current.device)
 
     @property
     def attention_scaling(self) -> float:
         """The model's own factor on cos and sin."""
-        return getattr(self.module, self.attribute("attention_scaling"))
+        fixed = self.fixed
+        return cast(
+            float,
+            getattr(self.module, self.attribute("attention_scaling")) if fixed is None else fixed.attention_scaling,
+        )
 
     def given(self, position_ids: torch.Tensor, like: torch.Tensor | None = None) -> Any:
         """The tables that the module computes for attention.

@@ -30,7 +30,7 @@ from rope_patch.models.config import (
 )
 from rope_patch.models.meta import filled
 from rope_patch.models.passed import passed_tables
-from rope_patch.models.probe import Followed, Measuring, measure_tables
+from rope_patch.models.probe import Followed, Measuring, follows_buffers, measure_fixed, measure_tables
 from rope_patch.models.state import unchanged
 from rope_patch.schemes.base import Scheme
 
@@ -92,10 +92,17 @@ def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
         if not entries.get(layer_type, {}).get("rope_theta"):
             raise UnsupportedModel(f"{type(config).__name__} has no `rope_theta` for layer type {layer_type!r}")
     found = (measure_tables(RotaryTables(module, kind, entries[kind]["rope_theta"])) for kind in types)
-    return tuple(
-        dataclasses.replace(tables, as_declared=_as_declared(tables, config), turning=_turning(tables.inv_freq))
-        for tables in found
-    )
+    return tuple(_compared(tables, config) for tables in found)
+
+
+def _compared(tables: RotaryTables, config: Any) -> RotaryTables:
+    """The tables, compared with what their module and their config describe."""
+    tables = dataclasses.replace(tables, turning=_turning(tables.inv_freq))
+    if follows_buffers(tables):
+        return dataclasses.replace(tables, as_declared=_as_declared(tables, config))
+    fixed = measure_fixed(tables, training_length(config))
+    as_declared = fixed.attention_scaling == tables.attention_scaling and _as_declared(tables, config)
+    return dataclasses.replace(tables, as_declared=as_declared, fixed=fixed)
 
 
 def _turning(inv_freq: torch.Tensor) -> int | None:

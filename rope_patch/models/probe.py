@@ -20,6 +20,7 @@ import copy
 import dataclasses
 import inspect
 import itertools
+import math
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, TypeVar, cast
@@ -33,13 +34,16 @@ from rope_patch.errors import UnsupportedModel
 from rope_patch.models.arguments import by_name
 from rope_patch.models.base import Heads, RotaryTables
 from rope_patch.models.stand_in import StandIns, kind_of, part_of
-from rope_patch.schemes.tools.rotary import RotaryLayout
+from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
+from rope_patch.typing import Frequencies
 
 _PROBE = "rope_patch_probe"
 _PROBING = threading.RLock()
 """All threads share the name, so they probe one after the other."""
 
 _TOKENS = 4
+_PLACES = torch.arange(1, 17, device="cpu")[None]
+"""Positions at which tables are measured."""
 _AXES = (2, 3, 4)
 """Numbers of position axes that a rotary module may read; current families read three, HunYuan-VL up to four."""
 _ROWS = 16
@@ -118,19 +122,57 @@ class Measuring:
 
 def measure_tables(rotary: RotaryTables) -> RotaryTables:
     """The same tables, with the measured form of their module's positions and outputs."""
-    positions = torch.arange(1, 17)[None]
 
     def shape_of(axes: int) -> tuple[Any, tuple[int, ...]]:
         try:
-            given = dataclasses.replace(rotary, axes=axes).given(positions)
+            given = dataclasses.replace(rotary, axes=axes).given(_PLACES)
         except Exception:  # any error means that it does not read this many axes
             return None, ()
         return given, tuple((given[0] if isinstance(given, tuple) else given).shape[:2])
 
     # a module that reads one axis returns a table per plane, or fails; with several axes it returns one table
-    axes = next((axes for axes in _AXES if shape_of(axes)[1] == positions.shape), 1)
+    axes = next((axes for axes in _AXES if shape_of(axes)[1] == _PLACES.shape), 1)
     given, _ = shape_of(axes)
     return dataclasses.replace(rotary, axes=axes, is_complex=isinstance(given, torch.Tensor) and given.is_complex())
+
+
+def follows_buffers(rotary: RotaryTables) -> bool:
+    """Whether the module computes its tables from its `inv_freq` and `attention_scaling`: NaN in them appears in the
+    tables.
+    """
+
+    def reads(*names: str) -> bool:
+        own = {
+            name: getattr(rotary.module, name) for name in map(rotary.attribute, names) if hasattr(rotary.module, name)
+        }
+        try:
+            for name, value in own.items():
+                setattr(rotary.module, name, value * math.nan)
+            return all(bool(table.isnan().any()) for table in _tables_at(rotary, _PLACES))
+        finally:
+            for name, value in own.items():
+                setattr(rotary.module, name, value)
+
+    return reads("inv_freq", "original_inv_freq") and reads("attention_scaling")
+
+
+def measure_fixed(rotary: RotaryTables, training_length: int) -> Frequencies:
+    """What a module rotates by whose tables do not follow its buffers.
+
+    Raises:
+        UnsupportedModel: its tables are not those of its `inv_freq`, or depend on the length of the text.
+    """
+    beyond = torch.tensor([[2 * training_length]])
+    near, far = (_tables_at(rotary, places)[0] for places in (_PLACES, torch.cat([_PLACES, beyond], dim=1)))
+    scaling = float(_tables_at(rotary, torch.zeros_like(beyond))[0].max())
+    cos = rotation_tables(_PLACES, rotary.inv_freq.cpu(), scaling, near.dtype)[0][0]
+    cos = cos.repeat(1, 1, near.shape[-1] // cos.shape[-1])
+    by_inv_freq = near.shape == cos.shape and torch.allclose(near.sort().values, cos.sort().values, atol=1e-5)
+    if not by_inv_freq or not torch.equal(near, far[:, :-1]):
+        raise UnsupportedModel(
+            f"{type(rotary.module).__name__} does not rotate by its inv_freq, or by another factor in longer texts"
+        )
+    return Frequencies(rotary.inv_freq.clone(), scaling)
 
 
 def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> Turning:
@@ -240,15 +282,23 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     return itertools.chain(module.parameters(), module.buffers())
 
 
+def _tables_at(rotary: RotaryTables, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`RotaryTables.tables`, on the CPU."""
+    try:
+        cos, sin = rotary.tables(positions)
+    except Exception as error:  # a rotary module with another signature
+        family = type(rotary.module).__name__
+        raise UnsupportedModel(
+            f"{family}: its rotary tables cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    return cos.cpu(), sin.cpu()
+
+
 def _frequency_of_column(name: str, rotary: RotaryTables) -> tuple[int, ...]:
     """The frequency index of each column of the model's own cos and sin tables."""
     count = rotary.inv_freq.shape[-1]
-    positions = torch.arange(1, 17)[None]
-    try:
-        tables = rotary.tables(positions)
-        cos, sin = (table[0] for table in tables)
-    except Exception as error:  # a rotary module with another signature
-        raise UnsupportedModel(f"{name}: its rotary tables cannot be read: {type(error).__name__}: {error}") from error
+    tables = _tables_at(rotary, _PLACES)
+    cos, sin = (table[0] for table in tables)
     if cos.ndim != 2:
         raise UnsupportedModel(f"{name}: its rotary module returns tables of shape {tuple(tables[0].shape)}")
     orders = [tuple(range(count)), tuple(range(count)) * 2, tuple(i // 2 for i in range(2 * count))]

@@ -135,16 +135,16 @@ class BlockEntry:
 
 
 def install_entry(
-    scheme: Scheme, stack: Stack, layers: Sequence[AttentionLayer], weights: dict[int, LearnedWeights], changes: Changes
+    scheme: Scheme, stack: Stack, layers: Sequence[AttentionLayer], weights: dict[str, LearnedWeights], changes: Changes
 ) -> None:
     """Let a scheme add positions at the input of a stack or, if it needs that, of each block; `weights` locate the
     scheme's learned parameters for each layer.
     """
     causal = not stack.checkpoint.bidirectional
-    changes.hook(stack.module, StackEntry(scheme, weights[layers[0].index], len(stack.layers), causal))
+    changes.hook(stack.module, StackEntry(scheme, weights[layers[0].name], len(stack.layers), causal))
     for layer in layers if scheme.every_block else ():
         block = stack.module.get_submodule(layer.name.rpartition(".")[0])
-        changes.hook(block, BlockEntry(scheme, weights[layer.index], layer.index, len(stack.layers) - layer.index))
+        changes.hook(block, BlockEntry(scheme, weights[layer.name], layer.index, len(stack.layers) - layer.index))
 
 
 def install_table(scheme: Scheme, table: AbsoluteTable, changes: Changes) -> None:

@@ -61,14 +61,14 @@ def _rows(table: nn.Embedding) -> torch.Tensor:
 
 def install_parameters(
     scheme: Scheme, stack: Stack, layers: Iterable[AttentionLayer], changes: Changes
-) -> dict[int, LearnedWeights]:
+) -> dict[str, LearnedWeights]:
     """Put the learned parameters of a scheme on the attention modules and, if layers share them, on the stack.
 
     They have the scheme's initial values, on the device and in the dtype of their module; `precise` parameters are in
     float32 or wider.
 
     Returns:
-        the locations for each layer, by the layer's index.
+        the locations for each layer by its name; modules that run in turn may share an index.
 
     Raises:
         SlotConflict: two parts of a composition learn parameters of the same name.
@@ -93,7 +93,7 @@ def install_parameters(
     found = {}
     for layer in layers:
         holders = tuple(item for item in ((stack.module, shared), (layer.module, own)) if item[1])
-        found[layer.index] = LearnedWeights(holders, layer.bias_table)
+        found[layer.name] = LearnedWeights(holders, layer.bias_table)
     return found
 
 

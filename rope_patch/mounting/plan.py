@@ -210,7 +210,7 @@ def _fits_tables(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]
     every = (*stack.layers, *stack.others)
     shared = any(layer.rotary in ours for layer in every if layer not in touched and layer.rotates)
     follows = scheme.length_dependent or scheme.learned_frequencies
-    is_one = not (follows or _reads_unrotated(scheme))
+    is_one = not (follows or _reads_unrotated(scheme)) and all(tables.fixed is None for tables in stack.rotary)
     return bool(stack.rotary) and is_one and not shared and not _is_undone(scheme, touched)
 
 
@@ -272,7 +272,8 @@ def _on_rotation(scheme: Scheme, stack: Stack) -> Scheme:
         return scheme
     if scheme.slots & {"bias", "embedding"} and not _moves_positions(scheme):
         return Compose(scheme, NoPE())
-    if "segments" in scheme.slots and stack.native is not None and stack.native.length_dependent:
+    follows = stack.native is not None and stack.native.length_dependent
+    if "segments" in scheme.slots and follows and all(tables.fixed is None for tables in stack.rotary):
         # the model's own tables depend on the longest row that it ever saw
         return Compose(scheme, stack.native.resolve(stack.checkpoint))
     return scheme
@@ -383,7 +384,7 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
                 layer=layer,
                 rotation=plan.rotation,
                 frequencies=plan.frequencies,
-                weights=weights[layer.index],
+                weights=weights[layer.name],
                 attention=attention,
                 memo=memo,
                 config=config,
