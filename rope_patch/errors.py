@@ -9,9 +9,16 @@ import difflib
 import importlib
 from collections.abc import Iterable
 
+_LONGEST = 2000
+"""Characters of a message; what a user typed may be longer."""
+
 
 class RopePatchError(Exception):
     """Base of all errors of this library."""
+
+    def __init__(self, message: str = "") -> None:
+        cut = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
+        super().__init__(cut if len(message) > len(cut) else message)
 
 
 class RopePatchWarning(UserWarning):
@@ -61,7 +68,7 @@ class NothingToPatch(RopePatchError, ValueError):
 
 
 class NoCheckpoint(RopePatchError, OSError):
-    """There is no checkpoint at the given place."""
+    """There is no checkpoint at the given place, or it cannot be read."""
 
 
 class CorpusError(RopePatchError, ValueError):

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import Cache
 
+from rope_patch.errors import UnsupportedPositions
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named, as a pre-hook returns them."""
 
@@ -25,6 +27,21 @@ def tokens_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The ids or embeddings that a forward reads, `(batch, length, ...)`."""
     tokens = kwargs.get("input_ids")
     return kwargs.get("inputs_embeds") if tokens is None else tokens
+
+
+def check_tokens(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse a forward without tokens: most models cannot reshape it, and PyTorch's GRU crashes.
+
+    Raises:
+        UnsupportedPositions: the batch or the length is 0.
+    """
+    tokens = tokens_of(kwargs)
+    tokens = kwargs.get("hidden_states") if tokens is None else tokens
+    if isinstance(tokens, torch.Tensor) and not tokens.numel():
+        raise UnsupportedPositions(
+            f"{type(module).__name__}: an input of shape {tuple(tokens.shape[:2])} has no tokens; the batch and the "
+            "length must be at least 1"
+        )
 
 
 def counted_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:

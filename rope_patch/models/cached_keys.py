@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Cache, EncoderDecoderCache
 
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.models.arguments import by_name
+from rope_patch.models.arguments import by_name, check_tokens
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.tools.positions import joined, key_positions
 
@@ -145,7 +145,9 @@ class Signing:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Sign the cache among the arguments."""
-        cache = cache_in(by_name(module, args, kwargs))
+        kwargs = by_name(module, args, kwargs)
+        check_tokens(module, kwargs)
+        cache = cache_in(kwargs)
         if cache is not None:
             self.sign(cache)
 

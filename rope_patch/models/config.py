@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -57,6 +58,52 @@ def _before_patch(config: Any) -> Any:
     own = {native.attribute_map.get(name, name): record[name] for name in _NATIVE if name in record}
     vars(native).update(own)  # `setattr` could raise Transformers' own errors
     return native
+
+
+_REQUIRED = ("hidden_size", "num_hidden_layers")
+_WIDTHS = ("intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+_LARGEST_SIZE = 10**15
+
+
+def wrong_field(fields: Mapping[str, Any], names: Container[str] | None = None) -> str:
+    """What is impossible in a config: the name and value of a field, and what is allowed; empty without one.
+
+    Args:
+        fields: of the config, with those of configs inside it as dicts.
+        names: of the fields to look at; default all that are known here.
+    """
+    for name, value in fields.items():
+        if name in _FIELDS and (names is None or name in names) and (value is not None or name in _REQUIRED):
+            allows, allowed = _FIELDS[name]
+            latent = name == "head_dim" and value == 0 and "qk_rope_head_dim" in fields  # has widths of its own
+            if not (allows(value) or latent):
+                return f"{name}={value!r:.40}; it must be {allowed}"
+        elif isinstance(value, dict) and (wrong := wrong_field(value, names)):
+            return wrong
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST_SIZE
+
+
+def _is_size(value: Any, largest: int = _LARGEST_SIZE) -> bool:
+    if isinstance(value, (list, tuple, dict)):  # by layer, or by part of the model
+        return bool(value) and all(_is_size(part) for part in (value.values() if isinstance(value, dict) else value))
+    return _is_number(value) and 1 <= value <= largest and value % 1 == 0
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(word, str) for word in value)
+
+
+_SIZE = (_is_size, f"a whole number from 1 to {_LARGEST_SIZE:g}")
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("hidden_size", "max_position_embeddings", "vocab_size", *_WIDTHS), _SIZE),
+    "num_hidden_layers": (lambda value: _is_size(value, 10**5), "a whole number from 1 to 100000"),
+    "sliding_window": (_is_number, "a number of tokens"),
+    "layer_types": (_are_words, "a list of words"),
+}
 
 
 def rope_entries(config: Any) -> dict[str | None, dict[str, Any]]:

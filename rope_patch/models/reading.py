@@ -15,6 +15,7 @@ from rope_patch.models import absolute, llama, t5
 from rope_patch.models.baichuan import adapter as baichuan
 from rope_patch.models.baichuan import published_remote_code
 from rope_patch.models.base import Stack
+from rope_patch.models.config import wrong_field
 
 STYLES: tuple[ModuleType, ...] = (llama, t5, baichuan)
 """Each has `recognises(module)` and `read(module)`, which returns a `Stack`."""
@@ -28,7 +29,11 @@ def read_stacks(model: nn.Module) -> tuple[Stack, ...]:
     Raises:
         UnsupportedModel: there is none, or a part of one is not supported; the message names the reason.
     """
-    return tuple(style.read(module) for style, module in find_stacks(model))
+    found = find_stacks(model)
+    for _, module in found:
+        if wrong := wrong_field(vars(module.config)):
+            raise UnsupportedModel(f"{type(module.config).__name__}: {wrong}")
+    return tuple(style.read(module) for style, module in found)
 
 
 def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:

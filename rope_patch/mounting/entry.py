@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.absolute import lengthened
-from rope_patch.models.arguments import Arguments, by_name, counted_positions
+from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions
 from rope_patch.models.base import AbsoluteTable, AttentionLayer, Stack
 from rope_patch.mounting.parameters import LearnedWeights
 from rope_patch.mounting.undo import Changes
@@ -45,6 +45,7 @@ class StackEntry:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments with positions, and with vectors instead of tokens unless each block adds positions."""
         kwargs = by_name(module, args, kwargs)
+        check_tokens(module, kwargs)
         ids, states = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         if states is None and ids is None:
             return (), kwargs  # the model itself raises

@@ -28,7 +28,7 @@ from rope_patch.attention.inputs import AttentionMode
 from rope_patch.attention.masks import as_mask_argument, groups_of_documents, groups_of_pads, keys_seen, read_mask
 from rope_patch.attention.memo import ForwardMemo, StackMemo
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
-from rope_patch.models.arguments import Arguments, by_name, counted_positions, tokens_of
+from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions, tokens_of
 from rope_patch.models.base import AttentionLayer, RotaryTables
 from rope_patch.models.cached_keys import (
     OWN_ROTATION,
@@ -90,6 +90,7 @@ class LateForward:
         Transformers would build a mask with a number per pair of tokens.
         """
         kwargs = by_name(module, args, kwargs)
+        check_tokens(module, kwargs)
         changed = {}
         if self.counts and kwargs.get("position_ids") is None:
             changed["position_ids"] = counted_positions(kwargs)

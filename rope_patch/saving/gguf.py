@@ -17,7 +17,7 @@ from tokenizers import pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from rope_patch.errors import UnsupportedModel, require
+from rope_patch.errors import NoCheckpoint, UnsupportedModel, require
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -32,7 +32,7 @@ def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
         **kwargs: for `from_pretrained` of Transformers.
 
     Raises:
-        OSError: it is not a GGUF file, or truncated.
+        NoCheckpoint: it is not a GGUF file, or truncated.
         UnsupportedModel: Transformers would ignore a part of the file.
         MissingPackage: gguf is not installed.
     """
@@ -95,7 +95,7 @@ def _one_error(path: str | Path) -> Iterator[None]:
     try:
         yield
     except (IndexError, KeyError, ValueError, struct.error) as error:
-        raise OSError(f"{path} is not a GGUF file, or truncated: {error}") from error
+        raise NoCheckpoint(f"{path} is not a GGUF file, or truncated: {error}") from error
 
 
 def _check_scaling(path: str | Path, metadata: dict[str, Any], config: Any) -> None:

@@ -11,14 +11,15 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import textwrap
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import (
@@ -31,11 +32,11 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from rope_patch.errors import InvalidField, NoCheckpoint, NotPatched, UnsupportedModel, require
+from rope_patch.errors import InvalidField, NoCheckpoint, NotPatched, RopePatchError, UnsupportedModel, require
 from rope_patch.models import absolute
 from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
 from rope_patch.models.base import AbsoluteTable
-from rope_patch.models.config import check_computable, restore_native
+from rope_patch.models.config import check_computable, restore_native, wrong_field
 from rope_patch.models.reading import find_stacks, read_stacks
 from rope_patch.mounting.entry import shorten
 from rope_patch.mounting.parameters import NAME, learned_parameters
@@ -67,12 +68,36 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
         the model, for adapters a `PeftModel`; `unpatch` returns to the checkpoint without the scheme.
 
     Raises:
-        NoCheckpoint, OSError: there is no checkpoint, or none in safetensors.
+        NoCheckpoint: there is no checkpoint, none in safetensors, or files are missing or damaged.
         UnsupportedModel: its model is code that lies beside the weights.
         InvalidField, UnknownScheme, NotPatched: its files do not describe a scheme, or not one of such a model.
         MissingPackage: the path holds adapters, and PEFT is not installed.
     """
-    return _load(path, kwargs)
+    with _in_one_line(path, {key: kwargs[key] for key in _PLACES if key in kwargs}):
+        return _load(path, kwargs)
+
+
+@contextmanager
+def _in_one_line(path: str | Path, places: dict[str, Any]) -> Iterator[None]:
+    """For damaged files and impossible configs, Transformers and safetensors raise errors of any type.
+
+    Raises:
+        NoCheckpoint: what is wrong, in one line.
+    """
+    try:
+        yield
+    except (RopePatchError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = _wrong_field(path, places) or f"{type(error).__name__}: {textwrap.shorten(str(error), 400)}"
+        raise NoCheckpoint(f"{str(path)!r} cannot be loaded: {reason}") from error
+
+
+def _wrong_field(path: str | Path, places: dict[str, Any], names: Container[str] | None = None) -> str:
+    """`wrong_field` of a config that no class has read yet; empty for a file that is no config."""
+    with suppress(Exception):  # Transformers names what is wrong with the file
+        return wrong_field(PreTrainedConfig.get_config_dict(path, **places)[0], names)
+    return ""
 
 
 def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
@@ -135,6 +160,8 @@ def _config_of(path: str | Path, places: dict[str, Any]) -> Any:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False, **places)
     except OSError as error:
+        if Path(path).exists():
+            raise  # the file is there, and the error names what is wrong with it
         raise NoCheckpoint(
             f"there is no checkpoint {str(path)!r}: no folder here has this name, and the Hub did not give it"
         ) from error
@@ -155,7 +182,7 @@ def _advice_of_ours(path: str | Path, places: dict[str, Any]) -> Iterator[None]:
     except OSError as error:
         if all(cached_file(path, name, **_OPTIONAL, **places) is None for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
             raise
-        raise OSError(
+        raise NoCheckpoint(
             f"{path} has no weights in safetensors; from_pretrained(..., use_safetensors=False) reads pickled ones if "
             "they are plain tensors"
         ) from error
@@ -268,7 +295,7 @@ def _load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
     handle = cast(PatchHandle, find_handle(model))
     try:
         saved = _saved_parameters(path, **places)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         handle.remove()
         raise NotPatched(
             f"{path or 'the model'} has no files with the learned parameters of {handle.scheme}: {error}"
@@ -300,7 +327,12 @@ def _saved_parameters(path: str | Path, **places: Any) -> dict[str, torch.Tensor
 def make_loadable(path: str | Path, **places: Any) -> bool:
     """Register the classes of this library that a checkpoint needs; return whether it needs any. `places` are arguments
     of `from_pretrained`, such as `revision`.
+
+    Raises:
+        NoCheckpoint: Transformers would build layers without end.
     """
+    if Path(path).is_dir() and (wrong := _wrong_field(path, places, ("num_hidden_layers",))):
+        raise NoCheckpoint(f"{str(path)!r} cannot be loaded: {wrong}")
     if not is_baichuan_folder(path, **places):
         return False
     register_baichuan()

@@ -14,8 +14,9 @@ from rope_patch.schemes.slots import Checkpoint
 REST = "rest"
 """Selects all layers that no other selector selects."""
 
-_SLICE = re.compile(r"-?\d*:-?\d*(:\d*)?")
-_RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+# nine digits at most: int() refuses thousands of them
+_SLICE = re.compile(r"-?\d{0,9}:-?\d{0,9}(:(0*[1-9]\d{0,8})?)?", re.ASCII)
+_RANGES = re.compile(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*", re.ASCII)
 
 
 class PerLayer(Scheme):
@@ -155,7 +156,7 @@ for _name, _rule in COMPOSED.items():
 def _selector(selector: Any) -> str:
     text = str(selector).strip() if isinstance(selector, (str, int)) and not isinstance(selector, bool) else ""
     allowed = _SLICE.fullmatch(text) or _RANGES.fullmatch(text) or re.fullmatch(r"[A-Za-z]\w*", text)
-    if not allowed or text.endswith(":0"):
+    if not allowed:
         raise InvalidField(
             f"PerLayer: {selector!r} is not a selector; a slice ('3::4'), indices and ranges ('0-2,5'), a layer type "
             "of the config ('full_attention') or 'rest' is expected"
@@ -183,8 +184,7 @@ def _chosen(selector: str, kinds: Mapping[int, str], num_layers: int) -> list[in
         bounds = (int(bound) if bound else None for bound in selector.split(":"))
         chosen: Iterable[int] = range(num_layers)[slice(*bounds)]
     elif _RANGES.fullmatch(selector):
-        ends = (item.partition("-") for item in selector.split(","))
-        chosen = [index for first, _, last in ends for index in range(int(first), int(last or first) + 1)]
+        chosen = [index for item in selector.split(",") for index in _range(item, num_layers)]
     else:
         chosen = [index for index, kind in kinds.items() if kind == selector]
         if not chosen:
@@ -192,12 +192,16 @@ def _chosen(selector: str, kinds: Mapping[int, str], num_layers: int) -> list[in
             raise InvalidField(f"PerLayer: no layer of this model has the type {selector!r}; {allowed}")
     found = [index for index in chosen if index in kinds]
     if missing := [index for index in chosen if index >= num_layers]:
-        raise InvalidField(
-            f"PerLayer: {selector!r} names layers {_listed(missing)}; the stack has {num_layers}, from 0"
-        )
+        raise InvalidField(f"PerLayer: {selector!r} names layer {missing[0]}; the stack has {num_layers}, from 0")
     if not found:
         raise InvalidField(f"PerLayer: {selector!r} selects no attention layer; those are {_listed(kinds)}")
     return found
+
+
+def _range(item: str, num_layers: int) -> range:
+    """The layers from `0-2` or `5`, of those that do not exist only the first."""
+    first, *last = map(int, item.split("-"))
+    return range(first, min(*(last or [first]), max(first, num_layers)) + 1)
 
 
 def _named(indices: Sequence[int]) -> str:

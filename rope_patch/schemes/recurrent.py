@@ -97,6 +97,8 @@ def _read_texts(x: torch.Tensor, starts: torch.Tensor, state: torch.Tensor, gru:
     Returns:
         `(batch, length, width)`.
     """
+    if not starts.numel():  # PyTorch's GRU crashes without a text
+        return state.new_zeros(*starts.shape, state.shape[1])
     begins = starts.clone()
     begins[:, 0] = True
     text = begins.flatten().cumsum(0) - 1

@@ -19,6 +19,9 @@ _FORMS: dict[str, Callable[..., Scheme]] = {}
 _SAVED: dict[str, Callable[..., Scheme]] = {}
 """Names of mixtures of schemes: what makes one from its fields or from text in brackets, and from a dict."""
 
+_DEEPEST = 8
+"""Brackets within brackets: a list of numbers in a mixture of layers has two."""
+
 
 def register_scheme(cls: type[Scheme]) -> type[Scheme]:
     """Give a scheme class its `name`, so that names, command lines and saved models find it. Usable as a decorator.
@@ -106,6 +109,13 @@ def scheme_from_dict(data: dict[str, Any]) -> Scheme:
     Raises:
         UnknownScheme, InvalidField: when the dict does not describe a scheme.
     """
+    try:
+        return _from_dict(data)
+    except RecursionError:
+        raise InvalidField("a dict with dicts nested this deep does not describe a scheme") from None
+
+
+def _from_dict(data: Any) -> Scheme:
     if not isinstance(data, dict) or "name" not in data:
         raise InvalidField(f"{data!r} does not describe a scheme: a dict with a 'name' and its fields is expected")
     fields = {key: value for key, value in data.items() if key != "name"}
@@ -113,7 +123,7 @@ def scheme_from_dict(data: dict[str, Any]) -> Scheme:
         parts = fields.get("schemes")
         if not isinstance(parts, (list, tuple)) or len(fields) > 1:
             raise InvalidField(f"{data!r} is no composition: its name and a list of 'schemes' are expected")
-        return Compose(*map(scheme_from_dict, parts))
+        return Compose(*map(_from_dict, parts))
     if isinstance(name := data["name"], str) and name in _SAVED:
         return _called(name, _SAVED[name], fields)
     return _build(scheme_class(data["name"]), fields)
@@ -208,15 +218,20 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def split_outside_brackets(text: str, separator: str = ",") -> list[str]:
-    """A text cut at every separator that stands outside of all brackets."""
-    items, depth = [""], 0
-    for character in text:
+    """A text cut at every separator that stands outside of all brackets.
+
+    Raises:
+        InvalidField: brackets are nested deeper than any scheme needs.
+    """
+    items, depth, start = [], 0, 0
+    for index, character in enumerate(text):
         depth += (character in "[(") - (character in ")]")
+        if depth > _DEEPEST:
+            raise InvalidField(f"{text!r} nests brackets more than {_DEEPEST} deep")
         if character == separator and depth == 0:
-            items.append("")
-        else:
-            items[-1] += character
-    return items
+            items.append(text[start:index])
+            start = index + 1
+    return [*items, text[start:]]
 
 
 def _value(text: str) -> Any:

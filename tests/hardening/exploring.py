@@ -48,7 +48,7 @@ def explore(strategy: SearchStrategy[Any], holds: Callable[[Any], object], numbe
     def answers(case: Any) -> None:
         tally.cases += 1
         try:
-            with _in_time():
+            with in_time():
                 holds(case)
         except RopePatchError:
             tally.refused += 1
@@ -61,13 +61,13 @@ def explore(strategy: SearchStrategy[Any], holds: Callable[[Any], object], numbe
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
-    with _in_memory():
+    with in_memory():
         exploring(seed(part)(given(strategy)(answers)))()
     return tally
 
 
 @contextmanager
-def _in_time() -> Iterator[None]:
+def in_time() -> Iterator[None]:
     def hangs(*_: object) -> None:
         raise Hangs(f"not done after {SECONDS} seconds")
 
@@ -81,7 +81,7 @@ def _in_time() -> Iterator[None]:
 
 
 @contextmanager
-def _in_memory() -> Iterator[None]:
+def in_memory() -> Iterator[None]:
     """Whoever asks for far more memory than a case needs gets a `MemoryError`, or torch's own error."""
     statm = Path("/proc/self/statm")
     if not statm.exists():  # as on macOS, which does not count address space

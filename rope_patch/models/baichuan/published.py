@@ -25,7 +25,7 @@ def is_baichuan_folder(path: str | Path, **kwargs: Any) -> bool:
         config, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
     except (OSError, ValueError):
         return False
-    return config.get("model_type") == "baichuan"
+    return isinstance(config, dict) and config.get("model_type") == "baichuan"
 
 
 def published_remote_code(module: nn.Module) -> str | None:
