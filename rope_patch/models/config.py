@@ -173,9 +173,15 @@ def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def config_of_layer(config: Any, layer: int | str) -> Any:
-    """The config of one layer, by index, or of all layers of one type; most configs are the same for every layer."""
-    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+def config_of_layer(config: Any, index: int) -> Any:
+    """The config of one layer; most configs are the same for every layer."""
+    return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
+
+
+def configs_of_type(config: Any, layer_type: str | None) -> list[Any]:
+    """The configs of all layers of one type, or of all layers; the config itself if no layer has this type."""
+    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    return [config_of_layer(config, i) for i, kind in enumerate(types) if layer_type in (None, kind)] or [config]
 
 
 def scheme_of_config(config: Any) -> Scheme:

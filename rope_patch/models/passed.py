@@ -11,6 +11,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,8 +24,18 @@ from rope_patch.models.base import RotaryTables
 _TOKENS = 4
 
 
-Call = tuple[nn.Module, dict[str, Any], Any]
-"""A module, its arguments by name, and its result."""
+@dataclass
+class Call:
+    """A call of a module, with its arguments by name."""
+
+    module: nn.Module
+    named: dict[str, Any]
+    result: Any = None
+
+    @property
+    def place(self) -> tuple[nn.Module, str | None]:
+        """The module and the layer type that it is asked for."""
+        return self.module, self.named.get("layer_type")
 
 
 class _Recorder(nn.Module):
@@ -39,46 +50,61 @@ class _Recorder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The answer."""
-        result = self.answer(*args, **kwargs)
-        self.calls.append((self.original, by_name(self.original, args, kwargs), result))
-        return result
+        self.calls.append(call := Call(self.original, by_name(self.original, args, kwargs)))
+        call.result = self.answer(*args, **kwargs)
+        return call.result
 
 
 def passed_tables(stack: PreTrainedModel, rotary: Sequence[RotaryTables]) -> dict[nn.Module, RotaryTables | None]:
     """The tables that each block receives, or None if it receives none; blocks without a clear answer are missing."""
-    modules = {tables.module: tables.module for tables in rotary}
-    lists = (child for child in stack.modules() if isinstance(child, nn.ModuleList))
-    blocks = [block for found in lists for block in found if "position_embeddings" in _parameters(block)]
+    owners = {(tables.module, tables.layer_type): tables for tables in rotary}
+    blocks = _blocks(stack)
     found: dict[nn.Module, RotaryTables | None] = {}
     for answer in (_states, lambda *args, **kwargs: (_states(*args, **kwargs), None)):  # as a block may return
-        calls: list[Call] = []
-        with contextlib.suppress(Exception), torch.no_grad():  # what was recorded before an error is valid
-            copied = _recording(stack, {**dict.fromkeys(blocks, answer), **modules}, calls)
-            type(stack).forward(copied, **_arguments(stack))
-        made = [(module, named.get("layer_type"), result) for module, named, result in calls if module in modules]
-        for block, named, _ in calls:
-            given = named.get("position_embeddings", ...)
-            if given is None:
-                found[block] = None
-            for module, kind, result in made:
-                if given is result:
-                    found[block] = next(t for t in rotary if (t.module, t.layer_type) == (module, kind))
+        calls = _calls(stack, {**dict.fromkeys(blocks, answer), **{module: module for module, _ in owners}})
+        made = [(owners[place], call.result) for call in calls if (place := call.place) in owners]
+        for call in calls:
+            given = call.named.get("position_embeddings", ...)
+            if call.module in blocks and given is None:
+                found[call.module] = None
+            found.update((call.module, tables) for tables, result in made if result is given)
         if len(found) == len(blocks):
             break
     return found
 
 
-def _states(*args: Any, **kwargs: Any) -> Any:
-    return args[0] if args else kwargs["hidden_states"]
+def takes_text_axis(stack: PreTrainedModel, rotary: RotaryTables) -> bool:
+    """Whether a stack reads the positions of the text in front of those on all axes, `(1 + axes, batch, length)`."""
+    positions = torch.arange(_TOKENS).expand(1 + rotary.axes, 1, -1)
+    calls = _calls(stack, {**dict.fromkeys(_blocks(stack), _states), rotary.module: rotary.module}, positions)
+    return all(len(call.named["position_ids"]) == rotary.axes for call in calls if call.module is rotary.module)
 
 
-def _arguments(stack: PreTrainedModel) -> dict[str, Any]:
-    first = next(stack.parameters(), torch.zeros(()))
-    states = torch.zeros(1, _TOKENS, cast(Any, stack.config).hidden_size, dtype=first.dtype, device=first.device)
+def _blocks(stack: nn.Module) -> set[nn.Module]:
+    lists = (child for child in stack.modules() if isinstance(child, nn.ModuleList))
+    return {block for found in lists for block in found if "position_embeddings" in _parameters(block)}
+
+
+def _calls(
+    stack: PreTrainedModel, answers: Mapping[nn.Module, Callable[..., Any]], positions: torch.Tensor | None = None
+) -> list[Call]:
+    """The calls of some modules in a forward of the stack; those before an error are valid."""
+    calls: list[Call] = []
+    device = next((weight.device for weight in stack.parameters()), torch.device("cpu"))
+    states = torch.zeros(1, _TOKENS, cast(Any, stack.config).hidden_size, dtype=stack.dtype, device=device)
     given = {"inputs_embeds": states, "use_cache": False}
     if "inputs_embeds" not in _parameters(stack):
-        given["input_ids"] = torch.zeros(1, _TOKENS, dtype=torch.long, device=first.device)
-    return {name: value for name, value in given.items() if name in _parameters(stack)}
+        given["input_ids"] = torch.zeros(1, _TOKENS, dtype=torch.long, device=device)
+    if positions is not None:
+        given["position_ids"] = positions.to(device)
+    with contextlib.suppress(Exception), torch.no_grad():
+        arguments = {name: value for name, value in given.items() if name in _parameters(stack)}
+        type(stack).forward(cast(Any, _recording(stack, answers, calls)), **arguments)
+    return calls
+
+
+def _states(*args: Any, **kwargs: Any) -> Any:
+    return args[0] if args else kwargs["hidden_states"]
 
 
 def _recording(module: nn.Module, answers: Mapping[nn.Module, Callable[..., Any]], calls: list[Call]) -> nn.Module:

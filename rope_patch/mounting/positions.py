@@ -19,6 +19,7 @@ from transformers import Cache
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.arguments import Arguments, by_name, counted_positions, tokens_of
 from rope_patch.models.base import Stack
+from rope_patch.models.passed import takes_text_axis
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 
@@ -29,15 +30,18 @@ PASSED = "rope_patch_positions"
 @dataclass(eq=False)
 class OneAxis:
     """The first pre-hook of a stack that reads positions on `axes` axes. It prepends the text positions as an
-    additional axis, `(1 + axes, batch, length)`, which the stack passes to its layers.
+    additional axis, `(1 + axes, batch, length)`, which the stack passes to its layers. If the stack does not know this
+    axis, its layers receive them as another argument.
 
     Attributes:
+        in_front: whether the stack knows the axis.
         counts: whether the scheme only counts tokens and leaves the rotation to the model, like log-n.
         enters: whether positions are added at the input, where they are counted without pads.
     """
 
     scheme: Scheme
     axes: int
+    in_front: bool
     counts: bool
     enters: bool
 
@@ -62,6 +66,8 @@ class OneAxis:
             text = self._only(on_axes, module)
         else:
             text = given[0] if has_text else _tokens_before(kwargs, tokens)
+        if not self.in_front:
+            return (), {**kwargs, PASSED: text}
         return (), {**kwargs, "position_ids": torch.cat([text.expand(1, *on_axes.shape[1:]), on_axes])}
 
     def _only(self, on_axes: torch.Tensor, module: nn.Module) -> torch.Tensor:
@@ -107,7 +113,7 @@ class PassPositions:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The arguments with positions under a name that blocks pass through."""
         kwargs = by_name(module, args, kwargs)
-        if (tokens := tokens_of(kwargs)) is None:
+        if (tokens := tokens_of(kwargs)) is None or PASSED in kwargs:
             return None
         given = kwargs.get("position_ids")
         if given is None:
@@ -117,9 +123,11 @@ class PassPositions:
 
 def pass_positions(scheme: Scheme, stack: Stack, counts: bool, enters: bool, changes: Changes) -> None:
     """Hook a stack whose layers would not receive positions in the form that a scheme reads; flags as in `OneAxis`."""
-    axes = max((tables.axes for tables in stack.rotary), default=1)
-    if axes > 1:
-        changes.hook(stack.module, OneAxis(scheme, axes, counts, enters))
+    rotary = max(stack.rotary, key=lambda tables: tables.axes, default=None)
+    axes = 1 if rotary is None else rotary.axes
+    if rotary is not None and axes > 1:
+        in_front = takes_text_axis(stack.module, rotary)
+        changes.hook(stack.module, OneAxis(scheme, axes, in_front, counts, enters))
     layers = (*stack.layers, *stack.others)
     # blocks of other kinds may not accept another argument
     if not all(layer.gets_positions for layer in layers) or (

@@ -13,7 +13,7 @@ from rope_patch.models.base import Stack
 from rope_patch.models.config import (
     SCALING,
     checkpoint_of_config,
-    config_of_layer,
+    configs_of_type,
     head_dim,
     rope_entries,
     scheme_of_config,
@@ -53,7 +53,7 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
         entry = rope_entries(config)[layer_type]
         share = entry.get("partial_rotary_factor", 1.0)
         is_share = entry.get("rope_type") == "proportional"  # of the pairs; otherwise of the dimensions
-        dim = head_dim(config_of_layer(config, layer_type or 0))
+        dim = head_dim(configs_of_type(config, layer_type)[0])
         spec = RotarySpec(dim if is_share else int(dim * share), entry["rope_theta"], training_length(config))
         scaling = SCALING - set(_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())
         kept = {key: value for key, value in entry.items() if key not in scaling}
@@ -140,8 +140,8 @@ def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
 def _has_window(layer_type: str | None, config: Any) -> bool:
     """Whether the layers of a type see no further than the training length, so that a patch leaves them unchanged."""
     name = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(layer_type or "")
-    window = getattr(config_of_layer(config, cast(str, layer_type)), name, None) if name else None
-    return window is not None and window <= training_length(config)
+    windows = [getattr(layer, name, None) for layer in configs_of_type(config, layer_type)] if name else []
+    return any(window is not None and window <= training_length(config) for window in windows)
 
 
 def _check_not_shared(config: Any) -> None:
@@ -149,7 +149,7 @@ def _check_not_shared(config: Any) -> None:
     layer_types = set(getattr(config, "layer_types", None) or ())
     mixed = {"full_attention", "sliding_attention"} <= layer_types and None in rope_entries(config)
     if mixed and _has_window("sliding_attention", config):
-        window = config_of_layer(config, "sliding_attention").sliding_window
+        window = configs_of_type(config, "sliding_attention")[0].sliding_window
         raise NotExpressible(
             f"{type(config).__name__} has one entry of rope_parameters for full and sliding-window layers; "
             f"the latter, with a window of {window} within the training length, must not be scaled"
