@@ -88,6 +88,7 @@ def test_llama_cpp_loses_what_its_export_says(tmp_path, scheme, lost):
             "it reads only rope_scaling and rope_theta",
         ),
         ({"rope_parameters": {**YARN, "rope_theta": 10000.0}}, "llama.cpp", "beyond max_position_embeddings=256"),
+        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "mscale": 0.7}}, "llama.cpp", "computes the temperature"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "Transformers 4", "rope_theta = 500000.0"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4}}, "vLLM", "must be a float"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "llama.cpp", "it keeps the"),

@@ -96,9 +96,13 @@ def test_the_stack_alone_takes_them_up(llama, spec, tmp_path):
     assert torch.equal(found, expected)
 
 
-def test_a_checkpoint_without_them_is_refused_by_name(llama, tmp_path):
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_checkpoint_without_them_or_with_shorter_ones_is_refused_by_name(llama, cut, tmp_path):
     patch(llama, "shaw:max_distance=6")
-    state = {name: value for name, value in llama.state_dict().items() if NAME not in name.split(".")}
+    state = llama.state_dict()
+    for name in [name for name in state if NAME in name.split(".")]:
+        value = state.pop(name)
+        state |= {name: value[:1].clone()} if cut else {}
     llama.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(NotPatched, match=r"has no model\.layers\.0\.self_attn\.rope_patch\.\w+ of shape .* shaw"):
         rope_patch.from_pretrained(tmp_path)

@@ -7,7 +7,7 @@ import torch
 
 from rope_patch import UnsupportedPositions
 from rope_patch.attention.inputs import AttentionInputs
-from rope_patch.attention.masks import read_mask
+from rope_patch.attention.masks import keys_seen, read_mask
 from rope_patch.attention.spans import find_spans
 from rope_patch.schemes.tools.positions import key_positions
 
@@ -55,6 +55,19 @@ def test_a_mask_of_pads_beside_a_cache_lets_the_queries_see_the_past(shape):
     mask, groups = read_mask(pads.view(shape), torch.tensor([[3]]), 1, 6, 4, FLASH)
     assert groups is None
     assert mask.tolist() == [[[[False, True, True, True, True, False]]]]
+
+
+def test_keys_of_an_additive_mask_are_seen_unless_it_holds_the_lowest_number():
+    mask = torch.tensor([[0.0, -3.0, torch.finfo(torch.float32).min], [0.0, -torch.inf, -9.5]])
+    assert keys_seen(mask[None, None], None).tolist() == [[True, True, True]]
+    assert keys_seen(mask[None, None, :1], None).tolist() == [[True, True, False]]
+    assert keys_seen(mask[None, None, 1:], None).tolist() == [[True, False, True]]
+
+
+def test_a_row_of_nothing_but_pads_has_no_span():
+    groups = torch.tensor([[0] * 5, [-1] * 5, [0] * 5])
+    found = find_spans(torch.arange(5)[None], None, groups, 0, 3)
+    assert [(span.rows, span.queries) for span in found] == [(slice(row, row + 1), slice(0, 5)) for row in (0, 2)]
 
 
 @pytest.mark.parametrize("mask", [object(), torch.ones(1, 1, 3), torch.ones(3)])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rope_patch.attention import kernels, oracle, segmented
 from rope_patch.attention.inputs import DistanceBias
 from rope_patch.attention.kernels import Dense, FlashCPU
+from rope_patch.attention.spans import find_spans
 from rope_patch.attention.tiles import in_rows, tiles_of
 from tests.attention.test_segmented import gradients_of, in_double, inputs_of, pairs_of, region, run_segmented
 
@@ -64,6 +65,15 @@ def test_output_and_gradients_are_those_of_the_oracle_in_float64(spec, rows, dty
     tolerance = {torch.float64: 1e-5 if inputs.bias else 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     for one, other in zip([found, *ours], [expected, *slopes], strict=True):
         assert (one.double() - other).norm() / other.norm().clamp(min=1e-9) < tolerance
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("spec", ["dca:chunk_size=9,local_window=2", "lm_infinite:local_window=7,n_global=3"])
+def test_regions_that_depend_on_more_than_distance_are_for_one_direction(causal, spec):
+    inputs, _ = inputs_of(spec, ROWS["plain"], 45, 45, torch.float32, causal=causal)
+    spans = find_spans(inputs.query_positions, None, inputs.groups, 0, 2, causal)
+    assert segmented.applies(inputs, spans) == causal
+    assert not segmented.applies(inputs, tuple(dataclasses.replace(span, window=20) for span in spans))
 
 
 @pytest.mark.parametrize("causal", [True, False])

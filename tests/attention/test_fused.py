@@ -22,6 +22,7 @@ from rope_patch.attention.fused import call as fused
 from rope_patch.attention.fused.call import Blocks, Fused
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
 from rope_patch.schemes.slots import ALL_PAIRS
+from tests.attention.test_segmented import ROWS, inputs_of
 from tests.families import build
 from tests.runs import cached_logits, left_padded, positions_of, tokens
 
@@ -38,8 +39,8 @@ TOLERANCES = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
 @dataclass(frozen=True)
 class Case:
     """One call. `rows` are the groups of the keys of each row; `bias` is a spec, "table" for a learned number for each
-    distance, "far" for heads that hide near keys, or "sums" for running sums; `split` asks for more programs than there
-    are blocks of queries.
+    distance, "slopes" for a learned one for each head, "far" for heads that hide near keys, or "sums" for running
+    sums; `split` asks for more programs than there are blocks of queries.
     """
 
     spec: str = ""
@@ -80,10 +81,11 @@ USUAL = {
     "decoding, split, padded": Case(
         "rerope:window=20", length=1, kv_length=130, split=True, rows=(pads((-1, 40), (0, 90)),), start_in_memory=True
     ),
-    # borders of the window one key beside those of blocks, and blocks that only some rows see in full
-    "wide window, sums, after a cache": Case(window=23, length=60, kv_length=65, bias="sums"),
-    "decoding, split in three, sinks": Case("rerope:window=6", length=1, kv_length=100, split=True, sinks=True),
-    "both directions, table": Case(length=20, kv_length=20, causal=False, bias="table"),
+    # the window of a block of queries begins with the last key of a block; without sinks, queries' sums get no gradient
+    "window, sums, sinks, after a cache": Case(window=7, length=24, kv_length=29, heads=1, bias="sums", sinks=True),
+    "decoding, split in three, sinks": Case(length=1, kv_length=100, heads=1, split=True, sinks=True),
+    "both directions, table": Case(length=20, kv_length=20, heads=1, causal=False, bias="table"),
+    "learned slopes": Case(length=9, kv_length=9, bias="slopes"),
 }
 
 SPECS = {
@@ -144,6 +146,8 @@ def errors_of(case: Case) -> dict[str, float]:
         leaves["sinks"] = leaf(case.heads)
     if case.bias == "table":
         leaves["bias"] = leaf(case.heads, 2 * case.kv_length + 1, dtype=torch.float32)
+    if case.bias == "slopes":
+        leaves["bias"] = leaf(case.heads, dtype=torch.float32)
     if case.bias == "sums":
         leaves["sums"] = leaf(batch, case.heads, case.kv_length, dtype=double)
     scheme = get_scheme(case.spec) if case.spec else None
@@ -177,6 +181,10 @@ def errors_of(case: Case) -> dict[str, float]:
                 lambda distance: torch.where(
                     distance.to(DEVICE) >= least.view(-1, *[1] * distance.ndim), -0.1 * distance, -torch.inf
                 )
+            )
+        if case.bias == "slopes":
+            return DistanceBias(
+                lambda distance: leaves["bias"].view(-1, *[1] * distance.ndim) * distance.to(DEVICE), linear=True
             )
         if case.bias != "table":
             return None
@@ -342,21 +350,70 @@ def test_a_model_under_it_is_the_model_under_the_oracle(run, spec):
 attend = fused.attend
 
 
-def trials() -> tuple[bool, bool]:
-    """Whether kernels are trusted that are right, and those that are a tenth too large."""
-    found = []
-    for factor in (1, 1.1):
-        fused.agrees.cache_clear()
-        with pytest.MonkeyPatch.context() as change, torch.inference_mode():
-            change.setattr(fused, "attend", lambda *given, factor=factor: factor * attend(*given))
-            found.append(fused.agrees(torch.device(DEVICE), torch.float32, 16, 16))
+def trusted() -> bool:
     fused.agrees.cache_clear()
-    return found[0], found[1]
+    with torch.inference_mode():
+        return fused.agrees(torch.device(DEVICE), torch.float32, 16, 16)
 
 
 @needs_triton
-def test_kernels_are_tried_before_they_are_trusted(run):
-    assert run(trials) == (True, False)
+def test_kernels_that_are_right_are_trusted(run):
+    assert run(trusted)
+
+
+@needs_triton
+@pytest.mark.parametrize("wrong", [None, 1, 40])
+def test_kernels_that_are_wrong_for_one_query_or_for_several_are_not_trusted(wrong, monkeypatch):
+    def attend(inputs, call):
+        def turned(x, table):
+            return x if table is None else x * table[0] + x[..., call.partner] * table[1]
+
+        tables = zip(call.regions, call.query_tables, call.key_tables, strict=True)
+        branches = tuple(Branch(region, turned(call.queries, q), turned(call.keys, k)) for region, q, k in tables)
+        return oracle.attend(inputs.with_branches(branches))[0] * (1.1 if inputs.q_length == wrong else 1)
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(fused, "attend", attend)
+    assert fused.agrees.__wrapped__(torch.device("cpu"), torch.float32, 16, 16) == (wrong is None)
+
+
+UNSUPPORTED = {
+    "dropout": ({"dropout": 0.1}, {}),
+    "a mask of several queries": ({"mask": torch.ones(3, 1, 45, 45, dtype=torch.bool)}, {}),
+    "more keys than queries in both directions": ({"causal": False, "query_positions": torch.arange(9)[None]}, {}),
+    "a table of a bias where distance is no difference of slots": ({"bias": "table"}, {"in_order": False}),
+    "learned slopes where distance is no difference of slots": ({"bias": "slopes"}, {"in_order": False}),
+    "learned frequencies": ({}, {"query_tables": "learned"}),
+    "learned frequencies of keys": ({}, {"key_tables": "learned"}),
+    "two dtypes": ({}, {"keys": torch.float16}),
+    "float64": ({"value": torch.float64}, {"queries": torch.float64, "keys": torch.float64}),
+    "wide heads": ({}, {"queries": 272, "keys": 272}),
+    "keys by head": ({"key_positions": torch.arange(45).expand(3, 2, -1)}, {}),
+}
+
+
+@pytest.mark.parametrize("what", [None, *UNSUPPORTED])
+def test_what_the_kernels_do_not_support_is_left_to_others(what, monkeypatch):
+    monkeypatch.setattr(fused, "agrees", lambda *_: True)
+    inputs, _ = inputs_of("", ROWS, 45, 45, torch.float32)
+    (branch,), learned = inputs.branches, torch.ones(16, requires_grad=True)
+    biases = {
+        "table": DistanceBias(lambda distance: distance.sqrt()[None]),
+        "slopes": DistanceBias(lambda distance: learned[:4, None] * distance, linear=True),
+    }
+    of_inputs, of_call = UNSUPPORTED.get(what, ({}, {}))
+    states = {"queries": branch.query, "keys": branch.key, "value": inputs.value}
+    tables = {"query_tables": ((learned.detach(),) * 2,), "key_tables": (None,)}
+
+    def changed(name, value):
+        if name in states:
+            return states[name].to(value) if isinstance(value, torch.dtype) else states[name].repeat(1, 1, 1, 17)
+        return biases[value] if name == "bias" else ((learned, learned),) if value == "learned" else value
+
+    inputs = dataclasses.replace(inputs, **{name: changed(name, value) for name, value in of_inputs.items()})
+    call = Fused(states["queries"], states["keys"], (ALL_PAIRS,), **tables)
+    call = dataclasses.replace(call, **{name: changed(name, value) for name, value in of_call.items()})
+    assert fused.applies(inputs, call) == (what is None)
 
 
 def test_without_triton_nothing_applies(monkeypatch):

@@ -261,6 +261,7 @@ def test_keys_of_other_rows_than_their_positions_are_refused(llama):
         ({}, {"yarn": {}}),
         ({"rerope:window=6": {}}, {"yarn:factor=4": {}}),
         ({"yarn:factor=4": {}}, {"yarn:factor=2": {}}),
+        ({"yarn:factor=4": {}}, {"rope": {}}),
         ({"rope": {}}, {"rope": {"mount": "late"}}),
         ({"self_extend:group_size=4,window=7": {}}, {"self_extend:group_size=4,window=7": {"mount": "late"}}),
         ({"sinusoidal": {}}, {"pi:factor=4": {}}),

@@ -134,3 +134,15 @@ def test_tables_that_followed_the_length_follow_it_again_after_removal(model, fa
     for length in (8, 2 * LENGTH, 8):  # the second call finds the tables of the first one
         assert torch.equal(logits(model, tokens(length)), logits(other, tokens(length)))
     assert (logits(other, tokens(2 * LENGTH)) - logits(build(), tokens(2 * LENGTH))).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("spec", ["dynamic_ntk:factor=2", "dynamic_yarn:factor=2"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_pads_do_not_add_to_the_length_of_a_text(llama, spec, side):
+    short, pads = tokens(40), torch.zeros(1, 20, dtype=torch.long)
+    row = torch.cat([pads, short] if side == "left" else [short, pads], dim=1)
+    ids = torch.cat([row, tokens(60, seed=1)])
+    mask = (ids > 0).long()
+    with patch(llama, spec):
+        found = logits(llama, ids, attention_mask=mask, position_ids=torch.arange(60)[None] - 20 * (side == "left"))
+        assert_close(found[:1, mask[0].bool()], logits(llama, short))

@@ -234,6 +234,21 @@ def test_parameters_that_would_also_scale_sliding_layers_are_not_expressible(fam
     assert export_rope_parameters(scheme, config_of(family, sliding_window=TRAINING_LENGTH + 1))["factor"] == 4
 
 
+def test_the_temperature_of_a_checkpoint_keeps_its_unit_of_length():
+    config = config_of("ministral3")
+    names = ("llama_4_scaling_beta", "original_max_position_embeddings")
+    exported = export_rope_parameters(get_scheme("pi:factor=4"), config)
+    assert [exported[name] for name in names] == [config.rope_parameters[name] for name in names]
+
+
+def test_growth_from_another_length_than_that_of_the_config_is_not_expressible():
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": TRAINING_LENGTH}
+    scheme, longer = get_scheme("dynamic_ntk:factor=2"), 4 * TRAINING_LENGTH
+    assert export_rope_parameters(scheme, config_of("llama"))["rope_type"] == "dynamic"
+    with pytest.raises(NotExpressible, match=f"grows from max_position_embeddings={longer}"):
+        export_rope_parameters(scheme, config_of("llama", rope_parameters=yarn, max_position_embeddings=longer))
+
+
 # --- what is in the files ---------------------------------------------------------------------------------------
 
 YARN = get_scheme("yarn:factor=4").to_dict()

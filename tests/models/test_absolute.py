@@ -441,6 +441,18 @@ def test_other_models_are_refused_with_the_reason(family):
         patch(model, "hierarchical")
 
 
+class EveryOther(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(2 * ids)
+
+
+def test_a_table_of_which_a_text_reads_every_other_row_is_refused():
+    model = build("gpt2")
+    model.transformer.wpe = EveryOther(CAPACITY, 32)
+    with pytest.raises(UnsupportedModel, match=r"the rows \[0, 2, 4, 6\] of wpe, which are not consecutive"):
+        patch(model, "hierarchical")
+
+
 def test_a_table_on_the_meta_device_is_refused():
     model = build("bert")
     with pytest.raises(UnsupportedModel, match="meta device"):

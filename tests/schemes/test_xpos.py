@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -5,8 +7,9 @@ import torch
 from rope_patch import XPos, patch
 from rope_patch.attention import decay
 from rope_patch.attention.decay import Decay
-from rope_patch.schemes.tools.rotary import RotaryLayout
+from rope_patch.schemes.tools.rotary import RotaryLayout, half_split
 from rope_patch.typing import RotarySpec
+from tests.attention.test_segmented import inputs_of
 from tests.definition import Definition
 from tests.runs import assert_close, assert_same_gradients, gradients, logits, tokens
 
@@ -24,6 +27,15 @@ DEFINITIONS = {
     "xpos:scale_base=16,gamma=1": Definition(pair_weights=fading(16, 1)),
     "xpos:scale_base=8+rerope:window=6": Definition(distance=lambda m, n: np.minimum(m - n, 6), pair_weights=fading(8)),
 }
+
+
+def test_keys_after_the_last_query_stay_finite_in_float16():
+    inputs, _ = inputs_of("", [[0] * 45], 20, 45, torch.float16)
+    inputs = dataclasses.replace(
+        inputs, query_positions=torch.arange(20)[None], key_positions=10 * torch.arange(45)[None]
+    )
+    fading = Decay(half_split(16), torch.linspace(0, 0.2, 8))
+    assert decay._faded(inputs.branches[0], inputs, fading).key.isfinite().all()
 
 
 def test_the_slowest_pair_hardly_fades_and_the_fastest_most():

@@ -162,10 +162,10 @@ def test_compiled():
 def test_weights_in_bfloat16_lose_no_gradient_over_the_chunks():
     exact, rounded = build(), build().bfloat16()
     with chunked_loss(exact, 1), chunked_loss(rounded, 1):
-        many = {"input_ids": batch(4, 30)["input_ids"], "labels": batch(4, 30)["labels"]}
+        many = {name: batch(8, 60)[name] for name in ("input_ids", "labels")}
         wanted = gradients(exact, exact(**many).loss)["lm_head.weight"]
         found = gradients(rounded, rounded(**many).loss)["lm_head.weight"]
-    assert ((found.float() - wanted).norm() / wanted.norm()) < 0.03
+    assert ((found.float() - wanted).norm() / wanted.norm()) < 0.015  # 0.039 if the sums were bfloat16 too
 
 
 def test_no_label_at_all():

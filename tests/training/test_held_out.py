@@ -29,6 +29,12 @@ def test_whole_documents_of_a_tenth_are_held_out():
     assert len(hold_out(Dataset.from_list(corpus), TOKENIZER, 64, share=0.25)[1]) == 10
 
 
+def test_the_longest_document_is_never_held_out_whole():
+    corpus = Dataset.from_list(documents(*[100] * 10, 110))
+    for seed in range(10):
+        assert {len(text) for text in texts_of(hold_out(corpus, TOKENIZER, 64, share=0.5, seed=seed)[1])} == {100}
+
+
 def test_many_documents_are_not_all_measured():
     corpus = Dataset.from_list(documents(*[20] * 1000))
     trained_on, held, _ = hold_out(corpus, TOKENIZER, 16)
