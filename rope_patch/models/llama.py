@@ -222,7 +222,7 @@ def _read_layer(
 
 
 def _keeps_keys_apart(stack: PreTrainedModel, index: int) -> str:
-    """Why a layer's cache is not one of Transformers' own, where keys have one slot each; empty if it is."""
+    """Why a layer's cache is not one of Transformers' own, where each key has one slot; empty if it is."""
     layers: list[Any] = []
     with contextlib.suppress(Exception):  # a config without a cache
         layers = DynamicCache(config=stack.config).layers
