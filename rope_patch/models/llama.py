@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.errors import InvalidField, UnsupportedModel
@@ -184,7 +184,10 @@ def _read_layer(
         if (tables := next((t for t in rotary if t.layer_type in (None, layer_type)), None)) is None:
             raise UnsupportedModel(f"{family}: no rotary tables for {name} of layer type {layer_type!r}")
     sliding = getattr(module, "sliding_window", None)
-    if layer_type is not None and "sliding" in layer_type:
+    keeps = _keeps_keys_apart(stack, index)
+    if keeps:
+        sliding = None  # the prompt stays visible, however far
+    elif layer_type is not None and "sliding" in layer_type:
         sliding = sliding or getattr(config, "sliding_window", None)
     elif layer_type == "full_attention":
         sliding = None
@@ -193,7 +196,7 @@ def _read_layer(
     elif sliding is None:
         # Mistral-like: only the config has the window, for every layer
         sliding = getattr(config, "sliding_window", None) if _window_for_all(config) else None
-    layout, normed, gets_positions, unscored = None, False, True, _reads_tables_otherwise(module)
+    layout, normed, gets_positions, unscored = None, False, True, keeps or _reads_tables_otherwise(module)
     heads = Heads(config.num_attention_heads, *[head_dim(config)] * 2)
     try:
         if tables is None:
@@ -223,6 +226,16 @@ def _read_layer(
         normed=normed,
         unscored=unscored,
     )
+
+
+def _keeps_keys_apart(stack: PreTrainedModel, index: int) -> str:
+    """Why a layer's cache is not one of Transformers' own, where each key has one slot; empty if it is."""
+    layers: list[Any] = []
+    with contextlib.suppress(Exception):  # a config without a cache
+        layers = DynamicCache(config=stack.config).layers
+    own = type(layers[index]) if index < len(layers) else DynamicLayer
+    place = getattr(own, "update", DynamicLayer.update).__module__
+    return "" if place == DynamicLayer.__module__ else f"{own.__name__} keeps keys in a form of its own"
 
 
 def _reads_tables_otherwise(module: nn.Module) -> str:

@@ -348,7 +348,8 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
     # an unchanged, sliding or delegating layer needs the mask of all pairs
     reads_groups = len(hooks) == stack.config.num_hidden_layers and all(hook.reads_groups for hook in hooks)
     scorers = tuple(hook.layer.module for hook in hooks) if reads_groups else ()
-    counts = "position_ids" not in inspect.signature(stack.module.forward).parameters
+    # a stack that rotates counts for itself if it takes no positions
+    counts = not stack.rotary and "position_ids" not in inspect.signature(stack.module.forward).parameters
     changes.hook(
         stack.module, LateForward(tuple({id(hook.memo): hook.memo for hook in hooks}.values()), scorers, counts)
     )

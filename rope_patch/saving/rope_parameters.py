@@ -138,10 +138,17 @@ def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
 
 
 def _has_window(layer_type: str | None, config: Any) -> bool:
-    """Whether the layers of a type see no further than the training length, so that a patch leaves them unchanged."""
+    """Whether the layers of a type see no further than the training length, so that a patch leaves them unchanged.
+
+    Raises:
+        NotExpressible: some layers of the type do, and some do not.
+    """
     name = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(layer_type or "")
     windows = [getattr(layer, name, None) for layer in configs_of_type(config, layer_type)] if name else []
-    return any(window is not None and window <= training_length(config) for window in windows)
+    within = {window is not None and window <= training_length(config) for window in windows} or {False}
+    if len(within) > 1:
+        raise NotExpressible(f"{type(config).__name__}: windows of {layer_type} within the training length and beyond")
+    return within.pop()
 
 
 def _check_not_shared(config: Any) -> None:
