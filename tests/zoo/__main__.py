@@ -10,7 +10,7 @@ import argparse
 import json
 import multiprocessing
 import os
-import queue
+import resource
 import sys
 import time
 import traceback
@@ -28,7 +28,7 @@ from tests.zoo.builder import NotBuilt, model_types, specimen
 from tests.zoo.checks import CHECKS, SPECS, Blind, PlainFails, fits, table
 
 ROWS = Path("runs/zoo.jsonl")
-_SECONDS = 120
+_SECONDS = 60
 
 
 def checked(model_type: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def checked(model_type: str) -> dict[str, Any]:
             return {"type": model_type, "class": name, "reason": "it reads more than text"}
         return {"type": model_type, "class": name, "checks": {"rerope": rows[SPECS["rerope"]]}}
     rows: dict[str, Any] = {check: _outcome(CHECKS[check], found) for check in CHECKS}
-    if all(str(outcome).startswith("refused") for outcome in rows.values()):
+    if all(str(rows[scheme]).startswith("refused") for scheme in SPECS):
         rows = {"rerope": rows["rerope"], "table": _outcome(table, found)}
     return {"type": model_type, "class": name, "checks": rows}
 
@@ -66,19 +66,26 @@ def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:240]
 
 
-def _alone(model_type: str) -> dict[str, Any]:
-    """`checked` in a process of its own."""
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    process = context.Process(target=lambda: answers.put(checked(model_type)))
+def alone(model_type: str) -> dict[str, Any]:
+    """`checked` in a process of its own, which ends after some seconds of computing or many of waiting."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
+        sender.send(checked(model_type))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
+    sender.close()  # so that a process that ended is seen
     try:
-        return answers.get(timeout=_SECONDS)
-    except queue.Empty:
-        return {"type": model_type, "reason": f"no answer within {_SECONDS} seconds"}
+        if receiver.poll(10 * _SECONDS):
+            return receiver.recv()
+    except EOFError:
+        pass
     finally:
         process.kill()
         process.join()
+    return {"type": model_type, "reason": f"no answer within {_SECONDS} seconds"}
 
 
 def main() -> None:
@@ -93,14 +100,17 @@ def main() -> None:
 
 def _check_all(only: list[str] | None) -> None:
     ROWS.parent.mkdir(exist_ok=True)
-    rows = page.read(ROWS) if ROWS.exists() else {}
+    ROWS.touch()
     types = model_types()
-    for model_type in only or [name for name in types if name not in rows]:
+    for model_type in only or types:
+        if not only and model_type in page.read(ROWS):  # of a run that was stopped, or runs beside this one
+            continue
         started = time.perf_counter()
-        row = rows[model_type] = _alone(model_type)
+        row = alone(model_type)
         with ROWS.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{model_type}: {page.verdict(row)[0]}, {time.perf_counter() - started:.1f} s", flush=True)
+    rows = page.read(ROWS)
     if set(types) <= rows.keys():
         page.store(rows[name] for name in types)
 

@@ -38,6 +38,9 @@ SPECIAL = yaml.safe_load((Path(__file__).parent / "special.yaml").read_text(enco
 WORDS = 80
 """Token ids from here on are images, ends and the like."""
 
+SHORT = TRAINING_LENGTH - 4
+"""Tokens of a text that fits into a table of positions."""
+
 _LARGEST = 40_000_000
 _WHOLE = {key: value for key, value in GENERIC.items() if value is not None}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -101,7 +104,7 @@ class Specimen:
         """A model of the same class, with the same weights and with another config."""
         implementation = implementation or self.model.config._attn_implementation
         model = type(self.model)._from_config(copy.deepcopy(config), attn_implementation=implementation)
-        model.load_state_dict(self.model.state_dict())
+        model.load_state_dict(self.model.state_dict(), strict=False)  # a tower may lack its pooler
         return model.eval()
 
 
@@ -144,7 +147,8 @@ def outputs(model: PreTrainedModel, ids: torch.Tensor, **inputs: Any) -> tuple[t
 
 
 def specimen(model_type: str) -> Specimen:
-    """A small model of a type: the whole one, or else its text model alone, or else one that reads more than text.
+    """A small model of a type: the whole one; or else its text model, or a part of it, alone; or else one that reads
+    more than text.
 
     Raises:
         NotBuilt: none came out of the config; the message names the reason.
@@ -158,11 +162,16 @@ def specimen(model_type: str) -> Specimen:
                 break
             found = Specimen(_model(config.get_text_config() if is_part else config), is_part)
             unread.append(found)
-            run(found.model, text())
+            run(found.model, text(length=SHORT))
         except Exception as error:  # every class has requirements of its own
             reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
         else:
             return found
+    for module in unread[0].model.modules() if unread else ():
+        if isinstance(module, PreTrainedModel) and module is not unread[0].model:
+            with contextlib.suppress(Exception):
+                run(module, text(length=SHORT))
+                return Specimen(module, True)
     if unread:
         return dataclasses.replace(unread[0], reads_text=False)
     raise NotBuilt(reasons[0])
@@ -170,13 +179,17 @@ def specimen(model_type: str) -> Specimen:
 
 def _config(model_type: str, base: dict[str, Any]) -> PreTrainedConfig:
     cls, special = CONFIG_MAPPING[model_type], SPECIAL.get(model_type) or {}
-    parts = {key: copy.deepcopy(special[key]) for key in special.keys() & cls.sub_configs.keys()}
-    return _small(cls(**parts), base, special)
+    try:
+        default = cls()
+    except Exception:  # a config that needs its parts
+        default = cls(**{key: copy.deepcopy(special[key]) for key in special.keys() & cls.sub_configs.keys()})
+    return _small(default, base, special)
 
 
 def _small(default: PreTrainedConfig, base: dict[str, Any], special: dict[str, Any]) -> PreTrainedConfig:
     """A config of the same class with all its parts small."""
     values: dict[str, Any] = {}
+    base = _OF_FAMILIES.get(default.model_type, base)
     ids, number = itertools.count(WORDS), getattr(default, "num_hidden_layers", None)
     for key, value in vars(default).items():
         if isinstance(value, PreTrainedConfig):
@@ -185,13 +198,14 @@ def _small(default: PreTrainedConfig, base: dict[str, Any], special: dict[str, A
             values[key] = min(next(ids), VOCABULARY - 1)
         elif type(value) is int and value > 4 and not _KEPT.match(key):
             values |= {key: min(size, value) for size in [_size_of(key)] if size is not None}
-        elif isinstance(value, list) and len(value) == number and "num_hidden_layers" in base:
+        elif isinstance(value, list) and value and isinstance(value[0], (str, int, float)) and len(value) == number:
             kinds = list(dict.fromkeys(value))  # of layers: each of them, in turn
-            values[key] = (kinds * base["num_hidden_layers"])[: base["num_hidden_layers"]]
+            few = base["num_hidden_layers"] if hasattr(default, "vocab_size") else 2
+            values[key] = (kinds * few)[:few]
             if "sliding_attention" in kinds:
                 values["sliding_window"] = TRAINING_LENGTH // 2
     if hasattr(default, "vocab_size"):
-        values |= copy.deepcopy(_OF_FAMILIES.get(default.model_type, base))
+        values |= copy.deepcopy(base)
     special = {key: value for key, value in special.items() if not isinstance(values.get(key), PreTrainedConfig)}
     return type(default)(**{**values, **copy.deepcopy(special)})
 

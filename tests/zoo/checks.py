@@ -17,10 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch import NotExpressible, PatchHandle, export_rope_parameters, native_scheme, patch
-from tests.families import TRAINING_LENGTH
-from tests.snapshots import snapshot
 from tests.zoo import truth
-from tests.zoo.builder import Specimen, outputs, run, text
+from tests.zoo.builder import SHORT, Specimen, outputs, run, text
 
 WINDOW = 6
 REROPE = f"rerope:window={WINDOW}"
@@ -111,15 +109,15 @@ def pads(specimen: Specimen, scheme: str) -> float:
 
 def unpatch(specimen: Specimen, scheme: str) -> float:
     """Tensors, attributes, hooks, configs and outputs before and after, bit for bit."""
-    model = specimen.fresh()
-
-    def read() -> dict[str, Any]:
-        return snapshot(model, lambda model: run(copy.deepcopy(model), text()))
-
-    before = read()
-    with patch(model, scheme):
-        run(model, text())
-    return 0.0 if read() == before else float("inf")
+    model, kept = specimen.fresh(), []
+    for mounted in (True, False):
+        tensors = [*model.state_dict().items(), *model.named_buffers(), ("outputs", run(copy.deepcopy(model), text()))]
+        parts = [(list(vars(part)), len(part._forward_pre_hooks)) for part in model.modules()]
+        kept.append((model.config.to_dict(), parts, [(name, tensor.numpy().tobytes()) for name, tensor in tensors]))
+        if mounted:
+            with patch(model, scheme):
+                run(model, text())
+    return 0.0 if kept[0] == kept[1] else float("inf")
 
 
 def fits(specimen: Specimen, scheme: str) -> float:
@@ -130,7 +128,7 @@ def fits(specimen: Specimen, scheme: str) -> float:
 
 def table(specimen: Specimen) -> float:
     """A table of positions under hierarchical positions: as before within its length, finite beyond."""
-    model, short = specimen.fresh(), text(length=TRAINING_LENGTH - 4)
+    model, short = specimen.fresh(), text(length=SHORT)
     expected = run(model, short)
     with patch(model, "hierarchical"):
         return difference(run(model, short), expected) if run(model, text()).isfinite().all() else float("inf")
@@ -160,9 +158,9 @@ def _under(specimen: Specimen, scheme: Any, **options: Any) -> float:
 def _against(specimen: Specimen, scheme: str, defined: Callable[[PreTrainedModel, PatchHandle], Any]) -> float:
     """A scheme against a model that a context defines."""
     model, ids = specimen.fresh(), text()
-    plain = specimen.again(specimen.model.config, "eager")
     with patch(model, scheme) as handle:
         found = run(model, ids)
+    plain = specimen.again(specimen.model.config, "eager")
     _see(found, run(plain, ids))
     with defined(plain, handle):
         return difference(found, run(plain, ids))
