@@ -3,6 +3,8 @@
 # make test       set up what they need, then run the tests
 # make scheme NAME=rerope  the tests of one scheme (two minutes), and its line in the reference
 # make nightly    set up, then run the tests on every family and scheme, not on a sample
+# make zoo        set up, then check a tiny model of every type of Transformers; writes docs/families.md (forty minutes)
+#                 OPTIONS="--only llama gemma3" checks these alone
 # make hard       set up, then thousands of random cases and fuzzed inputs (about two minutes)
 # make faults     set up, then put each known fault into a copy of the package: a test must fail (about ten minutes)
 # make vllm-check  real vLLM on this CPU serves folders under schemes that it does not know (six minutes)
@@ -27,7 +29,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 
 .SECONDARY:
-.PHONY: setup demo demo-compare test scheme nightly hard faults vllm-check transformers-tests lists notebooks notebooks-full docs wheel lint check bench \
+.PHONY: setup demo demo-compare test scheme nightly zoo hard faults vllm-check transformers-tests lists notebooks notebooks-full docs wheel lint check bench \
 	gpu-check gpu-bench gpu-finetune clean
 
 # Each stamp is an extra of pyproject.toml: what a target needs, and no more.
@@ -60,6 +62,10 @@ scheme: $(VENV)/.test
 nightly: $(VENV)/.test
 	@echo "== tests on every family (much longer than the usual run)"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --all-families
+
+zoo: $(VENV)/.test
+	@echo "== a tiny model of every type of Transformers, into docs/families.md (forty minutes; continues where it stopped)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo $(OPTIONS)
 
 hard: $(VENV)/.test
 	@echo "== thousands of random cases against the oracle, and fuzzed inputs (about two minutes)"

@@ -1,0 +1,122 @@
+"""docs/families.md, from a row per model type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from tests.families import FAMILIES
+from tests.zoo.checks import SPECS, TOLERANCE
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "families.md"
+ROWS = ROOT / "docs" / "results" / "zoo" / "zoo.jsonl"
+VERDICTS = ("right", "table", "refused", "not built", "WRONG", "FOREIGN")
+
+_HEAD = """# Families
+
+What becomes of every model type of Transformers {version} whose config has a vocabulary: decoders, encoders, both, and the
+text of models of images and sounds. `make zoo` builds a tiny random model of each, checks it and writes this page. Models
+within the contract suite are marked; T5 and tables of positions also have suites of their own (`tests/models`).
+
+- **right**: every scheme that is not refused agrees with its truth.
+- **table**: it adds a table of learned positions (as BERT, GPT-2 and OPT do) and runs under `hierarchical`
+  ([tables of positions](absolute.md)).
+- **refused**: the error names the reason, and the model stays as it was.
+- **not built**: no tiny random model came out of its config.
+- **WRONG** and **FOREIGN**: a figure differs from its truth, or an error is not one of this library. There are none.
+
+| check | truth |
+|---|---|
+| `native` | the checkpoint's own scheme, scored late: the plain model |
+| `beyond` | `rerope` with a window beyond the text: the plain model |
+| `rerope` | a narrow window: the module's own projections at constant positions, combined by dense attention in float64 |
+| `alibi` | the plain model without rotation, and a dense bias |
+| `pi`, `yarn` | the rotary mount: the late mount, and plain Transformers with the exported `rope_parameters` |
+| `cache` | a prompt in two pieces and single tokens: one forward |
+| `pads` | three rows with left pads: each row alone |
+| `unpatch` | tensors, attributes, hooks, configs and outputs, bit for bit |
+
+Differences are in standard deviations of the outputs; up to {tolerance:g} is right, and a scheme must change outputs by fifty
+times as much, or the check is blind. A check that the plain model fails itself is left out.
+
+{counts}
+
+| model type | verdict | largest difference | what is refused, or left out |
+|---|---|---|---|
+"""
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """The last row of each type."""
+    return {row["type"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+
+
+def store(rows: Iterable[dict[str, Any]]) -> None:
+    """Keep the rows that the page is made of."""
+    ROWS.parent.mkdir(exist_ok=True)
+    lines = ({"transformers": transformers.__version__, **row} for row in rows)
+    ROWS.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def write() -> None:
+    """The page, from the rows that were kept."""
+    if ROWS.exists():
+        PAGE.write_text(page(read(ROWS).values()), encoding="utf-8")
+
+
+def page(rows: Iterable[dict[str, Any]]) -> str:
+    """The whole document."""
+    rows = list(rows)
+    verdicts = [verdict(row) for row in rows]
+    counts = ", ".join(f"{[v for v, _ in verdicts].count(kind)} {kind}" for kind in VERDICTS)
+    contract = {values["model_type"] for values in FAMILIES.values()}
+    lines = (
+        f"| `{row['type']}`{'*' * (row['type'] in contract)} | {kind} | {_largest(row)} | {reason} |\n"
+        for row, (kind, reason) in zip(rows, verdicts, strict=True)
+    )
+    head = _HEAD.format(
+        version=rows[0]["transformers"], tolerance=TOLERANCE, counts=f"Of {len(rows)} types: {counts}. (*: in the contract suite.)"
+    )
+    return head + "".join(lines)
+
+
+def verdict(row: dict[str, Any]) -> tuple[str, str]:
+    """What becomes of a type, and why."""
+    if "checks" not in row:
+        return "not built", _sentence(row["reason"])
+    checks = row["checks"]
+    wrong = {name: f for name, f in checks.items() if isinstance(f, float) and not f <= TOLERANCE}
+    foreign = {name: f for name, f in checks.items() if str(f).startswith("foreign")}
+    if foreign:
+        return "FOREIGN", _listed(foreign)
+    if wrong:
+        return "WRONG", ", ".join(f"`{name}` {figure:g}" for name, figure in wrong.items())
+    if isinstance(checks.get("table"), float):
+        return "table", ""
+    if not any(isinstance(checks.get(name), float) for name in SPECS):
+        return "refused", _sentence(str(checks["rerope"]).partition(": ")[2])
+    return "right", _listed({name: f for name, f in checks.items() if isinstance(f, str)})
+
+
+def _listed(outcomes: dict[str, Any]) -> str:
+    """Reasons, each with the checks that have it."""
+    by_reason: dict[str, list[str]] = {}
+    for name, outcome in outcomes.items():
+        by_reason.setdefault(_sentence(outcome), []).append(f"`{name}`")
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
+
+
+def _largest(row: dict[str, Any]) -> str:
+    figures = [figure for figure in row.get("checks", {}).values() if isinstance(figure, float)]
+    return f"{max(figures):.0e}" if figures else ""
+
+
+def _sentence(text: str) -> str:
+    for end in ("; ", ". "):
+        text = text.partition(end)[0]
+    return text.replace("|", "\\|").rstrip(".")
