@@ -37,7 +37,7 @@ def test_what_is_not_spared_is_computed_with_the_numbers():
     x = torch.randn(2, 4, 7, 8)
     assert (x.to(torch.bfloat16) * ONE).dtype == torch.float32  # of another dtype
     assert torch.equal(x[:, :, :1] * ONE[:, None], x[:, :, :1].expand(-1, -1, 7, -1))  # of another shape
-    assert torch.equal(ONE * x, x)  # the other way round
+    assert torch.equal(ONE * x[0, :1], x[0, :1])  # the other way round
     assert torch.equal(x + ONE, x + 1)
     assert torch.equal(x - ZERO, x)
     assert torch.equal(torch.cat([ONE, ZERO]), torch.cat([torch.ones(1, 7, 8), torch.zeros(1, 7, 8)]))

@@ -99,7 +99,13 @@ def test_two_calls_are_the_attention_of_each_request_alone(spec, softcap):
     "spec",
     [
         *("self_extend:group_size=4,window=16", "leaky_rerope:window=8,factor=4", "dca:chunk_size=24", "logn"),
-        *("window:window=8", "rerope:window=8+alibi", "rerope:window=8+shaw", "rerope:window=8+yarn:factor=4"),
+        *(
+            "window:window=8",
+            "rerope:window=8+alibi",
+            "rerope:window=8+shaw",
+            "rerope:window=8+urpe:max_distance=12",
+            "rerope:window=8+yarn:factor=4",
+        ),
         "rerope:window=8+xpos:scale_base=8",
     ],
 )
