@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import warnings
 from collections.abc import Iterable
 
 _LONGEST = 2000
@@ -22,7 +23,8 @@ class RopePatchError(Exception):
 
 
 class RopePatchWarning(UserWarning):
-    """A patch that changes nothing, or after which a pretrained model needs training. `describe` shows it too.
+    """A patch that changes nothing, or after which a pretrained model needs training, which `describe` shows too; or a
+    saved model that plain libraries read without its scheme.
 
     Silence it with `warnings.simplefilter("ignore", rope_patch.RopePatchWarning)`.
     """
@@ -81,6 +83,12 @@ class EvaluationError(RopePatchError, ValueError):
 
 class MissingPackage(RopePatchError, ImportError):
     """An optional package is missing; the message names what to install."""
+
+
+def warn(sentence: str, stacklevel: int) -> None:
+    """Give a `RopePatchWarning` with how to silence it; `stacklevel` is 1 for the caller of this function."""
+    silence = "warnings.simplefilter('ignore', rope_patch.RopePatchWarning) silences this"
+    warnings.warn(f"{sentence} ({silence})", RopePatchWarning, stacklevel=stacklevel + 1)
 
 
 def require(package: str, what: str, extra: str | None = None) -> None:

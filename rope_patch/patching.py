@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -14,16 +14,17 @@ from rope_patch.errors import (
     AlreadyPatched,
     InvalidField,
     NotPatched,
-    RopePatchWarning,
     UnsupportedModel,
     did_you_mean,
+    warn,
 )
 from rope_patch.models.base import Stack
 from rope_patch.models.paged import forget_managers
-from rope_patch.models.reading import find_enclosing, read_stacks
+from rope_patch.models.reading import find_around, find_enclosing, read_stacks
 from rope_patch.mounting.caution import caution
 from rope_patch.mounting.late import LateAttention
 from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
+from rope_patch.mounting.saved import Notice, install_saving
 from rope_patch.mounting.undo import Changes
 from rope_patch.saving.rope_parameters import export_rope_parameters, stated_length, tells_all
 from rope_patch.schemes.base import Scheme
@@ -134,8 +135,7 @@ def patch(
     with torch.device("cpu"):  # whatever the default is, as within `with torch.device("meta")`
         scheme, mounted = _planned(model, scheme, mount)
         if words := caution(scheme, mounted):
-            silence = "warnings.simplefilter('ignore', rope_patch.RopePatchWarning) silences this"
-            warnings.warn(f"{words} ({silence})", RopePatchWarning, stacklevel=2)
+            warn(words, stacklevel=2)
         return _mount(model, scheme, mounted, attention)
 
 
@@ -160,18 +160,20 @@ def _planned(model: nn.Module, scheme: Scheme, mount: Mount) -> tuple[Scheme, Mo
 
 def _mount(model: nn.Module, scheme: Scheme, mounted: Mounted, attention: AttentionMode) -> PatchHandle:
     rotary = {tables.module: stack.module for stack, _ in mounted for tables in stack.rotary}
-    forget_managers([*find_enclosing(model), *model.modules()])
+    holders = [*find_enclosing(model), *model.modules()]  # what is around a backbone is saved with a config of its own
+    forget_managers(holders)
     changes = Changes()
     handle = PatchHandle(model, scheme, mounted, changes)
     try:
         for module, its_stack in rotary.items():  # while the configs are those of the checkpoint
             changes.fill_tables(module, its_stack)
-        _name_in_config(model, scheme, mounted, changes)
+        notice = _name_in_config(holders, scheme, mounted, changes)
         for stack, plan in mounted:
             install(plan, stack, attention, changes)
             changes.set(stack.module, _HANDLE, handle)
         for module, its_stack in rotary.items():
             changes.keep_filled(module, its_stack)
+        install_saving([*find_around(model), *model.modules()], notice, changes)
     except BaseException:
         _take_back(mounted, changes)
         raise
@@ -227,8 +229,8 @@ def _take_back(mounted: Mounted, changes: Changes) -> None:
             hook.release()
 
 
-def _name_in_config(model: nn.Module, scheme: Scheme, mounted: Mounted, changes: Changes) -> None:
-    """Give this model configs of its own (other models may share the ones it had) that name the scheme.
+def _name_in_config(holders: Sequence[nn.Module], scheme: Scheme, mounted: Mounted, changes: Changes) -> Notice:
+    """Give these modules configs of their own (other models may share the ones they had) that name the scheme.
 
     Where `rope_parameters` can express the scheme, they and `max_position_embeddings` do, so that it survives without
     this library.
@@ -236,7 +238,9 @@ def _name_in_config(model: nn.Module, scheme: Scheme, mounted: Mounted, changes:
     stack, plan = mounted[0]
     native = copy.deepcopy(getattr(stack.config, "rope_parameters", None))
     exported, length = native, None
+    is_stated = plan.embedding == "rows"
     if _says_it_all(scheme, stack, plan):
+        is_stated = True
         exported = export_rope_parameters(scheme, stack.config)
         length = stated_length(scheme, exported, stack.config)
     record: dict[str, Any] = {"scheme": scheme.to_dict()}
@@ -246,14 +250,17 @@ def _name_in_config(model: nn.Module, scheme: Scheme, mounted: Mounted, changes:
         record["max_position_embeddings"] = stack.config.max_position_embeddings
     if plan.embedding == "rows":
         record["positions"] = stack.training_length  # the weights hold the longer table
-    # what is around a backbone is saved with a config of its own
-    for config in changes.fork_configs([*find_enclosing(model), *model.modules()]):
+    for config in changes.fork_configs(holders):
         config.rope_patch = copy.deepcopy(record)
     if native is not None:
         stack.config.rope_parameters = exported
     if length is not None:
         stack.config.max_position_embeddings = length
     changes.settle_configs()
+    is_native = all(
+        each.native and its_plan.scheme == each.native.resolve(each.checkpoint) for each, its_plan in mounted
+    )
+    return Notice(record, str(scheme), str(stack.native or "its own positions"), is_native, is_stated)
 
 
 def _says_it_all(scheme: Scheme, stack: Stack, plan: Plan) -> bool:

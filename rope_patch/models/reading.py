@@ -61,7 +61,12 @@ def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
 
 
 def find_enclosing(model: nn.Module) -> list[PreTrainedModel]:
-    """The Transformers models that contain a backbone and have no other stacks.
+    """The Transformers models that contain a backbone and have no other stacks, as of `find_around`."""
+    return [found for found in find_around(model) if _stack_modules(found) == _stack_modules(model)]
+
+
+def find_around(model: nn.Module) -> list[PreTrainedModel]:
+    """The Transformers models that contain a backbone.
 
     A module does not know its parents, but Python's garbage collector knows all objects. A search through them takes a
     twentieth of a second, so it is done for a backbone only: a model with its own head has no parents. Frozen objects
@@ -73,8 +78,7 @@ def find_enclosing(model: nn.Module) -> list[PreTrainedModel]:
     # an object refers to its class; a search for referrers is faster, unless there are many classes to compare
     objects = gc.get_referrers(*classes) if len(classes) <= _FEW_CLASSES else gc.get_objects()
     models: Iterator[PreTrainedModel] = itertools.compress(objects, map(classes.__contains__, map(type, objects)))
-    around = [found for found in models if found is not model and model in set(found.modules())]
-    return [found for found in around if _stack_modules(found) == _stack_modules(model)]
+    return [found for found in models if found is not model and model in set(found.modules())]
 
 
 def _subclasses(cls: type[PreTrainedModel]) -> Iterator[type[PreTrainedModel]]:

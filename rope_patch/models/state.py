@@ -55,11 +55,12 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def remove_hook(module: nn.Module, hook: Any) -> None:
-    """Remove a pre-hook from a module, if present."""
-    for key, registered in list(module._forward_pre_hooks.items()):
-        if registered is hook:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    """Remove a pre-hook of a module's forward or state dict, if present."""
+    for hooks in (module._forward_pre_hooks, module._state_dict_pre_hooks):
+        for key in [key for key, registered in hooks.items() if registered is hook]:
+            del hooks[key]
+            if hooks is module._forward_pre_hooks:
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _own(module: nn.Module) -> dict[str, Any]:

@@ -38,6 +38,11 @@ class Changes:
         module.register_forward_pre_hook(hook, with_kwargs=True)
         self._log.append((module, _HOOK, True, hook))
 
+    def hook_saving(self, module: nn.Module, hook: Any) -> None:
+        """`register_state_dict_pre_hook`, logged."""
+        module.register_state_dict_pre_hook(hook)
+        self._log.append((module, _HOOK, True, hook))
+
     def keep(self, module: nn.Module) -> None:
         """Log the state of a module whose forward changes it."""
         self._log.append((module, _STATE, True, ModuleState(module)))

@@ -20,7 +20,8 @@ from transformers import AutoConfig
 
 from rope_patch.errors import AlreadyPatched, NotExpressible
 from rope_patch.models.config import checkpoint_of_config, restore_native, training_length
-from rope_patch.saving.loading import RECORD, make_loadable
+from rope_patch.mounting.saved import ADAPTERS, RECORD
+from rope_patch.saving.loading import make_loadable
 from rope_patch.saving.rope_parameters import entry_of, export_rope_parameters, stated_length
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import get_scheme, scheme_from_dict
@@ -226,7 +227,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             errno.ENOENT, "no checkpoint folder; download one from the Hub first (hf download ID)", str(folder)
         )
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTERS).is_file():
         raise NotExpressible(
             f"{folder} is an adapter: servers apply it to a base model whose config does not contain the scheme. Merge "
             "it first (PEFT's merge_and_unload, then save_pretrained) and export the merged folder"

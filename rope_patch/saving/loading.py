@@ -12,6 +12,7 @@ import copy
 import json
 import logging
 import textwrap
+import warnings
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,14 +42,11 @@ from rope_patch.models.reading import find_stacks, read_stacks
 from rope_patch.mounting.entry import shorten
 from rope_patch.mounting.parameters import NAME, learned_parameters
 from rope_patch.mounting.plan import plan_mounts
+from rope_patch.mounting.saved import ADAPTERS, RECORD
 from rope_patch.patching import PatchHandle, find_handle, find_record, mount_scheme, unpatch
 from rope_patch.saving.gguf import is_gguf, load_gguf
 from rope_patch.schemes.registry import scheme_from_dict
 
-RECORD = "rope_patch"
-"""The key of the scheme in a config."""
-
-_ADAPTERS = "adapter_config.json"
 _PLACES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 _OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 
@@ -106,7 +104,7 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
     if is_gguf(path):
         return load_gguf(path, **kwargs)
     places = {key: kwargs[key] for key in _PLACES if key in kwargs}
-    if (adapters := cached_file(path, _ADAPTERS, **_OPTIONAL, **places)) is not None:
+    if (adapters := cached_file(path, ADAPTERS, **_OPTIONAL, **places)) is not None:
         return _with_adapters(path, Path(adapters), places, kwargs, above)
     kwargs |= {"trust_remote_code": False, "weights_only": True}
     published_pickled = make_loadable(path, **places)
@@ -141,7 +139,7 @@ def _check_there(path: str, subfolder: str) -> None:
     folder = Path(path, subfolder)
     if not path or (not folder.exists() and (path.count("/") > 1 or path.startswith(("/", ".", "~")))):
         raise NoCheckpoint(f"there is no checkpoint {path!r}: no folder or file has this name")
-    if folder.is_dir() and not any((folder / name).is_file() for name in (CONFIG_NAME, _ADAPTERS)):
+    if folder.is_dir() and not any((folder / name).is_file() for name in (CONFIG_NAME, ADAPTERS)):
         raise NoCheckpoint(f"there is no checkpoint in {path!r}: the folder has no {CONFIG_NAME}")
     if folder.is_file() and not is_gguf(path):
         raise NoCheckpoint(f"{path!r} is no checkpoint: it is neither a folder nor a GGUF file")
@@ -191,11 +189,12 @@ def _advice_of_ours(path: str | Path, places: dict[str, Any]) -> Iterator[None]:
 def _with_adapters(
     path: str | Path, adapters: Path, places: dict[str, Any], kwargs: dict[str, Any], above: tuple[Path, ...]
 ) -> nn.Module:
-    """The base checkpoint with its adapters, under the scheme in the adapters' config, if any."""
+    """The base checkpoint with its adapters, under the scheme that their config records, or the one beside it."""
     require("peft", f"{path}, a folder of adapters,", "finetune")
     from peft import PeftModel
 
-    base = _base_of(adapters)
+    settings = _settings_of(adapters)
+    base = settings["base_model_name_or_path"]
     if adapters in above:
         raise InvalidField(f"{adapters}: base_model_name_or_path={base!r} leads back to these adapters")
     own = cached_file(path, CONFIG_NAME, **_OPTIONAL, **places)
@@ -203,21 +202,27 @@ def _with_adapters(
     elsewhere = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder")}
     if config is not None:
         elsewhere.setdefault("dtype", config.dtype)
-    record = None if config is None else _checked(vars(config).get(RECORD), config)
+        settings.setdefault(RECORD, vars(config).get(RECORD))
+    try:
+        record = _checked(settings.get(RECORD), config)
+    except RopePatchError as error:
+        raise type(error)(f"{adapters}: {error}") from error
     model = _load(base, elsewhere, (*above, adapters))
     wanted = None if record is None else scheme_from_dict(record["scheme"])
     carried = find_handle(model)
     # under the same scheme the checkpoint keeps its learned parameters
-    if config is not None and wanted != (carried and carried.scheme):
+    if RECORD in settings and wanted != (carried and carried.scheme):
         if carried is not None:
             unpatch(model)
         if wanted is not None:
             mount_scheme(model, wanted)
-    return PeftModel.from_pretrained(model, path, **places)
+    with warnings.catch_warnings():  # PEFT's, that it does not know our key
+        warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{RECORD}'\]")
+        return PeftModel.from_pretrained(model, path, **places)
 
 
-def _base_of(adapters: Path) -> str:
-    """The base checkpoint in a PEFT settings file."""
+def _settings_of(adapters: Path) -> dict[str, Any]:
+    """A PEFT settings file, which names a base checkpoint."""
     try:
         settings = json.loads(adapters.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -227,11 +232,12 @@ def _base_of(adapters: Path) -> str:
         raise InvalidField(
             f"{adapters}: base_model_name_or_path={base!r} is not allowed; it must be the path of a checkpoint"
         )
-    return base
+    return cast(dict[str, Any], settings)
 
 
 def _checked(record: Any, config: Any) -> dict[str, Any] | None:
-    """The record of a scheme in a config, if any, checked: a known scheme, and computable rotary parameters.
+    """The record of a scheme in a config, if any, checked: a known scheme, and computable rotary parameters. That of
+    adapters may have no `config` beside it.
 
     Raises:
         InvalidField, UnknownScheme, UnsupportedModel: the record is invalid.
@@ -239,14 +245,12 @@ def _checked(record: Any, config: Any) -> dict[str, Any] | None:
     if record is None:
         return None
     if not isinstance(record, dict):
-        raise InvalidField(
-            f"{type(config).__name__}: rope_patch={record!r} is not allowed; it must be a dict with a 'scheme'"
-        )
+        raise InvalidField(f"config.rope_patch={record!r} is not allowed; it must be a dict with a 'scheme'")
     scheme_from_dict(record.get("scheme", {}))
     length = record.get("max_position_embeddings", 1)
     if type(length) is not int or length < 1:
         raise InvalidField(f"`rope_patch` has max_position_embeddings={length!r}; it must be a length in tokens")
-    if "rope_parameters" in record:
+    if "rope_parameters" in record and config is not None:
         original = copy.copy(config)
         vars(original)["rope_parameters"] = record["rope_parameters"]  # `setattr` could raise Transformers' own errors
         check_computable(original)

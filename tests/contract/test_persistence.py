@@ -293,10 +293,12 @@ def test_a_malformed_record_is_refused_by_name(llama, tmp_path, record, error, s
         ("[]", "base_model_name_or_path=None is not allowed"),
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
+        ('{"base_model_name_or_path": "x", "rope_patch": 3}', "rope_patch=3 is not allowed"),
+        ('{"base_model_name_or_path": "x", "rope_patch": {"scheme": {"name": "yarn"}}}', "yarn needs factor"),
         ('{"base_model_name_or_path": "FOLDER"}', "leads back to these adapters"),
         ('{"base_model_name_or_path": "OTHER"}', "leads back to these adapters"),
     ],
-    ids=["missing", "a number", "a list", "no json", "a deep list", "itself", "in a circle"],
+    ids=["missing", "a number", "a list", "no json", "a deep list", "no record", "no scheme", "itself", "in a circle"],
 )
 def test_malformed_adapters_are_refused_by_name(tmp_path, settings, said):
     folder, other = tmp_path / "adapters", tmp_path / "others"

@@ -80,7 +80,9 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
         for row, (kind, reason) in zip(rows, verdicts, strict=True)
     )
     head = _HEAD.format(
-        version=rows[0]["transformers"], tolerance=TOLERANCE, counts=f"Of {len(rows)} types: {counts}. (*: in the contract suite.)"
+        version=rows[0]["transformers"],
+        tolerance=TOLERANCE,
+        counts=f"Of {len(rows)} types: {counts}. (*: in the contract suite.)",
     )
     return head + "".join(lines)
 

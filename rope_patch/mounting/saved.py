@@ -1,0 +1,156 @@
+"""Saving a patched model: its adapters record the scheme, and one warning names what plain libraries will drop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
+
+from rope_patch.errors import warn
+from rope_patch.mounting.parameters import NAME
+from rope_patch.mounting.undo import Changes
+
+RECORD = "rope_patch"
+"""The key of the scheme in a config."""
+
+ADAPTERS = "adapter_config.json"
+"""The config of PEFT's adapters."""
+
+
+@dataclass
+class Notice:
+    """A scheme and the warnings about it, each of which is given once.
+
+    Attributes:
+        record: the value of `RECORD`.
+        scheme: as text.
+        native: the scheme of the plain checkpoint, as text.
+        is_native: whether both are the same.
+        is_stated: whether plain Transformers reads the scheme from the config and the weights.
+        given: the classes of what was saved with a warning.
+    """
+
+    record: dict[str, Any]
+    scheme: str
+    native: str
+    is_native: bool
+    is_stated: bool
+    given: set[type] = field(default_factory=set)
+
+
+class SaveModel:
+    """`save_pretrained` of a patched model, as an attribute of the model."""
+
+    def __init__(self, owner: Any, notice: Notice) -> None:
+        self.owner = owner
+        self.notice = notice
+        self._before = vars(owner).get("save_pretrained")
+
+    def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save as without a scheme, then record it where the config does not, and warn."""
+        for hook in getattr(self.owner, "_state_dict_pre_hooks", {}).values():
+            if isinstance(hook, AdapterHook):  # Transformers saves the config of adapters before it collects weights
+                hook(self.owner)
+        save = self._before or type(self.owner).save_pretrained.__get__(self.owner)
+        result = save(save_directory, *args, **kwargs)
+        self._record(Path(save_directory))
+        lost = "" if self.notice.is_native else self._lost(str(save_directory))
+        if lost and type(self) not in self.notice.given and kwargs.get("is_main_process", True):
+            self.notice.given.add(type(self))
+            warn(lost, stacklevel=2)
+        return result
+
+    def _record(self, folder: Path) -> None:
+        """The config of the model has the record."""
+
+    def _lost(self, folder: str) -> str:
+        """What a reader of the folder will miss, as a sentence; empty if nothing."""
+        if not _is_recorded(self.owner):
+            return _of_a_part(self.notice, folder)
+        if self.notice.is_stated or vars(self.owner).get("_hf_peft_config_loaded"):  # then only the adapters are saved
+            return ""
+        return (
+            f"plain Transformers (AutoModel, pipeline) reads {folder} under {self.notice.native}, without "
+            f"{self.notice.scheme}; rope_patch.from_pretrained({folder!r}) reads it under the scheme"
+        )
+
+
+class SaveAdapters(SaveModel):
+    """`save_pretrained` of the config of adapters in or around a patched model, as an attribute of that config.
+
+    Args:
+        owner, notice: as of `SaveModel`.
+        model: the one that has the adapters. It is not kept: PEFT copies the config.
+    """
+
+    def __init__(self, owner: Any, notice: Notice, model: PreTrainedModel) -> None:
+        super().__init__(owner, notice)
+        self._is_recorded = _is_recorded(model)
+        saved = owner.to_dict().get("modules_to_save") or ()
+        learned = (value for name, value in model.named_parameters() if f".{NAME}." in name)
+        self._drops = NAME not in saved and any(value.requires_grad for value in learned)
+
+    def _record(self, folder: Path) -> None:
+        if self._is_recorded:
+            file = folder / ADAPTERS
+            settings = json.loads(file.read_text(encoding="utf-8"))
+            settings[RECORD] = {"scheme": self.notice.record["scheme"]}
+            file.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+
+    def _lost(self, folder: str) -> str:
+        if not self._is_recorded:
+            return _of_a_part(self.notice, folder)
+        if self._drops:
+            return (
+                f"{folder} lacks what {self.notice.scheme} learns: patch before PEFT, with modules_to_save=[{NAME!r}]"
+            )
+        base = Path(self.owner.base_model_name_or_path or "", CONFIG_NAME)
+        recorded = json.loads(base.read_text(encoding="utf-8")).get(RECORD) if base.is_file() else None
+        if self.notice.is_stated and recorded and recorded["scheme"] == self.notice.record["scheme"]:
+            return ""
+        return (
+            f"plain PEFT reads {folder} without {self.notice.scheme}; rope_patch.from_pretrained({folder!r}) patches "
+            "the base checkpoint, too"
+        )
+
+
+class AdapterHook:
+    """A hook before the weights of a model are collected, which lets the configs of its adapters record the scheme.
+
+    PEFT saves adapters without a call to the model around which it was built, but it collects that model's weights.
+    """
+
+    def __init__(self, notice: Notice, changes: Changes) -> None:
+        self.notice = notice
+        self.changes = changes
+
+    def __call__(self, model: PreTrainedModel, *_: Any) -> None:
+        """Find the configs of new adapters."""
+        for config in (vars(model).get("peft_config") or {}).values():
+            if not isinstance(vars(config).get("save_pretrained"), SaveAdapters):
+                self.changes.set(config, "save_pretrained", SaveAdapters(config, self.notice, model))
+
+
+def install_saving(models: Iterable[nn.Module], notice: Notice, changes: Changes) -> None:
+    """Let Transformers models, and adapters in or around them, be saved as `notice` requires."""
+    hook = AdapterHook(notice, changes)
+    for model in dict.fromkeys(models):
+        if isinstance(model, PreTrainedModel):
+            changes.set(model, "save_pretrained", SaveModel(model, notice))
+            changes.hook_saving(model, hook)
+            hook(model)
+
+
+def _is_recorded(model: PreTrainedModel) -> bool:
+    """Whether the config of a model records a scheme."""
+    return getattr(model.config, RECORD, None) is not None
+
+
+def _of_a_part(notice: Notice, folder: str) -> str:
+    return f"{folder} does not record {notice.scheme}, which only a part of the model carries: patch that part again"
