@@ -104,8 +104,9 @@ def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> 
     if not (plan and plan.by_layer):
         rows += _under(resolved, stack, plan)
     if plan:
-        rows += [("left alone", line) for line in _left_alone(plan)]
-    return rows
+        rows += [("left alone", line) for line in _by_reason(plan.left_alone)]
+    unscored = {layer.index: layer.unscored for layer in stack.layers if layer.unscored}
+    return [*rows, *(("frequencies only", line) for line in _by_reason(unscored))]
 
 
 def _unpatched(model: nn.Module, stack: Stack) -> str:
@@ -225,11 +226,12 @@ def _own_positions(stack: Stack, asked: Scheme, plan: Plan) -> Iterable[tuple[st
     return [("bias", f"replaced by {rotation}; list {native} as well to keep both")]
 
 
-def _left_alone(plan: Plan) -> Iterable[str]:
-    reasons: dict[str, list[int]] = {}
-    for index, reason in plan.left_alone.items():
-        reasons.setdefault(reason, []).append(index)
-    return (f"{_numbered(indices)}: {reason}" for reason, indices in reasons.items())
+def _by_reason(reasons: dict[int, str]) -> Iterable[str]:
+    """Layers and their common reason, a line for each reason."""
+    layers: dict[str, list[int]] = {}
+    for index, reason in reasons.items():
+        layers.setdefault(reason, []).append(index)
+    return (f"{_numbered(indices)}: {reason}" for reason, indices in layers.items())
 
 
 def _position_map(scheme: Scheme, training_length: int) -> str:
