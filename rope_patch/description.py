@@ -17,7 +17,7 @@ from rope_patch.models.reading import find_stacks
 from rope_patch.mounting.caution import caution, lost_positions
 from rope_patch.mounting.parameters import NAME, inventory
 from rope_patch.mounting.plan import Plan
-from rope_patch.patching import find_handles, find_record
+from rope_patch.patching import PatchHandle, find_handles, find_record, loaded
 from rope_patch.saving.rope_parameters import native_scheme_of
 from rope_patch.schemes.base import TRAINING, Scheme
 from rope_patch.schemes.registry import scheme_from_dict
@@ -59,7 +59,7 @@ def _as_text(rows: Rows) -> str:
     return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in rows)
 
 
-def describe(model: nn.Module) -> Description:
+def describe(model: nn.Module | PatchHandle) -> Description:
     """A table: each scheme with its slots, fields and source, the mount, the layers left alone, and some numbers.
 
     The numbers are those that a scheme changes: frequencies and wavelengths of a few pairs, slopes or biases, query
@@ -67,11 +67,12 @@ def describe(model: nn.Module) -> Description:
     (m, n). An encoder and a decoder have a table each.
 
     Args:
-        model: patched or not.
+        model: patched or not, or a handle.
 
     Raises:
         UnsupportedModel: when the model has no stack that schemes could be mounted on.
     """
+    model = loaded(model)
     mounted = {
         stack.module: _table(model, stack, handle.scheme, plan)
         for handle in find_handles(model)
