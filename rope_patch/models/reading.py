@@ -50,8 +50,8 @@ def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
         raise UnsupportedModel(advice)
     if not found:
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be patched: found no rotary embedding (Llama), no relative bias (T5) and "
-            "no position table (BERT)"
+            f"{type(model).__name__} cannot be patched: found no module of rotary frequencies (Llama), no relative "
+            "bias (T5) and no position table (BERT)"
         )
     if len(found) > 1:  # an image tower may have a rotary module, too
         found = [(style, module) for style, module in found if hasattr(module.config, "vocab_size")] or found
