@@ -55,6 +55,7 @@ _BASES = (
         for sections in ([4, 2, 2], [2, 1, 1])
     ),
     {key: GENERIC[key] for key in ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers")},
+    {"vocab_size": VOCABULARY},
 )
 """Values for a text model, of which most config classes can make a small one; one after the other is tried."""
 
@@ -162,7 +163,8 @@ def specimen(model_type: str) -> Specimen:
                 break
             found = Specimen(_model(config.get_text_config() if is_part else config), is_part)
             unread.append(found)
-            run(found.model, text(length=SHORT))
+            if not torch.equal(*(run(found.model, text(length=SHORT)) for _ in range(2))):
+                raise NotBuilt("two runs differ")
         except Exception as error:  # every class has requirements of its own
             reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
         else:
@@ -198,9 +200,9 @@ def _small(default: PreTrainedConfig, base: dict[str, Any], special: dict[str, A
             values[key] = min(next(ids), VOCABULARY - 1)
         elif type(value) is int and value > 4 and not _KEPT.match(key):
             values |= {key: min(size, value) for size in [_size_of(key)] if size is not None}
-        elif isinstance(value, list) and value and isinstance(value[0], (str, int, float)) and len(value) == number:
-            kinds = list(dict.fromkeys(value))  # of layers: each of them, in turn
-            few = base["num_hidden_layers"] if hasattr(default, "vocab_size") else 2
+        elif isinstance(value, list) and value and len(value) == number and default.model_type not in _OF_FAMILIES:
+            kinds = [kind for i, kind in enumerate(value) if kind not in value[:i]]  # of layers: each of them, in turn
+            few = base.get("num_hidden_layers", 2) if hasattr(default, "vocab_size") else 2
             values[key] = (kinds * few)[:few]
             if "sliding_attention" in kinds:
                 values["sliding_window"] = TRAINING_LENGTH // 2

@@ -24,7 +24,7 @@ WINDOW = 6
 REROPE = f"rerope:window={WINDOW}"
 TOLERANCE = 2e-4
 """Of float32, in tiny deep models with states."""
-_EFFECT = 1e-2
+_EFFECT = 1e-3
 
 
 class Blind(Exception):
@@ -83,6 +83,8 @@ def static(specimen: Specimen, scheme: str) -> float:
         differences = [difference(run(late, text()), found)]
     config = copy.deepcopy(specimen.model.config)
     part = next(part for part in (config, *_parts(config)) if type(part) is type(handle.stack.config))
+    if handle.plan.late:  # as where a norm undoes a temperature in the tables
+        return differences[0]
     try:
         part.rope_parameters = export_rope_parameters(handle.scheme, part)
     except NotExpressible:
@@ -130,7 +132,9 @@ def table(specimen: Specimen) -> float:
     """A table of positions under hierarchical positions: as before within its length, finite beyond."""
     model, short = specimen.fresh(), text(length=SHORT)
     expected = run(model, short)
-    with patch(model, "hierarchical"):
+    with patch(model, "hierarchical") as handle:
+        if handle.plan.embedding != "rows":
+            raise PlainFails("it has no table of positions")
         return difference(run(model, short), expected) if run(model, text()).isfinite().all() else float("inf")
 
 

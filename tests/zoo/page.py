@@ -92,12 +92,12 @@ def verdict(row: dict[str, Any]) -> tuple[str, str]:
     if "checks" not in row:
         return "not built", _sentence(row["reason"])
     checks = row["checks"]
-    wrong = {name: f for name, f in checks.items() if isinstance(f, float) and not f <= TOLERANCE}
+    wrong = {name: f for name, f in checks.items() if (isinstance(f, float) and not f <= TOLERANCE) or "blind" in str(f)}
     foreign = {name: f for name, f in checks.items() if str(f).startswith("foreign")}
     if foreign:
         return "FOREIGN", _listed(foreign)
     if wrong:
-        return "WRONG", ", ".join(f"`{name}` {figure:g}" for name, figure in wrong.items())
+        return "WRONG", ", ".join(f"`{name}` {figure}" for name, figure in wrong.items())
     if isinstance(checks.get("table"), float):
         return "table", ""
     if not any(isinstance(checks.get(name), float) for name in SPECS):
