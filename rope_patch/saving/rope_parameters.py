@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 import dataclasses
+from collections.abc import Collection
 from typing import Any, cast
 
 from torch import nn
