@@ -7,7 +7,8 @@ r"""An OpenAI endpoint for a checkpoint under a scheme: the server of Transforme
 
 It serves completions, chat completions and responses, streamed or whole. Requests join and leave the batch at any
 time. A folder that was saved under a scheme needs no --scheme. A batch of Transformers has one setting for sampling,
-so you set it here; a request for another gets a 400. SIGTERM ends the server after the running requests, or after ten
+so you set it here. A request for another, or for anything else that the server does not do (n=2, logprobs, a chat
+without a template), gets a 400 with the reason. SIGTERM ends the server after the running requests, or after ten
 seconds.
 """
 
@@ -25,13 +26,24 @@ from rope_patch.errors import EvaluationError, require
 PAGE = 256  # tokens; the cache is given out in pages
 SERVED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/health"}
 UNSAID = 1 << 30  # `max_new_tokens` of a request that does not say
+HARMLESS = {"user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls", "truncation"}
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # values with which a field that is not served asks for nothing
+    **dict.fromkeys(("n", "best_of"), (1,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), (0,)),
+    **dict.fromkeys(("logit_bias", "include", "functions"), ({}, [])),
+    **dict.fromkeys(("tool_choice", "function_call"), ("auto", "none")),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "text": ({}, {"format": {"type": "text"}}),
+}
 
 
 @dataclass(kw_only=True)
 class Options:
     checkpoint: Positional[str]  # checkpoint folder, GGUF file or Hub ID; also the name of the model in requests
     scheme: str | None = None  # such as rerope:window=512+logn; default what it was saved under
-    max_length: Length | None = None  # prompt and answer of a request in tokens; default 4 L
+    max_length: Length | None = None  # prompt and answer in tokens; default what the scheme reaches; 4 L if any length
+    max_tokens: int = 256  # of an answer, where a request does not say
     max_requests: int = 8  # how many requests of max_length the cache holds
     max_batch_tokens: int | None = None  # of one step; default 512, or max_length where frequencies follow the length
     temperature: float = 0.0  # 0 takes the likeliest token
@@ -53,7 +65,13 @@ def main(options: Options) -> None:
     from rope_patch.models.reading import read_stack
     from rope_patch.patching import find_handle
 
-    for name, least in {"max_length": 1, "max_requests": 1, "max_batch_tokens": 1, "temperature": 0}.items():
+    for name, least in {
+        "max_length": 1,
+        "max_tokens": 1,
+        "max_requests": 1,
+        "max_batch_tokens": 1,
+        "temperature": 0,
+    }.items():
         if (value := getattr(options, name)) is not None and value < least:
             raise EvaluationError(f"--{name.replace('_', '-')} {value}: at least {least} is allowed")
     with quiet_transformers():
@@ -61,12 +79,15 @@ def main(options: Options) -> None:
         tokenizer = load_tokenizer(options.checkpoint)
     if not hasattr(model, "init_continuous_batching"):
         raise EvaluationError(f"{type(model).__name__} is not served by continuous batching of Transformers")
-    trained = read_stack(model).training_length
+    checkpoint = read_stack(model).checkpoint
+    trained = checkpoint.training_length
     if options.scheme is not None:
         patch(model, options.scheme)
     handle = find_handle(model)
     scheme = "no scheme" if handle is None else handle.scheme
-    limit = options.max_length or 4 * trained
+    if handle is not None and (handle.scheme.stateful or "running_bias" in handle.scheme.methods):
+        raise EvaluationError(f"{scheme} is not served: a paged cache cannot keep what it sums up over earlier tokens")
+    limit = options.max_length or longest_text(handle, checkpoint)
     whole_prompts = handle is not None and handle.scheme.length_dependent  # see docs/how-to/serve.md
     model.generation_config.update(
         max_new_tokens=UNSAID,
@@ -80,23 +101,40 @@ def main(options: Options) -> None:
         "auto_switch_to_flash": False,  # it would bypass the scheme
         "max_blocks_per_request": 0,  # block tables, likewise
     }
-    app = application(options.checkpoint, model, tokenizer, limit, batches)
+    app = application(options.checkpoint, model, tokenizer, limit, batches, options.max_tokens)
     say(f"serving {options.checkpoint} (L = {trained}) under {scheme}, up to {limit} tokens a request")
     uvicorn.run(
         app, host=options.host, port=options.port, log_level="info", access_log=False, timeout_graceful_shutdown=10
     )
 
 
-def application(name: str, model: Any, tokenizer: Any, limit: int, batches: dict[str, Any]) -> Any:
+def longest_text(handle: Any, checkpoint: Any) -> int:
+    """What a model reaches, in tokens: its maximum, or what the scheme's fields say; 4 L where they set no limit."""
+    from rope_patch.schemes.target import LONGEST, reach_of
+
+    if handle is None:
+        return int(checkpoint.max_length)
+    groups = [group for stack, plan in handle.mounted for group in plan.by_layer or ((stack, plan),)]
+    reached = filter(None, (reach_of(plan.scheme, stack.checkpoint) for stack, plan in groups))
+    longest = min(reached, default=LONGEST)
+    return longest if longest < LONGEST else 4 * int(checkpoint.training_length)
+
+
+def application(
+    name: str, model: Any, tokenizer: Any, limit: int, batches: dict[str, Any], max_tokens: int = 256
+) -> Any:
     """The server of Transformers around one model that is loaded already.
 
     Args:
         name: under which requests ask for it.
         limit: prompt and answer of one request, in tokens.
         batches: settings of the `ContinuousBatchingConfig`.
+        max_tokens: of an answer, where a request does not say.
     """
     from fastapi import HTTPException
+    from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
+    from jinja2 import TemplateError
     from transformers import ContinuousBatchingConfig
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
@@ -126,19 +164,46 @@ def application(name: str, model: Any, tokenizer: Any, limit: int, batches: dict
     def check(inputs: Any, asked: Any) -> None:
         prompt, served = len(inputs["input_ids"]), model.generation_config
         if asked.max_new_tokens == UNSAID:
-            asked.max_new_tokens = max(1, limit - prompt)
+            asked.max_new_tokens = max(1, min(max_tokens, limit - prompt))
         wanted, allowed = prompt + asked.max_new_tokens, f"{limit} tokens of prompt and answer are allowed"
         problems = {
             "the prompt is empty": prompt == 0,
+            f"max_tokens={asked.max_new_tokens}: at least 1 is allowed": asked.max_new_tokens < 1,
             f"{prompt} tokens of prompt and max_tokens={asked.max_new_tokens}: {allowed}": wanted > limit,
             f"stop={asked.stop_strings!r}: a batch of Transformers knows no stop strings": bool(asked.stop_strings),
         }
-        for field in ("temperature", "top_p", "repetition_penalty"):
+        for field in ("temperature", "top_p"):
             one, other = getattr(asked, field), getattr(served, field)
             problems[f"{field}={one}: this server was started with {other} for all requests"] = one != other
         for problem, holds in problems.items():
             if holds:
                 raise HTTPException(status_code=400, detail=problem)
+
+    class Strict:
+        """Before a handler of Transformers: what it would ignore, or break on, is a 400."""
+
+        async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+            try:
+                return await super().handle_request(body, request_id)  # type: ignore[misc]
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
+                raise HTTPException(status_code=400, detail=f"{type(error).__name__}: {error}") from error
+
+        def _validate_request(self, body: dict[str, Any]) -> None:
+            super()._validate_request(body)  # type: ignore[misc]
+            if not isinstance(self, CompletionHandler) and tokenizer.chat_template is None:
+                advice = "ask for /v1/completions, or save a tokenizer with a chat_template"
+                raise HTTPException(status_code=400, detail=f"{name} has no chat template: {advice}")
+            ignored: set[str] = self._unused_fields | {"frequency_penalty", "logit_bias", "generation_config"}  # type: ignore[attr-defined]
+            for field in sorted(ignored & body.keys() - HARMLESS):
+                value = body[field]
+                if value is not None and value is not False and value not in NEUTRAL.get(field, ()):
+                    raise HTTPException(status_code=400, detail=f"{field}={value!r:.80} is not served; leave it out")
+
+    class Chat(Strict, ChatCompletionHandler): ...
+
+    class Completion(Strict, CompletionHandler): ...
+
+    class Response(Strict, ResponseHandler): ...
 
     class OneModel(ModelManager):
         """The model that is there, under its name."""
@@ -167,17 +232,28 @@ def application(name: str, model: Any, tokenizer: Any, limit: int, batches: dict
     models = OneModel(force_model=name)
     handlers = dict.fromkeys(name for name in inspect.signature(build_server).parameters if name.endswith("_handler"))
     handlers |= {
-        "chat_handler": ChatCompletionHandler(models, state),
-        "completion_handler": CompletionHandler(models, state),
-        "response_handler": ResponseHandler(models, state),
+        "chat_handler": Chat(models, state),
+        "completion_handler": Completion(models, state),
+        "response_handler": Response(models, state),
     }
     app = build_server(models, **handlers, generation_state=state)
     app.router.routes[:] = [route for route in app.routes if route.path in SERVED]
 
+    def as_openai_has_it(message: str, status: int) -> JSONResponse:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+
     @app.exception_handler(HTTPException)
-    async def as_openai_has_it(_: Any, error: HTTPException) -> JSONResponse:
-        found = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}
-        return JSONResponse({"error": found}, status_code=error.status_code)
+    async def refuse(_: Any, error: HTTPException) -> JSONResponse:
+        return as_openai_has_it(str(error.detail), 400 if error.status_code == 422 else error.status_code)
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_body(_: Any, error: RequestValidationError) -> JSONResponse:
+        return as_openai_has_it(f"the body is not a JSON object: {error.errors()[0]['msg']}", 400)
+
+    @app.exception_handler(Exception)
+    async def fail(_: Any, error: Exception) -> JSONResponse:
+        return as_openai_has_it(f"{type(error).__name__}: {error}", 500)
 
     return app
 

@@ -2,12 +2,14 @@
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
 import pytest
@@ -15,7 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import patch
+from rope_patch.cli.options import load_recipe
 from rope_patch.evaluation.checkpoints import default_checkpoint
+from rope_patch.models.reading import read_stack
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -23,6 +27,7 @@ pytest.importorskip("uvicorn")
 SCHEME = "rerope:window=64+logn"
 LIMIT = 700
 NEW = 12
+DEFAULT = 90
 
 
 TEMPLATE = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -73,7 +78,7 @@ def folder(patched, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(folder):
-    with server(folder, "--max-length", str(LIMIT)) as (address, _):
+    with server(folder, "--max-length", str(LIMIT), "--max-tokens", str(DEFAULT)) as (address, _):
         yield client_of(address)
 
 
@@ -123,9 +128,11 @@ def test_several_clients_at_once(client, alone):
     assert texts == [alone(prompt) for prompt in PROMPTS] * 3
 
 
-def test_without_max_tokens_the_limit_is_used(client):
-    answer = complete(client, TEXT[:1500], max_tokens=None)
-    assert answer.usage.total_tokens == LIMIT or answer.choices[0].finish_reason == "stop"
+@pytest.mark.parametrize("prompt", [TEXT[:40], TEXT[:1500]])
+def test_without_max_tokens_an_answer_has_a_default_limit(client, prompt):
+    answer = complete(client, prompt, max_tokens=None)
+    allowed = min(DEFAULT, LIMIT - answer.usage.prompt_tokens)
+    assert answer.usage.completion_tokens == allowed or answer.choices[0].finish_reason == "stop"
 
 
 def test_a_client_that_hangs_up_disturbs_nobody(client, alone):
@@ -144,6 +151,21 @@ def test_a_client_that_hangs_up_disturbs_nobody(client, alone):
         ({"temperature": 0.7}, "temperature=0.7: this server was started with 0.0 for all requests"),
         ({"stop": ["\n"]}, "knows no stop strings"),
         ({"model": "gpt-4"}, "requested 'gpt-4'"),
+        ({"n": 2}, "n=2 is not served; leave it out"),
+        ({"best_of": 3}, "best_of=3 is not served"),
+        ({"logprobs": 5}, "logprobs=5 is not served"),
+        ({"logprobs": 0}, "logprobs=0 is not served"),
+        ({"echo": True}, "echo=True is not served"),
+        ({"logit_bias": {"5": 1}}, "logit_bias={'5': 1} is not served"),
+        ({"presence_penalty": 0.5}, "presence_penalty=0.5 is not served"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty=0.5 is not served"),
+        ({"max_tokens": 0}, "max_tokens=0: at least 1 is allowed"),
+        ({"max_tokens": -3}, "max_tokens=-3: at least 1 is allowed"),
+        ({"max_tokens": "many"}, "ValueError"),
+        ({"temperature": "hot"}, "ValueError"),
+        ({"extra_body": {"generation_config": "{}"}}, "generation_config='{}' is not served"),
+        ({"extra_body": {"no_such_field": 1}}, "no_such_field"),
+        ({"prompt": ["a", "b"]}, "prompt must be a string"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -164,14 +186,94 @@ def test_a_chat(client, alone, folder, stream):
         assert answer.choices[0].message.content == expected
 
 
-def test_sigterm_ends_it():
-    with server(default_checkpoint(), "--scheme", "yarn:factor=4") as (address, process):
-        assert complete(client_of(address), "import os\n").usage.completion_tokens == NEW
+def chat(client, messages, **settings):
+    model = client.models.list().data[0].id
+    return client.chat.completions.create(**{"model": model, "messages": messages, "max_tokens": NEW, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"n": 2}, "n=2 is not served"),
+        ({"logprobs": True}, "logprobs=True is not served"),
+        ({"top_logprobs": 3, "logprobs": False}, "top_logprobs=3 is not served"),
+        ({"response_format": {"type": "json_object"}}, "response_format={'type': 'json_object'} is not served"),
+        ({"messages": []}, ""),
+        ({"messages": [{"content": "a"}]}, "KeyError: 'role'"),
+        ({"messages": "hello"}, "TypeError"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_chat_cannot_have_is_a_400(client, settings, sentence, stream):
+    with pytest.raises(openai.BadRequestError) as refusal:
+        chat(client, **{"messages": [{"role": "user", "content": "a"}], "stream": stream, **settings})
+    assert sentence in refusal.value.body["message"]
+
+
+def test_fields_that_ask_for_nothing_are_fine(client, alone):
+    nothing = {
+        "n": 1,
+        "logprobs": False,
+        "user": "me",
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "response_format": {"type": "text"},
+    }
+    answer = chat(client, [{"role": "user", "content": "import os"}], **nothing)
+    assert answer.choices[0].message.content == alone("# user: import os\n")
+    assert complete(client, PROMPTS[1], n=1, best_of=1, echo=False, logprobs=None).choices[0].text == alone(PROMPTS[1])
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"{}", b'{"prompt": null}'])
+def test_a_body_that_is_no_request_is_a_400_with_the_reason(client, body):
+    url, kind = f"{client.base_url}completions", {"Content-Type": "application/json"}
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        urllib.request.urlopen(urllib.request.Request(url, body, kind), timeout=60)
+    assert refusal.value.code == 400
+    assert json.load(refusal.value)["error"]["message"]
+
+
+REACHED = {
+    None: 256,
+    "yarn:factor=2": 512,
+    "pi:factor=1.5": 384,
+    "ntk:factor=8": 2048,
+    "yarn:factor=2+logn": 512,
+    "rerope:window=64": 1024,
+    "yarn:factor=2+rerope:window=64": 1024,
+    "self_extend:group_size=2,window=128": 384,
+    "dynamic_ntk": 1024,
+    "lm_infinite:local_window=64": 1024,
+    "alibi": 1024,
+    "yarn_full:factor=2": 512,
+    "layers:[0=yarn:factor=2;rest=rerope:window=64]": 512,
+}
+
+
+@pytest.mark.parametrize("spec", REACHED)
+def test_a_server_announces_what_a_scheme_reaches(spec):
+    model = AutoModelForCausalLM.from_pretrained(default_checkpoint())
+    checkpoint = read_stack(model).checkpoint
+    handle = None if spec is None else patch(model, spec)
+    assert load_recipe("serve").longest_text(handle, checkpoint) == REACHED[spec]
+
+
+def test_a_checkpoint_without_a_template_under_a_scheme_until_sigterm():
+    with server(default_checkpoint(), "--scheme", "yarn:factor=2") as (address, process):
+        client = client_of(address)
+        assert complete(client, "import os\n").usage.completion_tokens == NEW
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="has no chat template: ask for /v1/completions"):
+                chat(client, [{"role": "user", "content": "a"}], stream=stream)
+        with pytest.raises(openai.BadRequestError, match="has no chat template"):
+            client.responses.create(model=default_checkpoint(), input="a")
+        with pytest.raises(openai.BadRequestError, match="512 tokens of prompt and answer are allowed"):
+            complete(client, "import os", max_tokens=512)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) in (0, -signal.SIGTERM)
         output = process.stdout.read()
-    assert "under yarn:factor=4" in output
-    assert "up to 1024 tokens a request" in output
+    assert "under yarn:factor=2" in output
+    assert "up to 512 tokens a request" in output
     assert "Traceback" not in output
 
 
@@ -179,6 +281,7 @@ def test_sigterm_ends_it():
     ("words", "sentence"),
     [
         (["--scheme", "rerop:window=8"], "rerope"),
+        (["--scheme", "fox"], "is not served: a paged cache cannot keep"),
         (["--max-length", "0"], "--max-length 0: at least 1 is allowed"),
         (["--temperature", "-1"], "--temperature -1.0: at least 0 is allowed"),
     ],
@@ -187,5 +290,6 @@ def test_wrong_options_end_in_one_line(words, sentence):
     command = [sys.executable, "-m", "rope_patch.cli", "serve", default_checkpoint(), *words]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert found.returncode == 2
-    assert sentence in found.stderr
-    assert len(found.stderr.splitlines()) == 1
+    *warned, refused = found.stderr.splitlines()
+    assert sentence in refused
+    assert all(line.startswith("rope-patch: fox replaces") for line in warned)

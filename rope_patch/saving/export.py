@@ -287,18 +287,37 @@ def _parameters(scheme: Scheme, spelled: str, config: Any) -> dict[str, Any]:
         parameters = export_rope_parameters(scheme, config)
     except NotExpressible as error:
         raise NotExpressible(
-            f"{spelled} cannot be served elsewhere: {error}. Serve it in Transformers with rope_patch.from_pretrained, "
-            "or export only static frequencies, such as yarn:factor=4"
+            f"{spelled} cannot be written into a config: {error}. {_servers_of(scheme, spelled)}; a config holds "
+            "static frequencies, such as yarn:factor=4"
         ) from error
     if entry_of(parameters)["rope_type"] == "dynamic":
         factor = entry_of(parameters)["factor"]
         growth = "l / L" if factor == 1 else f"{factor:g} l / L - {factor - 1:g}"
         raise NotExpressible(
-            f"{spelled} cannot be served elsewhere, because its readers disagree: Transformers keeps the largest base "
-            "that any text needed, vLLM uses one base for the longest text, llama.cpp the checkpoint's base. Export "
-            f"ntk:factor=k with k = {growth} instead, the base for l tokens"
+            f"{spelled} cannot be written into a config, because its readers disagree: Transformers keeps the largest "
+            "base that any text needed, vLLM uses one base for the longest text, llama.cpp the checkpoint's base. "
+            f"Export ntk:factor=k with k = {growth} instead, the base for l tokens. {_servers_of(scheme, spelled)}"
         )
     return parameters
+
+
+def _servers_of(scheme: Scheme, spelled: str) -> str:
+    """What serves a scheme that no config expresses."""
+    if scheme.stateful or "running_bias" in scheme.methods:
+        return "Only `generate` computes it: load it with rope_patch.from_pretrained"
+    plugin = "" if refused_by_vllm(scheme) else ", and vLLM does with the plugin of this package (docs/how-to/serve.md)"
+    return f"`rope-patch serve DIR --scheme {spelled}` serves it{plugin}"
+
+
+def refused_by_vllm(scheme: Scheme) -> str:
+    """What the vLLM plugin cannot compute from queries, keys and positions; empty if it can serve the scheme."""
+    by_content = {"content_bias", "weight_factor", "relative_values", "running_bias"}
+    refused = {
+        "learned parameters": scheme.learns,
+        "positions that are added at the input": "embedding" in scheme.slots,
+        "content biases, and factors on weights": bool(scheme.methods & by_content),
+    }
+    return next((what for what, holds in refused.items() if holds), "")
 
 
 def _length(scheme: Scheme, spelled: str, parameters: dict[str, Any], config: Any, asked: int | None) -> int:

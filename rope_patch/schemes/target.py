@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,3 +124,31 @@ def reached(scheme: Scheme, checkpoints: Iterable[Checkpoint]) -> Scheme:
                 "lengths; set the fields instead of the target"
             )
     return found[0] if found else scheme
+
+
+def reach_of(scheme: Scheme, checkpoint: Checkpoint) -> int | None:
+    """The longest text in tokens that a scheme reaches on a checkpoint, which is the target that its fields are for.
+
+    Returns:
+        `LONGEST` where every length is reached; None where no length follows from its fields.
+    """
+    parts = [part for part in scheme.resolve(checkpoint).parts() if takes_target(type(part))]
+    return max((_reach_of_part(part, checkpoint) for part in parts), default=None)
+
+
+def _reach_of_part(part: Scheme, checkpoint: Checkpoint) -> int:
+    own = {name: value for name, value in vars(part).items() if value is not None}
+    given = {name: own[name] for name in ("window", "original_max_position_embeddings") if name in own}
+
+    def fields_for(tokens: int) -> dict[str, Any]:
+        return part.fields_for(Target(part.name, tokens, checkpoint, given))
+
+    def is_beyond(tokens: int) -> bool:
+        try:
+            start, wanted = fields_for(checkpoint.training_length), fields_for(tokens)
+        except InvalidField:
+            return True
+        return any(value > own.get(name, value) for name, value in wanted.items() if value != start.get(name))
+
+    lengths = range(checkpoint.training_length, LONGEST + 1)
+    return lengths[0] + max(1, bisect.bisect_left(lengths, True, key=is_beyond)) - 1

@@ -41,7 +41,7 @@ from rope_patch.models.paged import Request
 from rope_patch.mounting.late import LateAttention, LateCall
 from rope_patch.mounting.scoring import late_attention
 from rope_patch.patching import patch
-from rope_patch.schemes.base import Scheme
+from rope_patch.saving.export import refused_by_vllm
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.serving import flash
 
@@ -276,7 +276,8 @@ def _states_of(path: str, revision: str | None) -> dict[int, LateAttention]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     scheme = scheme_from_dict(record["scheme"])
-    _check_scheme(scheme)
+    if what := refused_by_vllm(scheme):
+        raise UnsupportedModel(f"{scheme} in vLLM: {what} are not supported")
     handle = patch(model, scheme)
     if "rope_parameters" in record and written != record["rope_parameters"]:
         return {}  # rope_parameters express the scheme, and vLLM reads them itself
@@ -293,15 +294,3 @@ def _states_of(path: str, revision: str | None) -> dict[int, LateAttention]:
     if missing := [layer.name for layer in handle.stack.layers if layer.index not in found]:
         raise UnsupportedModel(f"{scheme} in vLLM: it does not change {', '.join(missing)}, which is not supported")
     return found
-
-
-def _check_scheme(scheme: Scheme) -> None:
-    by_content = {"content_bias", "weight_factor", "relative_values", "running_bias"}
-    refused = {
-        "learned parameters": scheme.learns,
-        "positions that are added at the input": "embedding" in scheme.slots,
-        "content biases, and factors on weights": bool(scheme.methods & by_content),
-    }
-    for what, holds in refused.items():
-        if holds:
-            raise UnsupportedModel(f"{scheme} in vLLM: {what} are not supported")

@@ -121,7 +121,10 @@ def test_export_tells_and_writes(checkpoint, tmp_path, capsys):  # noqa: F811
     assert "vLLM" in capsys.readouterr().out
     assert "yarn" in (tmp_path / "yarn4" / "config.json").read_text()
     assert main(["export", str(checkpoint), "--scheme", "rerope:window=8"]) == 2
-    assert "rerope:window=8 cannot be served elsewhere" in capsys.readouterr().err
+    assert (
+        "`rope-patch serve DIR --scheme rerope:window=8` serves it, and vLLM does with the plugin"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
