@@ -17,7 +17,7 @@ from rope_patch.models.reading import find_stacks
 from rope_patch.mounting.caution import caution, lost_positions
 from rope_patch.mounting.parameters import NAME, inventory
 from rope_patch.mounting.plan import Plan
-from rope_patch.patching import find_handles, find_record
+from rope_patch.patching import PatchHandle, find_handles, find_record, loaded
 from rope_patch.saving.rope_parameters import native_scheme_of
 from rope_patch.schemes.base import TRAINING, Scheme
 from rope_patch.schemes.registry import scheme_from_dict
@@ -59,7 +59,7 @@ def _as_text(rows: Rows) -> str:
     return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in rows)
 
 
-def describe(model: nn.Module) -> Description:
+def describe(model: nn.Module | PatchHandle) -> Description:
     """A table: each scheme with its slots, fields and source, the mount, the layers left alone, and some numbers.
 
     The numbers are those that a scheme changes: frequencies and wavelengths of a few pairs, slopes or biases, query
@@ -67,11 +67,12 @@ def describe(model: nn.Module) -> Description:
     (m, n). An encoder and a decoder have a table each.
 
     Args:
-        model: patched or not.
+        model: patched or not, or a handle.
 
     Raises:
         UnsupportedModel: when the model has no stack that schemes could be mounted on.
     """
+    model = loaded(model)
     mounted = {
         stack.module: _table(model, stack, handle.scheme, plan)
         for handle in find_handles(model)
@@ -104,8 +105,9 @@ def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> 
     if not (plan and plan.by_layer):
         rows += _under(resolved, stack, plan)
     if plan:
-        rows += [("left alone", line) for line in _left_alone(plan)]
-    return rows
+        rows += [("left alone", line) for line in _by_reason(plan.left_alone)]
+    unscored = {layer.index: layer.unscored for layer in stack.layers if layer.unscored}
+    return [*rows, *(("frequencies only", line) for line in _by_reason(unscored))]
 
 
 def _unpatched(model: nn.Module, stack: Stack) -> str:
@@ -225,11 +227,12 @@ def _own_positions(stack: Stack, asked: Scheme, plan: Plan) -> Iterable[tuple[st
     return [("bias", f"replaced by {rotation}; list {native} as well to keep both")]
 
 
-def _left_alone(plan: Plan) -> Iterable[str]:
-    reasons: dict[str, list[int]] = {}
-    for index, reason in plan.left_alone.items():
-        reasons.setdefault(reason, []).append(index)
-    return (f"{_numbered(indices)}: {reason}" for reason, indices in reasons.items())
+def _by_reason(reasons: dict[int, str]) -> Iterable[str]:
+    """Layers and their common reason, a line for each reason."""
+    layers: dict[str, list[int]] = {}
+    for index, reason in reasons.items():
+        layers.setdefault(reason, []).append(index)
+    return (f"{_numbered(indices)}: {reason}" for reason, indices in layers.items())
 
 
 def _position_map(scheme: Scheme, training_length: int) -> str:

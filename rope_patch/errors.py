@@ -8,7 +8,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 _LONGEST = 2000
 """Characters of a message; what a user typed may be longer."""
@@ -39,6 +41,18 @@ class UnknownScheme(RopePatchError, KeyError):
 
 class InvalidField(RopePatchError, ValueError):
     """A scheme's field is unknown, missing, of the wrong type or out of range."""
+
+
+class MissingField(InvalidField):
+    """A scheme lacks a field that it requires.
+
+    Attributes:
+        scheme: the class of the scheme.
+        given: its other fields.
+    """
+
+    scheme: Any = None
+    given: Mapping[str, Any] = MappingProxyType({})
 
 
 class UnsupportedModel(RopePatchError, TypeError):

@@ -13,6 +13,7 @@ from rope_patch.attention.inputs import AttentionMode
 from rope_patch.errors import (
     AlreadyPatched,
     InvalidField,
+    MissingField,
     NotPatched,
     UnsupportedModel,
     did_you_mean,
@@ -20,20 +21,27 @@ from rope_patch.errors import (
 )
 from rope_patch.models.base import Stack
 from rope_patch.models.paged import forget_managers
-from rope_patch.models.reading import find_around, find_enclosing, read_stacks
+from rope_patch.models.reading import check_loaded, find_around, find_enclosing, find_stacks, read_stacks
 from rope_patch.mounting.caution import caution
 from rope_patch.mounting.late import LateAttention
 from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
 from rope_patch.mounting.saved import Notice, install_saving
 from rope_patch.mounting.undo import Changes
-from rope_patch.saving.rope_parameters import export_rope_parameters, stated_length, tells_all
+from rope_patch.saving.rope_parameters import (
+    export_rope_parameters,
+    scheme_of_parameters,
+    stated_length,
+    tells_all,
+)
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import as_scheme
-from rope_patch.schemes.target import reached
+from rope_patch.schemes.target import advise, reached
 
 Mounted = tuple[tuple[Stack, Plan], ...]
 
 _HANDLE = "_rope_patch_handle"
+
+_IN_PLACE = "`patch` returns a handle, and the model is patched in place: use the model itself, or handle.model{}"
 
 
 class PatchHandle:
@@ -46,13 +54,17 @@ class PatchHandle:
 
     Args:
         changes: what `remove` takes back.
+        settings: `mount` and `attention`, as of `patch`.
     """
 
-    def __init__(self, model: nn.Module, scheme: Scheme, mounted: Mounted, changes: Changes) -> None:
+    def __init__(
+        self, model: nn.Module, scheme: Scheme, mounted: Mounted, changes: Changes, settings: tuple[str, str]
+    ) -> None:
         self.model = model
         self.scheme = scheme
         self.mounted = mounted
         self._changes = changes
+        self._settings = settings
 
     @property
     def stack(self) -> Stack:
@@ -86,14 +98,27 @@ class PatchHandle:
         if self._is_mounted:
             self.remove()
 
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and hasattr(vars(self).get("model"), name):
+            raise AttributeError(_IN_PLACE.format(f".{name}"))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Refused: the model is called.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(_IN_PLACE.format("(...)"))
+
     def __repr__(self) -> str:
         state = f"under {self.scheme}, mounted {self.plan.mounts()}" if self._is_mounted else f"without {self.scheme}"
         return f"<{type(self.model).__name__} {state}>"
 
 
 def patch(
-    model: nn.Module,
-    *schemes: str | Scheme,
+    model: nn.Module | PatchHandle,
+    *schemes: str | Scheme | dict[str, Any],
     mount: Mount = "auto",
     attention: AttentionMode = "auto",
     **fields: Any,
@@ -102,21 +127,24 @@ def patch(
 
     Args:
         model: a Transformers model, also inside PEFT or another wrapper.
-        *schemes: names (`"yarn"`, `"rerope:window=512+logn"`) or scheme objects; several are composed.
+        *schemes: names (`"yarn"`, `"rerope:window=512+logn"`), scheme objects, or `rope_parameters` of Transformers
+            (`{"rope_type": "yarn", "factor": 4.0}`); several are composed.
         mount: `"auto"`, or `"late"` to rotate inside attention whatever the scheme, the slow and literal way.
         attention: `"auto"`, `"oracle"` for the dense definition, `"chunked"` for the same with linear memory,
             `"segmented"` for flash per region even where products of bfloat16 are faster, `"fused"` for Triton's.
         **fields: the scheme's fields, with exactly one name. `target`, a length in tokens, may stand beside several:
-            it fills the fields that are left open, so that the scheme reaches that length on this model.
+            it fills the fields that are left open, so that the scheme reaches that length on this model. `"auto"` fills
+            those that follow from the model alone.
 
     Returns:
-        a handle with `remove()`, also usable in a `with` statement. Where anything is raised, the model is as it was.
+        a handle with `remove()`, also usable in a `with` statement; the same one if the model carries exactly this
+        scheme already. Where anything is raised, the model is as it was.
 
     Raises:
         UnknownScheme, InvalidField, SlotConflict: the scheme is not right.
         UnsupportedModel: the model has no seam for it.
         NothingToPatch: no layer would change.
-        AlreadyPatched: the model carries a scheme; `unpatch` it first.
+        AlreadyPatched: the model carries another scheme; `unpatch` it first.
 
     Warns:
         RopePatchWarning: the scheme would change nothing, or a pretrained model needs training under it.
@@ -129,25 +157,61 @@ def patch(
         others = [f"'{each}'" for each in (model, *schemes) if not isinstance(each, nn.Module)] or ["SCHEME"]
         others += [f"{name}={value!r}" for name, value in fields.items()]
         raise UnsupportedModel(f"the model comes first: write patch(model, {', '.join(others)})")
-    scheme = as_scheme(schemes, fields)
     if attention not in get_args(AttentionMode):
         raise InvalidField(f"attention={attention!r}: {did_you_mean(str(attention), get_args(AttentionMode))}")
+    model = loaded(model)
     with torch.device("cpu"):  # whatever the default is, as within `with torch.device("meta")`
+        scheme = _asked(model, schemes, fields)
+        if (same := _same_patch(model, scheme, (mount, attention))) is not None:
+            return same
         scheme, mounted = _planned(model, scheme, mount)
         if words := caution(scheme, mounted):
             warn(words, stacklevel=2)
-        return _mount(model, scheme, mounted, attention)
+        return _mount(model, scheme, mounted, mount, attention)
 
 
 def mount_scheme(model: nn.Module, scheme: Scheme) -> PatchHandle:
     """`patch` without its warning, for a model that was trained under the scheme, is to be, or is measured."""
     with torch.device("cpu"):
-        return _mount(model, *_planned(model, scheme, "auto"), "auto")
+        return _mount(model, *_planned(model, scheme, "auto"), "auto", "auto")
+
+
+def loaded(model: nn.Module | PatchHandle) -> nn.Module:
+    """The model of a handle, or a model itself.
+
+    Raises:
+        UnsupportedModel: it is neither.
+    """
+    found = model.model if isinstance(model, PatchHandle) else model
+    check_loaded(found)
+    return found
+
+
+def _asked(model: nn.Module, schemes: Sequence[Any], fields: dict[str, Any]) -> Scheme:
+    """What `patch` was asked for; a dict is read with the config of the model."""
+    try:
+        if any(isinstance(scheme, dict) for scheme in schemes):
+            config = find_stacks(model)[0][1].config
+            schemes = [scheme_of_parameters(each, config) if isinstance(each, dict) else each for each in schemes]
+        return as_scheme(schemes, fields)
+    except MissingField as error:
+        handle = find_handle(model)
+        raise advise(error, (handle.stack if handle else read_stacks(model)[0]).checkpoint) from None
+
+
+def _same_patch(model: nn.Module, scheme: Scheme, settings: tuple[str, str]) -> PatchHandle | None:
+    """The handle of a model that carries exactly this scheme, mounted as asked for."""
+    handle = find_handle(model)
+    if handle is None or handle._settings != settings:
+        return None
+    stacks = [stack for stack, _ in handle.mounted]
+    is_all = [stack.module for stack in stacks] == [module for _, module in find_stacks(model)]
+    return handle if is_all and reached(scheme, (stack.checkpoint for stack in stacks)) == handle.scheme else None
 
 
 def _planned(model: nn.Module, scheme: Scheme, mount: Mount) -> tuple[Scheme, Mounted]:
     """The scheme with what a target fills, and where it goes in each part of a model that carries none."""
-    if isinstance(model, nn.Module) and (handle := find_handle(model)) is not None:
+    if (handle := find_handle(model)) is not None:
         raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}; unpatch it before applying {scheme}")
     if isinstance(record := find_record(model), dict) and "positions" in record:
         raise AlreadyPatched(
@@ -158,12 +222,12 @@ def _planned(model: nn.Module, scheme: Scheme, mount: Mount) -> tuple[Scheme, Mo
     return scheme, tuple((stack, plan_mounts(scheme, stack, mount)) for stack in stacks)
 
 
-def _mount(model: nn.Module, scheme: Scheme, mounted: Mounted, attention: AttentionMode) -> PatchHandle:
+def _mount(model: nn.Module, scheme: Scheme, mounted: Mounted, mount: Mount, attention: AttentionMode) -> PatchHandle:
     rotary = {tables.module: stack.module for stack, _ in mounted for tables in stack.rotary}
     holders = [*find_enclosing(model), *model.modules()]  # what is around a backbone is saved with a config of its own
     forget_managers(holders)
     changes = Changes()
-    handle = PatchHandle(model, scheme, mounted, changes)
+    handle = PatchHandle(model, scheme, mounted, changes, (mount, attention))
     try:
         for module, its_stack in rotary.items():  # while the configs are those of the checkpoint
             changes.fill_tables(module, its_stack)
@@ -180,11 +244,11 @@ def _mount(model: nn.Module, scheme: Scheme, mounted: Mounted, attention: Attent
     return handle
 
 
-def unpatch(model: nn.Module) -> PatchHandle:
+def unpatch(model: nn.Module | PatchHandle) -> PatchHandle:
     """Restore a patched model exactly: forwards, hooks, buffers, config, attention choice, registries.
 
     Args:
-        model: patched.
+        model: patched, or its handle.
 
     Returns:
         the handle of the scheme that was taken off, as `patch` returned it: `handle.model`, `handle.scheme`.
@@ -192,7 +256,10 @@ def unpatch(model: nn.Module) -> PatchHandle:
     Raises:
         NotPatched: when it carries no scheme.
     """
-    handles = find_handles(model)
+    if isinstance(model, PatchHandle):
+        model.remove()
+        return model
+    handles = find_handles(loaded(model))
     if not handles:
         raise NotPatched(f"{type(model).__name__} carries no scheme")
     for handle in handles:

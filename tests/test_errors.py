@@ -193,7 +193,7 @@ def test_a_model_without_a_stack(make):
     before = [(name, dict(vars(module))) for name, module in model.named_modules()]
     for act in (lambda: patch(model, "rerope:window=6"), lambda: native_scheme(model)):
         with pytest.raises(
-            UnsupportedModel, match=f"{type(model).__name__} cannot be patched: found no rotary embedding"
+            UnsupportedModel, match=f"{type(model).__name__} cannot be patched: found no module of rotary frequencies"
         ):
             act()
     assert [(name, dict(vars(module))) for name, module in model.named_modules()] == before

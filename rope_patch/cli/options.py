@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Annotated, Any, TypeVar
 
 import yaml
 
-from rope_patch.errors import EvaluationError, RopePatchError, did_you_mean, require
+from rope_patch.errors import EvaluationError, RopePatchError, RopePatchWarning, did_you_mean, require
 from rope_patch.shipped import recipes_folder
 
 require("tyro", "the command line", extra="cli")
@@ -220,9 +221,20 @@ def load_recipe(name: str) -> Any:
     return sys.modules[module]
 
 
+def _say_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """A warning of this library as a sentence for a person at a terminal; others as Python shows them."""
+    if issubclass(category, RopePatchWarning):
+        say(str(message).partition(" (warnings.simplefilter")[0])
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, *where[:2]))
+
+
 def _ending(action: Callable[[], object]) -> int:
     try:
-        action()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", RopePatchWarning)
+            warnings.showwarning = _say_warning
+            action()
         sys.stdout.flush()  # now, while a reader that went away can still be met
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would complain at its end

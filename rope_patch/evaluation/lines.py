@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from rope_patch.errors import AlreadyPatched, EvaluationError
+from rope_patch.errors import AlreadyPatched, EvaluationError, RopePatchWarning
 from rope_patch.evaluation.measured_model import MeasuredModel
-from rope_patch.mounting.plan import plan_mounts
+from rope_patch.models.base import Stack
+from rope_patch.mounting.caution import changes_nothing
+from rope_patch.mounting.plan import Plan, plan_mounts
 from rope_patch.schemes import Checkpoint, Scheme, get_scheme, list_schemes, scheme_class
 from rope_patch.schemes.target import reached
 
@@ -100,6 +103,7 @@ class SchemeAtLength:
     scheme: Scheme | None  # None is the plain checkpoint
     mount: str
     length: int
+    idle: bool  # whether it changes nothing at this length
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -118,17 +122,28 @@ def schemes_at_lengths(
         EvaluationError: there are no schemes, or duplicates, or a length exceeds the model's position table.
         AlreadyPatched: the model has another scheme.
         UnknownScheme, InvalidField, SlotConflict, UnsupportedModel, NothingToPatch: a scheme does not fit the model.
+
+    Warns:
+        RopePatchWarning: a scheme changes nothing at a length beyond L, or at any.
     """
     lines = [str(spec) for spec in schemes]
     if not lines:
         raise EvaluationError("no schemes were given; give at least one, such as 'plain'")
     if twice := {line for line in lines if lines.count(line) > 1}:
         raise EvaluationError(f"scheme {min(twice)!r} is listed twice")
-    return [_checked(spec, length, model) for spec in schemes for length in lengths]
+    jobs = [_checked(spec, length, model) for spec in schemes for length in lengths]
+    idle = {job.line: job.length for job in jobs if job.idle and job.line not in REFERENCES}
+    for line, longest in idle.items():
+        if longest > model.training_length or longest == lengths[-1]:
+            plain = "its rows up to there are those of the plain checkpoint"
+            warnings.warn(
+                f"{line} changes nothing in texts of up to {longest} tokens: {plain}", RopePatchWarning, stacklevel=3
+            )
+    return jobs
 
 
 def _checked(spec: str | Scheme, length: int, model: MeasuredModel) -> SchemeAtLength:
-    stack, table, mount = model.stacks[0], model.stacks[0].absolute, "none"
+    stack, table = model.stacks[0], model.stacks[0].absolute
     checkpoints = [stack.checkpoint for stack in model.stacks]
     scheme = reached(spec, checkpoints) if isinstance(spec, Scheme) else scheme_at(spec, length, checkpoints)
     if model.carried is not None and not model.carries(scheme):
@@ -141,8 +156,10 @@ def _checked(spec: str | Scheme, length: int, model: MeasuredModel) -> SchemeAtL
         )
     if scheme is not None and len(model.stacks) == 1:  # else the defaults of the parts differ
         scheme = scheme.resolve(stack.checkpoint)
+    mounted: Sequence[tuple[Stack, Plan]] = ()
     if model.carried is not None:
-        mount = model.carried.plan.mounts()
+        mounted = model.carried.mounted
     elif scheme is not None:
-        mount, *_ = [plan_mounts(scheme, stack).mounts() for stack in model.stacks]  # all, so that all are checked
-    return SchemeAtLength(str(spec), scheme, mount, length)
+        mounted = [(stack, plan_mounts(scheme, stack)) for stack in model.stacks]
+    mount = mounted[0][1].mounts() if mounted else "none"
+    return SchemeAtLength(str(spec), scheme, mount, length, bool(mounted) and changes_nothing(mounted, length))

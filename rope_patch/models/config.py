@@ -49,7 +49,7 @@ def restore_native(config: Any, record: dict[str, Any]) -> dict[str, Any]:
     return replaced
 
 
-def _before_patch(config: Any) -> Any:
+def before_patch(config: Any) -> Any:
     """A config that records a scheme, as it was before the patch."""
     record = getattr(config, "rope_patch", None)
     if not isinstance(record, dict):
@@ -148,7 +148,7 @@ def training_length(config: Any) -> int:
     Raises:
         UnsupportedModel: the config contains neither.
     """
-    config = _before_patch(config)
+    config = before_patch(config)
     entries = rope_entries(config)
     for entry in (_of_full_attention(entries), *entries.values()):
         if entry.get("rope_type") == "dynamic":
@@ -192,7 +192,7 @@ def scheme_of_config(config: Any) -> Scheme:
     """
     entries = rope_entries(config)
     entry = _of_full_attention(entries)
-    scheme = _scheme_of_entry(entry, nested=None not in entries)
+    scheme = scheme_of_entry(entry, nested=None not in entries)
     if scheme is None:
         raise UnsupportedModel(f"no scheme here has the rope_type {entry['rope_type']!r} of this checkpoint")
     return scheme
@@ -200,7 +200,7 @@ def scheme_of_config(config: Any) -> Scheme:
 
 def scheme_of_layer_type(config: Any, layer_type: str | None) -> Scheme | None:
     """The scheme that `config.rope_parameters` describes for the layers of one type; None if there is none here."""
-    return _scheme_of_entry(rope_entries(config)[layer_type], nested=layer_type is not None)
+    return scheme_of_entry(rope_entries(config)[layer_type], nested=layer_type is not None)
 
 
 def check_computable(config: Any) -> None:
@@ -212,7 +212,7 @@ def check_computable(config: Any) -> None:
     """
     entries = rope_entries(config)
     for entry in entries.values():
-        scheme = _scheme_of_entry(entry, nested=None not in entries)
+        scheme = scheme_of_entry(entry, nested=None not in entries)
         if scheme is None and entry["rope_type"] not in ROPE_INIT_FUNCTIONS:
             allowed = did_you_mean(entry["rope_type"], ["default", *ROPE_INIT_FUNCTIONS])
             raise UnsupportedModel(f"{type(config).__name__}: rope_type={entry['rope_type']!r}; {allowed}")
@@ -222,7 +222,12 @@ def _of_full_attention(entries: dict[str | None, dict[str, Any]]) -> dict[str, A
     return entries.get("full_attention") or next(iter(entries.values()))
 
 
-def _scheme_of_entry(entry: dict[str, Any], nested: bool) -> Scheme | None:
+def scheme_of_entry(entry: dict[str, Any], nested: bool) -> Scheme | None:
+    """The scheme that an entry describes, alone or `nested` by layer type; None if there is none here.
+
+    Raises:
+        InvalidField: a field is missing or wrong.
+    """
     rope_type = entry.get("rope_type", "default")
     for cls in map(scheme_class, list_schemes()):
         if cls.rope_type == rope_type:
@@ -231,5 +236,7 @@ def _scheme_of_entry(entry: dict[str, Any], nested: bool) -> Scheme | None:
             if nested:
                 fields.discard("truncate")  # ignored by Transformers in nested entries
             given = {key: value for key, value in entry.items() if key in fields and value is not None}
+            if "truncate" in fields and "truncate" in entry:
+                given["truncate"] = bool(entry["truncate"])  # None is False in Transformers
             return scheme_from_dict({"name": cls.name, **given})
     return None

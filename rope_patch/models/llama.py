@@ -239,9 +239,11 @@ def _keeps_keys_apart(stack: PreTrainedModel, index: int) -> str:
 
 
 def _reads_tables_otherwise(module: nn.Module) -> str:
-    """Why an attention module needs its tables for more than queries and keys; empty if it does not."""
+    """Why an attention module needs its tables for more than its own queries and keys; empty if it does not."""
     if getattr(module, "is_kv_shared_layer", False):
-        return f"{type(module).__name__} shares the keys of another layer"
+        return f"{type(module).__name__} reads the keys of another layer"
+    if getattr(module, "store_full_length_kv", False):
+        return "other layers read its keys"
     for inner in module.modules():
         if inner is not module and "position_embeddings" in inspect.signature(inner.forward).parameters:
             return f"{type(inner).__name__} inside it reads the rotary tables as well"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -42,15 +44,14 @@ def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
     Raises:
         UnsupportedModel: there is none, or an unsupported number of them.
     """
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModel(f"{model!r} is a {type(model).__name__}, not a loaded model")
+    check_loaded(model)
     found = _recognised(model, STYLES) or _recognised(model, (absolute,))  # a model may have a rotation and a table
     if (advice := published_remote_code(model)) is not None:
         raise UnsupportedModel(advice)
     if not found:
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be patched: found no rotary embedding (Llama), no relative bias (T5) and "
-            "no position table (BERT)"
+            f"{type(model).__name__} cannot be patched: found no module of rotary frequencies (Llama), no relative "
+            "bias (T5) and no position table (BERT)"
         )
     if len(found) > 1:  # an image tower may have a rotary module, too
         found = [(style, module) for style, module in found if hasattr(module.config, "vocab_size")] or found
@@ -58,6 +59,22 @@ def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
         names = ", ".join(type(module).__name__ for _, module in found)
         raise UnsupportedModel(f"{type(model).__name__} has several stacks ({names}); patch one of them directly")
     return found
+
+
+def check_loaded(model: Any) -> None:
+    """Check that something is a model.
+
+    Raises:
+        UnsupportedModel: it is not; the message names its class, and what to pass instead.
+    """
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, (str, os.PathLike)):
+        raise UnsupportedModel(f"{str(model)!r} is not a loaded model: load it with rope_patch.from_pretrained")
+    name = repr(model) if model is None else model.__name__ if isinstance(model, type) else type(model).__name__
+    holds = isinstance(getattr(model, "model", None), nn.Module)
+    inside = ": pass the one that it holds, as in pipe.model" if holds else ""
+    raise UnsupportedModel(f"{name} is not a loaded model{inside}")
 
 
 def find_enclosing(model: nn.Module) -> list[PreTrainedModel]:

@@ -23,7 +23,10 @@ def rebuilt_numbers(layer: AttentionLayer, scaling: dict[str, Any]) -> dict[str,
     Args:
         scaling: an entry of `rope_parameters`, without what the checkpoint keeps, such as its base.
     """
-    entries = rope_entries(cast(Any, layer.module.config))
+    config = getattr(layer.module, "config", None)
+    entries = {} if config is None else rope_entries(config)
+    if layer.layer_type not in entries:
+        return {}
     kept = {key: value for key, value in entries[layer.layer_type].items() if key not in SCALING}
     changed: dict[Any, Any] = {**entries, layer.layer_type: {**scaling, **kept}}
     try:

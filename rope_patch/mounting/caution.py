@@ -22,9 +22,9 @@ def caution(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str:
         scheme: as it was asked for.
         mounted: the parts of a model, as they were read before the patch, and where the scheme goes in each.
     """
-    groups = [group for stack, plan in mounted for group in plan.by_layer or ((stack, plan),)]
-    if all(_is_idle(stack, plan) for stack, plan in groups):
-        longest = 2 * max(stack.checkpoint.max_length for stack, _ in groups)
+    groups = _by_scheme(mounted)
+    longest = 2 * max(stack.checkpoint.max_length for stack, _ in groups)
+    if changes_nothing(mounted, longest):  # a scheme for longer texts acts within them
         return f"{scheme} changes nothing in texts of up to {longest} tokens, twice the model's maximum"
     names = "+".join(part.name for part in scheme.parts())
     if lost := next(filter(None, (lost_positions(stack, plan.scheme) for stack, plan in groups)), ""):
@@ -32,6 +32,17 @@ def caution(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str:
     if any(_is_foreign(stack, plan.scheme) for stack, plan in groups):
         return f"{names} is for training from scratch: a pretrained model needs training under {names}"
     return ""
+
+
+def changes_nothing(mounted: Sequence[tuple[Stack, Plan]], longest: int) -> bool:
+    """Whether a model computes what it would without a patch, in texts of up to `longest` tokens; the parts of the
+    model are `mounted` as in `caution`.
+    """
+    return all(_is_idle(stack, plan, longest) for stack, plan in _by_scheme(mounted))
+
+
+def _by_scheme(mounted: Sequence[tuple[Stack, Plan]]) -> list[tuple[Stack, Plan]]:
+    return [group for stack, plan in mounted for group in plan.by_layer or ((stack, plan),)]
 
 
 def lost_positions(stack: Stack, scheme: Scheme) -> str:
@@ -49,10 +60,7 @@ def _is_foreign(stack: Stack, scheme: Scheme) -> bool:
     return any(part.regime == "from-scratch" and not part.learns for part in scheme.parts() if part not in own)
 
 
-def _is_idle(stack: Stack, plan: Plan) -> bool:
-    """Whether the model computes what it would without the plan, in texts of up to twice its maximum: a scheme for
-    longer texts acts within them.
-    """
+def _is_idle(stack: Stack, plan: Plan, longest: int) -> bool:
     if stack.native is None:
         return False
     scheme, own = plan.scheme, stack.native.resolve(stack.checkpoint)
@@ -62,7 +70,6 @@ def _is_idle(stack: Stack, plan: Plan) -> bool:
         return False
     if scheme.slots - {"frequencies", "segments", "query_scale"}:
         return False
-    longest = 2 * stack.checkpoint.max_length
     positions = torch.linspace(0, longest - 1, _SAMPLES).long()
     return (
         ("frequencies" not in scheme.slots or _turn_alike(scheme, own, stack, plan, longest))

@@ -142,10 +142,10 @@ def install_entry(
     scheme's learned parameters for each layer.
     """
     causal = not stack.checkpoint.bidirectional
-    changes.hook(stack.module, StackEntry(scheme, weights[layers[0].name], len(stack.layers), causal))
+    changes.seen_hook(stack.module, StackEntry(scheme, weights[layers[0].name], len(stack.layers), causal))
     for layer in layers if scheme.every_block else ():
         block = stack.module.get_submodule(layer.name.rpartition(".")[0])
-        changes.hook(block, BlockEntry(scheme, weights[layer.name], layer.index, len(stack.layers) - layer.index))
+        changes.seen_hook(block, BlockEntry(scheme, weights[layer.name], layer.index, len(stack.layers) - layer.index))
 
 
 def install_table(scheme: Scheme, table: AbsoluteTable, changes: Changes) -> None:

@@ -180,6 +180,8 @@ class LateAttention:
         self.kept = kept if self.rotate else OWN_ROTATION
         self.written_by = signature_of(self.scheme, self.kept)
         self.follows_positions = bool(self.rotate or self.regions or slots & {"bias", "values"} or self.scheme.decays)
+        rotary = self.layer.rotary
+        self.tables = None if rotary is None else (rotary.layer_type, id(rotary.module))  # layers may share them
         # properties that every call needs
         self.methods, self.decays, self.scales = self.scheme.methods, self.scheme.decays, "query_scale" in slots
         self.scores = bool(slots & {"segments", "bias", "values"}) or self.decays or self.attention != "auto"
@@ -320,7 +322,7 @@ class LateAttention:
             return call.memo.derived("identity", lambda: _identity(given, hidden.device.type), given)
         anchor, rotary = call.anchor, cast(RotaryTables, self.layer.rotary)
         return call.memo.once(
-            ("anchor", rotary.layer_type, anchor, hidden.dtype),
+            ("anchor", self.tables, anchor, hidden.dtype),
             lambda: rotary.given(anchor(call.position_ids), like=hidden),
         )
 

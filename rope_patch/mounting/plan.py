@@ -244,6 +244,10 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
             f"{family} adds learned positions to its input; {scheme} fills {', '.join(sorted(scheme.slots))}, but only "
             "the rows of that table can be replaced"
         )
+    if "embedding" in scheme.slots and not scheme.every_block:
+        accepted = inspect.signature(stack.module.forward).parameters
+        if "inputs_embeds" not in accepted or "per_layer_inputs" in accepted:
+            raise UnsupportedModel(f"{family} does not read vectors instead of tokens, as {scheme} needs")
     undeclared = [tables for tables in stack.rotary if not tables.as_declared]
     if undeclared and _rotates(scheme):
         sizes = "; ".join(f"{len(found.inv_freq)} pairs of {found.layer_type or 'all layers'}" for found in undeclared)

@@ -199,7 +199,7 @@ class TurningCall(Call):
             cos, sin = self._computed(torch.cat(moved, dim=-1), queries.dtype)
             return layout.matrix(layout.wide(cos, queries.shape[-1]), sin)[:, 0].transpose(1, 2).flatten(2)
 
-        found = self._shared(("one query", state.layer.layer_type, queries.dtype), rotations)
+        found = self._shared(("one query", state.tables, queries.dtype), rotations)
         turned = queries[:, :, 0] @ (found[0] if len(found) == 1 else found)
         return turned.unflatten(-1, (-1, queries.shape[-1]))[:, :, None].unbind(dim=3)
 
@@ -244,7 +244,7 @@ class TurningCall(Call):
                 cos, sin = self._computed(self._moved(positions, position_map), self.queries.dtype)
                 return layout.wide(cos, head_dim), layout.signed(sin, head_dim)
 
-            return cast(Tables, self._shared((place, position_map, state.layer.layer_type, "fused"), compute))
+            return cast(Tables, self._shared((place, position_map, state.tables, "fused"), compute))
 
         keys = late.key_positions(self.keys.shape[2])
         device = self.queries.device
@@ -264,7 +264,7 @@ class TurningCall(Call):
         if not state.decays:
             return None
         layout = cast(RotaryLayout, state.layer.layout)
-        return cast(Decay, self._shared(("decay", state.layer.layer_type), lambda: Decay(layout, self._rate())))
+        return cast(Decay, self._shared(("decay", state.tables), lambda: Decay(layout, self._rate())))
 
     def _rate(self) -> torch.Tensor:
         return cast(torch.Tensor, self.late.state.own_frequencies(self.late, self.learned).decay)
@@ -301,7 +301,7 @@ class TurningCall(Call):
 
         if place is None:
             return tables()
-        return cast(Tables, self._shared((place, position_map, state.layer.layer_type, like.dtype), tables))
+        return cast(Tables, self._shared((place, position_map, state.tables, like.dtype), tables))
 
     def _moved(self, positions: torch.Tensor, position_map: PositionMap) -> torch.Tensor:
         """The remaining rotation of states at these positions."""

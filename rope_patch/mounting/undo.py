@@ -14,7 +14,7 @@ from rope_patch.errors import UnsupportedModel
 from rope_patch.models.meta import EmptyTables, Refilling
 from rope_patch.models.state import ModuleState, remove_hook
 
-_HOOK, _STATE = "(hook)", "(state)"
+_HOOK, _STATE, _FORWARD = "(hook)", "(state)", "(forward)"
 """Entries of the log that are not attribute names."""
 
 
@@ -42,6 +42,15 @@ class Changes:
         """`register_state_dict_pre_hook`, logged."""
         module.register_state_dict_pre_hook(hook)
         self._log.append((module, _HOOK, True, hook))
+
+    def seen_hook(self, module: nn.Module, hook: Any) -> None:
+        """`hook` for a module that may be compiled already: a compiled graph does not look for new hooks, but it looks
+        for a `forward` of the module's own.
+        """
+        self.hook(module, hook)
+        if "forward" not in vars(module):
+            module.forward = module.forward
+            self._log.append((module, _FORWARD, True, module.forward))
 
     def keep(self, module: nn.Module) -> None:
         """Log the state of a module whose forward changes it."""
@@ -102,6 +111,9 @@ class Changes:
             target, name, existed, value = self._log.pop()
             if name == _HOOK:
                 remove_hook(target, value)
+            elif name == _FORWARD:
+                if vars(target).get("forward") is value:  # else accelerate wraps it
+                    del target.forward
             elif name == _STATE:
                 value.restore()
             elif not existed:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import textwrap
 import warnings
 from collections.abc import Container, Iterator
@@ -43,7 +44,7 @@ from rope_patch.mounting.entry import shorten
 from rope_patch.mounting.parameters import NAME, learned_parameters
 from rope_patch.mounting.plan import plan_mounts
 from rope_patch.mounting.saved import ADAPTERS, RECORD
-from rope_patch.patching import PatchHandle, find_handle, find_record, mount_scheme, unpatch
+from rope_patch.patching import PatchHandle, find_handle, find_record, loaded, mount_scheme, unpatch
 from rope_patch.saving.gguf import is_gguf, load_gguf
 from rope_patch.schemes.registry import scheme_from_dict
 
@@ -59,7 +60,8 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
     `use_safetensors=False` requests pickled files, with the same reader. Weights of a GGUF file are unpacked.
 
     Args:
-        path: a folder written by `save_pretrained`, a Hub ID, or a GGUF file.
+        path: a folder written by `save_pretrained`, a Hub ID, or a GGUF file. What looks like a path, or begins with a
+            folder that is here, is not sought on the Hub.
         **kwargs: for `from_pretrained` of the class that wrote the checkpoint; `trust_remote_code` is ignored.
 
     Returns:
@@ -100,7 +102,7 @@ def _wrong_field(path: str | Path, places: dict[str, Any], names: Container[str]
 
 def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
     """What `from_pretrained` does, below the adapters that named the path."""
-    _check_there(str(path), kwargs.get("subfolder") or "")
+    check_there(path, **{key: kwargs[key] for key in _PLACES if key in kwargs})
     if is_gguf(path):
         return load_gguf(path, **kwargs)
     places = {key: kwargs[key] for key in _PLACES if key in kwargs}
@@ -130,19 +132,29 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
     return model
 
 
-def _check_there(path: str, subfolder: str) -> None:
-    """Refuse what is neither a checkpoint here nor a name that the Hub may know.
+def check_there(path: Any, **places: Any) -> None:
+    """Refuse what is neither a checkpoint here nor a name that the Hub may know; `places` are as of `make_loadable`.
 
     Raises:
         NoCheckpoint: with the reason, in one sentence.
     """
-    folder = Path(path, subfolder)
-    if not path or (not folder.exists() and (path.count("/") > 1 or path.startswith(("/", ".", "~")))):
-        raise NoCheckpoint(f"there is no checkpoint {path!r}: no folder or file has this name")
-    if folder.is_dir() and not any((folder / name).is_file() for name in (CONFIG_NAME, ADAPTERS)):
-        raise NoCheckpoint(f"there is no checkpoint in {path!r}: the folder has no {CONFIG_NAME}")
-    if folder.is_file() and not is_gguf(path):
-        raise NoCheckpoint(f"{path!r} is no checkpoint: it is neither a folder nor a GGUF file")
+    if not isinstance(path, (str, os.PathLike)):
+        kind = "None" if path is None else f"a {type(path).__name__}"
+        raise NoCheckpoint(f"{kind} is no checkpoint; pass the path of a folder or of a GGUF file, or a Hub ID")
+    name = os.fspath(path)
+    folder, (parent, _, last) = Path(name, places.get("subfolder") or ""), name.rpartition("/")
+    looks_like_path = not last or "/" in parent or "\\" in name or name.startswith(("/", ".", "~"))
+    if not folder.exists() and looks_like_path:
+        raise NoCheckpoint(f"there is no checkpoint {name!r}: no folder or file has this name")
+    if not folder.exists() and parent and Path(parent).exists():
+        here = {**_OPTIONAL, **places, "local_files_only": True}
+        if all(cached_file(name, file, **here) is None for file in (CONFIG_NAME, ADAPTERS)):
+            advice = f"for a Hub ID, download it first: hf download {name}"
+            raise NoCheckpoint(f"there is no checkpoint {name!r} in the folder {parent!r}; {advice}")
+    if folder.is_dir() and not any((folder / each).is_file() for each in (CONFIG_NAME, ADAPTERS)):
+        raise NoCheckpoint(f"there is no checkpoint in {name!r}: the folder has no {CONFIG_NAME}")
+    if folder.is_file() and not is_gguf(name):
+        raise NoCheckpoint(f"{name!r} is no checkpoint: it is neither a folder nor a GGUF file")
 
 
 def _parts(config: Any) -> Iterator[Any]:
@@ -352,7 +364,7 @@ def _class_of(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def repatch(model: nn.Module) -> PatchHandle:
+def repatch(model: nn.Module | PatchHandle) -> PatchHandle:
     """Apply the scheme in the config of a `model`, after plain Transformers loaded it.
 
     Raises:
@@ -360,6 +372,7 @@ def repatch(model: nn.Module) -> PatchHandle:
         InvalidField, UnknownScheme, UnsupportedModel: the record is invalid.
         AlreadyPatched: the model already has a scheme.
     """
+    model = loaded(model)
     config = cast(Any, find_stacks(model)[0][1].config)
     record = _checked(find_record(model), config)
     if record is None:

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Collection
 from typing import Any, cast
 
 from torch import nn
 
-from rope_patch.errors import NotExpressible
+from rope_patch.errors import InvalidField, NotExpressible, did_you_mean
 from rope_patch.models.base import Stack
 from rope_patch.models.config import (
     SCALING,
+    before_patch,
     checkpoint_of_config,
     configs_of_type,
     head_dim,
     rope_entries,
     scheme_of_config,
+    scheme_of_entry,
     training_length,
 )
 from rope_patch.models.reading import read_stacks
 from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.ntk import AdjustedBase
+from rope_patch.schemes.per_layer import PerLayer
+from rope_patch.schemes.registry import scheme_class
 from rope_patch.typing import RotarySpec
 
 # types with which Transformers can express a share of the pairs: both are `proportional` with a factor
 _STILL = ("default", "linear")
 # a query scale that some checkpoints store with their frequencies, and its unit of length
 _QUERY_SCALE = ("llama_4_scaling_beta", "original_max_position_embeddings")
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
@@ -115,6 +122,71 @@ def stated_length(scheme: Scheme, parameters: dict[str, Any], config: Any) -> in
     factor = entry.get("factor") or getattr(scheme, "factor", 1 if scheme.name == "rope" else None)
     trained = entry.get("original_max_position_embeddings") or training_length(config)
     return None if factor is None else round(factor * trained)
+
+
+def scheme_of_parameters(parameters: dict[str, Any], config: Any) -> Scheme:
+    """The scheme that Transformers computes from other `rope_parameters` on a checkpoint.
+
+    Args:
+        parameters: one entry, or one for each layer type, also with `type` for `rope_type`. What an entry leaves out is
+            the checkpoint's own.
+        config: of the checkpoint, patched or not.
+
+    Raises:
+        UnknownScheme: no scheme here has the `rope_type`.
+        InvalidField: a field is unknown, missing or wrong, or belongs to the checkpoint.
+        UnsupportedModel: the checkpoint does not rotate.
+    """
+    config = before_patch(config)
+    own = rope_entries(config)
+    if not parameters:
+        raise InvalidField(
+            "rope_parameters={} name no rope_type; write one, such as {'rope_type': 'yarn', 'factor': 4.0}"
+        )
+    if not all(isinstance(entry, dict) for entry in parameters.values()):
+        native = own.get("full_attention") or next(iter(own.values()))
+        return _scheme_given(parameters, native, config, None not in own)
+    schemes: dict[str | int, Any] = dict.fromkeys(map(str, own))
+    for layer_type, entry in parameters.items():
+        if layer_type not in own:
+            allowed = did_you_mean(layer_type, schemes) if None not in own else "it has one entry for all layers"
+            raise InvalidField(f"{type(config).__name__} has no rope_parameters of {layer_type!r}; {allowed}")
+        scheme, native = (_scheme_given(each, own[layer_type], config, True) for each in (entry, own[layer_type]))
+        schemes[layer_type] = None if scheme == native else scheme
+    return PerLayer(schemes)
+
+
+def _scheme_given(given: dict[str, Any], own: dict[str, Any], config: Any, nested: bool) -> Scheme:
+    """The scheme of one entry that replaces an entry of the checkpoint."""
+    entry = {name: value for name, value in given.items() if value is not None or name == "truncate"}
+    kind = entry.pop("type", "default")
+    cls = scheme_class(entry.setdefault("rope_type", kind))
+    if cls.rope_type is None:
+        raise InvalidField(f"Transformers has no rope_type={entry['rope_type']!r}; write {cls.name!r} and its fields")
+    original = entry.pop(_ORIGINAL, None)
+    fields = [each.name for each in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    natives = {"partial_rotary_factor": 1.0, **own}
+    if natives["partial_rotary_factor"] != 1 and "partial_rotary_factor" in fields:
+        raise InvalidField(
+            f"rope_type={cls.rope_type!r} is a share of whole heads; this checkpoint rotates a share itself"
+        )
+    others = {name: value for name, value in entry.items() if name not in fields and value != natives.get(name)}
+    others.pop("rope_type", None)
+    base = others.pop("rope_theta", None) if cls.rope_type == "default" else None
+    for name, value in others.items():
+        allowed = did_you_mean(str(name), ["rope_type", *fields])
+        raise InvalidField(
+            f"rope_type={cls.rope_type!r} cannot set {name}={value!r}; here it is {natives.get(name)}; {allowed}"
+        )
+    if base is not None:
+        return AdjustedBase(base=base)
+    scheme = cast(Scheme, scheme_of_entry({**entry, "rope_type": cls.rope_type}, nested))
+    # Transformers prefers what Phi-3 names beside the entry, and never reads it for `dynamic`
+    beside = getattr(config, _ORIGINAL, None) or original or config.max_position_embeddings
+    trained = config.max_position_embeddings if cls.rope_type == "dynamic" else beside
+    if _ORIGINAL in fields and trained != training_length(config):
+        scheme = dataclasses.replace(scheme, **{_ORIGINAL: trained})  # type: ignore[type-var]
+    return scheme
 
 
 def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rope_patch.errors import InvalidField, UnknownScheme, did_you_mean
+from rope_patch.errors import InvalidField, MissingField, UnknownScheme, did_you_mean
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
 from rope_patch.schemes.names import WHERE, find_name
@@ -74,7 +74,8 @@ def get_scheme(name: str, **fields: Any) -> Scheme:
         name: a registered name, or `name:field=value,...` and several of them joined by `+`. Case, hyphens and
             underscores do not matter, and the names of Transformers and of papers lead to ours.
         **fields: the fields, with exactly one plain name. `target`, a length in tokens, is allowed with any: it
-            fills the open fields of all schemes that it means something to, see `Scheme.fields_for`.
+            fills the open fields of all schemes that it means something to, see `Scheme.fields_for`. `"auto"` fills
+            those that follow from the checkpoint alone.
 
     Returns:
         the scheme; with a `target` it waits for a checkpoint, which `patch` or `Scheme.reach` gives it.
@@ -279,9 +280,10 @@ def _build(cls: type[Scheme], fields: dict[str, Any]) -> Scheme:
                 f"{cls.name}: {name}='auto' is not allowed; write target=8192, the length in tokens to reach, or "
                 "target=auto where lengths are measured"
             )
-    missing = [name for name in _required(cls) if name not in fields]
-    if missing:
-        raise InvalidField(f"{cls.name} needs {', '.join(missing)}; its fields are {', '.join(allowed)}")
+    if missing := [name for name in _required(cls) if name not in fields]:
+        error = MissingField(f"{cls.name} needs {', '.join(missing)}; its fields are {', '.join(allowed)}")
+        error.scheme, error.given = cls, fields
+        raise error
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rope_patch.errors import InvalidField
+from rope_patch.errors import InvalidField, MissingField
 from rope_patch.schemes.base import COMPOSED, Scheme
 from rope_patch.schemes.slots import Checkpoint, Target
 
@@ -24,17 +24,24 @@ class Reaching(Scheme):
 
     Args:
         like: that scheme, as it would be on a checkpoint trained at every length.
-        target: the length in tokens.
+        target: the length in tokens; `"auto"` if no field depends on it.
         given: names of the fields that the user set.
     """
 
     like: Scheme
-    target: int
+    target: int | str
     given: tuple[str, ...]
 
     def reach(self, checkpoint: Checkpoint) -> Scheme:
         given = {name: getattr(self.like, name) for name in self.given}
-        filled = self.like.fields_for(Target(self.like.name, self.target, checkpoint, given))
+        if isinstance(self.target, int):
+            filled = self.like.fields_for(Target(self.like.name, self.target, checkpoint, given))
+        elif (rule := _whatever_length(type(self.like), given, checkpoint)) is not None:
+            filled = rule
+        else:
+            raise InvalidField(
+                f"{self.like.name}: target='auto' is not enough; write the length to reach, such as target=8192"
+            )
         return type(self.like)(**{**filled, **given})
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
@@ -64,12 +71,42 @@ def filled_for(kind: type[Scheme], target: Any) -> dict[str, Any]:
     Raises:
         InvalidField: the target is not a length.
     """
+    if target == "auto":
+        target = LONGEST
     if not isinstance(target, int) or isinstance(target, bool) or not 1 <= target <= LONGEST:
         raise InvalidField(
             f"{kind.name}: target={target!r} is not allowed; target must be a whole number of tokens from 1 to "
-            f"{LONGEST:g}, or auto for commands that measure lengths"
+            f"{LONGEST:g}, or auto for commands that measure lengths and fields that follow from the checkpoint"
         )
     return kind.fields_for(Target(kind.name, target, _VAST, {}))
+
+
+def _filled(kind: type[Scheme], times: int, given: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    return kind.fields_for(Target(kind.name, times * checkpoint.training_length, checkpoint, given))
+
+
+def _whatever_length(kind: type[Scheme], given: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The fields that reach every length on a checkpoint; None if they depend on the length."""
+    filled = _filled(kind, 2, given, checkpoint)
+    return filled if filled == _filled(kind, 4, given, checkpoint) else None
+
+
+def advise(error: MissingField, checkpoint: Checkpoint) -> MissingField:
+    """The error with values for the missing fields on a checkpoint, if there is a rule for them."""
+    kind, given, trained = error.scheme, error.given, checkpoint.training_length
+    if not takes_target(kind):
+        return error
+    try:
+        rule, filled = _whatever_length(kind, given, checkpoint), _filled(kind, 4, given, checkpoint)
+        kind(**{**filled, **given})
+        filled = {name: value for name, value in filled.items() if name not in given}
+    except (InvalidField, TypeError):  # no rule for all of them
+        return error
+    shares = {trained: " (L)", trained / 2: " (half of L)"}
+    open_fields = {name: f"{value:g}" if isinstance(value, float) else value for name, value in filled.items()}
+    values = ", ".join(f"{name}={value}{shares.get(value, '')}" for name, value in open_fields.items())
+    how = "target='auto' fills it in" if rule else f"reaches {4 * trained} tokens, as target={4 * trained} does"
+    return MissingField(f"{error}; on this model {values}{': ' if rule else ' '}{how}")
 
 
 def reached(scheme: Scheme, checkpoints: Iterable[Checkpoint]) -> Scheme:

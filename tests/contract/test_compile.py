@@ -1,10 +1,14 @@
 """`torch.compile` in one graph, patched before or after."""
 
+import copy
+
+import accelerate
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
 from rope_patch import Scheme, get_scheme, patch, unpatch
+from rope_patch.mounting.parameters import learned_parameters
 from tests.cases import CASES, COMPOSITIONS, ROUTES
 from tests.families import build
 from tests.runs import assert_close, cached_logits, left_padded, logits, positions_of, tokens
@@ -54,6 +58,41 @@ def test_patching_after_compiling_takes_effect_and_goes_away(llama, spec):
     assert_close(logits(compiled, tokens()), expected)
     unpatch(compiled)
     assert_close(logits(compiled, tokens()), plain)
+
+
+@pytest.mark.parametrize(("spec", "parts"), [("sinusoidal", "model"), ("floater", "model"), ("floater", "layers")])
+def test_positions_at_the_input_enter_a_model_that_is_compiled_already(llama, spec, parts):
+    with patch(build(), spec) as handle:
+        train(handle.model)
+        expected = logits(handle.model, tokens())
+    plain = logits(llama, tokens())
+    for module in {"model": [llama], "layers": llama.model.layers}[parts]:
+        module.compile(backend="eager")
+    assert_close(logits(llama, tokens()), plain)
+    patch(llama, spec)
+    train(llama)
+    assert_close(logits(llama, tokens()), expected)
+    unpatch(llama)
+    assert_close(logits(llama, tokens()), plain)
+
+
+def train(model):
+    """Learned positions that start where they change little get other values."""
+    for value in learned_parameters(model).values():
+        value.data += 0.3
+
+
+def test_a_forward_that_others_set_later_stays(llama):
+    plain = logits(llama, tokens())
+    patch(llama, "sinusoidal")
+    copied = copy.deepcopy(llama)
+    accelerate.cpu_offload(llama.model, execution_device="cpu")
+    unpatch(llama)
+    assert torch.equal(logits(llama, tokens()), plain)
+    accelerate.hooks.remove_hook_from_submodules(llama)
+    assert torch.equal(logits(llama, tokens()), plain)
+    unpatch(copied)
+    assert "forward" not in vars(copied.model)
 
 
 def test_one_graph_serves_texts_of_different_lengths(llama):
