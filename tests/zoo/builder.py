@@ -41,7 +41,7 @@ WORDS = 80
 SHORT = TRAINING_LENGTH - 4
 """Tokens of a text that fits into a table of positions."""
 
-_LARGEST = 40_000_000
+_LARGEST = 70_000_000
 _WHOLE = {key: value for key, value in GENERIC.items() if value is not None}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _BASES = (
@@ -64,9 +64,10 @@ _SIZES = [
     (re.compile(rf"(?:^|.*_)(?:{names})$"), size)
     for names, size in (
         (r"hidden_size_per_layer_input|index_head_dim|index_topk|laurel_rank|d_state|state_size", 16),
-        (r"vocab_size(_per_layer_input)?", VOCABULARY),
+        (r"vocab_size(_per_layer_input)?|group_vocab", VOCABULARY),
         (r"hidden_size|d_model|n_embd|embed_dim|emb_dim|embedding_size|embedding_dim|hidden_dim", 64),
         (r"projection_dim|output_dim|proj_dim|adapter_out_dim|projection_size|hidden_size_global", 64),
+        (r"condition_dim|adapter_in_dim|adapter_input_size|upsample_groups", 64),
         (r"intermediate_size|ffn_dim|d_ff|ffn_hidden_size|mlp_dim|ffn_size|linear_units|d_inner", 96),
         (r"hidden_layers|n_layers?|num_layers|depth|coder_layers|layers|num_blocks", 2),
         (r"attention_heads|num_heads|n_heads?|key_value_heads|kv_heads|index_n_heads", 4),
@@ -237,6 +238,7 @@ def _vary(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if name in linear or (parameter.ndim == 3 and "expert" in name):
             sharp = 2 if re.search(r"(^|[._])(q|k|qkv|query|key|q_b|kv_a|q_a|kv_b|wqkv)(_|\.|$)", name) else 1
+            sharp = 0.5 if "SelfAttention" in name else sharp  # T5 does not scale its scores
             parameter.normal_(std=sharp * parameter.shape[-1] ** -0.5)
         elif "norm" in name:  # Gemma's norms multiply by one plus their weight
             parameter.add_(0.3 * torch.randn_like(parameter))

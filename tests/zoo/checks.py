@@ -57,7 +57,7 @@ def beyond(specimen: Specimen) -> float:
 def rerope(specimen: Specimen) -> float:
     """A narrow window, against `truth.rerope`."""
     _refuse_bias(specimen)
-    return _against(specimen, REROPE, lambda model, handle: truth.rerope(_touched(model, handle), WINDOW))
+    return _against(specimen, REROPE, lambda model, handle: truth.rerope(touched(model, handle), WINDOW))
 
 
 def alibi(specimen: Specimen) -> float:
@@ -65,8 +65,8 @@ def alibi(specimen: Specimen) -> float:
 
     def defined(model: PreTrainedModel, handle: PatchHandle) -> Any:
         if handle.stack.rotary:
-            return truth.alibi(_touched(model, handle))
-        for module in _touched(model, handle):  # of T5, which asks its first layer for the biases of all
+            return truth.alibi(touched(model, handle))
+        for module in touched(model, handle):  # of T5, which asks its first layer for the biases of all
             module.compute_bias = lambda queries, keys, m=module, **_: -truth.penalty(m.n_heads, keys).float()[None]
         return nullcontext()
 
@@ -93,8 +93,17 @@ def static(specimen: Specimen, scheme: str) -> float:
 
 
 def cache(specimen: Specimen, scheme: str) -> float:
-    """A prompt in two pieces and then a token at a time, against one forward."""
-    return _as_plain(specimen, scheme, lambda model: [(_cached(model), run(model, text()))])
+    """A prompt in two pieces, or in one where states cannot go on with a piece, and then a token at a time, against one
+    forward.
+    """
+
+    def pairs(model: PreTrainedModel, prompt: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(_cached(model, prompt), run(model, text()))]
+
+    try:
+        return _as_plain(specimen, scheme, partial(pairs, prompt=(13, 15)))
+    except PlainFails:
+        return _as_plain(specimen, scheme, partial(pairs, prompt=(28,)))
 
 
 def pads(specimen: Specimen, scheme: str) -> float:
@@ -170,7 +179,7 @@ def _against(specimen: Specimen, scheme: str, defined: Callable[[PreTrainedModel
         return difference(found, run(plain, ids))
 
 
-def _touched(model: PreTrainedModel, handle: PatchHandle) -> list[nn.Module]:
+def touched(model: PreTrainedModel, handle: PatchHandle) -> list[nn.Module]:
     """The attention modules of another model that correspond to those that a scheme changed."""
     names = {module: name for name, module in handle.model.named_modules()}
     return [model.get_submodule(names[layer.module]) for stack, plan in handle.mounted for layer in plan.touched(stack)]
@@ -209,9 +218,9 @@ def _as_plain(
         return largest(model)
 
 
-def _cached(model: PreTrainedModel) -> torch.Tensor:
+def _cached(model: PreTrainedModel, prompt: tuple[int, ...]) -> torch.Tensor:
     ids, past, start, found = text(), None, 0, []
-    for size in (13, 9, *[1] * (ids.shape[1] - 22)):
+    for size in (*prompt, *[1] * (ids.shape[1] - sum(prompt))):
         states, past = outputs(model, ids[:, start : start + size], past_key_values=past, use_cache=True)
         if past is None:
             raise PlainFails("it returns no cache")

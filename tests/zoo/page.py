@@ -101,7 +101,7 @@ def verdict(row: dict[str, Any]) -> tuple[str, str]:
     if isinstance(checks.get("table"), float):
         return "table", ""
     if not any(isinstance(checks.get(name), float) for name in SPECS):
-        return "refused", _sentence(str(checks["rerope"]).partition(": ")[2])
+        return "refused", _sentence(str(checks["rerope"]))
     return "right", _listed({name: f for name, f in checks.items() if isinstance(f, str)})
 
 
@@ -119,6 +119,8 @@ def _largest(row: dict[str, Any]) -> str:
 
 
 def _sentence(text: str) -> str:
+    for kind in ("refused: ", "plain: ", "foreign: "):
+        text = text.removeprefix(kind)
     for end in ("; ", ". "):
         text = text.partition(end)[0]
     return text.replace("|", "\\|").rstrip(".")
