@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import Cache
 
+from rope_patch.attention.masks import attended
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named, as a pre-hook returns them."""
 
@@ -25,6 +27,22 @@ def tokens_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The ids or embeddings that a forward reads, `(batch, length, ...)`."""
     tokens = kwargs.get("input_ids")
     return kwargs.get("inputs_embeds") if tokens is None else tokens
+
+
+def tokens_seen(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """False on the pads among the tokens of a forward, `(batch or 1, length)`; None without a mask that shows them."""
+    mask, tokens = kwargs.get("attention_mask"), tokens_of(kwargs)
+    if isinstance(mask, dict):  # by layer type, as `generate` prepares them
+        mask = mask.get("full_attention")
+    if not isinstance(mask, torch.Tensor) or tokens is None:
+        return None
+    if mask.ndim == 2:
+        return mask[:, -tokens.shape[1] :].bool()
+    if mask.ndim != 4 or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        return None
+    cache = kwargs.get("past_key_values")
+    start = cache.get_seq_length() if isinstance(cache, Cache) else 0
+    return attended(mask[:, 0]).any(dim=-2)[:, torch.arange(tokens.shape[1], device=mask.device) + start]
 
 
 def counted_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:
