@@ -58,6 +58,7 @@ def read(stack: PreTrainedModel) -> Stack:
         raise UnsupportedModel(
             f"{family} has no self-attention that takes `position_embeddings` through the attention interface"
         )
+    checkpoint = dataclasses.replace(checkpoint, bidirectional=not all(layer.is_causal for layer in layers))
     return Stack(stack, checkpoint, _native(stack.config), layers, rotary)
 
 
