@@ -68,7 +68,7 @@ class Definition:
     """
 
     distance: Callable[[Array, Array], Array] = lambda m, n: m - n
-    visible: Callable[[Array, Array], Array] = lambda m, n: m >= n
+    visible: Callable[[Array, Array], Array | bool] = lambda m, n: True
     query_scale: Callable[[Array], Array] = lambda m: np.ones(m.shape)
     bias: Callable[[int, Array, Array], Array | float] = lambda head, m, n: 0.0
     frequencies: Callable[[Array, int], Array] = lambda theta, length: theta
@@ -94,7 +94,11 @@ def learned_arrays(model: LlamaForCausalLM) -> Learned:
 
 
 def defined_logits(
-    model: LlamaForCausalLM, ids: torch.Tensor, definition: Definition, learned: Learned | None = None
+    model: LlamaForCausalLM,
+    ids: torch.Tensor,
+    definition: Definition,
+    learned: Learned | None = None,
+    seen: Array | None = None,
 ) -> torch.Tensor:
     """Logits of one row of tokens, `(1, length, vocabulary)`.
 
@@ -103,12 +107,14 @@ def defined_logits(
         ids: `(1, length)`.
         definition: of the scheme.
         learned: what the patched model has learned, as `learned_arrays` finds it.
+        seen: which tokens see which, `(length, length)`; by default a token sees itself and those before.
     """
     weights = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
     config = model.config
     theta = config.rope_parameters["rope_theta"] ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
     words = ids.flatten().numpy()
     places = np.arange(len(words))
+    seen = places[:, None] >= places[None] if seen is None else seen
     shared = _under("model.rope_patch.", learned)
     x = weights["model.embed_tokens.weight"][words]
     x = definition.embedding(Text(x, words, places, shared))
@@ -129,7 +135,7 @@ def defined_logits(
             for name in "qkv"
         )
         known = shared | _under(f"{layer}.self_attn.rope_patch.", learned)
-        x = x + linear(_attend(normed, q, k, v, theta, definition, known), "self_attn.o_proj")
+        x = x + linear(_attend(normed, q, k, v, theta, definition, known, seen), "self_attn.o_proj")
         normed = norm(x, f"{layer}.post_attention_layernorm")
         gate = linear(normed, "mlp.gate_proj")
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(normed, "mlp.up_proj"), "mlp.down_proj")
@@ -141,7 +147,9 @@ def _under(prefix: str, learned: Learned | None) -> Learned:
     return {name.removeprefix(prefix): array for name, array in (learned or {}).items() if name.startswith(prefix)}
 
 
-def _attend(x: Array, q: Array, k: Array, v: Array, theta: Array, definition: Definition, learned: Learned) -> Array:
+def _attend(
+    x: Array, q: Array, k: Array, v: Array, theta: Array, definition: Definition, learned: Learned, seen: Array
+) -> Array:
     """`(length, heads * head_dim)` from q `(heads, length, head_dim)`, k and v `(kv_heads, length, head_dim)`."""
     length, half = q.shape[1], q.shape[2] // 2
     m, n = np.arange(length)[:, None], np.arange(length)[None, :]
@@ -161,7 +169,7 @@ def _attend(x: Array, q: Array, k: Array, v: Array, theta: Array, definition: De
         scores = definition.head_scale(Head(head, x, q[head], k[group], m, n, scores, learned)) * scores
         known = Head(head, x, q[head], k[group], m, n, scores, learned)
         scores = scores + definition.bias(head, m, n) + definition.content_bias(known)
-        scores = np.where((m >= n) & definition.visible(m, n), scores, -np.inf)
+        scores = np.where(seen & definition.visible(m, n), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights = definition.weight_factor(known) * weights / weights.sum(-1, keepdims=True)
         values = np.broadcast_to(v[group] + definition.relative_values(known), (length, *v[group].shape))

@@ -7,7 +7,7 @@ import torch
 
 from rope_patch import UnsupportedPositions
 from rope_patch.attention.inputs import AttentionInputs
-from rope_patch.attention.masks import keys_seen, read_mask
+from rope_patch.attention.masks import Groups, groups_of_pads, keys_seen, read_mask
 from rope_patch.attention.spans import find_spans
 from rope_patch.schemes.tools.positions import key_positions
 
@@ -46,13 +46,13 @@ def test_a_mask_of_pads_is_causal_too():
     assert torch.equal(found[1], causal(4))
 
 
-@pytest.mark.parametrize("shape", [(1, 5), (1, 1, 1, 5)])
-def test_a_mask_of_pads_beside_a_cache_lets_the_queries_see_the_past(shape):
-    pads = torch.tensor([[0, 1, 1, 1, 1]]) if len(shape) == 2 else torch.tensor([[-1, 0, 0, 0, 0]]).int()
-    _, groups = read_mask(pads.view(shape), torch.tensor([[2, 3]]), 2, 6, 3, FLASH)
+@pytest.mark.parametrize("as_argument", [lambda mask: mask, lambda mask: Groups.of(groups_of_pads(mask))])
+def test_a_mask_of_pads_beside_a_cache_lets_the_queries_see_the_past(as_argument):
+    pads = as_argument(torch.tensor([[0, 1, 1, 1, 1]]))
+    _, groups = read_mask(pads, torch.tensor([[2, 3]]), 2, 6, 3, FLASH)
     expected = [[False, True, True, True, False, False], [False, True, True, True, True, False]]
     assert seen(groups, 2, 3)[0].tolist() == expected
-    mask, groups = read_mask(pads.view(shape), torch.tensor([[3]]), 1, 6, 4, FLASH)
+    mask, groups = read_mask(pads, torch.tensor([[3]]), 1, 6, 4, FLASH)
     assert groups is None
     assert mask.tolist() == [[[[False, True, True, True, True, False]]]]
 

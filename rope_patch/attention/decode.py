@@ -63,7 +63,7 @@ def _is_block(inputs: AttentionInputs, call: Call) -> bool:
     """Whether several queries at consecutive positions follow keys of a cache."""
     few = inputs.q_length <= QUERIES or inputs.q_length * inputs.kv_length <= SMALL
     after_keys = few and inputs.q_length < inputs.kv_length
-    if torch.compiler.is_compiling() or not after_keys or not (inputs.causal or inputs.mask is not None):
+    if torch.compiler.is_compiling() or not after_keys or not inputs.causal:
         return False
     return call.memo.once("consecutive", lambda: bool((inputs.query_positions.diff(dim=-1) == 1).all()))
 

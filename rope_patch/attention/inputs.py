@@ -127,7 +127,7 @@ class AttentionInputs:
             causal by slot if `causal`, else all pairs.
         groups: only without a mask: integer, `(batch or 1, kv_len)`. A query sees the keys of its own group. Values
             below zero are pads, which no token sees and which see all tokens. None for one group.
-        causal: whether keys after the query are hidden without a mask.
+        causal: whether keys after the query are hidden, by the mask or without one.
         query_start: slot of the first query among the keys.
         scattered: whether the distance of some visible cached key differs from its difference of slots.
         scaling: multiplies the scores.

@@ -15,6 +15,11 @@ from rope_patch.errors import UnsupportedPositions
 PAD = -1
 """The group of pads, which no token sees."""
 
+NO_WEIGHT = -1000
+"""A key with this added to its score has no weight beside the query's own: masks that are added hide it by this, by
+-10000 or by the lowest number.
+"""
+
 
 def groups_of_pads(mask: torch.Tensor) -> torch.Tensor:
     """Groups of a mask `(batch, length)` that is true on tokens: one group per row."""
@@ -27,9 +32,20 @@ def groups_of_documents(position_ids: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(jumps.cumsum(dim=-1), (1, 0)).int()
 
 
-def as_mask_argument(groups: torch.Tensor) -> torch.Tensor:
-    """Groups as an `attention_mask` that Transformers passes through unchanged, `(batch, 1, 1, length)`."""
-    return groups[:, None, None]
+class Groups(torch.Tensor):
+    """Groups as an `attention_mask`, `(batch, 1, 1, length)`: Transformers passes four axes through unchanged, and the
+    type tells them from a mask of yours.
+    """
+
+    @classmethod
+    def of(cls, groups: torch.Tensor) -> Groups:
+        """`groups`, `(batch, length)`, in the form of this class."""
+        return groups[:, None, None].as_subclass(cls)
+
+
+def attended(mask: torch.Tensor) -> torch.Tensor:
+    """A boolean or additive mask of any shape as a boolean one, true where a key is attended."""
+    return mask if mask.dtype == torch.bool else mask > NO_WEIGHT
 
 
 def keys_seen(mask: torch.Tensor | None, groups: torch.Tensor | None) -> torch.Tensor | None:
@@ -40,8 +56,14 @@ def keys_seen(mask: torch.Tensor | None, groups: torch.Tensor | None) -> torch.T
         return groups != PAD
     if mask is None:
         return None
-    seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
-    return seen.any(dim=-2)  # the last query does not see earlier documents
+    return attended(mask[:, 0]).any(dim=-2)  # the last query does not see earlier documents
+
+
+def shows_later_keys(mask: torch.Tensor, query_start: int | torch.Tensor) -> torch.Tensor:
+    """Whether a materialised mask shows a key in a later slot than its query, a scalar."""
+    own = torch.arange(mask.shape[-2], device=mask.device)[:, None] + query_start
+    later = torch.arange(mask.shape[-1], device=mask.device) > own
+    return (attended(mask) & later).any()
 
 
 def read_mask(
@@ -59,7 +81,7 @@ def read_mask(
     documents whose positions restart; causality is implied in both. The model's `config` determines which kind it is.
 
     Raises:
-        UnsupportedPositions: the mask has another form, such as a FlexAttention block mask.
+        UnsupportedPositions: the mask has another form, such as a FlexAttention block mask, or one of integers.
     """
     implementation = config._attn_implementation
     if mask is None:
@@ -70,10 +92,17 @@ def read_mask(
             f"a mask of type {type(mask).__name__} from attn_implementation={implementation!r} is not supported; "
             "call model.set_attn_implementation('sdpa') first"
         )
-    is_argument = mask.ndim == 4 and mask.dtype == torch.int32
-    if mask.ndim == 4 and not is_argument:
+    if isinstance(mask, Groups):
+        groups = mask.as_subclass(torch.Tensor)[:, 0, 0, :kv_length]
+    elif mask.ndim == 2:
+        groups = groups_of_pads(mask)[:, :kv_length]
+    elif mask.dtype == torch.bool or mask.is_floating_point():
         return mask[..., :kv_length], None
-    groups = (mask[:, 0, 0] if is_argument else groups_of_pads(mask))[:, :kv_length]
+    else:
+        raise UnsupportedPositions(
+            f"attention_mask of dtype {mask.dtype} and shape {tuple(mask.shape)}: with four axes, a mask is boolean "
+            "(True is attended) or of floating-point numbers that are added to the scores"
+        )
     # the empty tail of a static cache
     groups = torch.nn.functional.pad(groups, (0, kv_length - groups.shape[-1]), value=PAD)
     if q_length > 1:

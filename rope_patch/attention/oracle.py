@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias, wide
+from rope_patch.attention.masks import attended
 from rope_patch.errors import UnsupportedPositions
 
 
@@ -68,7 +69,7 @@ def _scores(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]
     seen = inputs.visible() if inputs.mask is None else inputs.mask
     added = None
     if seen is not None and seen.dtype != torch.bool:
-        added, seen = seen, seen > torch.finfo(seen.dtype).min / 2
+        added, seen = seen, attended(seen)
     if covered is not None:
         seen = covered if seen is None else seen & covered
     total = scores

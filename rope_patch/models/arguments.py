@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import Cache
 
+from rope_patch.attention.masks import attended
 from rope_patch.errors import UnsupportedPositions
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -42,6 +43,22 @@ def check_tokens(module: nn.Module, kwargs: dict[str, Any]) -> None:
             f"{type(module).__name__}: an input of shape {tuple(tokens.shape[:2])} has no tokens; the batch and the "
             "length must be at least 1"
         )
+
+
+def tokens_seen(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """False on the pads among the tokens of a forward, `(batch or 1, length)`; None without a mask that shows them."""
+    mask, tokens = kwargs.get("attention_mask"), tokens_of(kwargs)
+    if isinstance(mask, dict):  # by layer type, as `generate` prepares them
+        mask = mask.get("full_attention")
+    if not isinstance(mask, torch.Tensor) or tokens is None:
+        return None
+    if mask.ndim == 2:
+        return mask[:, -tokens.shape[1] :].bool()
+    if mask.ndim != 4 or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        return None
+    cache = kwargs.get("past_key_values")
+    start = cache.get_seq_length() if isinstance(cache, Cache) else 0
+    return attended(mask[:, 0]).any(dim=-2)[:, torch.arange(tokens.shape[1], device=mask.device) + start]
 
 
 def counted_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -91,6 +91,15 @@ class RotaryTables:
         return torch.complex(cos.float(), sin.float()) if self.is_complex else (cos, sin)
 
 
+def is_causal(attention: nn.Module, given: bool | None = None) -> bool:
+    """Whether a token sees only the keys up to its own: as `given` to the forward, else in the config or, if that does
+    not specify it, the attention module specifies, in the order of Transformers.
+    """
+    if given is None:
+        given = getattr(getattr(attention, "config", None), "is_causal", None)
+    return bool(getattr(attention, "is_causal", True) if given is None else given)
+
+
 class Heads(NamedTuple):
     """The queries of one attention module.
 
@@ -151,8 +160,8 @@ class AttentionLayer:
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token sees only the keys up to its own."""
-        return getattr(self.module, "is_causal", True)
+        """See `is_causal`."""
+        return is_causal(self.module)
 
 
 @dataclass(frozen=True)

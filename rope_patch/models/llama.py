@@ -68,6 +68,7 @@ def read(stack: PreTrainedModel) -> Stack:
         )
     if len(modules) > 1:  # some may be unused
         rotary = tuple(dict.fromkeys(layer.rotary for layer in layers if layer.rotary is not None))
+    checkpoint = dataclasses.replace(checkpoint, bidirectional=not all(layer.is_causal for layer in layers))
     return Stack(stack, checkpoint, _native(stack.config), layers, rotary)
 
 

@@ -82,7 +82,7 @@ class Measuring:
     def turning(self, name: str, block: nn.Module, module: nn.Module, rotary: RotaryTables) -> tuple[Turning, bool]:
         """`measure_layout` and `passes_positions` for this layer and its block, or for others of their kind.
 
-        A block that cannot run alone is assumed to pass positions, as nearly all do.
+        A block that cannot run alone is assumed to pass positions if it names them, as nearly all do.
         """
         kind = (rotary.layer_type, kind_of(module))
         turning = self._once(kind, module, module, lambda tried, _: measure_layout(name, tried, rotary))
@@ -92,7 +92,7 @@ class Measuring:
                 (kind, around), block, module, lambda tried, inner: passes_positions(tried, inner, rotary)
             )
         except UnsupportedModel:
-            gets_positions = True
+            gets_positions = _names_positions(block)
         return turning, gets_positions
 
     def heads(self, module: nn.Module) -> Heads:
@@ -217,12 +217,19 @@ def measure_heads(module: nn.Module) -> Heads:
     return Heads(query.shape[1], query.shape[-1], value.shape[-1])
 
 
+def _names_positions(block: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(block.forward).parameters
+
+
 def passes_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) -> bool:
-    """Whether a block passes its position ids to its self-attention module.
+    """Whether a block passes its position ids to its self-attention module. One that does not name them may pass other
+    arguments, but its stack gives it none (Zaya, ModernBERT).
 
     Raises:
         UnsupportedModel: the block cannot run alone.
     """
+    if not _names_positions(block):
+        return False
     hidden = _hidden(module)
     handle = module.register_forward_pre_hook(_Reached.stop, with_kwargs=True)
     try:

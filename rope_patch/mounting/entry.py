@@ -9,6 +9,7 @@ buffers and config are those of a longer checkpoint, so a saved model loads with
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,7 +22,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.absolute import lengthened
-from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions
+from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions, tokens_seen
 from rope_patch.models.base import AbsoluteTable, AttentionLayer, Stack
 from rope_patch.mounting.parameters import LearnedWeights
 from rope_patch.mounting.undo import Changes
@@ -58,6 +59,8 @@ class StackEntry:
             states = cast(Any, module).get_input_embeddings()(ids)
         positions = kwargs["position_ids"]
         tokens = Tokens(states, positions[0] if positions.ndim == 3 else positions, ids)  # of the text, see `OneAxis`
+        if self.scheme.stateful:
+            tokens = dataclasses.replace(tokens, seen=tokens_seen(kwargs))
         placed = self._advance(tokens, module, kwargs) if self.scheme.stateful else self._embed(tokens)
         return (), {**kwargs, "input_ids": None, "inputs_embeds": placed}
 

@@ -25,11 +25,11 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention.inputs import AttentionMode
-from rope_patch.attention.masks import as_mask_argument, groups_of_documents, groups_of_pads, keys_seen, read_mask
+from rope_patch.attention.masks import Groups, groups_of_documents, groups_of_pads, keys_seen, read_mask
 from rope_patch.attention.memo import ForwardMemo, StackMemo
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions, tokens_of
-from rope_patch.models.base import AttentionLayer, RotaryTables
+from rope_patch.models.base import AttentionLayer, RotaryTables, is_causal
 from rope_patch.models.cached_keys import (
     OWN_ROTATION,
     SIGNATURE,
@@ -45,7 +45,7 @@ from rope_patch.models.paged import Request
 from rope_patch.mounting.parameters import LearnedWeights
 from rope_patch.mounting.positions import PASSED
 from rope_patch.mounting.still import Still
-from rope_patch.mounting.sums import running_sums
+from rope_patch.mounting.sums import contributions
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import Constant, follow_on, joined, key_positions, query_start
@@ -99,13 +99,16 @@ class LateForward:
         for memo in self.memos:
             memo.forget()
         chosen = cast(Any, module.config)._attn_implementation == "sdpa" and all(map(_is_ours, self.scorers))
-        groups = _groups(kwargs, cast(Any, module.config)) if self.scorers and chosen else None
+        groups = None
+        if self.scorers and chosen:
+            causal = is_causal(self.scorers[0], kwargs.get("is_causal"))
+            groups = _groups(kwargs, cast(Any, module.config), causal)
         if groups is not None:
-            changed["attention_mask"] = as_mask_argument(groups)
+            changed["attention_mask"] = Groups.of(groups)
         return ((), {**kwargs, **changed}) if changed else None
 
 
-def _groups(kwargs: dict[str, Any], config: Any) -> torch.Tensor | None:
+def _groups(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Tensor | None:
     """Groups of the keys of a forward, if Transformers would otherwise build a mask."""
     tokens = tokens_of(kwargs)
     if tokens is None or tokens.shape[1] == 1:
@@ -115,6 +118,8 @@ def _groups(kwargs: dict[str, Any], config: Any) -> torch.Tensor | None:
         positions = positions[0]  # of the text, see `OneAxis`
     if isinstance(mask, torch.Tensor):
         return groups_of_pads(mask) if mask.ndim == 2 and not mask.all() else None
+    if not causal:
+        return None  # in both directions Transformers does not separate documents
     use_cache = getattr(config, "use_cache", False) if kwargs.get("use_cache") is None else kwargs["use_cache"]
     without_cache = kwargs.get("past_key_values") is None and not use_cache
     if mask is None and without_cache and isinstance(positions, torch.Tensor) and positions.ndim == 2:
@@ -168,10 +173,9 @@ class LateAttention:
 
     def __post_init__(self) -> None:
         slots = self.scheme.slots
-        self.regions: tuple[Region, ...] = self.scheme.segments() if "segments" in slots else ()
-        # regions of negative distance contain only keys after the query, which a causal model never sees
-        if self.layer.is_causal:
-            self.regions = tuple(region for region in self.regions if region.stop > 0)
+        self.both_ways: tuple[Region, ...] = self.scheme.segments() if "segments" in slots else ()
+        # regions of negative distance contain only keys after the query, which a causal call never sees
+        self.regions = tuple(region for region in self.both_ways if region.stop > 0)
         self.rotate = self.rotation != "module"
         self.anchor: PositionMap | None = None
         if self.rotation == "anchored" and self.regions:
@@ -248,7 +252,7 @@ class LateAttention:
         if "running_bias" in self.methods:
             added = self.scheme.running_bias(hidden, self.weights())
             slots = hidden.shape[1] if call.kv_length is None else call.kv_length
-            call.sums = running_sums(added, cache, self.layer.index, self.num_layers, slots)
+            call.added = contributions(added, cache, self.layer.index, self.num_layers, slots)
         if self.rotate and self.layer.rotary is not None:
             kwargs["position_embeddings"] = self._first_rotation(kwargs["position_embeddings"], call, hidden)
         kwargs["rope_patch"] = call
@@ -358,7 +362,9 @@ class LateCall:
             if there are none, or if they are not needed.
         scattered: whether the distance of some visible key differs from its difference of slots.
         seen: true on keys that some query can see, `(batch or 1, kv_len)`; None for all of them.
-        sums: running sums of the scheme's bias, `(batch, heads, kv_len)`; None without such a bias.
+        added: what each slot adds to the running sums of the scheme's bias, `(batch, kv_len, heads)`; None without such
+            a bias.
+        looks_ahead: whether a query may see keys after it.
         is_request: whether it is one request in a row of continuous batching.
     """
 
@@ -374,7 +380,8 @@ class LateCall:
     past: torch.Tensor | None = None
     scattered: bool = False
     seen: torch.Tensor | None = None
-    sums: torch.Tensor | None = None
+    added: torch.Tensor | None = None
+    looks_ahead: bool = False
     is_request: bool = False
 
     @property

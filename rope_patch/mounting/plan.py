@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from torch import nn
+
 from rope_patch.attention.inputs import AttentionMode
 from rope_patch.attention.memo import StackMemo
 from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
@@ -351,7 +353,9 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
         hook.written_by = signature
     # an unchanged, sliding or delegating layer needs the mask of all pairs
     reads_groups = len(hooks) == stack.config.num_hidden_layers and all(hook.reads_groups for hook in hooks)
-    scorers = tuple(hook.layer.module for hook in hooks) if reads_groups else ()
+    scorers = tuple(hook.layer.module for hook in hooks)
+    if not reads_groups or _others_take_masks(stack.module, scorers):
+        scorers = ()
     # a stack that rotates counts for itself if it takes no positions
     counts = not stack.rotary and "position_ids" not in inspect.signature(stack.module.forward).parameters
     changes.hook(
@@ -360,6 +364,17 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
     for hook in hooks:
         changes.hook(hook.layer.module, hook)
         hook.register()
+
+
+def _others_take_masks(stack: nn.Module, scorers: Sequence[nn.Module]) -> bool:
+    """Whether the mask of a stack also reaches modules that are not among these attention modules or around them: a
+    convolution or a state, which pads must not enter (Falcon-H1, Zaya), or an indexer. Cross-attention has its own.
+    """
+    own = set(scorers)
+    inner = (module for module in stack.modules() if module not in own and own.isdisjoint(module.modules()))
+    taken = (inspect.signature(forward).parameters for forward in {type(module).forward for module in inner})
+    crossing = {"key_value_states", "encoder_hidden_states"}
+    return any(any("mask" in name for name in names) and crossing.isdisjoint(names) for names in taken)
 
 
 def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> list[LateAttention]:

@@ -101,8 +101,8 @@ def _tokens_before(kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor
 
 @dataclass(eq=False)
 class PassPositions:
-    """Pre-hook of a stack whose blocks do not pass positions to their attention (Llama 4), or pass those of all axes
-    (GLM-4.5V).
+    """Pre-hook of a stack whose blocks do not pass positions to their attention (Llama 4), or receive none (Zaya), or
+    those of all axes (GLM-4.5V).
 
     Attributes:
         enters: see `OneAxis`.
@@ -117,7 +117,7 @@ class PassPositions:
             return None
         given = kwargs.get("position_ids")
         if given is None:
-            given = _tokens_before(kwargs, tokens) if self.enters else _slots(kwargs, tokens)
+            given = _tokens_before(kwargs, tokens) if self.enters else _slots(kwargs, tokens)[:1]
         return (), {**kwargs, PASSED: given[0] if given.ndim == 3 else given}
 
 

@@ -19,13 +19,15 @@ from rope_patch.attention.call import EVERY, Call
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.fused.call import Fused
 from rope_patch.attention.inputs import AttentionInputs, Content
-from rope_patch.attention.masks import keys_seen, read_mask
+from rope_patch.attention.masks import keys_seen, read_mask, shows_later_keys
 from rope_patch.attention.memo import wants_gradient
 from rope_patch.attention.turning import turn
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
+from rope_patch.models.base import is_causal
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.models.paged import Request, attend_by_request
 from rope_patch.mounting.late import LateCall, Tables
+from rope_patch.mounting.sums import running_sums
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
@@ -89,17 +91,21 @@ def late_attention(
     learned = state.weights()
     query = scaled_query(call, query, learned)
 
+    def shared(what: str, compute: Callable[[], Any]) -> Any:
+        # layers share the mask, and therefore all that depends on it
+        place = what, query.shape[2], key.shape[2], call.start
+        return call.memo.derived(place, compute, attention_mask) if call.shareable else compute()
+
     def masked() -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        lengths = projected.shape[2], key.shape[2]
+        lengths = query.shape[2], key.shape[2]
+        return shared("mask", lambda: read_mask(attention_mask, call.position_ids, *lengths, call.start, state.config))
 
-        def read() -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            return read_mask(attention_mask, call.position_ids, *lengths, call.start, state.config)
+    def seen() -> torch.Tensor | None:
+        return shared("seen", lambda: keys_seen(*masked()))
 
-        # layers share the object, so later results that depend on it can be shared, too
-        return call.memo.derived(("mask", *lengths, call.start), read, attention_mask) if call.shareable else read()
-
-    if scheme.length_dependent and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
-        call = dataclasses.replace(call, tokens=keys_seen(*masked()))
+    readable = attention_mask is None or isinstance(attention_mask, torch.Tensor)
+    if scheme.length_dependent and readable:
+        call = dataclasses.replace(call, tokens=seen())
     # if every step rotates the keys of a whole cache, they are rotated and scored a few at a time
     scores = (
         state.scores
@@ -108,6 +114,9 @@ def late_attention(
     )
     if (scores or scheme.length_dependent) and not torch.compiler.is_compiling():
         _refuse_part_of_a_row(scheme, implementation)
+    if query.shape[2] > 1 and readable and (scores or scheme.causal_only):
+        causal = is_causal(module, kwargs.get("is_causal"))
+        call.looks_ahead = _looks_ahead(call, masked()[0], attention_mask, causal)
     if not scores:
         turned = TurningCall(query, key, call.memo, call, learned)
         previous = _previous_attention(module, implementation)
@@ -117,8 +126,8 @@ def late_attention(
     if torch.is_autocast_enabled(query.device.type):  # as for `scaled_dot_product_attention`
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value, projected = (x.to(dtype) for x in (query, key, value, projected))
-    causal = kwargs.get("is_causal")
     mask, groups = masked()
+    sums = None if call.added is None else running_sums(call.added, seen())
     by_content = state.methods & {"content_bias", "weight_factor", "relative_values"}
     inputs = AttentionInputs(
         branches=(),
@@ -128,11 +137,11 @@ def late_attention(
         mask=mask,
         groups=groups,
         # one query without a mask is a decoding step and sees every key
-        causal=(getattr(module, "is_causal", True) if causal is None else causal) and query.shape[2] > 1,
+        causal=query.shape[2] > 1 and not call.looks_ahead,
         query_start=call.start,
         scattered=call.scattered,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sums=call.sums,
+        sums=sums,
         bias=call.memo.bias(scheme, query, learned) if "bias" in state.methods else None,
         content=Content(scheme, learned, call.states, projected, key) if by_content else None,
         softcap=kwargs.get("softcap"),
@@ -142,6 +151,29 @@ def late_attention(
     mode = "oracle" if implementation in ("eager", "paged|eager") else state.attention
     output, weights = engine.score(inputs, TurningCall(query, key, call.memo, call, learned), mode)
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
+
+
+def _looks_ahead(call: LateCall, mask: torch.Tensor | None, given: torch.Tensor | None, causal: bool) -> bool:
+    """Whether some query of a call may see keys after it: by its materialised `mask`, made of the `given` one, or
+    without one unless it is `causal`. A compiled graph trusts a causal model and asserts it where it matters.
+
+    Raises:
+        UnsupportedPositions: one may, but the scheme has no meaning for such keys.
+    """
+    state = call.state
+    reason = f"{state.scheme} is undefined for keys after the query, which this call shows; pass a causal mask"
+    if mask is None or (torch.compiler.is_compiling() and not causal):
+        ahead = not causal
+    elif torch.compiler.is_compiling():
+        if state.both_ways != state.regions or state.scheme.causal_only:
+            hidden = ~shows_later_keys(mask, call.start)
+            torch._assert_async(hidden, "rope_patch: the mask shows keys after the query; run eagerly")
+        return False
+    else:
+        ahead = call.memo.derived("ahead", lambda: bool(shows_later_keys(mask, call.start)), given)
+    if ahead and state.scheme.causal_only:
+        raise UnsupportedPositions(reason)
+    return ahead
 
 
 def scaled_query(call: LateCall, query: torch.Tensor, learned: Weights) -> torch.Tensor:
@@ -177,7 +209,8 @@ class TurningCall(Call):
     @property
     def regions(self) -> tuple[Region, ...]:
         """See `Call`."""
-        return self.late.state.regions or (ALL_PAIRS,)
+        state = self.late.state
+        return (state.both_ways if self.late.looks_ahead else state.regions) or (ALL_PAIRS,)
 
     def query(self, region: Region) -> torch.Tensor:
         """See `Call`."""

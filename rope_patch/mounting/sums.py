@@ -16,8 +16,10 @@ from rope_patch.errors import UnsupportedPositions
 _OF = "_rope_patch_sums_of"
 
 
-def running_sums(added: torch.Tensor, cache: Cache | None, index: int, num_layers: int, kv_length: int) -> torch.Tensor:
-    """The sums up to each slot, float64, `(batch, heads, kv_length)`; earlier contributions are read from the cache.
+def contributions(
+    added: torch.Tensor, cache: Cache | None, index: int, num_layers: int, kv_length: int
+) -> torch.Tensor:
+    """What each slot adds to the sums, `(batch, kv_length, heads)`; earlier contributions are read from the cache.
 
     Args:
         added: contributions of the new tokens, `(batch, length, heads)`.
@@ -35,6 +37,17 @@ def running_sums(added: torch.Tensor, cache: Cache | None, index: int, num_layer
                 f"layer {index}: the cache has {kv_length} keys, but sums of {added.shape[1]} tokens; a bias from "
                 "hidden states needs every earlier token: do not evict keys"
             )
+    return added
+
+
+def running_sums(added: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+    """The sums up to each slot, float64, `(batch, heads, kv_length)`.
+
+    Args:
+        added: `contributions`.
+        seen: false on pads, which add nothing, `(batch or 1, kv_length)`; None without pads.
+    """
+    added = added if seen is None else torch.where(seen[..., None], added, 0)
     return added.transpose(1, 2).contiguous().double().cumsum(dim=-1)
 
 

@@ -19,8 +19,8 @@ class Recurrent(Scheme):
     The price is that tokens are read one after the other. The GRU is PyTorch's (reset gate, update gate, candidate);
     z h_(m-1) + (1 - z) n_m.
 
-    A text begins, with h = 0, at every position 0. This rule alone separates packed documents and left pads. The GRU
-    looks back only, even in a bidirectional model.
+    A text begins, with h = 0, at every position 0. This rule alone separates packed documents. Pads leave the state as
+    it is. The GRU looks back only, even in a bidirectional model.
 
     The post names the layer without details. The GRU, the sum with x_m and the small start of W_o, which nearly
     preserves a pretrained model, are our choices.
@@ -77,9 +77,23 @@ class Recurrent(Scheme):
             state = x.new_zeros(len(x), output.shape[1])
         starts = (tokens.positions == 0).expand(x.shape[:2])
         # the sizes of its tensors depend on the values of the positions
-        uncompiled = torch.compiler.disable(_read_texts)
-        remembered = uncompiled(x.to(wide), starts, state.to(wide), gru)
+        uncompiled = torch.compiler.disable(_read_tokens)
+        seen = None if tokens.seen is None else tokens.seen.expand(x.shape[:2])
+        remembered = uncompiled(x.to(wide), starts, state.to(wide), gru, seen)
         return (x + remembered @ output.T).to(x.dtype), remembered
+
+
+def _read_tokens(
+    x: torch.Tensor, starts: torch.Tensor, state: torch.Tensor, gru: list[torch.Tensor], seen: torch.Tensor | None
+) -> torch.Tensor:
+    """`_read_texts` without pads, false in `seen` `(batch, length)`; at a pad, h is that of the last token."""
+    if seen is None or seen.all():
+        return _read_texts(x, starts, state, gru)
+    pads_last = (~seen).long().argsort(dim=1, stable=True)
+    starts = (starts | ~seen).gather(1, pads_last)
+    read = _read_texts(x.gather(1, pads_last[..., None].expand_as(x)), starts, state, gru)
+    last = seen.cumsum(dim=1)[..., None] - 1
+    return torch.where(last < 0, state[:, None], read.gather(1, last.clamp(min=0).expand_as(read)))
 
 
 def _read_texts(x: torch.Tensor, starts: torch.Tensor, state: torch.Tensor, gru: list[torch.Tensor]) -> torch.Tensor:

@@ -138,6 +138,7 @@ class Tokens:
         ids: `(batch, length)`; None if the model received vectors instead of tokens.
         block: index of the layer that they enter; 0 at the input.
         remaining: number of layers still to pass, that one included.
+        seen: false on pads, `(batch or 1, length)`, for a scheme that is `stateful`; None without known pads.
     """
 
     states: torch.Tensor
@@ -145,6 +146,7 @@ class Tokens:
     ids: torch.Tensor | None = None
     block: int = 0
     remaining: int = 1
+    seen: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,9 @@ def verdict(row: dict[str, Any]) -> tuple[str, str]:
     if "checks" not in row:
         return "not built", _sentence(row["reason"])
     checks = row["checks"]
-    wrong = {name: f for name, f in checks.items() if (isinstance(f, float) and not f <= TOLERANCE) or "blind" in str(f)}
+    wrong = {
+        name: f for name, f in checks.items() if (isinstance(f, float) and not f <= TOLERANCE) or "blind" in str(f)
+    }
     foreign = {name: f for name, f in checks.items() if str(f).startswith("foreign")}
     if foreign:
         return "FOREIGN", _listed(foreign)
