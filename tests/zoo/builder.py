@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +111,7 @@ class Specimen:
 
 def model_types() -> list[str]:
     """Those that an Auto class knows and whose config, or a part of it, has a vocabulary."""
-    known = {config.model_type for auto in AUTO for config in auto._model_mapping.keys()}
+    known = {config.model_type for auto in AUTO for config in auto._model_mapping.keys()}  # noqa: SIM118
     return sorted(name for name in known if name in CONFIG_MAPPING and _reads_text(name))
 
 
@@ -200,7 +199,9 @@ def _small(default: PreTrainedConfig, base: dict[str, Any], special: dict[str, A
         elif type(value) is int and _TOKEN.match(key) and value >= WORDS:
             values[key] = min(next(ids), VOCABULARY - 1)
         elif type(value) is int and value > 4 and not _KEPT.match(key):
-            values |= {key: min(size, value) for size in [_size_of(key)] if size is not None}
+            size = _size_of(key)
+            if size is not None:
+                values[key] = min(size, value)
         elif isinstance(value, list) and value and len(value) == number and default.model_type not in _OF_FAMILIES:
             kinds = [kind for i, kind in enumerate(value) if kind not in value[:i]]  # of layers: each of them, in turn
             few = base.get("num_hidden_layers", 2) if hasattr(default, "vocab_size") else 2

@@ -25,7 +25,7 @@ def test_the_page_is_made_of_the_rows():
 
 
 def test_no_row_is_wrong_or_ends_in_a_foreign_error():
-    assert {verdict for verdict in VERDICTS.values()} <= {"right", "table", "refused", "not built"}
+    assert set(VERDICTS.values()) <= {"right", "table", "refused", "not built"}
 
 
 @same_version
