@@ -16,8 +16,20 @@ import torch
 from tokenizers import pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations import GGUF_CONFIG_MAPPING
 
 from rope_patch.errors import NoCheckpoint, UnsupportedModel, require
+
+_STATED = {
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+"""Settings that Transformers reads from files of some architectures only, and their names in a config."""
+
+_SCALED_BY_WIDTH = (46, 62)
+"""Numbers of layers of Gemma 2 27B and Gemma 3 27B, whose heads are narrower than the scale of their scores assumes."""
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -29,7 +41,7 @@ def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
     """The model of a GGUF file, with unpacked weights, in bfloat16 unless `dtype` is set.
 
     Args:
-        **kwargs: for `from_pretrained` of Transformers.
+        **kwargs: for `from_pretrained` of Transformers; fields of the config replace those of the file.
 
     Raises:
         NoCheckpoint: it is not a GGUF file, or truncated.
@@ -45,8 +57,9 @@ def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
     with _one_error(path):
         tensors = GGUFReader(path).tensors
     held, unpacked = sum(int(tensor.n_elements) for tensor in tensors), GgufConfig(dequantize=True)
+    config = kwargs.pop("config", None) or _config_of(path, metadata, kwargs)
     model = AutoModelForCausalLM.from_pretrained(
-        Path(path).parent, gguf_file=Path(path).name, quantization_config=unpacked, **kwargs
+        Path(path).parent, gguf_file=Path(path).name, config=config, quantization_config=unpacked, **kwargs
     )
     taken = sum({each.data_ptr(): each.numel() for each in model.state_dict().values()}.values())  # tied ones once
     if held != taken:
@@ -55,7 +68,6 @@ def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
             f"{path} holds {held} weights{positions}, but {type(model).__name__} has {taken}: Transformers ignores a "
             "part of this file; use the checkpoint from which it was made"
         )
-    _check_scaling(path, metadata, model.config)
     vars(model.config).pop("_model_name_or_path", None)  # a title, not a path
     model.name_or_path = model.config.name_or_path = str(path)  # adapters refer to it
     return model
@@ -63,10 +75,7 @@ def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
 
 def load_gguf_config(path: str | Path) -> Any:
     """The config from the settings of a GGUF file; errors as in `load_gguf`."""
-    metadata = _metadata(path)
-    config = AutoConfig.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
-    _check_scaling(path, metadata, config)
-    return config
+    return _config_of(path, _metadata(path), {})
 
 
 def load_gguf_tokenizer(path: str | Path) -> Any:
@@ -96,6 +105,33 @@ def _one_error(path: str | Path) -> Iterator[None]:
         yield
     except (IndexError, KeyError, ValueError, struct.error) as error:
         raise NoCheckpoint(f"{path} is not a GGUF file, or truncated: {error}") from error
+
+
+def _config_of(path: str | Path, metadata: dict[str, Any], given: dict[str, Any]) -> Any:
+    """The config that a file states, with the fields among the `given` arguments, which are removed from them."""
+    config = AutoConfig.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
+    architecture = metadata["general.architecture"]
+    stated = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
+    unread = _STATED.keys() & stated.keys() - GGUF_CONFIG_MAPPING.get(architecture, {}).keys()
+    vars(config).update({_STATED[setting]: stated[setting] or None for setting in unread})
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if (base := stated.get("rope.freq_base_swa")) and "sliding_attention" in parameters:
+        parameters["sliding_attention"]["rope_theta"] = base
+    if (pattern := stated.get("attention.sliding_window_pattern")) is not None:
+        if isinstance(pattern, int):  # the last of so many layers sees everything
+            pattern = [(index + 1) % pattern != 0 for index in range(config.num_hidden_layers)]
+        config.layer_types = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    scalar = "query_pre_attn_scalar"
+    if getattr(config, scalar, None) not in (None, config.head_dim) and scalar not in given:
+        if config.num_hidden_layers not in _SCALED_BY_WIDTH:
+            raise UnsupportedModel(
+                f"{path} does not state {scalar}, and head_dim={config.head_dim} is not that of a published "
+                f"{architecture}; pass {scalar}=..., from the config of the checkpoint from which it was made"
+            )
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    config.update({name: given.pop(name) for name in vars(config).keys() & given.keys() - {"dtype"}})
+    _check_scaling(path, metadata, config)
+    return config
 
 
 def _check_scaling(path: str | Path, metadata: dict[str, Any], config: Any) -> None:

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig, PreTrainedModel
 
 import rope_patch
 from rope_patch.cli import main
@@ -17,6 +17,8 @@ from rope_patch.evaluation import checkpoints
 from rope_patch.evaluation.checkpoints import load_config, load_model, load_tokenizer
 from rope_patch.models.config import training_length
 from tests.evaluation.conftest import TRAINING_LENGTH, tiny_llama
+from tests.families import FAMILIES, from_config
+from tests.runs import logits, tokens
 
 gguf = pytest.importorskip("gguf")
 
@@ -30,8 +32,11 @@ def interleaved(matrix: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(matrix.shape)
 
 
-def write(path, model: LlamaForCausalLM, quantised=(), more=None, settings=None, architecture="llama") -> None:
+def write(
+    path, model: PreTrainedModel, quantised=(), more=None, settings=None, architecture="llama", numbers=None
+) -> None:
     config = model.config
+    parameters = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -40,7 +45,7 @@ def write(path, model: LlamaForCausalLM, quantised=(), more=None, settings=None,
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(parameters["rope_theta"])
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
@@ -52,14 +57,21 @@ def write(path, model: LlamaForCausalLM, quantised=(), more=None, settings=None,
     writer.add_eos_token_id(0)
     for name, value in (settings or {}).items():
         writer.add_string(name, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, (kind, value) in (numbers or {}).items():
+        getattr(writer, f"add_{kind}")(f"{architecture}.{name}", value)
+    known = getattr(gguf.MODEL_ARCH, architecture.upper(), gguf.MODEL_ARCH.LLAMA)
+    names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     tensors = {}
     for name, value in model.state_dict().items():
         matrix = value.float().numpy()
-        if "q_proj" in name or "k_proj" in name:
+        if "gemma" in architecture and "norm" in name:
+            matrix = matrix + 1
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             matrix = interleaved(matrix, heads)
-        tensors[names.get_name(name.removesuffix(".weight")) + ".weight"] = matrix
+        name, _, kind = name.rpartition(".")
+        if name != "lm_head" or not config.tie_word_embeddings:
+            tensors[f"{names.get_name(name)}.{kind}"] = matrix
     for name, matrix in (tensors | (more or {})).items():
         kind = gguf.GGMLQuantizationType.Q8_0
         if name.split(".")[-2] in quantised:
@@ -206,6 +218,61 @@ def test_rope_scaling_that_transformers_would_leave_out_is_refused(load, tmp_pat
     assert "rope scaling 'yarn'" in refused(tmp_path / "x.gguf", load)
     write(tmp_path / "y.gguf", tiny_llama(), settings={"llama.rope.scaling.type": "none"})
     load(str(tmp_path / "y.gguf"))
+
+
+def of(model_type: str, **values) -> PreTrainedModel:
+    shape = {**FAMILIES["qwen3"], "vocab_size": 128, "tie_word_embeddings": "gemma" in model_type}
+    return from_config(AutoConfig.for_model(**{**shape, "model_type": model_type, **values}))
+
+
+CAPPED = {"attn_logit_softcapping": ("float32", 3.0), "final_logit_softcapping": ("float32", 2.0)}
+WINDOWS = {"attention.sliding_window": ("uint32", 8), "attention.sliding_window_pattern": ("uint32", 2)}
+TWO_BASES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "numbers"),
+    [
+        ("qwen3", {"head_dim": 32}, {}),
+        ("qwen2", {"head_dim": 32}, {}),
+        ("gemma2", {"head_dim": 256, "sliding_window": 8, **{name: cap for name, (_, cap) in CAPPED.items()}}, CAPPED),
+        (
+            "gemma3",
+            {"head_dim": 256, "sliding_window": 8, "sliding_window_pattern": 2, "rope_parameters": TWO_BASES},
+            {"rope.freq_base_swa": ("float32", 2e4)},
+        ),
+    ],
+)
+def test_what_a_file_states_reaches_the_model(architecture, values, numbers, tmp_path):
+    theirs = of({"gemma3": "gemma3_text"}.get(architecture, architecture), **values)
+    theirs.set_attn_implementation("eager")  # sdpa ignores or refuses softcaps
+    stated = {"attention.key_length": ("uint32", theirs.config.head_dim), **numbers}
+    windows = WINDOWS if "gemma" in architecture else {}
+    write(tmp_path / "x.gguf", theirs, architecture=architecture, numbers={**stated, **windows})
+    ours = rope_patch.from_pretrained(tmp_path / "x.gguf", dtype=torch.float32, attn_implementation="eager")
+    assert torch.equal(logits(ours, tokens()), logits(theirs, tokens()))
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+def test_a_scale_of_scores_that_no_file_states_is_refused_or_given(architecture, tmp_path):
+    theirs = of({"gemma3": "gemma3_text"}.get(architecture, architecture), query_pre_attn_scalar=24, sliding_window=8)
+    numbers = {"attention.key_length": ("uint32", 16), "attention.sliding_window": ("uint32", 8)}
+    path = tmp_path / "x.gguf"
+    write(path, theirs, architecture=architecture, numbers=numbers)
+    for load in (load_model, load_config):
+        assert "does not state query_pre_attn_scalar, and head_dim=16" in refused(path, load)
+    ours = rope_patch.from_pretrained(path, dtype=torch.float32, query_pre_attn_scalar=24, attn_implementation="eager")
+    theirs.set_attn_implementation("eager")
+    assert torch.equal(logits(ours, tokens()), logits(theirs, tokens()))
+
+
+def test_the_scale_of_the_widest_gemma_follows_from_its_sizes(tmp_path):
+    theirs = of("gemma2", num_hidden_layers=46, hidden_size=96, query_pre_attn_scalar=24, sliding_window=8)
+    write(tmp_path / "x.gguf", theirs, architecture="gemma2", numbers={"attention.key_length": ("uint32", 16)})
+    assert load_config(str(tmp_path / "x.gguf")).query_pre_attn_scalar == 24
 
 
 def test_without_the_package_its_extra_is_named(file, monkeypatch, capsys):
