@@ -175,14 +175,16 @@ def _read_layer(
     family = type(stack).__name__
     index = number if module.layer_idx is None else cast(int, module.layer_idx)
     config = config_of_layer(getattr(module, "config", stack.config), index)
-    layer_type = _layer_type(module, config)
+    types = getattr(config, "layer_types", None)
+    layer_type = types[index] if types else getattr(module, "layer_type", None)
     around = [stack.get_submodule(name.rsplit(".", depth)[0]) for depth in range(1, name.count(".") + 1)]
     block = around[0] if around else stack
-    tables = next((passed[outer] for outer in around if outer in passed), ...)
-    if tables is ...:
+    known = [passed[outer] for outer in around if outer in passed]
+    tables = known[0] if known else next((t for t in rotary if t.layer_type in (None, layer_type)), None)
+    if not known:
         if (count := len({found.module for found in rotary})) > 1:
             raise UnsupportedModel(f"{family} has {count} rotary modules; it does not declare which one {name} uses")
-        if (tables := next((t for t in rotary if t.layer_type in (None, layer_type)), None)) is None:
+        if tables is None:
             raise UnsupportedModel(f"{family}: no rotary tables for {name} of layer type {layer_type!r}")
     sliding = getattr(module, "sliding_window", None)
     keeps = _keeps_keys_apart(stack, index)
@@ -207,7 +209,7 @@ def _read_layer(
     except UnsupportedModel as error:
         normed = isinstance(error, Followed)
         unscored = unscored or (not normed and _misses_interface(module)) or str(error)
-    if layout is not None and normed and tables.attention_scaling != 1:
+    if tables is not None and layout is not None and normed and tables.attention_scaling != 1:
         raise UnsupportedModel(
             f"{family}: the tables scale queries and keys by {tables.attention_scaling:g}, but the norm after the "
             f"rotation in {name} undoes the scale"
@@ -249,11 +251,6 @@ def _reads_tables_otherwise(module: nn.Module) -> str:
         if inner is not module and "position_embeddings" in inspect.signature(inner.forward).parameters:
             return f"{type(inner).__name__} inside it reads the rotary tables as well"
     return ""
-
-
-def _layer_type(module: nn.Module, config: Any) -> str | None:
-    types = getattr(config, "layer_types", None)
-    return types[module.layer_idx] if types else getattr(module, "layer_type", None)
 
 
 def _window_for_all(config: Any) -> bool:
