@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
 import inspect
 import itertools
 from collections.abc import Iterable, Mapping
@@ -129,7 +130,7 @@ def _as_declared(tables: RotaryTables, config: Any) -> bool:
 
 
 def _attention_modules(stack: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The innermost modules that know their layer index and take `position_embeddings`, but not those inside a module
+    """The innermost modules that know their layer index and read `position_embeddings`, but not those inside a module
     that calls the attention interface: they may choose the keys that it sees.
     """
     found = {
@@ -147,7 +148,15 @@ def _attention_modules(stack: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, module in found.items()
         if not inside(scoring if name in scoring else found, name)
         and (name in scoring or not any(name.startswith(f"{outer}.") for outer in scoring))
+        and _reads_tables(module)
     ]
+
+
+def _reads_tables(module: nn.Module) -> bool:
+    """Whether a forward that takes `position_embeddings` reads them; linear or cross-attention may only accept them."""
+    name, code = "position_embeddings", inspect.unwrap(type(module).forward).__code__
+    loaded = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD"))
+    return any(name == found or (isinstance(found, tuple) and name in found) for found in loaded)
 
 
 def _misses_interface(module: nn.Module) -> str:
