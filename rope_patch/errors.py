@@ -119,7 +119,7 @@ def require(package: str, what: str, extra: str | None = None) -> None:
     try:
         importlib.import_module(package)
     except ImportError as error:
-        wanted = f"'rope-patch[{extra}]'" if extra else package
+        wanted = f'".[{extra}]" in a checkout of rope_patch' if extra else package
         raise MissingPackage(f"{what} needs {package}: pip install {wanted}") from error
 
 

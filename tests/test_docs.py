@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import os
+import itertools
 import re
-import subprocess
 import sys
 import xml.etree.ElementTree
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,6 +20,7 @@ import yaml
 
 import rope_patch
 from rope_patch import get_scheme, list_schemes
+from rope_patch.evaluation.lines import scheme_at
 from rope_patch.schemes import scheme_class
 
 ROOT = Path(__file__).parents[1]
@@ -242,18 +243,74 @@ def test_python_in_the_guides_compiles(path):
         ast.parse(code)
 
 
-@pytest.mark.slow
-def test_the_tutorial_runs_in_order(tmp_path):
-    for name in ("LICENSE", "recipes"):  # it writes to `runs`, which the repository may have filled
+SHOWN = re.compile(r"^```python\n(.*?)^```\n(?:\n```(?:text)?\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+"""A Python block, and the block of output that follows it, if any."""
+
+WITH_OUTPUT = [path for path in FILES if any(output for _, output in SHOWN.findall(path.read_text()))]
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
+
+
+def pieces(text: str) -> list[str]:
+    """The lines of an output without their margins, and without empty ones."""
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+def is_as_shown(shown: str, printed: str) -> bool:
+    """Whether a page shows a line that was printed: "..." stands for the rest, and the last digit may differ."""
+    if shown.endswith("..."):
+        shown, printed = shown[:-3], printed[: len(shown) - 3]
+    if NUMBER.sub("#", shown) != NUMBER.sub("#", printed):
+        return False
+    pairs = zip(NUMBER.findall(shown), NUMBER.findall(printed), strict=True)
+    return all(one == other or abs(float(one) - float(other)) <= 2.5e-3 for one, other in pairs)
+
+
+def test_the_pages_with_output_are_found():
+    assert {relative(path) for path in WITH_OUTPUT} >= {"README.md", "docs/index.md", "docs/tutorial.md"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem == "tutorial")) for path in WITH_OUTPUT],
+    ids=relative,
+)
+def test_a_page_shows_what_its_code_prints(path, tmp_path, monkeypatch, capsys):
+    for name in ("LICENSE", "recipes"):  # pages write to `runs`, which the repository may have filled
         (tmp_path / name).symlink_to(ROOT / name)
-    code = "\n".join(python_blocks(DOCS / "tutorial.md"))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert "did you mean 'yarn'" in done.stdout
-    assert (tmp_path / "runs" / "tutorial" / "long" / "config.json").is_file()
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for code, output in SHOWN.findall(path.read_text()):
+        exec(compile(code, relative(path), "exec"), names)
+        printed, shown = pieces(capsys.readouterr().out), pieces(output)
+        wrong = [pair for pair in itertools.zip_longest(shown, printed, fillvalue="") if not is_as_shown(*pair)]
+        assert not (output and wrong), f"shown and printed: {wrong}"
+    assert path.stem != "tutorial" or (tmp_path / "runs" / "tutorial" / "long" / "config.json").is_file()
+
+
+def given_to_patch(code: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names of schemes and their fields, from the calls of `patch` in a block that give literals."""
+    for call in ast.walk(ast.parse(code)):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("patch", "rope_patch.patch"):
+            fields = {each.arg: each.value for each in call.keywords if each.arg not in ("mount", "attention")}
+            given = [*call.args[1:], *fields.values()]
+            if call.args[1:] and all(isinstance(value, ast.Constant) for value in given) and None not in fields:
+                yield call.args[1].value, {str(name): value.value for name, value in fields.items()}
+
+
+NO_SCHEMES = {"WINNER", "yarm", "rope+log_bias:scale=0.5"}
+"""A placeholder, a mistake that a page shows, and a scheme that a page defines."""
+
+
+@pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "recipes").rglob("*.[py][ya]*"))], ids=relative)
+def test_every_scheme_that_a_page_or_a_config_names_can_be_read(path):
+    text = path.read_text()
+    config = (yaml.safe_load(text) or {}) if path.suffix == ".yaml" else {}
+    in_words = re.findall(r"--scheme[ =]+[\"']?([^\s\"'`]+)", text)
+    for spec in {*in_words, *config.get("schemes", []), config.get("scheme", "plain")} - NO_SCHEMES:
+        scheme_at(spec.rstrip(".,)"), 1)
+    for code in python_blocks(path) if path.suffix == ".md" else ():
+        for spec, fields in given_to_patch(code):
+            assert spec in NO_SCHEMES or get_scheme(spec, **fields)
 
 
 def test_the_citation_is_of_this_version():

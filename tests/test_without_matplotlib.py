@@ -13,7 +13,7 @@ from rope_patch.evaluation import charts
 from tests.evaluation.conftest import checkpoint, documents  # noqa: F401
 from tests.test_architecture import MODULES
 
-SENTENCE = "the picture needs matplotlib: pip install 'rope-patch[plots]'"
+SENTENCE = 'the picture needs matplotlib: pip install ".[plots]" in a checkout of rope_patch'
 
 WITHOUT = """
 import importlib, json, sys

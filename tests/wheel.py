@@ -55,7 +55,7 @@ def try_wheel(wheel: Path, folder: Path) -> None:
     run("pip", "install", "--quiet", "--disable-pip-version-check", "torch")
     run("pip", "install", "--quiet", "--disable-pip-version-check", str(wheel))
     refused = subprocess.run([programs / "rope-patch", "list"], capture_output=True, text=True, cwd=away)
-    if refused.returncode != 2 or "pip install 'rope-patch[cli]'" not in refused.stderr:
+    if refused.returncode != 2 or 'pip install ".[cli]" in a checkout of rope_patch' not in refused.stderr:
         raise SystemExit(f"without tyro: {refused}")
     run("pip", "install", "--quiet", "--disable-pip-version-check", f"{wheel}[cli]")
     where = run("python", "-c", ONE_LINER).strip()

@@ -27,7 +27,7 @@ from tests.families import build
 from tests.runs import cached_logits, left_padded, positions_of, tokens
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install rope-patch[triton]"
+    importlib.util.find_spec("triton") is None, reason='Triton is not installed: pip install ".[triton]"'
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

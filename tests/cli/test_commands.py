@@ -142,5 +142,5 @@ def test_without_the_parser_the_extra_is_named(tmp_path):
     )
     done = cpu_seconds("-c", code)[1]
     assert done.returncode == 2
-    assert "pip install 'rope-patch[cli]'" in done.stderr
+    assert 'pip install ".[cli]" in a checkout of rope_patch' in done.stderr
     assert "Traceback" not in done.stderr

@@ -172,7 +172,7 @@ def test_a_missing_package_is_named_before_anything_is_fetched(shelf, monkeypatc
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert main(["checkpoint", "tiny"]) == 2
     assert capsys.readouterr().err == (
-        "rope-patch: the conversion of tiny needs gguf: pip install 'rope-patch[gguf]'\n"
+        'rope-patch: the conversion of tiny needs gguf: pip install ".[gguf]" in a checkout of rope_patch\n'
     )
 
 

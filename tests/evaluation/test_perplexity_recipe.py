@@ -93,7 +93,7 @@ def test_whole_documents(words, capsys):
 def test_without_matplotlib_the_picture_alone_is_left_out(words, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run_recipe("perplexity", words(lengths="16")) == 0
-    assert "the picture needs matplotlib: pip install 'rope-patch[plots]'" in capsys.readouterr().err
+    assert 'the picture needs matplotlib: pip install ".[plots]" in a checkout of rope_patch' in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["perplexity.jsonl"]
 
 

@@ -125,7 +125,7 @@ def test_what_is_missing_is_found_before_the_model_is_loaded(words, capsys, monk
     monkeypatch.setitem(sys.modules, "wonderwords", None)
     monkeypatch.setattr("rope_patch.evaluation.ruler._words", load_words_anew())
     assert main(words(tasks="cwe")) == 2
-    assert "needs wonderwords: pip install 'rope-patch[ruler]'" in capsys.readouterr().err
+    assert 'needs wonderwords: pip install ".[ruler]" in a checkout of rope_patch' in capsys.readouterr().err
 
 
 def load_words_anew():

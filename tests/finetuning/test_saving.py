@@ -120,5 +120,5 @@ def test_a_checkpoint_that_was_saved_under_another_scheme(left, tmp_path, capsys
 def test_adapters_without_peft(left, monkeypatch):
     path, _ = left(SCHEME, method="lora")
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(MissingPackage, match=r"needs peft: pip install 'rope-patch\[finetune\]'"):
+    with pytest.raises(MissingPackage, match=r'needs peft: pip install "\.\[finetune\]"'):
         rope_patch.from_pretrained(path)
