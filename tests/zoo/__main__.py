@@ -1,7 +1,8 @@
 """Check every model type and write docs/families.md: `python -m tests.zoo`, or `make zoo` (under forty minutes).
 
 Each type has a process of its own and a time limit. `runs/zoo.jsonl` has a line per type: a run that was stopped
-goes on, and `--only TYPE ...` repeats those types. The page is written from `docs/results/zoo/zoo.jsonl` when every type has a line.
+goes on, and `--only TYPE ...` repeats those types. The page is written from `docs/results/zoo/zoo.jsonl` when every
+type has a line.
 """
 
 from __future__ import annotations

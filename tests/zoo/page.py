@@ -19,9 +19,9 @@ VERDICTS = ("right", "table", "refused", "not built", "WRONG", "FOREIGN")
 
 _HEAD = """# Families
 
-What becomes of every model type of Transformers {version} whose config has a vocabulary: decoders, encoders, both, and the
-text of models of images and sounds. `make zoo` builds a tiny random model of each, checks it and writes this page. Models
-within the contract suite are marked; T5 and tables of positions also have suites of their own (`tests/models`).
+What becomes of every model type of Transformers {version} whose config has a vocabulary: decoders, encoders, both, and
+the text of models of images and sounds. `make zoo` builds a tiny random model of each, checks it and writes this page.
+Models within the contract suite are marked; T5 and tables of positions also have suites of their own (`tests/models`).
 
 - **right**: every scheme that is not refused agrees with its truth.
 - **table**: it adds a table of learned positions (as BERT, GPT-2 and OPT do) and runs under `hierarchical`
@@ -34,15 +34,15 @@ within the contract suite are marked; T5 and tables of positions also have suite
 |---|---|
 | `native` | the checkpoint's own scheme, scored late: the plain model |
 | `beyond` | `rerope` with a window beyond the text: the plain model |
-| `rerope` | a narrow window: the module's own projections at constant positions, combined by dense attention in float64 |
+| `rerope` | a narrow window: the module's own projections at constant positions, and dense attention in float64 |
 | `alibi` | the plain model without rotation, and a dense bias |
-| `pi`, `yarn` | the rotary mount: the late mount, and plain Transformers with the exported `rope_parameters` |
+| `pi`, `yarn` | new tables: the late mount if layers can be scored, and plain Transformers with the exported config |
 | `cache` | a prompt in two pieces and single tokens: one forward |
 | `pads` | three rows with left pads: each row alone |
 | `unpatch` | tensors, attributes, hooks, configs and outputs, bit for bit |
 
-Differences are in standard deviations of the outputs; up to {tolerance:g} is right, and a scheme must change outputs by fifty
-times as much, or the check is blind. A check that the plain model fails itself is left out.
+Differences are in standard deviations of the outputs; up to {tolerance:g} is right, and a scheme must change outputs by
+fifty times as much, or the check is blind. A check that the plain model fails itself is left out.
 
 {counts}
 
