@@ -103,7 +103,7 @@ def _compared(tables: RotaryTables, config: Any) -> RotaryTables:
     if follows_buffers(tables):
         return dataclasses.replace(tables, as_declared=_as_declared(tables, config))
     fixed = measure_fixed(tables, training_length(config))
-    as_declared = fixed.attention_scaling == tables.attention_scaling and _as_declared(tables, config)
+    as_declared = bool(fixed.attention_scaling == tables.attention_scaling) and _as_declared(tables, config)
     return dataclasses.replace(tables, as_declared=as_declared, fixed=fixed)
 
 

@@ -278,10 +278,10 @@ def _on_rotation(scheme: Scheme, stack: Stack) -> Scheme:
         return scheme
     if scheme.slots & {"bias", "embedding"} and not _moves_positions(scheme):
         return Compose(scheme, NoPE())
-    follows = stack.native is not None and stack.native.length_dependent
-    if "segments" in scheme.slots and follows and all(tables.fixed is None for tables in stack.rotary):
+    native, is_fixed = stack.native, any(tables.fixed for tables in stack.rotary)
+    if "segments" in scheme.slots and native is not None and native.length_dependent and not is_fixed:
         # the model's own tables depend on the longest row that it ever saw
-        return Compose(scheme, stack.native.resolve(stack.checkpoint))
+        return Compose(scheme, native.resolve(stack.checkpoint))
     return scheme
 
 

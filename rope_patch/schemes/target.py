@@ -103,7 +103,7 @@ def advise(error: MissingField, checkpoint: Checkpoint) -> MissingField:
         filled = {name: value for name, value in filled.items() if name not in given}
     except (InvalidField, TypeError):  # no rule for all of them
         return error
-    shares = {trained: " (L)", trained / 2: " (half of L)"}
+    shares: dict[Any, str] = {trained: " (L)", trained / 2: " (half of L)"}
     open_fields = {name: f"{value:g}" if isinstance(value, float) else value for name, value in filled.items()}
     values = ", ".join(f"{name}={value}{shares.get(value, '')}" for name, value in open_fields.items())
     how = "target='auto' fills it in" if rule else f"reaches {4 * trained} tokens, as target={4 * trained} does"
@@ -138,7 +138,7 @@ def reach_of(scheme: Scheme, checkpoint: Checkpoint) -> int | None:
 
 def _reach_of_part(part: Scheme, checkpoint: Checkpoint) -> int:
     own = {name: value for name, value in vars(part).items() if value is not None}
-    given = {name: own[name] for name in ("window", "original_max_position_embeddings") if name in own}
+    given: dict[str, Any] = {name: own[name] for name in ("window", "original_max_position_embeddings") if name in own}
 
     def fields_for(tokens: int) -> dict[str, Any]:
         return part.fields_for(Target(part.name, tokens, checkpoint, given))
