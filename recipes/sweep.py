@@ -317,7 +317,7 @@ def print_table(rows: Mapping[str, Sequence[Any]], best: str | None) -> None:
     from rope_patch.evaluation.tables import SERVED, Grid, signed
 
     grid, (first, *middle, target) = Grid.of([row for line in rows.values() for row in line]), rows["window"]
-    headers = [str(target.length), "minus cut", f"loss at {first.length}", *(str(row.length) for row in middle)]
+    headers = [str(target.length), "minus cut", f"minus plain at {first.length}", *(str(row.length) for row in middle)]
     title = f"{target.model}: NLL in nats per token, L = {first.length}, best first"
     table = Table("scheme", *headers, "served by", title=title)
     for line, found in rows.items():
@@ -326,7 +326,10 @@ def print_table(rows: Mapping[str, Sequence[Any]], best: str | None) -> None:
         cells = [f"{found[-1].nll:.3f}", apart, at_first]
         cells += [*(f"{row.nll:.3f}" for row in found[1:-1]), grid.served(line)]
         table.add_row(grid.name(line), *cells, style="bold green" if line == best else None)
-    errors = "minus cut: loss minus that of attention cut at L, ± the standard error of this difference"
+    errors = (
+        "minus cut: loss minus that of attention cut at L, ± the standard error of this difference; minus plain: loss "
+        "minus that of the plain checkpoint"
+    )
     Console().print(table, errors, *grid.notes(), SERVED, sep="\n")
 
 

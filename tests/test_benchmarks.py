@@ -183,6 +183,15 @@ def test_pages_have_the_figures_of_the_files(page, table):
     assert report.TABLE.search((ROOT / page).read_text())[0].strip() == table()
 
 
+def test_the_readme_gives_the_figures_of_attention_alone_and_of_the_module():
+    rows = {row.name: row for row in ResultFile.read(report.RESULTS / "cpu.json").rows}
+    alone, module = rows["forward/rerope/8192/float32"], rows["module/rerope/8192/float32"]
+    said = " ".join((ROOT / "README.md").read_text().split())
+    assert f"takes {alone.ratio:.2f} times plain attention (the target of {alone.target:g} is missed)" in said
+    assert not alone.met
+    assert f"{module.ratio:.2f} times with projections and rotations" in said
+
+
 def test_results_come_back_from_disk(tmp_path):
     file = ResultFile(tmp_path / "cpu.json", FACTS)
     file.ceiling["float32"] = 0.1

@@ -90,6 +90,11 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(navigation()) == sorted([*pages, *shown.values()])
 
 
+def test_nothing_is_installed_from_an_index_that_does_not_have_it():
+    written = [*FILES, *ROOT.glob("rope_patch/**/*.py"), *ROOT.glob("recipes/*.py"), *ROOT.glob("notebooks/*.ipynb")]
+    assert not [path for path in written if re.search(r"pip install [\\'\"]*rope-patch", path.read_text())]
+
+
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_every_link_leads_somewhere(path):
     shown = {page: name for name, page in hook("repository").SHOWN.items()}
