@@ -70,6 +70,13 @@ def test_a_row_of_nothing_but_pads_has_no_span():
     assert [(span.rows, span.queries) for span in found] == [(slice(row, row + 1), slice(0, 5)) for row in (0, 2)]
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_integers_are_neither_groups_nor_a_mask_of_all_pairs(dtype):
+    mask = torch.ones(1, 1, 3, 3).tril().to(dtype)
+    with pytest.raises(UnsupportedPositions, match=r"dtype torch\.\w+ and shape \(1, 1, 3, 3\)"):
+        read_mask(mask, torch.arange(3)[None], 3, 3, 0, SDPA)
+
+
 @pytest.mark.parametrize("mask", [object(), torch.ones(1, 1, 3), torch.ones(3)])
 def test_other_masks_are_refused(mask):
     with pytest.raises(UnsupportedPositions, match="set_attn_implementation"):
