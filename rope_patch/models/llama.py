@@ -59,10 +59,11 @@ def read(stack: PreTrainedModel) -> Stack:
         )
         rotary = tuple(itertools.chain(*map(_tables_of, modules, configs)))
         passed, measuring = passed_tables(stack, rotary), Measuring()
-        layers = tuple(
+        found = (
             _read_layer(name, module, index, rotary, passed, stack, checkpoint.training_length, measuring)
             for index, (name, module) in enumerate(_attention_modules(stack))
         )
+        layers = tuple(layer for layer in found if layer is not None)
     if not layers:
         raise UnsupportedModel(
             f"{family} has no self-attention that takes `position_embeddings` through the attention interface"
@@ -180,7 +181,8 @@ def _read_layer(
     stack: PreTrainedModel,
     training_length: int,
     measuring: Measuring,
-) -> AttentionLayer:
+) -> AttentionLayer | None:
+    """A layer of self-attention; None for cross-attention."""
     family = type(stack).__name__
     index = number if module.layer_idx is None else cast(int, module.layer_idx)
     config = config_of_layer(getattr(module, "config", stack.config), index)
@@ -214,7 +216,10 @@ def _read_layer(
         if tables is None:
             heads = measuring.heads(module)
         else:
-            (layout, normed, heads), gets_positions = measuring.turning(name, block, module, tables)
+            (layout, normed, heads), passes = measuring.turning(name, block, module, tables)
+            if passes is None:
+                return None
+            gets_positions = passes
     except UnsupportedModel as error:
         normed = isinstance(error, Followed)
         unscored = unscored or (not normed and _misses_interface(module)) or str(error)

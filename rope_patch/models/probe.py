@@ -79,14 +79,16 @@ class Measuring:
     def __init__(self) -> None:
         self._found: dict[Hashable, Any] = {}
 
-    def turning(self, name: str, block: nn.Module, module: nn.Module, rotary: RotaryTables) -> tuple[Turning, bool]:
+    def turning(
+        self, name: str, block: nn.Module, module: nn.Module, rotary: RotaryTables
+    ) -> tuple[Turning, bool | None]:
         """`measure_layout` and `passes_positions` for this layer and its block, or for others of their kind.
 
         A block that cannot run alone is assumed to pass positions if it names them, as nearly all do.
         """
         kind = (rotary.layer_type, kind_of(module))
         turning = self._once(kind, module, module, lambda tried, _: measure_layout(name, tried, rotary))
-        around = (part_of(block), *map(type, block.children()))
+        around = (part_of(block), name.rpartition(".")[2], *map(type, block.children()))
         try:
             gets_positions = self._once(
                 (kind, around), block, module, lambda tried, inner: passes_positions(tried, inner, rotary)
@@ -221,15 +223,14 @@ def _names_positions(block: nn.Module) -> bool:
     return "position_ids" in inspect.signature(block.forward).parameters
 
 
-def passes_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) -> bool:
-    """Whether a block passes its position ids to its self-attention module. One that does not name them may pass other
-    arguments, but its stack gives it none (Zaya, ModernBERT).
+def passes_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) -> bool | None:
+    """Whether a block passes its position ids to its self-attention module; None for cross-attention, which it does not
+    call without an encoder. One that does not name them may pass other arguments, but its stack gives it none (Zaya,
+    ModernBERT).
 
     Raises:
         UnsupportedModel: the block cannot run alone.
     """
-    if not _names_positions(block):
-        return False
     hidden = _hidden(module)
     handle = module.register_forward_pre_hook(_Reached.stop, with_kwargs=True)
     try:
@@ -237,12 +238,12 @@ def passes_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) 
         with torch.no_grad():
             block.forward(**_arguments(block, hidden, tables))
     except _Reached as reached:
-        return reached.has_positions
+        return reached.has_positions and _names_positions(block)
     except Exception as error:  # any error means that the block needs other arguments
         raise UnsupportedModel(f"{type(block).__name__} cannot run alone: {error}") from error
     finally:
         handle.remove()
-    raise UnsupportedModel(f"{type(block).__name__} does not call its {type(module).__name__}")
+    return None
 
 
 class _Reached(BaseException):  # not an Exception, so that no model catches it
