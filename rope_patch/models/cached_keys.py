@@ -29,6 +29,24 @@ OWN_ROTATION = "in the model's own rotation"
 """State of keys that the attention module rotates itself."""
 
 
+def complete_layers(cache: Cache, num_layers: int) -> list[Any]:
+    """The layers of a cache, with those that it has not created yet, so that more can follow them.
+
+    Raises:
+        UnsupportedPositions: the cache counts its layers in a way of its own.
+    """
+    if type(cache).__len__ is not Cache.__len__:
+        raise UnsupportedPositions(
+            f"a {type(cache).__name__} counts its layers in a way of its own and cannot keep more than keys; pass "
+            "use_cache=False"
+        )
+    layers = cast(list[Any], cache.layers)
+    # an empty cache creates layers on demand; after an early exit it has fewer layers than the model
+    while len(layers) < num_layers and cache.layer_class_to_replicate is not None:
+        layers.append(cast(Any, cache).layer_class_to_replicate())
+    return layers
+
+
 def signature_of(scheme: Scheme, kept: str) -> str:
     """The signature of a cache: a model may continue a cache with its own signature."""
     return f"{scheme} (keys {kept})"

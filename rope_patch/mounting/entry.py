@@ -10,6 +10,7 @@ buffers and config are those of a longer checkpoint, so a saved model loads with
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,6 +25,7 @@ from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.absolute import lengthened
 from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions, tokens_seen
 from rope_patch.models.base import AbsoluteTable, AttentionLayer, Stack
+from rope_patch.models.cached_keys import complete_layers
 from rope_patch.mounting.parameters import LearnedWeights
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
@@ -90,7 +92,17 @@ class StackEntry:
 
 
 def _new_cache(module: nn.Module) -> Cache:
-    """The cache that the model would create, but too late to hold the state."""
+    """The cache that the model would create, but too late to hold the state.
+
+    Raises:
+        UnsupportedPositions: it would create one of a class of its own.
+    """
+    here = type(module).__module__
+    kinds = [value for value in vars(sys.modules[here]).values() if isinstance(value, type)]
+    if (
+        kind := next((kind for kind in kinds if issubclass(kind, Cache) and kind.__module__ == here), None)
+    ) is not None:
+        raise UnsupportedPositions(f"a {kind.__name__} cannot keep a state after each token; pass use_cache=False")
     config = cast(Any, module.config)
     own = DynamicCache(config=config)
     return EncoderDecoderCache(own, DynamicCache(config=config)) if config.is_encoder_decoder else own
@@ -110,11 +122,8 @@ def _history(cache: Cache, num_layers: int) -> StateHistory:
     for layer in cache.layers:
         if isinstance(layer, StateHistory):
             return layer
-    # an empty cache creates layers on demand; after an early exit it has fewer layers than the model
-    while len(cache.layers) < num_layers and cache.layer_class_to_replicate is not None:
-        cache.layers.append(cast(Any, cache).layer_class_to_replicate())
-    cache.layers.append(StateHistory())
-    return cast(StateHistory, cache.layers[-1])
+    complete_layers(cache, num_layers).append(found := StateHistory())
+    return found
 
 
 @dataclass(eq=False)

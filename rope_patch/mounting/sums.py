@@ -6,12 +6,13 @@ in the same slot: so it slides, is cropped, reordered for beams and repeated wit
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import Cache
 
 from rope_patch.errors import UnsupportedPositions
+from rope_patch.models.cached_keys import complete_layers
 
 _OF = "_rope_patch_sums_of"
 
@@ -53,15 +54,14 @@ def running_sums(added: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor
 
 def _sums_layer(cache: Cache, index: int, num_layers: int) -> Any:
     """The cache layer with the sums of layer `index`, behind the model's own layers."""
-    layers = cast(list[Any], cache.layers)
-    for layer in layers:
+    for layer in cache.layers:
         if getattr(layer, _OF, None) == index:
             return layer
-    # an empty cache creates layers on demand; after an early exit it has fewer layers than the model
-    while len(layers) < num_layers and cache.layer_class_to_replicate is not None:
-        layers.append(cast(Any, cache).layer_class_to_replicate())
+    layers = complete_layers(cache, num_layers)
     keys = layers[index]
     slots = getattr(keys, "max_cache_len", None)
     layers.append(type(keys)(max_cache_len=slots, sliding_window=getattr(keys, "sliding_window", slots)))
     setattr(layers[-1], _OF, index)
+    if hasattr(keys, "record_past"):  # of a window, which assisted decoding crops
+        layers[-1].record_past = keys.record_past
     return layers[-1]
