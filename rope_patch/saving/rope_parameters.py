@@ -138,10 +138,12 @@ def scheme_of_parameters(parameters: dict[str, Any], config: Any) -> Scheme:
     schemes: dict[str | int, Any] = dict.fromkeys(map(str, own))
     for layer_type, entry in parameters.items():
         if layer_type not in own:
-            allowed = did_you_mean(layer_type, schemes) if None not in own else "it has one entry for all layers"
+            allowed = (
+                did_you_mean(layer_type, map(str, schemes)) if None not in own else "it has one entry for all layers"
+            )
             raise InvalidField(f"{type(config).__name__} has no rope_parameters of {layer_type!r}; {allowed}")
-        scheme, native = (_scheme_given(each, own[layer_type], config, True) for each in (entry, own[layer_type]))
-        schemes[layer_type] = None if scheme == native else scheme
+        scheme, before = (_scheme_given(each, own[layer_type], config, True) for each in (entry, own[layer_type]))
+        schemes[layer_type] = None if scheme == before else scheme
     return PerLayer(schemes)
 
 

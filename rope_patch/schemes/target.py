@@ -103,7 +103,7 @@ def advise(error: MissingField, checkpoint: Checkpoint) -> MissingField:
         filled = {name: value for name, value in filled.items() if name not in given}
     except (InvalidField, TypeError):  # no rule for all of them
         return error
-    shares = {trained: " (L)", trained / 2: " (half of L)"}
+    shares: dict[Any, str] = {trained: " (L)", trained / 2: " (half of L)"}
     open_fields = {name: f"{value:g}" if isinstance(value, float) else value for name, value in filled.items()}
     values = ", ".join(f"{name}={value}{shares.get(value, '')}" for name, value in open_fields.items())
     how = "target='auto' fills it in" if rule else f"reaches {4 * trained} tokens, as target={4 * trained} does"
