@@ -160,13 +160,12 @@ def test_a_clash_names_both_schemes(llama, one, other, slot):
 def test_patching_twice(llama, spec):
     handle = patch(llama, spec)
     before = snapshot(llama)
-    for again in (spec, "pi:factor=2"):
+    for model in (llama, llama.model):  # also the part that carries it
+        assert patch(model, spec) is handle
         with pytest.raises(AlreadyPatched, match="unpatch it before") as caught:
-            patch(llama, again)
+            patch(model, "pi:factor=3")
         assert str(handle.scheme) in str(caught.value)
     assert snapshot(llama) == before
-    with pytest.raises(AlreadyPatched):
-        patch(llama.model, spec)  # the part that carries it
     handle.remove()
 
 

@@ -347,13 +347,19 @@ def test_adapters_find_the_scheme_with_the_checkpoint_that_they_name(spec, tmp_p
 
 
 @schemes
-def test_adapters_on_a_plain_checkpoint_find_the_scheme_in_a_config_beside_them(spec, tmp_path):
+def test_adapters_on_a_plain_checkpoint_find_the_scheme_in_their_config_or_one_beside_it(spec, tmp_path):
     patched(None).save_pretrained(tmp_path / "plain")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     patch(model, spec)
     trainer = sft_trainer_of(model, tmp_path / "runs", peft_config=lora())
     trainer.train()
     trainer.save_model(tmp_path / "adapter")
+    again = rope_patch.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(again, IDS), logits(trainer.model, IDS))
+    settings = tmp_path / "adapter" / "adapter_config.json"
+    record = json.loads(settings.read_text())
+    assert record.pop("rope_patch")["scheme"] == find_handle(again).scheme.to_dict()
+    settings.write_text(json.dumps(record))  # as older adapters, and those of plain models
     assert find_handle(rope_patch.from_pretrained(tmp_path / "adapter")) is None
     trainer.model.config.save_pretrained(tmp_path / "adapter")
     again = rope_patch.from_pretrained(tmp_path / "adapter")

@@ -66,6 +66,18 @@ class SaveModel:
             warn(lost, stacklevel=2)
         return result
 
+    def restore(self) -> None:
+        """Take this attribute back, also from below that of another part's patch."""
+        holder = vars(self.owner).get("save_pretrained")
+        if holder is self and self._before is None:
+            del self.owner.save_pretrained
+        elif holder is self:
+            self.owner.save_pretrained = self._before
+        while isinstance(holder, SaveModel):
+            if holder._before is self:
+                holder._before = self._before
+            holder = holder._before
+
     def _record(self, folder: Path) -> None:
         """The config of the model has the record."""
 
@@ -134,7 +146,7 @@ class AdapterHook:
         """Find the configs of new adapters."""
         for config in (vars(model).get("peft_config") or {}).values():
             if not isinstance(vars(config).get("save_pretrained"), SaveAdapters):
-                self.changes.set(config, "save_pretrained", SaveAdapters(config, self.notice, model))
+                _replace(config, SaveAdapters(config, self.notice, model), self.changes)
 
 
 def install_saving(models: Iterable[nn.Module], notice: Notice, changes: Changes) -> None:
@@ -142,9 +154,14 @@ def install_saving(models: Iterable[nn.Module], notice: Notice, changes: Changes
     hook = AdapterHook(notice, changes)
     for model in dict.fromkeys(models):
         if isinstance(model, PreTrainedModel):
-            changes.set(model, "save_pretrained", SaveModel(model, notice))
+            _replace(model, SaveModel(model, notice), changes)
             changes.hook_saving(model, hook)
             hook(model)
+
+
+def _replace(owner: Any, save: SaveModel, changes: Changes) -> None:
+    owner.save_pretrained = save
+    changes.log(owner, save)
 
 
 def _is_recorded(model: PreTrainedModel) -> bool:

@@ -52,9 +52,13 @@ class Changes:
             module.forward = module.forward
             self._log.append((module, _FORWARD, True, module.forward))
 
+    def log(self, target: Any, change: Any) -> None:
+        """Log a change of `target` that `change.restore()` takes back."""
+        self._log.append((target, _STATE, True, change))
+
     def keep(self, module: nn.Module) -> None:
         """Log the state of a module whose forward changes it."""
-        self._log.append((module, _STATE, True, ModuleState(module)))
+        self.log(module, ModuleState(module))
 
     def fill_tables(self, module: nn.Module, stack: nn.Module) -> None:
         """Let a rotary module of a `stack` on the meta device compute its tables, logged.
@@ -63,7 +67,7 @@ class Changes:
             UnsupportedModel: it cannot compute them.
         """
         if tables := EmptyTables(module, stack):
-            self._log.append((module, _STATE, True, tables))
+            self.log(module, tables)
             tables.fill()
 
     def keep_filled(self, module: nn.Module, stack: nn.Module) -> None:

@@ -144,7 +144,7 @@ def check_there(path: Any, **places: Any) -> None:
     name = os.fspath(path)
     folder, (parent, _, last) = Path(name, places.get("subfolder") or ""), name.rpartition("/")
     looks_like_path = not last or "/" in parent or "\\" in name or name.startswith(("/", ".", "~"))
-    if not folder.exists() and looks_like_path:
+    if not name or (not folder.exists() and looks_like_path):
         raise NoCheckpoint(f"there is no checkpoint {name!r}: no folder or file has this name")
     if not folder.exists() and parent and Path(parent).exists():
         here = {**_OPTIONAL, **places, "local_files_only": True}

@@ -41,7 +41,8 @@ class Reaching(Scheme):
             filled = rule
         else:
             raise InvalidField(
-                f"{self.like.name}: target='auto' is not enough; write the length to reach, such as target=8192"
+                f"{self.like.name}: target='auto' is not allowed, as its fields follow from the length; target must be "
+                f"a whole number of tokens from 1 to {LONGEST:g}, such as 8192"
             )
         return type(self.like)(**{**filled, **given})
 

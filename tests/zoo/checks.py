@@ -22,9 +22,9 @@ from tests.zoo.builder import SHORT, Specimen, outputs, run, text
 
 WINDOW = 6
 REROPE = f"rerope:window={WINDOW}"
-TOLERANCE = 2e-4
-"""Of float32, in tiny deep models with states."""
-_EFFECT = 1e-3
+TOLERANCE = 1e-3
+"""Of float32: Dia and mT5, whose scores have no scale, amplify its rounding to half of this."""
+_EFFECT = 5e-3
 
 
 class Blind(Exception):

@@ -42,7 +42,7 @@ Models within the contract suite are marked; T5 and tables of positions also hav
 | `unpatch` | tensors, attributes, hooks, configs and outputs, bit for bit |
 
 Differences are in standard deviations of the outputs; up to {tolerance:g} is right, and a scheme must change outputs by
-fifty times as much, or the check is blind. A check that the plain model fails itself is left out.
+five times as much, or the check is blind. A check that the plain model fails itself is left out.
 
 {counts}
 
