@@ -313,17 +313,17 @@ def _frequency_of_column(name: str, rotary: RotaryTables) -> tuple[int, ...]:
     for order in (order for order in orders if len(order) == cos.shape[-1]):
         first = [order.index(i) for i in range(count)]
         if torch.equal(cos[:, first][:, list(order)], cos) and torch.equal(sin[:, first][:, list(order)], sin):
-            numbers = _numbers_of(sin[:, first], positions, rotary)
+            numbers = _numbers_of(sin[:, first], rotary)
             return tuple(numbers[i] for i in order)
     raise UnsupportedModel(f"{name}: rotary tables of width {cos.shape[-1]} for {count} frequencies")
 
 
-def _numbers_of(sines: torch.Tensor, positions: torch.Tensor, rotary: RotaryTables) -> list[int]:
-    """The index in `inv_freq` of the frequency of each column, `(positions, frequencies)`: some modules keep them in
+def _numbers_of(sines: torch.Tensor, rotary: RotaryTables) -> list[int]:
+    """The index in `inv_freq` of the frequency of each column, `(places, frequencies)`: some modules keep them in
     another order than their tables (Ernie 4.5 VL, by image axis). A column that matches none keeps its place.
     """
     inv_freq = rotary.inv_freq.flatten().to(sines)
-    expected = (positions.to(sines).mT * inv_freq).sin() * rotary.attention_scaling
+    expected = (_PLACES.to(sines).mT * inv_freq).sin() * rotary.attention_scaling
     in_place = list(range(len(inv_freq)))
     if torch.allclose(sines, expected, atol=1e-4):
         return in_place
