@@ -44,9 +44,15 @@ def checked(model_type: str) -> dict[str, Any]:
         if not all(str(outcome).startswith("refused") for outcome in rows.values()):
             return {"type": model_type, "class": name, "reason": "it reads more than text"}
         return {"type": model_type, "class": name, "checks": {"rerope": rows[SPECS["rerope"]]}}
-    if difference(run(found.fresh(), text()), run(found.fresh(), text())) > TOLERANCE:
+    try:
+        draws = difference(run(found.fresh(), text()), run(found.fresh(), text())) > TOLERANCE
+    except Exception as error:
+        return {"type": model_type, "class": name, "reason": f"the plain model does not run: {_short(error)}"}
+    if draws:
         return {"type": model_type, "class": name, "reason": "it draws at random: one text has many outputs"}
     rows: dict[str, Any] = {check: _outcome(CHECKS[check], found) for check in CHECKS}
+    if all(str(rows[scheme]).startswith("blind") for scheme in SPECS):
+        return {"type": model_type, "class": name, "reason": "its outputs do not show its attention"}
     if all(str(rows[scheme]).startswith("refused") for scheme in SPECS):
         rows = {"rerope": rows["rerope"], "table": _outcome(table, found)}
     return {"type": model_type, "class": name, "checks": rows}
