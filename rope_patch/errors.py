@@ -17,7 +17,11 @@ _LONGEST = 2000
 
 
 class RopePatchError(Exception):
-    """Base of all errors of this library."""
+    """Base of all errors of this library.
+
+    Args:
+        message: what is wrong, and what is allowed; the middle of a very long one is cut.
+    """
 
     def __init__(self, message: str = "") -> None:
         cut = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
