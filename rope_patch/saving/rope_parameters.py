@@ -101,10 +101,11 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
 
 
 def entry_of(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The entry of full attention; without that name, the one that reaches farthest."""
+    """The entry of full attention; without that name, the one that reaches farthest. Some types have none."""
     if "rope_type" in parameters:
         return parameters
-    return parameters.get("full_attention") or max(parameters.values(), key=lambda entry: entry.get("factor") or 0)
+    entries = [entry for entry in parameters.values() if entry]
+    return parameters.get("full_attention") or max(entries, key=lambda entry: entry.get("factor") or 0)
 
 
 def stated_length(scheme: Scheme, parameters: dict[str, Any], config: Any) -> int | None:
