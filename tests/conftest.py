@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here needs the network, and nothing may wait for it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "--all-families" in sys.argv:  # tests are parametrised when they are imported, also by the workers
+    os.environ["ROPE_PATCH_ALL_FAMILIES"] = "1"
 
 import gc
 import zlib
@@ -17,9 +20,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from rope_patch.models import llama as llama_style
 from rope_patch.mounting import parameters
 from tests.cases import home_of
 from tests.families import build
+from tests.reading import is_anew, remembering
 from tests.sampling import in_usual_run
 
 logging.set_verbosity_error()
@@ -59,6 +64,13 @@ def _is_of(item: pytest.Item, scheme: str) -> bool:
     words = [part.partition(":")[0] for value in params.values() if isinstance(value, str) for part in value.split("+")]
     module = home_of(scheme).stem.removeprefix("test_")
     return item.path == home_of(scheme) or scheme in words or f"rope_patch.schemes.{module}" in words
+
+
+@pytest.fixture(autouse=True)
+def _readings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of stack is read once, but in the long run, and where a test looks at the reading itself."""
+    if not request.config.getoption("all_families") and not is_anew(request.path):
+        monkeypatch.setattr(llama_style, "read", remembering(llama_style.read))
 
 
 @pytest.fixture

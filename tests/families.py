@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 from typing import Any
 
 import torch
@@ -210,6 +211,9 @@ GENERIC = {**_LATENT, **_DEEP}
 
 SAMPLE = frozenset(_SAMPLED)
 """The families of the usual run: one of each kind of layout, window, mask and rotary module."""
+
+RUN = [family for family in FAMILIES if family in SAMPLE or "ROPE_PATCH_ALL_FAMILIES" in os.environ]
+"""The families of this run: what the usual run would leave out is not even collected."""
 
 SCALED = [family for family, values in FAMILIES.items() if rope_types(values.get("rope_parameters")) - {"default"}]
 """Families whose checkpoints are scaled already, by a type of Transformers."""

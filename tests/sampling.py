@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from typing import Any
 
@@ -54,6 +55,7 @@ def is_sampled(family: str, spec: str, turn: int) -> bool:
     return (others.index(family) + REPRESENTATIVE.index(spec) + turn) % ONE_IN == 0
 
 
+@functools.cache
 def _leaves_frequencies(spec: str) -> bool:
     return get_scheme(spec).slots <= {"segments", "query_scale"}
 

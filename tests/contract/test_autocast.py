@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 from rope_patch import get_scheme, patch
 from tests.cases import ALL, ROUTES
-from tests.families import FAMILIES
+from tests.families import RUN
 from tests.runs import cached_logits, gradients, logits, tokens, usable_length
 
 LONG = 640
@@ -53,7 +53,7 @@ def test_gradients_of_long_texts(llama, spec):
         assert relative_error(found[name], gradient) < 0.25, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 @pytest.mark.parametrize("spec", ["rerope:window=6+logn:training_length=8"])
 def test_families_that_norm_queries_and_keys_or_do_not(model, spec):
     ids = tokens(usable_length(model, spec))

@@ -13,7 +13,7 @@ from rope_patch import UnsupportedPositions, get_scheme, patch
 from rope_patch.attention import decode
 from rope_patch.mounting import late
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
-from tests.families import FAMILIES, FOLLOWING, LLAMA_AND_SCALED, PACKED_ROWS_MIX, SCALED, TRAINING_LENGTH, build
+from tests.families import FAMILIES, FOLLOWING, LLAMA_AND_SCALED, PACKED_ROWS_MIX, RUN, SCALED, TRAINING_LENGTH, build
 from tests.runs import (
     assert_close,
     cached_logits,
@@ -26,7 +26,7 @@ from tests.runs import (
     usable_length,
 )
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", RUN)
 representative = pytest.mark.parametrize("spec", REPRESENTATIVE)
 llama_and_scaled = pytest.mark.parametrize(("family", "spec"), LLAMA_AND_SCALED)
 
@@ -140,7 +140,7 @@ def packed_and_separate(model):
     return logits(model, torch.cat(documents, dim=1), position_ids=positions), separate
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - PACKED_ROWS_MIX))
+@pytest.mark.parametrize("family", [family for family in RUN if family not in PACKED_ROWS_MIX])
 @representative
 def test_packed_rows_equal_separate_forwards(model, spec):
     with patch(model, spec):

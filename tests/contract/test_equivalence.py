@@ -8,7 +8,7 @@ import torch
 from rope_patch import get_scheme, native_scheme, patch
 from rope_patch.attention import chunked, decode
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
-from tests.families import BIASED, FAMILIES, FOLLOWING, NORMED, SCALED, SHARED_TABLES
+from tests.families import BIASED, FOLLOWING, NORMED, RUN, SCALED, SHARED_TABLES
 from tests.runs import (
     assert_close,
     assert_same_gradients,
@@ -28,7 +28,8 @@ STATIC = [
 ]
 STATIC_ON_TABLES = [
     (family, spec)
-    for family in sorted(FAMILIES.keys() - SHARED_TABLES - BIASED)
+    for family in RUN
+    if family not in SHARED_TABLES | BIASED
     for spec in STATIC
     if family not in FOLLOWING or not get_scheme(spec).refines  # it refines what follows the length
     if family not in NORMED or not scales_tables(get_scheme(spec))
@@ -55,7 +56,7 @@ def test_rotary_mount_equals_late_mount(model, spec):
         assert_close(logits(model, tokens(rows=2)), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 @pytest.mark.parametrize("spec", REPRESENTATIVE)
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.usefixtures("small_blocks")
@@ -91,7 +92,7 @@ def test_small_blocks_really_split_the_queries(llama, monkeypatch):
     assert sum(calls) == tokens().shape[1] * llama.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_literal_native_scheme_has_the_gradients_of_the_plain_model(model, mode):
     expected = gradients(model, tokens(rows=2))

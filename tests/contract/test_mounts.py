@@ -10,7 +10,7 @@ from rope_patch.models.probe import measure_layout
 from rope_patch.models.reading import read_stack
 from rope_patch.schemes.tools.rotary import RotaryLayout
 from tests.cases import ALL
-from tests.families import FAMILIES, FOLLOWING, LLAMA_AND_SCALED, SHARED_TABLES, TRAINING_LENGTH, build
+from tests.families import FAMILIES, FOLLOWING, LLAMA_AND_SCALED, RUN, SHARED_TABLES, TRAINING_LENGTH, build
 from tests.runs import LENGTH, assert_close, cached_logits, logits, tokens
 from tests.snapshots import snapshot
 
@@ -86,7 +86,7 @@ def test_reading_a_model_changes_nothing_that_a_long_text_has_left(model, dtype)
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 def test_layers_are_left_alone_for_a_reason(model, family):
     left = plan_mounts(get_scheme("rerope:window=6"), read_stack(model)).left_alone
     assert sorted(left) == (NO_POSITIONS | NARROW).get(family, [])
@@ -177,7 +177,7 @@ def test_an_unknown_mount_is_named(llama, mount):
         plan_mounts(get_scheme("rope"), read_stack(llama), mount)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_layout_of_every_family_is_measured(model, family, dtype):
     before = snapshot(model.to(dtype).train())

@@ -6,7 +6,7 @@ import torch
 from rope_patch import RoPE, UnsupportedModel, get_scheme, native_scheme, patch
 from rope_patch.models.config import rope_entries
 from tests.cases import ALL
-from tests.families import FAMILIES, FOLLOWING, SCALED, TRAINING_LENGTH, build, config_of
+from tests.families import FOLLOWING, RUN, SCALED, TRAINING_LENGTH, build, config_of
 from tests.runs import LENGTH, assert_close, generated, logits, tokens
 
 NATIVE = {
@@ -31,14 +31,14 @@ def test_a_nested_truncate_means_nothing_as_in_transformers():
         assert torch.equal(logits(model, tokens()), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 def test_native_scheme_is_a_no_op_bit_for_bit(model):
     expected = logits(model, tokens(rows=2))
     with patch(model, native_scheme(model)):
         assert torch.equal(logits(model, tokens(rows=2)), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 @pytest.mark.parametrize("attention", ["auto", "oracle", "chunked"])
 def test_native_scheme_mounted_late_is_a_no_op_to_rounding(model, attention):
     expected = logits(model, tokens(rows=2))
@@ -65,7 +65,7 @@ def test_a_native_type_without_a_scheme_is_said(llama):
         native_scheme(llama)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 def test_beam_search_under_the_native_scheme_is_unchanged(model):
     ids = tokens(12, rows=2)
     expected = generated(model, ids, num_beams=3)
@@ -80,7 +80,7 @@ def test_every_other_scheme_changes_the_logits(llama, spec):
         assert (logits(llama, tokens()) - expected).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 def test_positions_matter_to_every_family(model):
     expected = logits(model, tokens())
     with patch(model, "nope"):

@@ -34,7 +34,7 @@ from rope_patch import (
 from rope_patch.models.reading import read_stack
 from rope_patch.saving.rope_parameters import is_expressible
 from tests.cases import ALL, ROUTES
-from tests.families import FAMILIES, NORMED, SHARED_TABLES, TRAINING_LENGTH, build, config_of, from_config
+from tests.families import NORMED, RUN, SHARED_TABLES, TRAINING_LENGTH, build, config_of, from_config
 from tests.runs import LENGTH, assert_close, logits, scales_tables, tokens
 from tests.snapshots import snapshot
 
@@ -66,13 +66,13 @@ def test_a_saved_model_comes_back_under_its_scheme(llama, spec, tmp_path):
     assert_round_trip(llama, spec, tmp_path)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 @pytest.mark.parametrize("spec", ROUTES)
 def test_every_family_comes_back_under_its_scheme(model, spec, tmp_path):
     assert_round_trip(model, spec, tmp_path)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 @pytest.mark.parametrize("spec", ROUTES)
 def test_plain_transformers_loads_a_saved_model_and_repatch_restores_it(model, spec, tmp_path):
     plain = logits(model, tokens())
@@ -166,7 +166,7 @@ def test_a_model_saved_after_unpatch_says_nothing_of_the_scheme(llama, tmp_path)
     assert json.loads(before) == json.loads(after)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - SHARED_TABLES))
+@pytest.mark.parametrize("family", [family for family in RUN if family not in SHARED_TABLES])
 @pytest.mark.parametrize("spec", EXPRESSIBLE)
 def test_exported_parameters_make_plain_transformers_compute_the_scheme(family, spec):
     scheme, config = get_scheme(spec), config_of(family)
@@ -208,7 +208,7 @@ def test_describe_names_every_part_of_the_scheme(llama, spec):
     assert "32 tokens" in table
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 def test_describe_of_a_plain_model_shows_its_native_scheme(model):
     table = describe(model)
     assert "not patched" in table

@@ -9,7 +9,7 @@ import torch
 from rope_patch import Compose, get_scheme, list_schemes, patch
 from rope_patch.schemes import scheme_class, scheme_from_dict
 from tests.cases import ALL, CASES, REPRESENTATIVE
-from tests.families import FAMILIES, LLAMA_AND_SCALED, TRAINING_LENGTH, build
+from tests.families import LLAMA_AND_SCALED, RUN, TRAINING_LENGTH, build
 from tests.runs import assert_close, follows_the_length, logits, tokens, usable_length
 
 
@@ -48,7 +48,7 @@ def test_a_composition_of_one_is_that_scheme(llama, spec):
         assert torch.equal(logits(llama, tokens()), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 @pytest.mark.parametrize("spec", REPRESENTATIVE)
 @pytest.mark.parametrize("attention", ["auto", "segmented"])
 def test_a_later_token_changes_no_earlier_logit(model, spec, attention):

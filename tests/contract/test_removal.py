@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rope_patch import NotPatched, patch, unpatch
 from rope_patch.mounting.late import IMPLEMENTATION
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
-from tests.families import FAMILIES, FOLLOWING, SCALED, TRAINING_LENGTH, build, config_of, from_config
+from tests.families import FOLLOWING, RUN, SCALED, TRAINING_LENGTH, build, config_of, from_config
 from tests.runs import generated, logits, tokens
 from tests.snapshots import snapshot
 
@@ -44,7 +44,7 @@ def test_removal_restores_llama_bit_for_bit(llama, spec, mount):
     assert_restored(llama, spec, mount=mount)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 @pytest.mark.parametrize("spec", REPRESENTATIVE)
 def test_removal_restores_every_family_bit_for_bit(model, spec):
     assert_restored(model, spec)

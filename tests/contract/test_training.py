@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from rope_patch import patch, unpatch
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
-from tests.families import FAMILIES, build
+from tests.families import RUN, build
 from tests.runs import assert_close, assert_same_gradients, gradients, logits, tokens
 
 
@@ -20,7 +20,7 @@ def with_lora(model: torch.nn.Module) -> PeftModel:
         return get_peft_model(model, settings).eval()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 @pytest.mark.parametrize("spec", REPRESENTATIVE)
 def test_gradients_are_finite_and_reach_every_parameter(model, spec):
     with patch(model, spec):
@@ -32,7 +32,7 @@ def test_gradients_are_finite_and_reach_every_parameter(model, spec):
             assert gradient.any(), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 @pytest.mark.parametrize("spec", ROUTES)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_gives_the_same_gradients(model, spec, use_reentrant):

@@ -18,7 +18,7 @@ from rope_patch import UnsupportedModel, patch, unpatch
 from rope_patch.models.probe import measure_heads, measure_layout
 from rope_patch.models.reading import read_stack, read_stacks
 from rope_patch.models.state import unchanged
-from tests.families import FAMILIES, build
+from tests.families import RUN, build
 from tests.models import t5_families
 from tests.runs import logits, tokens
 from tests.snapshots import snapshot
@@ -96,7 +96,7 @@ def test_layers_with_adapters_are_not_run_themselves(measured):
     assert not set(ran) & set(model.modules())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 def test_no_weight_is_read(family):
     model = build(family)
     expected = [(layer.layout, layer.heads, layer.gets_positions, layer.normed) for layer in read_stack(model).layers]
@@ -127,7 +127,7 @@ def test_no_offloaded_weight_is_fetched(monkeypatch, tmp_path, family, where, sp
     assert fetched
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RUN)
 def test_what_stand_ins_tell_is_what_each_layer_does_itself(family):
     model = build(family)
     before = snapshot(model)
