@@ -110,13 +110,13 @@ def main(options: Options) -> None:
 
 def longest_text(handle: Any, checkpoint: Any) -> int:
     """What a model reaches, in tokens: its maximum, or what the scheme's fields say; 4 L where they set no limit."""
-    from rope_patch.schemes.target import LONGEST, reach_of
+    from rope_patch.schemes.target import LONGEST, reach_of, sets_reach
 
     if handle is None:
         return int(checkpoint.max_length)
     groups = [group for stack, plan in handle.mounted for group in plan.by_layer or ((stack, plan),)]
-    reached = filter(None, (reach_of(plan.scheme, stack.checkpoint) for stack, plan in groups))
-    longest = min(reached, default=LONGEST)
+    limits = [(plan.scheme, stack.checkpoint) for stack, plan in groups if sets_reach(plan.scheme, stack.checkpoint)]
+    longest = min((reach_of(*limit) or LONGEST for limit in limits), default=LONGEST)
     return longest if longest < LONGEST else 4 * int(checkpoint.training_length)
 
 

@@ -279,3 +279,13 @@ def test_what_is_no_path(llama):
     assert told(NoCheckpoint, rope_patch.from_pretrained, None) == f"None {ending}"
     assert told(NoCheckpoint, rope_patch.from_pretrained, llama) == f"a LlamaForCausalLM {ending}"
     assert isinstance(NoCheckpoint(), RopePatchError)
+
+
+@pytest.mark.parametrize("spec", [None, "rerope:window=6"])
+def test_an_argument_that_from_pretrained_does_not_know_is_named(spec, llama, tmp_path):
+    if spec is not None:
+        patch(llama, spec)
+    llama.save_pretrained(tmp_path)
+    for load in (type(llama).from_pretrained, rope_patch.from_pretrained):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense_argument'"):
+            load(tmp_path, nonsense_argument=1)

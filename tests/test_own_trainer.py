@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import rope_patch
-from rope_patch import UnsupportedPositions, patch, repatch
+from rope_patch import UnsupportedPositions, get_scheme, patch, repatch
 from rope_patch.mounting.parameters import learned_parameters
 from rope_patch.patching import find_handle
 from rope_patch.training.callbacks import PerplexityCallback
@@ -364,6 +364,36 @@ def test_adapters_on_a_plain_checkpoint_find_the_scheme_in_their_config_or_one_b
     trainer.model.config.save_pretrained(tmp_path / "adapter")
     again = rope_patch.from_pretrained(tmp_path / "adapter")
     assert torch.equal(logits(again, IDS), logits(trainer.model, IDS))
+
+
+@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PromptEncoderConfig])
+@schemes
+def test_learned_prompts_record_the_scheme(spec, kind, tmp_path):
+    patched(None).save_pretrained(tmp_path / "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    patch(model, spec)
+    adapted = peft.get_peft_model(model, kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    adapted.save_pretrained(tmp_path / "prompt")
+    again = rope_patch.from_pretrained(tmp_path / "prompt").eval()
+    assert find_handle(again).scheme == find_handle(model).scheme
+    assert torch.equal(logits(again, IDS), logits(adapted, IDS))
+
+
+def test_models_that_share_a_config_of_adapters_record_each_their_own_scheme(tmp_path):
+    patched(None).save_pretrained(tmp_path / "plain")
+    config, specs, models = lora(), ["pi:factor=2", "rerope:window=6"], []
+    for spec in specs:
+        models.append(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))
+        patch(models[-1], spec)
+        models[-1] = peft.get_peft_model(models[-1], config)
+    for _ in range(2):
+        for spec, model in zip(specs, models, strict=True):
+            model.save_pretrained(tmp_path / "adapter")
+            record = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["rope_patch"]
+            assert record["scheme"] == get_scheme(spec).to_dict()
+    for model in models:
+        rope_patch.unpatch(model)
+    assert "save_pretrained" not in vars(config)
 
 
 @learning

@@ -245,6 +245,8 @@ REACHED = {
     "dynamic_ntk": 1024,
     "lm_infinite:local_window=64": 1024,
     "alibi": 1024,
+    "hierarchical": 1024,  # and not L squared
+    "hierarchical:num_positions=300": 300,
     "yarn_full:factor=2": 512,
     "layers:[0=yarn:factor=2;rest=rerope:window=64]": 512,
 }

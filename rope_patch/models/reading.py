@@ -85,20 +85,25 @@ def find_enclosing(model: nn.Module) -> list[PreTrainedModel]:
 def find_around(model: nn.Module) -> list[PreTrainedModel]:
     """The Transformers models that contain a backbone.
 
-    A module does not know its parents, but Python's garbage collector knows all objects. A search through them takes a
-    twentieth of a second, so it is done for a backbone only: a model with its own head has no parents. Frozen objects
-    (`gc.freeze`) are not found.
+    A search takes a twentieth of a second, so it is done for a backbone only: a model with its own head has no parents.
     """
     if getattr(model, "base_model", None) is not model:
         return []
-    classes = set(_subclasses(PreTrainedModel))
+    return [found for found in instances_of(PreTrainedModel) if found is not model and model in set(found.modules())]
+
+
+def instances_of(cls: type[Any]) -> list[Any]:
+    """All objects of a class and its subclasses, except frozen ones (`gc.freeze`).
+
+    A module does not know its parents, but Python's garbage collector knows all objects.
+    """
+    classes = {cls, *_subclasses(cls)}
     # an object refers to its class; a search for referrers is faster, unless there are many classes to compare
     objects = gc.get_referrers(*classes) if len(classes) <= _FEW_CLASSES else gc.get_objects()
-    models: Iterator[PreTrainedModel] = itertools.compress(objects, map(classes.__contains__, map(type, objects)))
-    return [found for found in models if found is not model and model in set(found.modules())]
+    return list(itertools.compress(objects, map(classes.__contains__, map(type, objects))))
 
 
-def _subclasses(cls: type[PreTrainedModel]) -> Iterator[type[PreTrainedModel]]:
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     for found in cls.__subclasses__():
         yield found
         yield from _subclasses(found)

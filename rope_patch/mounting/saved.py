@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from rope_patch.errors import warn
+from rope_patch.models.reading import instances_of
 from rope_patch.mounting.parameters import NAME
 from rope_patch.mounting.undo import Changes
 
@@ -143,10 +145,26 @@ class AdapterHook:
         self.changes = changes
 
     def __call__(self, model: PreTrainedModel, *_: Any) -> None:
-        """Find the configs of new adapters."""
-        for config in (vars(model).get("peft_config") or {}).values():
-            if not isinstance(vars(config).get("save_pretrained"), SaveAdapters):
+        """Find the configs of new adapters. Models may share one, which then records the scheme of this model."""
+        for config in _adapters_of(model):
+            top = holder = vars(config).get("save_pretrained")
+            while isinstance(holder, SaveModel) and holder.notice is not self.notice:
+                holder = holder._before
+            if not isinstance(holder, SaveModel):
                 _replace(config, SaveAdapters(config, self.notice, model), self.changes)
+            elif holder is not top:
+                holder.restore()
+                holder._before, config.save_pretrained = top, holder
+
+
+def _adapters_of(model: PreTrainedModel) -> list[Any]:
+    """The configs of adapters in a model, or of prompts in front of it, which leave no trace in the model."""
+    if (inside := vars(model).get("peft_config")) or "peft" not in sys.modules:
+        return list((inside or {}).values())
+    from peft import PeftModel
+
+    around = [found for found in instances_of(PeftModel) if found._modules.get("base_model") is model]
+    return [config for found in around for config in found.peft_config.values()]
 
 
 def install_saving(models: Iterable[nn.Module], notice: Notice, changes: Changes) -> None:

@@ -72,23 +72,30 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
         UnsupportedModel: its model is code that lies beside the weights.
         InvalidField, UnknownScheme, NotPatched: its files do not describe a scheme, or not one of such a model.
         MissingPackage: the path holds adapters, and PEFT is not installed.
+        TypeError: the class does not know one of `kwargs`.
     """
-    with _in_one_line(path, {key: kwargs[key] for key in _PLACES if key in kwargs}):
+    with _in_one_line(path, {**kwargs}):
         return _load(path, kwargs)
 
 
 @contextmanager
-def _in_one_line(path: str | Path, places: dict[str, Any]) -> Iterator[None]:
+def _in_one_line(path: str | Path, kwargs: dict[str, Any]) -> Iterator[None]:
     """For damaged files and impossible configs, Transformers and safetensors raise errors of any type.
 
     Raises:
         NoCheckpoint: what is wrong, in one line.
+        TypeError: Transformers does not know one of `kwargs`.
     """
     try:
         yield
     except (RopePatchError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if isinstance(error, TypeError) and any(
+            f"unexpected keyword argument {name!r}" in str(error) for name in kwargs
+        ):
+            raise
+        places = {key: kwargs[key] for key in _PLACES if key in kwargs}
         reason = _wrong_field(path, places) or f"{type(error).__name__}: {textwrap.shorten(str(error), 400)}"
         raise NoCheckpoint(f"{str(path)!r} cannot be loaded: {reason}") from error
 

@@ -111,6 +111,12 @@ def advise(error: MissingField, checkpoint: Checkpoint) -> MissingField:
     return MissingField(f"{error}; on this model {values}{': ' if rule else ' '}{how}")
 
 
+def sets_reach(scheme: Scheme, checkpoint: Checkpoint) -> bool:
+    """Whether a field that was set limits `reach_of`, and not only what a scheme could do at most."""
+    parts = [part for part in scheme.resolve(checkpoint).parts() if takes_target(type(part))]
+    return any(getattr(part, name) is not None for part in parts for name in filled_for(type(part), "auto"))
+
+
 def reached(scheme: Scheme, checkpoints: Iterable[Checkpoint]) -> Scheme:
     """The scheme with the target's fields filled in, the same for all parts of a model.
 

@@ -18,6 +18,7 @@ from tests.cases import CASES
 from tests.families import build
 from tests.hardening.exploring import in_memory, in_time
 from tests.models import t5_families
+from tests.runs import tokens
 
 
 @contextlib.contextmanager
@@ -94,6 +95,19 @@ def test_an_input_without_tokens(name, mount, llama):
                 llama(torch.zeros(shape, dtype=torch.long))
         with one_line(UnsupportedPositions, "has no tokens"):
             llama(inputs_embeds=torch.zeros(0, 5, llama.config.hidden_size))
+
+
+@pytest.mark.parametrize("spec", ["pi:factor=2", "rerope:window=6", "sinusoidal"])
+def test_a_compiled_model_without_tokens(spec, llama):
+    torch.compiler.reset()
+    compiled = torch.compile(llama, backend="eager")
+    with patch(llama, spec), torch.no_grad():
+        for length in (7, 9, 11):  # the second is compiled for every length
+            ids = tokens(length)
+            torch.testing.assert_close(compiled(ids, use_cache=False).logits, llama(ids, use_cache=False).logits)
+            for shape in EMPTY:
+                with one_line(UnsupportedPositions, rf"an input of shape \({shape[0]}, {shape[1]}\) has no tokens"):
+                    compiled(torch.zeros(shape, dtype=torch.long), use_cache=False)
 
 
 @pytest.mark.parametrize("spec", ["t5:interpolation=2", "rerope:window=6", "rnn"])

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, StaticCache
 
-from rope_patch import patch
+from rope_patch import UnsupportedPositions, patch
 from tests.families import GENERIC, TRAINING_LENGTH, VOCABULARY, from_config
 from tests.families import build as build_text
 from tests.models.t5_families import build as build_t5
-from tests.runs import assert_close, cached_logits, generated, left_padded, logits, positions_of, tokens
+from tests.runs import assert_close, cached_logits, generated, greedy, left_padded, logits, positions_of, tokens
 
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 _TURNS = {"layer_types": ["conv", "full_attention"] * 2}
@@ -119,3 +119,20 @@ def test_positions_of_zaya_go_on_behind_a_cache():
         expected = logits(model, ids)
         for cache in (None, StaticCache(config=model.config, max_cache_len=14)):
             assert_close(cached_logits(model, ids, [8, 1, 5], cache=cache), expected)
+
+
+# --- a cache of the model's own class ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["rnn:width=16", "fox:horizon=4,initial_std=0.1"])
+def test_a_cache_that_counts_its_layers_otherwise_keeps_keys_alone(spec):
+    values = {**GENERIC, "head_dim": 16, "num_local_experts": 4, "block_size": 8, "experts_implementation": "eager"}
+    model, ids = from_config(AutoConfig.for_model("minimax", **values)), tokens(12)
+    with patch(model, spec):
+        for use in (model, model.generate):
+            with torch.no_grad(), pytest.raises(UnsupportedPositions, match=r"MiniMaxCache .* pass use_cache=False"):
+                use(ids, use_cache=True)
+        assert torch.equal(generated(model, ids, 3, use_cache=False), greedy(model, ids, 3))
+        assert_close(logits(model, ids)[:, :8], logits(model, ids[:, :8]))
+    with patch(model, "rerope", window=4):
+        assert torch.equal(generated(model, ids, 3), greedy(model, ids, 3))

@@ -5,7 +5,16 @@ import functools
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCache
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    DynamicCache,
+    EncoderDecoderCache,
+)
+from transformers.models.moonshine.modeling_moonshine import MoonshineDecoder
 
 from rope_patch import (
     NotExpressible,
@@ -20,6 +29,7 @@ from rope_patch import (
 from tests.families import GENERIC, config_of, from_config
 from tests.runs import LENGTH, assert_close, generated, greedy, left_padded, positions_of, tokens
 from tests.snapshots import snapshot
+from tests.zoo import truth
 
 _HEADS = {**GENERIC, "num_key_value_heads": 2, "head_dim": 16}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
@@ -201,3 +211,28 @@ def test_a_prompt_that_a_cache_keeps_beyond_its_window():
         patch(model, "rerope", window=6)
     with patch(model, "pi:factor=4") as handle:
         assert not handle.plan.left_alone
+
+
+def test_cross_attention_that_could_rotate_but_gets_no_tables():
+    sizes = {key: GENERIC[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")}
+    heads = {f"decoder_num_{what}": size for what, size in {"hidden_layers": 2, "attention_heads": 4}.items()}
+    config = AutoConfig.for_model("moonshine", **sizes, **heads, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+    model = MoonshineDecoder._from_config(config, attn_implementation="eager").eval()  # the truth reads its mask
+    ids, heard = tokens(20), torch.randn(1, 9, GENERIC["hidden_size"])
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.self_attn.q_proj.weight.mul_(20)  # weights as large as those of trained models
+
+    @torch.no_grad()
+    def states(ids, **inputs):
+        return model(input_ids=ids, encoder_hidden_states=heard, **inputs)[0]
+
+    plain = states(ids, use_cache=False)
+    with truth.rerope([layer.self_attn for layer in model.layers], window=4):
+        expected = states(ids, use_cache=False)
+    assert (expected - plain).abs().max() > 1e-3
+    with patch(model, "rerope", window=4):
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        assert_close(states(ids, use_cache=False), expected)
+        assert_close(torch.cat([states(part, past_key_values=cache) for part in ids.split([12, 1, 7], 1)], 1), expected)
+    assert torch.equal(states(ids, use_cache=False), plain)

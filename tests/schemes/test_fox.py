@@ -177,6 +177,14 @@ def test_rejected_drafts_leave_no_sums(llama, drafts):
         assert torch.equal(generated(llama, ids, 12, **drafts), greedy(llama, ids, 12))
 
 
+@pytest.mark.parametrize("drafts", [{"prompt_lookup_num_tokens": 4}, {"assistant_early_exit": 1}])
+def test_rejected_drafts_leave_no_sums_behind_a_sliding_window(drafts):
+    model, ids = build("gemma3"), tokens(14).repeat(1, 2)
+    assert model.config.sliding_window < ids.shape[1]
+    with patch(model, f"layers:[0-3=rope+{CASES[0]}]"):  # `patch` leaves local layers alone unless you name them
+        assert torch.equal(generated(model, ids, 12, **drafts), greedy(model, ids, 12))
+
+
 def test_half_precision_is_computed_with_in_float32():
     weights = {name: value.detach().bfloat16() for name, value in trained(FoX()).items()}
     states = random(2, 9, SHAPE.hidden_size).bfloat16()
