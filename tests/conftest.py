@@ -12,6 +12,7 @@ if "--all-families" in sys.argv:  # tests are parametrised when they are importe
 
 import gc
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -71,6 +72,14 @@ def _readings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Each kind of stack is read once, but in the long run, and where a test looks at the reading itself."""
     if not request.config.getoption("all_families") and not is_anew(request.path):
         monkeypatch.setattr(llama_style, "read", remembering(llama_style.read))
+
+
+@pytest.fixture(autouse=True)
+def _compiled() -> Iterator[None]:
+    """What a test compiled ends with it: Dynamo keeps eight graphs of a function, whichever model they are of."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture

@@ -337,7 +337,6 @@ def test_generate_from_right_padded_prompts_is_the_same_with_any_cache(llama, sp
 @torch.no_grad()
 def compiled_steps(model, ids, mask, places, cache):
     """A prompt of 12 tokens, and compiled steps after it."""
-    torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     step(model, ids[:, :12], cache, attention_mask=mask[:, :12], position_ids=places[:, :12])
     found = [
@@ -363,7 +362,6 @@ def test_a_compiled_model_goes_on_behind_pads_in_a_static_cache(llama, spec):
 
 @pytest.mark.parametrize("pads", [0, 3])
 def test_generate_compiles_one_step_for_all(llama, pads):
-    torch.compiler.reset()
     ids, mask = tokens(12, rows=2), torch.ones(2, 12, dtype=torch.long)
     mask[0, 12 - pads :] = 0
     with patch(llama, "rerope", window=6):

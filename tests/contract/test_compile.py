@@ -19,13 +19,6 @@ def _traceable(scheme: Scheme) -> bool:
     return (scheme.learns or "embedding" in scheme.slots) and not scheme.breaks_graph
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", [*ROUTES, CASES["self_extend"], CASES["window"]])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

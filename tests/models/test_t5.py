@@ -411,7 +411,6 @@ def test_it_compiles_to_one_graph(model):
 
 @pytest.mark.parametrize(("spec", "static"), [("t5", True), ("self_extend:group_size=4,window=7", False)])
 def test_a_compiled_model_counts_no_pads_and_decodes_in_any_cache(spec, static):
-    torch.compiler.reset()
     model = build()  # whose very first call is a compiled one
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     ids, mask = left_padded([tokens(20), tokens(14, seed=1)])

@@ -9,8 +9,8 @@ from rope_patch import ALiBi, Compose, Learned, LogN, ReRoPE, RoPE, Scheme, Slot
 from rope_patch.schemes.base import COMPOSED
 from rope_patch.typing import RotarySpec
 
-FOLLOWING = {"slots", "to_dict", "fields_for", "composition"}
-"""What follows from `methods` and `fields`, and what `reach` asks the parts."""
+FOLLOWING = {"slots", "to_dict", "fields_for", "composition", "frequencies_on"}
+"""What follows from `methods`, `fields` and `frequencies`, and what `reach` asks the parts."""
 
 
 def not_composed(cls: type[Scheme]) -> set[str]:
@@ -50,7 +50,7 @@ def test_what_one_part_does_a_composition_does(name):
 def test_what_a_composition_does_if_any_part_does():
     assert set(IF_ANY) == {
         *("length_dependent", "learned_frequencies", "decays", "absolute", "causal_only", "by_layer"),
-        *("every_block", "stateful", "breaks_graph", "reads_ids"),
+        *("every_block", "stateful", "breaks_graph", "reads_ids", "chooses_pairs"),
     }
 
 

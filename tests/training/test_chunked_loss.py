@@ -153,7 +153,6 @@ def test_autocast(name):
 
 
 def test_compiled():
-    torch._dynamo.reset()
     model = build()
     model.model.compile(backend="eager", dynamic=False)
     assert_same_step(model)
