@@ -2,7 +2,8 @@
 # make demo-compare  set up, then train six position encodings from scratch and compare them (under five minutes)
 # make test       set up what they need, then run the tests
 # make scheme NAME=rerope  the tests of one scheme (two minutes), and its line in the reference
-# make nightly    set up, then run the tests on every family and scheme, not on a sample
+# make nightly    set up, then all that CI leaves out: the tests on every family and scheme, with a figure of coverage;
+#                 hard, notebooks and, where the processor has AVX-512, vllm-check
 # make zoo        set up, then check a tiny model of every type of Transformers; writes docs/families.md (forty minutes)
 #                 OPTIONS="--only llama gemma3" checks these alone
 # make hard       set up, then thousands of random cases and fuzzed inputs (about two minutes)
@@ -61,7 +62,10 @@ scheme: $(VENV)/.test
 
 nightly: $(VENV)/.test
 	@echo "== tests on every family (much longer than the usual run)"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --all-families
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --all-families --cov=rope_patch --cov-report=term:skip-covered
+	$(MAKE) hard notebooks
+	@if grep -q avx512f /proc/cpuinfo; then $(MAKE) vllm-check; \
+		else echo "vLLM was not run: this processor has no AVX-512"; fi
 
 zoo: $(VENV)/.test
 	@echo "== a tiny model of every type of Transformers, into docs/families.md (forty minutes; continues where it stopped)"
