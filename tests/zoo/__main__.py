@@ -44,10 +44,11 @@ def checked(model_type: str) -> dict[str, Any]:
         if not all(str(outcome).startswith("refused") for outcome in rows.values()):
             return {"type": model_type, "class": name, "reason": "it reads more than text"}
         return {"type": model_type, "class": name, "checks": {"rerope": rows[SPECS["rerope"]]}}
+    fails, draws = None, False
     try:
         draws = difference(run(found.fresh(), text()), run(found.fresh(), text())) > TOLERANCE
-    except Exception as error:
-        return {"type": model_type, "class": name, "reason": f"the plain model does not run: {_short(error)}"}
+    except Exception as error:  # a table of positions ends before this text does
+        fails = f"the plain model does not run: {_short(error)}"
     if draws:
         return {"type": model_type, "class": name, "reason": "it draws at random: one text has many outputs"}
     rows: dict[str, Any] = {check: _outcome(CHECKS[check], found) for check in CHECKS}
@@ -55,6 +56,8 @@ def checked(model_type: str) -> dict[str, Any]:
         return {"type": model_type, "class": name, "reason": "its outputs do not show its attention"}
     if all(str(rows[scheme]).startswith("refused") for scheme in SPECS):
         rows = {"rerope": rows["rerope"], "table": _outcome(table, found)}
+    elif fails:
+        return {"type": model_type, "class": name, "reason": fails}
     return {"type": model_type, "class": name, "checks": rows}
 
 

@@ -61,6 +61,12 @@ def test_a_row_is_as_good_as_its_worst_check(checks, verdict):
 
 
 @same_version
+@pytest.mark.parametrize("model_type", ["bert", "opt", "llama", "falcon_h1", "mamba"])
+def test_a_row_of_each_verdict_is_found_again(model_type):
+    assert page.verdict(alone(model_type))[0] == VERDICTS[model_type]
+
+
+@same_version
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_every_type_is_what_its_row_states(part):
