@@ -199,8 +199,8 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
 
     from rope_patch.errors import EvaluationError
     from rope_patch.evaluation.lines import REFERENCES, scheme_at
+    from rope_patch.models.find_stacks import read_stacks
     from rope_patch.models.head import find_language_model
-    from rope_patch.models.reading import read_stacks
     from rope_patch.patching import find_handle, mount_scheme, unpatch
     from rope_patch.saving.loading import default_checkpoint, load_model
     from rope_patch.training import adapters, callbacks, checkpoints, chunked_loss, pose
