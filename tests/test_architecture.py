@@ -29,7 +29,7 @@ FLOORS = [
     {"models"},
     {"mounting"},
     {"saving", "patching", "description"},
-    {"face"},
+    {"face", "data"},
     {"evaluation", "serving"},
     {"training"},
     {"cli"},
