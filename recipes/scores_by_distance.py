@@ -118,8 +118,8 @@ def read_layer(model: str | None, text: str | None, layer: int, length: int | No
 
     from rope_patch.data.corpora import load_text
     from rope_patch.data.windows import select_windows
-    from rope_patch.evaluation.checkpoints import default_checkpoint, load_model, load_tokenizer, quiet_transformers
     from rope_patch.models.reading import read_stack
+    from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
 
     path = model or default_checkpoint()
     with quiet_transformers():

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import patch
 from rope_patch.cli.options import load_recipe
-from rope_patch.evaluation.checkpoints import default_checkpoint
 from rope_patch.models.reading import read_stack
+from rope_patch.saving.loading import default_checkpoint
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
