@@ -116,8 +116,8 @@ def read_layer(model: str | None, text: str | None, layer: int, length: int | No
     """The states of one layer of a checkpoint, over texts of so many tokens."""
     import torch
 
-    from rope_patch.evaluation.corpora import load_text
-    from rope_patch.evaluation.windows import select_windows
+    from rope_patch.data.corpora import load_text
+    from rope_patch.data.windows import select_windows
     from rope_patch.models.find_stacks import read_stack
     from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
 

@@ -30,7 +30,7 @@ FLOORS = [
     {"mounting"},
     {"patching"},
     {"saving", "description"},
-    {"api"},
+    {"api", "data"},
     {"evaluation", "serving"},
     {"training"},
     {"cli"},

@@ -276,7 +276,7 @@ def _on_rotation(scheme: Scheme, stack: Stack) -> Scheme:
     """
     if "frequencies" in scheme.slots:
         return scheme
-    if scheme.slots & {"bias", "embedding"} and not _moves_positions(scheme):
+    if (scheme.brings_bias or "embedding" in scheme.slots) and not _moves_positions(scheme):
         return Compose(scheme, NoPE())
     native, is_fixed = stack.native, any(tables.fixed for tables in stack.rotary)
     if "segments" in scheme.slots and native is not None and native.length_dependent and not is_fixed:
@@ -305,7 +305,7 @@ def _on_bias(scheme: Scheme, stack: Stack) -> Scheme:
         return scheme
     if _moves_positions(scheme):
         return Compose(scheme, RoPE())
-    if "bias" in scheme.slots:
+    if scheme.brings_bias:
         return scheme
     if "embedding" in scheme.slots:
         return Compose(scheme, NoPE())
