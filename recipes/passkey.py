@@ -35,8 +35,8 @@ class Options(Measured):
 
 def main(options: Options) -> None:
     """Ask every scheme the same questions at every length and depth."""
+    from rope_patch.data.corpora import load_text
     from rope_patch.errors import EvaluationError, MissingPackage, counted
-    from rope_patch.evaluation.corpora import load_text
     from rope_patch.evaluation.lines import check_lengths, with_references
     from rope_patch.evaluation.measured_model import take_off
     from rope_patch.evaluation.passkey import Passkey

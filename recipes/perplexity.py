@@ -35,9 +35,9 @@ class Options(Measured):
 
 def main(options: Options) -> None:
     """Measure every scheme at every length."""
+    from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.errors import MissingPackage, counted
     from rope_patch.evaluation import charts
-    from rope_patch.evaluation.corpora import load_text, name_of_text
     from rope_patch.evaluation.lines import with_references
     from rope_patch.evaluation.measured_model import take_off
     from rope_patch.evaluation.perplexity import measure

@@ -253,7 +253,7 @@ def biases(
 
 def biases_of_checkpoint(path: str) -> tuple[Scheme, dict[str, torch.Tensor], int, bool]:
     """Of a checkpoint of T5's style: its scheme, its table, its number of heads, and whether it sees both sides."""
-    from rope_patch.models.reading import read_stacks
+    from rope_patch.models.find_stacks import read_stacks
     from rope_patch.saving.loading import load_model, quiet_transformers
 
     with quiet_transformers():

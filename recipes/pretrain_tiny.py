@@ -56,7 +56,7 @@ def main(options: Options) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rope_patch.evaluation.corpora import load_corpus
+    from rope_patch.data.corpora import load_corpus
 
     texts = list(load_corpus("train")["text"])
     if options.packages:

@@ -33,7 +33,7 @@ def main(options: Options) -> None:
     import torch
     from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
-    from rope_patch.evaluation.corpora import load_corpus
+    from rope_patch.data.corpora import load_corpus
 
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     added = ["</s>", *(f"<extra_id_{i}>" for i in range(SENTINELS))]

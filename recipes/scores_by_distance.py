@@ -116,9 +116,9 @@ def read_layer(model: str | None, text: str | None, layer: int, length: int | No
     """The states of one layer of a checkpoint, over texts of so many tokens."""
     import torch
 
-    from rope_patch.evaluation.corpora import load_text
-    from rope_patch.evaluation.windows import select_windows
-    from rope_patch.models.reading import read_stack
+    from rope_patch.data.corpora import load_text
+    from rope_patch.data.windows import select_windows
+    from rope_patch.models.find_stacks import read_stack
     from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
 
     path = model or default_checkpoint()
@@ -136,8 +136,8 @@ def layer_states(model: nn.Module, input_ids: torch.Tensor, layer: int = 0) -> L
     """
     import torch
 
+    from rope_patch.models.find_stacks import read_stack
     from rope_patch.models.probe import probing
-    from rope_patch.models.reading import read_stack
     from rope_patch.typing import Frequencies
 
     if input_ids.ndim != 2 or input_ids.shape[1] < 2:

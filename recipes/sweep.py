@@ -55,9 +55,9 @@ class Options(Measured):
 
 def main(options: Options) -> None:
     """Plan, measure round after round, and recommend."""
+    from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.errors import MissingPackage, RopePatchError, counted
     from rope_patch.evaluation import charts
-    from rope_patch.evaluation.corpora import load_text, name_of_text
     from rope_patch.evaluation.lines import CUT, REFERENCES
     from rope_patch.evaluation.measured_model import take_off
     from rope_patch.evaluation.perplexity import measure

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_patch
 from rope_patch import native_scheme
 from rope_patch.cli.options import load_recipe, parse
-from rope_patch.evaluation import corpora
-from rope_patch.evaluation.corpora import load_text
+from rope_patch.data import corpora
+from rope_patch.data.corpora import load_text
 from tests.recipes import run_recipe
 from tests.runs import assert_close, logits
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import patch
 from rope_patch.cli.options import load_recipe
-from rope_patch.models.reading import read_stack
+from rope_patch.models.find_stacks import read_stack
 from rope_patch.saving.loading import default_checkpoint
 
 openai = pytest.importorskip("openai")

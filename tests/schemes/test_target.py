@@ -23,7 +23,7 @@ from rope_patch import (
     plan_mounts,
     unpatch,
 )
-from rope_patch.models.reading import read_stack
+from rope_patch.models.find_stacks import read_stack
 from rope_patch.schemes import Checkpoint, scheme_class, scheme_from_dict
 from rope_patch.schemes.target import LONGEST, reached, takes_target
 from tests.families import TRAINING_LENGTH, build
