@@ -29,8 +29,9 @@ FLOORS = [
     {"attention"},
     {"models"},
     {"mounting"},
-    {"saving", "patching", "description"},
-    {"face"},
+    {"patching"},
+    {"saving", "description"},
+    {"api", "data"},
     {"evaluation", "serving"},
     {"training"},
     {"cli"},
@@ -75,9 +76,9 @@ def scheme_files() -> list[str]:
 
 
 def is_above(imported: str, module: str) -> bool:
-    """Whether one module of the package is on a floor above another; the public face is `rope_patch`."""
+    """Whether one module of the package is on a floor above another; the public names are `rope_patch`."""
     if imported == "rope_patch":
-        return floor_of(module) <= floor_of("rope_patch.face")
+        return floor_of(module) <= floor_of("rope_patch.api")
     return imported.startswith("rope_patch.") and floor_of(imported) > floor_of(module)
 
 
@@ -133,7 +134,7 @@ def test_a_circle_would_be_named():
 
 OUR_FILES = [
     path
-    for folder in ("rope_patch", "recipes", "tests", "benchmarks")
+    for folder in ("rope_patch", "recipes", "tools", "tests", "benchmarks")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 
@@ -189,7 +190,7 @@ def state():
 
 state()  # filling lazy attributes
 before = state()
-from rope_patch import patch  # the public face is loaded with the first of its names
+from rope_patch import patch  # the public names are loaded with the first of its names
 after = state()
 print(json.dumps([key for key in before if before[key] != after[key]]))
 """
