@@ -24,10 +24,8 @@ from rope_patch.mounting.entry import shorten
 from rope_patch.mounting.parameters import NAME, learned_parameters
 from rope_patch.mounting.plan import plan_mounts
 from rope_patch.patching import PatchHandle, find_handle, find_record, loaded, mount_scheme
+from rope_patch.saving.checkpoint_kind import OPTIONAL
 from rope_patch.schemes.registry import scheme_from_dict
-
-OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-"""Arguments with which `cached_file` returns None for a file that is not there."""
 
 
 def repatch(model: nn.Module | PatchHandle) -> PatchHandle:

@@ -41,7 +41,7 @@ from rope_patch.models.paged import Request
 from rope_patch.mounting.late import LateAttention, LateCall
 from rope_patch.mounting.scoring import late_attention
 from rope_patch.patching import patch
-from rope_patch.saving.export import refused_by_vllm
+from rope_patch.saving.readers import refused_by_vllm
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.serving import flash
 
