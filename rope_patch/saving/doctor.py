@@ -48,7 +48,9 @@ def diagnose(folder: str | Path) -> list[Reading]:
     config = load_config(folder).get_text_config()
     part = raw if "rope_parameters" in raw or not isinstance(raw.get("text_config"), dict) else raw["text_config"]
     read = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
-    entry = entry_of(read) if "rope_type" in read or "full_attention" in read else {"rope_type": "default"}
+    entry: dict[str, Any] = (
+        entry_of(read) if "rope_type" in read or "full_attention" in read else {"rope_type": "default"}
+    )
     trained = training_length(config)
     older = _as_older_readers_have_it(part)
     record, written = part.get(RECORD) or raw.get(RECORD), part.get("rope_parameters")
@@ -57,19 +59,17 @@ def diagnose(folder: str | Path) -> list[Reading]:
     def lost(reader: readers.Reader) -> Iterator[str]:
         if isinstance(record, dict) and record.get("rope_parameters", read) == read:
             yield f"{scheme_from_dict(record.get('scheme', {}))}, which config.rope_patch records{reader.record}"
-        contradicted = isinstance(written, dict) and "rope_type" in written and _differ(written, entry)
-        if reader.scaling_wins and contradicted:
-            yield f"rope_parameters ({_spelled(written)}), because rope_scaling ({_spelled(older)}) wins"
+        stated = written if isinstance(written, dict) and "rope_type" in written else entry
+        if reader.scaling_wins and _differ(stated, entry):
+            yield f"rope_parameters ({_spelled(stated)}), because rope_scaling ({_spelled(older)}) wins"
         if reader.is_old and _differ(older, entry):
             yield f"rope_parameters ({_spelled(entry)}): it reads only rope_scaling and rope_theta"
         if kind in readers.NEED_L:  # other types do not store L
-            if part.get(_L) is None and not any(
-                _L in str(part.get(key)) for key in ("rope_parameters", "rope_scaling")
-            ):
+            if part.get(_L) is None and _L not in f"{written} {part.get('rope_scaling')}":
                 yield f"L: {_L} is missing; max_position_embeddings={longest} is used instead"
             elif part.get(_L) is None and kind in reader.l_at_top:
                 yield f"L: no {_L} at the top; 8192 is used instead"
-            reach = round(factor * checkpoint_of_config(config).training_length) if factor else 0
+            reach = round(factor * trained) if factor else 0
             if kind in reader.cut and longest and longest < reach:
                 yield f"the context beyond max_position_embeddings={longest}; factor times L is {reach}"
         if reader.needs_float and kind == "linear" and not isinstance(factor, float):
