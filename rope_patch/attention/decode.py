@@ -56,7 +56,7 @@ def _may_see_nothing(inputs: AttentionInputs, call: Call) -> bool:
     if bias is None or bias.linear or torch.compiler.is_compiling():
         return False
     values = bias.values(0, int(inputs.query_start) + inputs.q_length)  # those that `_added` reads
-    return bool(call.memo.derived("hides itself", lambda: bool(values[:, 0].isneginf().any()), bias))
+    return bool(call.forward_cache.derived("hides itself", lambda: bool(values[:, 0].isneginf().any()), bias))
 
 
 def _is_block(inputs: AttentionInputs, call: Call) -> bool:
@@ -65,7 +65,7 @@ def _is_block(inputs: AttentionInputs, call: Call) -> bool:
     after_keys = few and inputs.q_length < inputs.kv_length
     if torch.compiler.is_compiling() or not after_keys or not inputs.causal:
         return False
-    return call.memo.once("consecutive", lambda: bool((inputs.query_positions.diff(dim=-1) == 1).all()))
+    return call.forward_cache.once("consecutive", lambda: bool((inputs.query_positions.diff(dim=-1) == 1).all()))
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _rows_alike(inputs: AttentionInputs, call: Call) -> Iterator[tuple[slice, in
     if all(region.translation_invariant for region in call.regions):
         yield EVERY, int(inputs.query_start)  # any position will do
         return
-    positions = call.memo.once("first positions", lambda: inputs.query_positions[:, 0].tolist())
+    positions = call.forward_cache.once("first positions", lambda: inputs.query_positions[:, 0].tolist())
     start = 0
     for position, run in itertools.groupby(positions):
         stop = start + len(list(run))
@@ -142,7 +142,7 @@ def _faded(
         distance = region.query_map(m) - region.key_map(n)
         return fades.factor(-(distance if len(distance) == 1 else distance[rows]), call.keys)
 
-    return call.memo.once(("faded", fades, region, slots.start, rows.start), factors)
+    return call.forward_cache.once(("faded", fades, region, slots.start, rows.start), factors)
 
 
 def _added(
@@ -179,7 +179,7 @@ def _added(
 
     if inputs.sums is not None:
         return compute()
-    return call.memo.derived(
+    return call.forward_cache.derived(
         ("added", region, slots.start, slots.stop, rows.start, inputs.query_start), compute, *shared
     )
 

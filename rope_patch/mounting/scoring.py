@@ -17,10 +17,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rope_patch.attention import engine
 from rope_patch.attention.call import EVERY, Call
 from rope_patch.attention.decay import Decay
+from rope_patch.attention.forward_cache import wants_gradient
 from rope_patch.attention.fused.call import Fused
 from rope_patch.attention.inputs import AttentionInputs, Content
 from rope_patch.attention.masks import keys_seen, read_mask, shows_later_keys
-from rope_patch.attention.memo import wants_gradient
 from rope_patch.attention.turning import turn
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.base import is_causal
@@ -75,7 +75,7 @@ def late_attention(
             mask, part = request.mask(state.layer.sliding_window), call.of_request(request)
             return late_attention(module, q, k, v, mask, scaling, dropout, part, **others)[0]
 
-        row = {"position_ids": call.position_ids, "memo": call.memo}
+        row = {"position_ids": call.position_ids, "forward_cache": call.forward_cache}
         return attend_by_request(attend, module, query, key, value, **{**kwargs, **row})
     expected = query.shape[2] if call.kv_length is None else call.kv_length
     if key.shape[2] != expected:
@@ -94,7 +94,7 @@ def late_attention(
     def shared(what: str, compute: Callable[[], Any]) -> Any:
         # layers share the mask, and therefore all that depends on it
         place = what, query.shape[2], key.shape[2], call.start
-        return call.memo.derived(place, compute, attention_mask) if call.shareable else compute()
+        return call.forward_cache.derived(place, compute, attention_mask) if call.shareable else compute()
 
     def masked() -> tuple[torch.Tensor | None, torch.Tensor | None]:
         lengths = query.shape[2], key.shape[2]
@@ -118,7 +118,7 @@ def late_attention(
         causal = is_causal(module, kwargs.get("is_causal"))
         call.looks_ahead = _looks_ahead(call, masked()[0], attention_mask, causal)
     if not scores:
-        turned = TurningCall(query, key, call.memo, call, learned)
+        turned = TurningCall(query, key, call.forward_cache, call, learned)
         previous = _previous_attention(module, implementation)
         arguments = turned.query(ALL_PAIRS), turned.key(ALL_PAIRS), value, attention_mask
         return previous(module, *arguments, scaling=scaling, dropout=dropout, **kwargs)
@@ -142,14 +142,14 @@ def late_attention(
         scattered=call.scattered,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sums=sums,
-        bias=call.memo.bias(scheme, query, learned) if "bias" in state.methods else None,
+        bias=call.forward_cache.bias(scheme, query, learned) if "bias" in state.methods else None,
         content=Content(scheme, learned, call.states, projected, key) if by_content else None,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
     )
     mode = "oracle" if implementation in ("eager", "paged|eager") else state.attention
-    output, weights = engine.score(inputs, TurningCall(query, key, call.memo, call, learned), mode)
+    output, weights = engine.score(inputs, TurningCall(query, key, call.forward_cache, call, learned), mode)
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
 
 
@@ -170,7 +170,7 @@ def _looks_ahead(call: LateCall, mask: torch.Tensor | None, given: torch.Tensor 
             torch._assert_async(hidden, "rope_patch: the mask shows keys after the query; run eagerly")
         return False
     else:
-        ahead = call.memo.derived("ahead", lambda: bool(shows_later_keys(mask, call.start)), given)
+        ahead = call.forward_cache.derived("ahead", lambda: bool(shows_later_keys(mask, call.start)), given)
     if ahead and state.scheme.causal_only:
         raise UnsupportedPositions(reason)
     return ahead
@@ -185,7 +185,9 @@ def scaled_query(call: LateCall, query: torch.Tensor, learned: Weights) -> torch
         found = call.state.scheme.query_scale(call.position_ids.clamp(min=0), query.shape[1], learned)
         return found.transpose(0, 1)[..., None].to(query.dtype)
 
-    return query * (scale() if learned else call.memo.once(("query scale", query.shape[1], query.dtype), scale))
+    return query * (
+        scale() if learned else call.forward_cache.once(("query scale", query.shape[1], query.dtype), scale)
+    )
 
 
 @dataclass(eq=False)
@@ -253,7 +255,7 @@ class TurningCall(Call):
         positions = (positions if len(positions) == 1 else positions[rows])[..., slots]
         place: tuple[Any, ...] | None = None
         if late.shareable and not isinstance(slots, torch.Tensor):
-            # layers may keep different keys; the memo keeps `past` alive, see `LateCall.key_positions`
+            # layers may keep different keys; the forward cache keeps `past` alive, see `LateCall.key_positions`
             kept = id(late.past) if late.scattered and not torch.compiler.is_compiling() else None
             place = ("k", self.keys.shape[2], late.query_start, kept, slots.start, slots.stop, rows.start, rows.stop)
         return self._turned(self.keys[rows, :, slots], positions, key_map, place)
@@ -287,7 +289,7 @@ class TurningCall(Call):
             self.regions,
             query_tables=tuple(tables(late.position_ids, region.query_map, "q") for region in self.regions),
             key_tables=tuple(tables(keys, region.key_map, ("k", id(keys))) for region in self.regions),
-            partner=self.memo.once("partners", lambda: torch.tensor(layout.partners(head_dim), device=device)),
+            partner=self.forward_cache.once("partners", lambda: torch.tensor(layout.partners(head_dim), device=device)),
             in_order=in_order,
         )
 
@@ -347,7 +349,7 @@ class TurningCall(Call):
 
     def _shared(self, key: Any, compute: Callable[[], Any]) -> Any:
         """A value that layers compute once, unless their frequencies are learned."""
-        return compute() if self.late.state.scheme.learned_frequencies else self.memo.once(key, compute)
+        return compute() if self.late.state.scheme.learned_frequencies else self.forward_cache.once(key, compute)
 
 
 def _refuse_part_of_a_row(scheme: Scheme, implementation: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from rope_patch.attention.memo import ForwardMemo
+from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.models.base import RotaryTables
 from rope_patch.mounting.late import STILL, LateAttention, LateCall
 from rope_patch.mounting.scoring import TurningCall, scaled_query
@@ -60,7 +60,7 @@ class Batch:
     offsets: torch.Tensor
     near_start: torch.Tensor
     longest: int
-    memo: ForwardMemo
+    forward_cache: ForwardCache
 
     @classmethod
     def of(cls, metadata: Any, window: int, block_size: int) -> Batch:
@@ -77,7 +77,7 @@ class Batch:
             offsets=near % block_size,
             near_start=near_start.int(),
             longest=int(kept.max()),
-            memo=ForwardMemo(),
+            forward_cache=ForwardCache(),
         )
 
 
@@ -107,8 +107,8 @@ def attend(
     window, head_dim = int(near.stop), query.shape[-1]
     keys, values = kv_cache[batch.blocks, :, batch.offsets].split(head_dim, dim=-1)
     queries = query.transpose(0, 1)[None]
-    call = LateCall(state, batch.memo, queries, batch.position_ids, 0, past=batch.near, scattered=True)
-    turning = TurningCall(scaled_query(call, queries, {}), keys.transpose(0, 1)[None], batch.memo, call, {})
+    call = LateCall(state, batch.forward_cache, queries, batch.position_ids, 0, past=batch.near, scattered=True)
+    turning = TurningCall(scaled_query(call, queries, {}), keys.transpose(0, 1)[None], batch.forward_cache, call, {})
 
     def rows(states: torch.Tensor) -> torch.Tensor:
         return states[0].transpose(0, 1).contiguous()
