@@ -8,7 +8,7 @@ import torch
 
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward_cache import ForwardCache
-from rope_patch.attention.fused.call import Fused
+from rope_patch.attention.fused.launch import Fused
 from rope_patch.attention.inputs import AttentionInputs
 from rope_patch.attention.spans import Span
 from rope_patch.schemes.slots import ALL_PAIRS, Region

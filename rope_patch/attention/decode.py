@@ -17,8 +17,8 @@ import torch
 from rope_patch.attention.call import EVERY, Call
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, wide
-from rope_patch.attention.kernels import Work, kernel_for
 from rope_patch.attention.segmented import merge
+from rope_patch.attention.tile_kernels import Work, kernel_for
 from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.slots import Region
 

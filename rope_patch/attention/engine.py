@@ -9,10 +9,10 @@ import torch
 from rope_patch.attention import chunked, decay, decode, dense, oracle, products, segmented
 from rope_patch.attention.bias import has_terms
 from rope_patch.attention.call import Call
-from rope_patch.attention.fused import call as fused
+from rope_patch.attention.fused import launch as fused
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
-from rope_patch.attention.kernels import FlashCUDA, kernel_for
 from rope_patch.attention.spans import Span
+from rope_patch.attention.tile_kernels import FlashCUDA, kernel_for
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 
 Spans = Callable[[AttentionInputs], "tuple[Span, ...] | None"]

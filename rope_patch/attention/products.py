@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from rope_patch.attention.inputs import AttentionInputs, wide
-from rope_patch.attention.kernels import Dense
 from rope_patch.attention.segmented import Block, HeadGroup, Piece, blocks_of, head_groups
 from rope_patch.attention.spans import Span
+from rope_patch.attention.tile_kernels import Dense
 from rope_patch.attention.tiles import Tile
 
 

@@ -23,8 +23,8 @@ import torch
 from rope_patch.attention import chunked
 from rope_patch.attention.bias import TileBias, tile_bias
 from rope_patch.attention.inputs import AttentionInputs, Branch, wide
-from rope_patch.attention.kernels import Biased, Kernel, Merged, Work, kernel_for
 from rope_patch.attention.spans import Span
+from rope_patch.attention.tile_kernels import Biased, Kernel, Merged, Work, kernel_for
 from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 

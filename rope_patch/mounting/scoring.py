@@ -18,7 +18,7 @@ from rope_patch.attention import engine
 from rope_patch.attention.call import EVERY, Call
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward_cache import wants_gradient
-from rope_patch.attention.fused.call import Fused
+from rope_patch.attention.fused.launch import Fused
 from rope_patch.attention.inputs import AttentionInputs, Content
 from rope_patch.attention.masks import keys_seen, read_mask, shows_later_keys
 from rope_patch.attention.turning import turn

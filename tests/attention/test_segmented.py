@@ -9,11 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rope_patch import get_scheme
-from rope_patch.attention import kernels, oracle, segmented
+from rope_patch.attention import oracle, segmented, tile_kernels
 from rope_patch.attention.bias import KeyTerm
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
-from rope_patch.attention.kernels import Dense, FlashCPU, agrees
 from rope_patch.attention.spans import Span, find_spans
+from rope_patch.attention.tile_kernels import Dense, FlashCPU, agrees
 from rope_patch.attention.tiles import Tile, in_rows, tiles_of
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import Identity
@@ -63,11 +63,11 @@ def test_every_visible_pair_of_a_region_is_in_one_tile(region, q_length, offset,
 @settings(max_examples=200, deadline=None)
 @given(REGIONS, st.integers(1, 50), st.integers(0, 30))
 def test_a_window_of_flash_on_cuda_is_the_band(region, q_length, offset):
-    for tile in tiles_of(region, q_length, offset, band_rows=kernels.FlashCUDA().band_rows(math.inf)):
+    for tile in tiles_of(region, q_length, offset, band_rows=tile_kernels.FlashCUDA().band_rows(math.inf)):
         if tile.kind != "band":
-            assert kernels._window(tile) == {}
+            assert tile_kernels._window(tile) == {}
             continue
-        window = kernels._window(tile)
+        window = tile_kernels._window(tile)
         rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
         # a negative number would mean no bound
         assert min(window.values()) >= 0
@@ -85,7 +85,7 @@ def test_flash_agrees_with_plain_products(dtype, head_dim):
 def test_a_kernel_is_tried_once_and_not_at_every_call():
     agrees.cache_clear()
     for _ in range(3):
-        agrees(kernels.FlashCUDA(), torch.device("cpu"), torch.bfloat16, 16)
+        agrees(tile_kernels.FlashCUDA(), torch.device("cpu"), torch.bfloat16, 16)
     assert agrees.cache_info().misses == 1
 
 

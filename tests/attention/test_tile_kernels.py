@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from rope_patch.attention import kernels, oracle, products, segmented
+from rope_patch.attention import oracle, products, segmented
 from rope_patch.attention.inputs import Branch
-from rope_patch.attention.kernels import Dense, FlashCPU, Merged, Work
 from rope_patch.attention.spans import Span, find_spans
+from rope_patch.attention.tile_kernels import Dense, FlashCPU, Merged, Work
 from rope_patch.attention.tiles import Tile, tiles_of
 from tests.attention.test_bidirectional import bias_of
 from tests.attention.test_segmented import (
