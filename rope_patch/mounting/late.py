@@ -42,9 +42,9 @@ from rope_patch.models.cached_keys import (
     signature_of,
 )
 from rope_patch.models.paged import Request
+from rope_patch.mounting.identity_table import IdentityTable
 from rope_patch.mounting.parameters import LearnedWeights
 from rope_patch.mounting.positions import PASSED
-from rope_patch.mounting.still import Still
 from rope_patch.mounting.sums import contributions
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Region
@@ -54,7 +54,7 @@ from rope_patch.typing import Frequencies, PositionMap, Weights
 IMPLEMENTATION = "rope_patch"
 """Name under which the attention function is registered while any patched model needs it."""
 
-STILL = Constant(0)
+UNROTATED = Constant(0)
 """The position of states without rotation."""
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -129,7 +129,7 @@ def _groups(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Tensor |
 
 
 LONG = 64
-"""From this many tokens on, `Still` saves more than it costs."""
+"""From this many tokens on, `IdentityTable` saves more than it costs."""
 
 
 def _identity(given: Any, device_type: str) -> Any:
@@ -143,7 +143,7 @@ def _identity(given: Any, device_type: str) -> Any:
     one, zero = torch.ones_like(cos, dtype=dtype), torch.zeros_like(sin, dtype=dtype)
     if torch.compiler.is_compiling() or cos.shape[-2] < LONG:
         return one, zero
-    return Still.of(one, 1), Still.of(zero, 0)
+    return IdentityTable.of(one, 1), IdentityTable.of(zero, 0)
 
 
 def _is_ours(module: nn.Module) -> bool:
@@ -197,9 +197,9 @@ class LateAttention:
 
     def anchor_for(self, keeps_keys: bool) -> PositionMap | None:
         """The rotation that the module should apply. Without a cache, no rotation is the least work."""
-        if self.anchor is None or (keeps_keys and self.anchor != STILL):
+        if self.anchor is None or (keeps_keys and self.anchor != UNROTATED):
             return self.anchor
-        return STILL if cast(RotaryTables, self.layer.rotary).attention_scaling == 1 else None
+        return UNROTATED if cast(RotaryTables, self.layer.rotary).attention_scaling == 1 else None
 
     def register(self) -> None:
         """Register the attention function with Transformers under its own name; no other name changes."""
@@ -327,7 +327,7 @@ class LateAttention:
 
     def _first_rotation(self, given: Any, call: LateCall, hidden: torch.Tensor) -> Any:
         """The tables that the module itself applies to both queries and keys, in the form of those `given`."""
-        if call.anchor in (None, STILL):
+        if call.anchor in (None, UNROTATED):
             return call.forward_cache.derived("identity", lambda: _identity(given, hidden.device.type), given)
         anchor, rotary = call.anchor, cast(RotaryTables, self.layer.rotary)
         return call.forward_cache.once(
@@ -359,8 +359,8 @@ class LateCall:
         states: the module's input, `(batch, q_len, hidden)`.
         position_ids: `(batch or 1, q_len)`, positions of the queries.
         query_start: slot of the first query among the keys; None without a cache.
-        anchor: the position map by which the module already rotated queries and keys, `STILL` for no rotation; None if
-            it applied neither a rotation nor the attention factor.
+        anchor: the position map by which the module already rotated queries and keys, `UNROTATED` for no rotation; None
+            if it applied neither a rotation nor the attention factor.
         tokens: `(batch or 1, kv_len)`, false on pads; None without known pads.
         kv_length: number of keys that the cache will return.
         past: positions of the keys before the first query, `(batch or 1, start)` or `(batch, kv_heads, start)`; None

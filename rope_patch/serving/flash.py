@@ -19,7 +19,7 @@ import torch
 
 from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.models.base import RotaryTables
-from rope_patch.mounting.late import STILL, LateAttention, LateCall
+from rope_patch.mounting.late import UNROTATED, LateAttention, LateCall
 from rope_patch.mounting.scoring import TurningCall, scaled_query
 
 Flash = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -36,7 +36,7 @@ def applies(state: LateAttention) -> bool:
         and far.stop == math.inf
         and near.translation_invariant
         and far.translation_invariant
-        and far.key_map == STILL
+        and far.key_map == UNROTATED
         and not state.scheme.slots & {"bias", "values", "frequencies"}
         and cast(RotaryTables, state.layer.rotary).attention_scaling == 1
     )

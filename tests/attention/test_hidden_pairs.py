@@ -10,11 +10,13 @@ import torch
 from transformers import DynamicCache
 
 from rope_patch import Scheme, patch
-from rope_patch.attention import chunked, decode, engine, tile_kernels
+from rope_patch.attention import chunked, decode, engine
 from rope_patch.attention.bias import DiagonalTerm
 from rope_patch.attention.call import Call
 from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
+from rope_patch.attention.tile_kernels import Dense, FlashCPU, Work
+from rope_patch.attention.tiles import Tile
 from tests.families import build
 from tests.runs import left_padded, positions_of, tokens
 
@@ -42,7 +44,7 @@ def far(distance):
 def small_blocks(monkeypatch):
     monkeypatch.setattr(decode, "SMALL", 0)
     monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 300)
-    monkeypatch.setattr(tile_kernels.Dense, "rows", 5)
+    monkeypatch.setattr(Dense, "rows", 5)
     monkeypatch.setattr(DiagonalTerm, "rows", 16)
 
 
@@ -128,14 +130,12 @@ def test_one_query_in_a_graph(bias, length):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "kernel", [tile_kernels.Dense(), tile_kernels.FlashCPU()], ids=lambda kernel: type(kernel).__name__
-)
+@pytest.mark.parametrize("kernel", [Dense(), FlashCPU()], ids=lambda kernel: type(kernel).__name__)
 def test_a_hidden_row_of_a_tile_weighs_nothing_beside_another_tile(kernel):
     query, key = torch.randn(2, 1, 2, 600, 16, generator=torch.Generator().manual_seed(0))
     mask = torch.zeros(1, 2, 600, 600)
     mask[:, 1, 100:200] = mask[:, :, 300, :550] = -torch.inf
-    out, lse = kernel.forward(tile_kernels.Work(query, key, key, tile_kernels.Tile(0, 600, 0, 600), 0.1, mask))
+    out, lse = kernel.forward(Work(query, key, key, Tile(0, 600, 0, 600), 0.1, mask))
     assert not out[:, 1, 100:200].any()
     assert (lse[:, 1, 100:200] == torch.finfo(torch.float32).min).all()
     torch.testing.assert_close(lse[:, :, 300], (query[:, :, 300:301] @ key[:, :, 550:].mT * 0.1).logsumexp(-1)[..., 0])
