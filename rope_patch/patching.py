@@ -22,10 +22,10 @@ from rope_patch.errors import (
 from rope_patch.models.base import Stack
 from rope_patch.models.paged import forget_managers
 from rope_patch.models.reading import check_loaded, find_around, find_enclosing, find_stacks, read_stacks
-from rope_patch.mounting.caution import caution
 from rope_patch.mounting.late import LateAttention
 from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
 from rope_patch.mounting.saved import Notice, install_saving
+from rope_patch.mounting.scheme_warnings import scheme_warning
 from rope_patch.mounting.undo import Changes
 from rope_patch.saving.rope_parameters import (
     export_rope_parameters,
@@ -165,7 +165,7 @@ def patch(
         if (same := _same_patch(model, scheme, (mount, attention))) is not None:
             return same
         scheme, mounted = _planned(model, scheme, mount)
-        if words := caution(scheme, mounted):
+        if words := scheme_warning(scheme, mounted):
             warn(words, stacklevel=2)
         return _mount(model, scheme, mounted, mount, attention)
 
