@@ -45,7 +45,7 @@ class Call:
         """The keys of some `slots` and `rows` rotated for a region, `(batch, kv_heads, slots, head_dim)`."""
         return self.keys[rows, :, slots]
 
-    def turns_keys(self, region: Region) -> bool:
+    def rotates_keys(self, region: Region) -> bool:
         """Whether `key` computes anything."""
         return False
 
@@ -59,5 +59,5 @@ class Call:
         return self.forward_cache.spans(inputs)
 
     def decay(self) -> Decay | None:
-        """How pairs fade with distance; None if they do not."""
+        """How scores decay with distance; None if they do not."""
         return None

@@ -35,7 +35,7 @@ BLOCK = 2**21
 """Bytes of keys that are rotated and scored at once, while they are in the processor's cache."""
 
 
-def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode, fades: Decay | None) -> bool:
+def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode, decay: Decay | None) -> bool:
     """Whether a call, with branches not yet rotated, is a decoding step that `attend` can compute."""
     one = inputs.q_length == 1
     return (
@@ -44,8 +44,8 @@ def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode, fades: Dec
         and inputs.fits_kernels
         and (inputs.mask is None or inputs.mask.dtype == torch.bool)
         and not call.differentiable
-        and (one or (mode == "auto" and fades is None and _is_block(inputs, call)))
-        and (fades is None or not (torch.compiler.is_compiling() or inputs.by_head))
+        and (one or (mode == "auto" and decay is None and _is_block(inputs, call)))
+        and (decay is None or not (torch.compiler.is_compiling() or inputs.by_head))
         and not _may_see_nothing(inputs, call)
     )
 
@@ -84,7 +84,7 @@ class Piece:
     added: torch.Tensor | None
 
 
-def attend(inputs: AttentionInputs, call: Call, fades: Decay | None = None) -> torch.Tensor:
+def attend(inputs: AttentionInputs, call: Call, decay: Decay | None = None) -> torch.Tensor:
     """Attention of a few queries, `(batch, heads, q_len, value_dim)`; without gradients.
 
     Distance is a difference of slots: the positions of keys are counted from the queries.
@@ -95,7 +95,7 @@ def attend(inputs: AttentionInputs, call: Call, fades: Decay | None = None) -> t
     outputs = []
     for rows, position in _rows_alike(inputs, call):
         value = inputs.value[rows]
-        out = score(list(_pieces(inputs, call, fades, rows, position)), value.flatten(0, 1), inputs.scaling)
+        out = score(list(_pieces(inputs, call, decay, rows, position)), value.flatten(0, 1), inputs.scaling)
         outputs.append(out.view(len(value), heads, q_length, value.shape[-1]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -113,7 +113,7 @@ def _rows_alike(inputs: AttentionInputs, call: Call) -> Iterator[tuple[slice, in
         start = stop
 
 
-def _pieces(inputs: AttentionInputs, call: Call, fades: Decay | None, rows: slice, position: int) -> Iterator[Piece]:
+def _pieces(inputs: AttentionInputs, call: Call, decay: Decay | None, rows: slice, position: int) -> Iterator[Piece]:
     """Oldest slots first, as far as regions allow."""
     slot, last = int(inputs.query_start), inputs.q_length - 1
     kv_heads, key_bytes = inputs.value.shape[1], call.keys[rows, :, 0].nbytes
@@ -121,28 +121,28 @@ def _pieces(inputs: AttentionInputs, call: Call, fades: Decay | None, rows: slic
         oldest = slots_of(region, slot, position).start
         newest = slots_of(region, slot + last, position + last).stop
         # rotated keys are computed a few at a time
-        turns = fades is not None or call.turns_keys(region)
-        step = max(1, BLOCK // key_bytes) if turns and call.keys.is_cpu else max(1, newest - oldest)
+        rotates = decay is not None or call.rotates_keys(region)
+        step = max(1, BLOCK // key_bytes) if rotates and call.keys.is_cpu else max(1, newest - oldest)
         queries = call.query(region)[rows].unflatten(1, (kv_heads, -1)).flatten(2, 3).flatten(0, 1)
         for start in range(oldest, newest, step):
             slots = slice(start, min(start + step, newest))
             keys = call.key(region, slots, rows)
-            if fades is not None:
-                keys = keys * _faded(inputs, call, fades, region, slots, rows)
+            if decay is not None:
+                keys = keys * _decayed(inputs, call, decay, region, slots, rows)
             yield Piece(slots, queries, keys.flatten(0, 1), _added(inputs, call, region, slots, rows, position))
 
 
-def _faded(
-    inputs: AttentionInputs, call: Call, fades: Decay, region: Region, slots: slice, rows: slice
+def _decayed(
+    inputs: AttentionInputs, call: Call, decay: Decay, region: Region, slots: slice, rows: slice
 ) -> torch.Tensor:
     """Decay of each pair of dimensions of the keys for the only query, `(batch or 1, 1, slots, head_dim)`."""
 
     def factors() -> torch.Tensor:
         m, n = inputs.query_positions.float(), inputs.key_positions[:, slots].float()
         distance = region.query_map(m) - region.key_map(n)
-        return fades.factor(-(distance if len(distance) == 1 else distance[rows]), call.keys)
+        return decay.factor(-(distance if len(distance) == 1 else distance[rows]), call.keys)
 
-    return call.forward_cache.once(("faded", fades, region, slots.start, rows.start), factors)
+    return call.forward_cache.once(("decayed", decay, region, slots.start, rows.start), factors)
 
 
 def _added(
@@ -151,7 +151,7 @@ def _added(
     """The term added to scaled products, in the shape of `Piece.added`: biases, and the lowest number for keys that a
     query does not see in this region.
     """
-    if inputs.q_length == 1 and inputs.mask is None and inputs.bias is None and inputs.sums is None:
+    if inputs.q_length == 1 and inputs.mask is None and inputs.bias is None and inputs.running_bias is None:
         return None
     shared = inputs.mask, inputs.groups, inputs.bias
 
@@ -169,15 +169,15 @@ def _added(
         if inputs.bias is not None:
             values = inputs.bias.values(0, slot + inputs.q_length)
             added = values[:, distance.clamp(min=0)][None].to(added.dtype)
-        if inputs.sums is not None:
-            running = inputs.running_bias
-            assert running is not None  # for the type checker: there are sums
+        if inputs.running_bias is not None:
+            running = inputs.running_bias_of_pairs
+            assert running is not None  # for the type checker: there is one
             added = added + (running if len(running) == 1 else running[rows])[..., slots].to(added.dtype)
         if seen is not None:
             added = torch.where(seen, added, torch.finfo(added.dtype).min)
         return _by_kv_head(added, len(value), value.shape[1], call.queries.shape[1])
 
-    if inputs.sums is not None:
+    if inputs.running_bias is not None:
         return compute()
     return call.forward_cache.derived(
         ("added", region, slots.start, slots.stop, rows.start, inputs.query_start), compute, *shared
@@ -268,7 +268,7 @@ def attend_in_graph(inputs: AttentionInputs, call: Call) -> torch.Tensor:
         if inputs.bias is not None:
             term = inputs.bias.function((m - n)[:, 0]).transpose(0, 1)
             products = products + term.unflatten(1, (value.shape[1], -1))
-        if (running := inputs.running_bias) is not None:
+        if (running := inputs.running_bias_of_pairs) is not None:
             products = products + running[:, :, 0, slots].to(products.dtype).unflatten(1, (value.shape[1], -1))
         scores.append(products.masked_fill(~seen, -torch.inf))
         values.append(value[:, :, slots])

@@ -44,8 +44,8 @@ from rope_patch.models.cached_keys import (
 from rope_patch.models.paged import Request
 from rope_patch.mounting.identity_table import IdentityTable
 from rope_patch.mounting.parameters import LearnedWeights
-from rope_patch.mounting.positions import PASSED
-from rope_patch.mounting.sums import contributions
+from rope_patch.mounting.running_bias import contributions
+from rope_patch.mounting.stack_positions import PASSED
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import Constant, follow_on, joined, key_positions, query_start

@@ -26,8 +26,8 @@ from rope_patch.models.rebuilding import rebuilt_numbers
 from rope_patch.mounting.entry import install_entry, install_table
 from rope_patch.mounting.late import IMPLEMENTATION, LateAttention, LateForward
 from rope_patch.mounting.parameters import install_parameters
-from rope_patch.mounting.positions import pass_positions
 from rope_patch.mounting.scoring import late_attention
+from rope_patch.mounting.stack_positions import pass_positions
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose

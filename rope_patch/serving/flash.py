@@ -20,7 +20,7 @@ import torch
 from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.models.base import RotaryTables
 from rope_patch.mounting.late import UNROTATED, LateAttention, LateCall
-from rope_patch.mounting.scoring import TurningCall, scaled_query
+from rope_patch.mounting.scoring import RotatedCall, scaled_query
 
 Flash = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """vLLM's `flash_attn_varlen_func`, with paged keys and `return_softmax_lse`."""
@@ -108,7 +108,7 @@ def attend(
     keys, values = kv_cache[batch.blocks, :, batch.offsets].split(head_dim, dim=-1)
     queries = query.transpose(0, 1)[None]
     call = LateCall(state, batch.forward_cache, queries, batch.position_ids, 0, past=batch.near, scattered=True)
-    turning = TurningCall(scaled_query(call, queries, {}), keys.transpose(0, 1)[None], batch.forward_cache, call, {})
+    rotated = RotatedCall(scaled_query(call, queries, {}), keys.transpose(0, 1)[None], batch.forward_cache, call, {})
 
     def rows(states: torch.Tensor) -> torch.Tensor:
         return states[0].transpose(0, 1).contiguous()
@@ -123,8 +123,8 @@ def attend(
     }
     found = [
         flash(
-            rows(turning.query(near)),
-            rows(turning.key(near)),
+            rows(rotated.query(near)),
+            rows(rotated.key(near)),
             values.contiguous(),
             max_seqlen_k=batch.longest,
             cu_seqlens_k=batch.near_start,
@@ -136,7 +136,7 @@ def attend(
         key_cache, value_cache = kv_cache.transpose(1, 2).split(head_dim, dim=-1)
         found.append(
             flash(
-                rows(turning.query(far)),
+                rows(rotated.query(far)),
                 key_cache,
                 value_cache,
                 max_seqlen_k=metadata.max_seq_len - window,

@@ -202,7 +202,7 @@ def errors_of(case: Case) -> dict[str, float]:
             query_start=torch.tensor(start, device=DEVICE) if case.start_in_memory else start,
             scaling=0.3,
             bias=bias(leaves),
-            sums=leaves.get("sums"),
+            running_bias=leaves.get("sums"),
             sinks=leaves.get("sinks"),
             softcap=case.softcap,
         )

@@ -145,7 +145,7 @@ def inputs_of(
         0.3,
         bias,
         groups=groups,
-        sums=-states(heads, kv_length, 1)[..., 0].abs().double().cumsum(dim=-1) if has_sums else None,
+        running_bias=-states(heads, kv_length, 1)[..., 0].abs().double().cumsum(dim=-1) if has_sums else None,
     )
     return inputs, groups[:, start:] >= 0
 
@@ -170,13 +170,13 @@ SPECS = [
 
 def gradients_of(attend, inputs, kept, grad):
     leaves = [inputs.value, *(x for branch in inputs.branches for x in (branch.query, branch.key))]
-    leaves += [] if inputs.sums is None else [inputs.sums]
+    leaves += [] if inputs.running_bias is None else [inputs.running_bias]
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     branches = tuple(
         Branch(branch.region, leaves[2 * i + 1], leaves[2 * i + 2]) for i, branch in enumerate(inputs.branches)
     )
-    sums = None if inputs.sums is None else leaves[-1]
-    out = attend(dataclasses.replace(inputs, value=leaves[0], branches=branches, sums=sums))
+    running = None if inputs.running_bias is None else leaves[-1]
+    out = attend(dataclasses.replace(inputs, value=leaves[0], branches=branches, running_bias=running))
     (out * grad * kept[:, None, :, None]).sum().backward()
     return out.detach() * kept[:, None, :, None], [leaf.grad for leaf in leaves]
 
@@ -210,7 +210,7 @@ def test_output_and_gradients_are_those_of_the_oracle_in_float64(spec, q_length,
     expected, slopes = gradients_of(lambda x: oracle.attend(x)[0], in_double(inputs), kept, grad)
     found, ours = gradients_of(run_segmented, inputs, kept, grad)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
-    if inputs.bias is not None or inputs.sums is not None:
+    if inputs.bias is not None or inputs.running_bias is not None:
         tolerance = max(tolerance, 1e-5)  # a bias is computed in float32
     for one, other in zip([found, *ours], [expected, *slopes], strict=True):
         assert one is found or one.dtype == (torch.float64 if one.ndim == 3 else dtype)  # sums are float64

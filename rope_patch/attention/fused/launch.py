@@ -21,7 +21,7 @@ Table = tuple[torch.Tensor, torch.Tensor]
 FAR = 2**30
 """Beyond all positions, and far from the end of the range of int32."""
 
-TURNED_STAGES = 2
+ROTATED_STAGES = 2
 """Maximum pipeline stages when the loaded states are rotated: tables of cosines and sines also need shared memory."""
 
 
@@ -124,7 +124,7 @@ def attend(inputs: AttentionInputs, call: Fused, blocks: tuple[Blocks, Blocks] |
         last = inputs.q_length if first < 0 else inputs.kv_length
         values = bias.values(0, 2).diff()[:, 0] if _is_slope(inputs, bias) else bias.values(first, last).contiguous()
     states = (_dense(x) for x in (call.queries, call.keys, inputs.value))
-    out: torch.Tensor = _Attention.apply(inputs, call, blocks, *states, values, inputs.sinks, inputs.sums)
+    out: torch.Tensor = _Attention.apply(inputs, call, blocks, *states, values, inputs.sinks, inputs.running_bias)
     return out
 
 
@@ -273,7 +273,7 @@ def _described(
 def _stages(given: Any, blocks: Blocks, walked: int) -> tuple[int, ...]:
     """Pipeline stages per region, for a loop over queries (0) or keys (1)."""
     return tuple(
-        blocks.stages if table[walked] is None else min(blocks.stages, TURNED_STAGES) for table in given.tables
+        blocks.stages if table[walked] is None else min(blocks.stages, ROTATED_STAGES) for table in given.tables
     )
 
 
@@ -341,9 +341,9 @@ def _tried(
     )
     tables = tuple(of_queries), tuple(of_keys)
     call = Fused(*leaves[:2], regions, (tables[0],) * 2, (tables[1], None), partner)
-    turned = [x * cos + x[..., partner] * sin for x, (cos, sin) in zip(leaves, tables, strict=False)]
+    rotated = [x * cos + x[..., partner] * sin for x, (cos, sin) in zip(leaves, tables, strict=False)]
     branches = tuple(
-        Branch(region, turned[0], key) for region, key in zip(regions, (turned[1], leaves[1]), strict=True)
+        Branch(region, rotated[0], key) for region, key in zip(regions, (rotated[1], leaves[1]), strict=True)
     )
     found, expected = (
         (out, *torch.autograd.grad(out, leaves, grad))
