@@ -21,8 +21,8 @@ from rope_patch.attention.tiles import Tile, in_rows
 class KeyTerm:
     """c_m - c_n, reduced to -c_n: c_m is constant in a row.
 
-    Sums are counted from the middle of a block of rows, so that the terms of near keys stay small and exact. `sums` are
-    float64, `(batch or 1, heads, keys)`.
+    c is counted from the middle of a block of rows, so that the terms of near keys stay small and exact. It is the
+    `running_bias`, float64, `(batch or 1, heads, keys)`.
     """
 
     running_bias: torch.Tensor

@@ -69,7 +69,7 @@ def _is_block(inputs: AttentionInputs, call: Call) -> bool:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SlotRun:
     """Some queries and a run of slots in one region.
 
     Attributes:
@@ -95,7 +95,7 @@ def attend(inputs: AttentionInputs, call: Call, decay: Decay | None = None) -> t
     outputs = []
     for rows, position in _rows_alike(inputs, call):
         value = inputs.value[rows]
-        out = score(list(_pieces(inputs, call, decay, rows, position)), value.flatten(0, 1), inputs.scaling)
+        out = score(list(_slot_runs(inputs, call, decay, rows, position)), value.flatten(0, 1), inputs.scaling)
         outputs.append(out.view(len(value), heads, q_length, value.shape[-1]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -113,7 +113,9 @@ def _rows_alike(inputs: AttentionInputs, call: Call) -> Iterator[tuple[slice, in
         start = stop
 
 
-def _pieces(inputs: AttentionInputs, call: Call, decay: Decay | None, rows: slice, position: int) -> Iterator[Piece]:
+def _slot_runs(
+    inputs: AttentionInputs, call: Call, decay: Decay | None, rows: slice, position: int
+) -> Iterator[SlotRun]:
     """Oldest slots first, as far as regions allow."""
     slot, last = int(inputs.query_start), inputs.q_length - 1
     kv_heads, key_bytes = inputs.value.shape[1], call.keys[rows, :, 0].nbytes
@@ -129,7 +131,7 @@ def _pieces(inputs: AttentionInputs, call: Call, decay: Decay | None, rows: slic
             keys = call.key(region, slots, rows)
             if decay is not None:
                 keys = keys * _decayed(inputs, call, decay, region, slots, rows)
-            yield Piece(slots, queries, keys.flatten(0, 1), _added(inputs, call, region, slots, rows, position))
+            yield SlotRun(slots, queries, keys.flatten(0, 1), _added(inputs, call, region, slots, rows, position))
 
 
 def _decayed(
@@ -148,7 +150,7 @@ def _decayed(
 def _added(
     inputs: AttentionInputs, call: Call, region: Region, slots: slice, rows: slice, position: int
 ) -> torch.Tensor | None:
-    """The term added to scaled products, in the shape of `Piece.added`: biases, and the lowest number for keys that a
+    """The term added to scaled products, in the shape of `SlotRun.added`: biases, and the lowest number for keys that a
     query does not see in this region.
     """
     if inputs.q_length == 1 and inputs.mask is None and inputs.bias is None and inputs.running_bias is None:
@@ -185,7 +187,7 @@ def _added(
 
 
 def _by_kv_head(added: torch.Tensor, batch: int, kv_heads: int, heads: int) -> torch.Tensor:
-    """`(batch or 1, heads or 1, q_len, slots)` in the shape of `Piece.added`."""
+    """`(batch or 1, heads or 1, q_len, slots)` in the shape of `SlotRun.added`."""
     if added.ndim == 2:
         added = added[None, None]
     if added.shape[:3] == (1, 1, 1):
@@ -198,12 +200,12 @@ def _by_kv_head(added: torch.Tensor, batch: int, kv_heads: int, heads: int) -> t
     return added.flatten(2, 3).flatten(0, 1)
 
 
-def _by_one_softmax(pieces: list[Piece], value: torch.Tensor, scale: float) -> torch.Tensor:
-    """`(batch * kv_heads, group * q_len, value_dim)`: the scores of all pieces side by side."""
-    scores = [_products(piece, scale) for piece in pieces]
+def _by_one_softmax(runs: list[SlotRun], value: torch.Tensor, scale: float) -> torch.Tensor:
+    """`(batch * kv_heads, group * q_len, value_dim)`: the scores of all runs side by side."""
+    scores = [_products(run, scale) for run in runs]
     weights = (scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)).softmax(dim=-1)
     out, start = None, 0
-    for slots in _joined([piece.slots for piece in pieces]):
+    for slots in _joined([run.slots for run in runs]):
         stop = start + slots.stop - slots.start
         part, start = torch.bmm(weights[..., start:stop], value[:, slots]), stop
         out = part if out is None else out + part
@@ -211,13 +213,13 @@ def _by_one_softmax(pieces: list[Piece], value: torch.Tensor, scale: float) -> t
     return out
 
 
-def _products(piece: Piece, scale: float) -> torch.Tensor:
-    """Scaled products plus `Piece.added`, `(batch * kv_heads, group * q_len, slots)`."""
+def _products(run: SlotRun, scale: float) -> torch.Tensor:
+    """Scaled products plus `SlotRun.added`, `(batch * kv_heads, group * q_len, slots)`."""
     # with beta=0, baddbmm uses only the dtype of its first argument
-    added, beta = (piece.rows[:1, :1, :1], 0) if piece.added is None else (piece.added, 1)
-    if piece.rows.shape[1] > FEW:
-        return torch.baddbmm(added, piece.rows, piece.keys.mT, beta=beta, alpha=scale)
-    return torch.baddbmm(added.mT, piece.keys, piece.rows.mT, beta=beta, alpha=scale).mT
+    added, beta = (run.rows[:1, :1, :1], 0) if run.added is None else (run.added, 1)
+    if run.rows.shape[1] > FEW:
+        return torch.baddbmm(added, run.rows, run.keys.mT, beta=beta, alpha=scale)
+    return torch.baddbmm(added.mT, run.keys, run.rows.mT, beta=beta, alpha=scale).mT
 
 
 def _joined(runs: list[slice]) -> Iterator[slice]:
@@ -229,14 +231,14 @@ def _joined(runs: list[slice]) -> Iterator[slice]:
             start = None if following is None else following.start
 
 
-def _by_kernel(pieces: list[Piece], value: torch.Tensor, scale: float) -> torch.Tensor:
-    """The same with the platform's kernel for each piece, merged by log-sum-exp."""
-    kernel = kernel_for(value, value, masked=any(piece.added is not None for piece in pieces))
+def _by_kernel(runs: list[SlotRun], value: torch.Tensor, scale: float) -> torch.Tensor:
+    """The same with the platform's kernel for each run, merged by log-sum-exp."""
+    kernel = kernel_for(value, value, masked=any(run.added is not None for run in runs))
     out = lse = None
-    for piece in pieces:
-        tile = Tile(0, piece.rows.shape[1], 0, piece.keys.shape[1])
-        added = None if piece.added is None else piece.added[:, None]
-        states = piece.rows[:, None], piece.keys[:, None], value[:, None, piece.slots]
+    for run in runs:
+        tile = Tile(0, run.rows.shape[1], 0, run.keys.shape[1])
+        added = None if run.added is None else run.added[:, None]
+        states = run.rows[:, None], run.keys[:, None], value[:, None, run.slots]
         part, part_lse = kernel.forward(Work(*states, tile, scale, added))
         if out is None or lse is None:
             out, lse = wide(part), part_lse
