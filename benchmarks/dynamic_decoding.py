@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
 from rope_patch import patch
-from rope_patch.evaluation.corpora import load_corpus
+from rope_patch.data.corpora import load_corpus
 
 CHECKPOINT = Path("recipes/assets/tiny-llama")
 RESULTS = Path("benchmarks/results/dynamic_decoding.json")

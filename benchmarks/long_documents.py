@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from benchmarks.machine import facts
 from rope_patch import patch
-from rope_patch.evaluation.corpora import load_text
+from rope_patch.data.corpora import load_text
 
 RESULTS = Path("benchmarks/results/long_documents.json")
 CAPACITY = 512

@@ -29,8 +29,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
-from rope_patch.evaluation.checkpoints import default_checkpoint
 from rope_patch.saving.export import export_checkpoint
+from rope_patch.saving.loading import default_checkpoint
 
 Reader = Callable[[str, list[list[int]]], tuple[str, list[torch.Tensor]]]
 

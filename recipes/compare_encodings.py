@@ -127,8 +127,8 @@ def read_texts(options: Options) -> dict[str, Any]:
     """
     import torch
 
-    from rope_patch.evaluation.corpora import load_text
-    from rope_patch.evaluation.windows import select_windows
+    from rope_patch.data.corpora import load_text
+    from rope_patch.data.windows import select_windows
 
     streams = {}
     for split, text in (("train", options.train_text), ("held_out", options.held_out_text)):

@@ -86,9 +86,9 @@ def main(options: Options) -> None:
     from accelerate import PartialState
 
     from rope_patch.errors import MissingPackage
-    from rope_patch.evaluation.checkpoints import default_checkpoint, load_tokenizer, quiet_transformers
     from rope_patch.evaluation.lines import REFERENCES, with_references
     from rope_patch.evaluation.rows import Rows
+    from rope_patch.saving.loading import default_checkpoint, load_tokenizer, quiet_transformers
     from rope_patch.training.callbacks import Point
 
     with_references(options.schemes)  # a misspelled scheme is known before anything is loaded
@@ -172,9 +172,9 @@ def claim(output: Path, options: Options, text: str, corpus: Any) -> None:
 
 def texts(options: Options, tokenizer: Any) -> tuple[Any, Any, str]:
     """The documents to train on, those to measure on, and what the latter are called."""
+    from rope_patch.data.corpora import load_text, name_of_text
+    from rope_patch.data.held_out import DOCUMENTS, hold_out
     from rope_patch.errors import CorpusError
-    from rope_patch.evaluation.corpora import load_text, name_of_text
-    from rope_patch.training.held_out import DOCUMENTS, hold_out
 
     load, split = partial(load_text, column=options.column), options.split or "train"
     documents = load(options.text, options.dataset, split=split, streaming=options.streaming)
@@ -197,13 +197,14 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     from accelerate import PartialState
     from transformers import TrainingArguments, default_data_collator, set_seed
 
+    from rope_patch.data import pose
     from rope_patch.errors import EvaluationError
-    from rope_patch.evaluation.checkpoints import default_checkpoint, load_model
     from rope_patch.evaluation.lines import REFERENCES, scheme_at
+    from rope_patch.models.find_stacks import read_stacks
     from rope_patch.models.head import find_language_model
-    from rope_patch.models.reading import read_stacks
     from rope_patch.patching import find_handle, mount_scheme, unpatch
-    from rope_patch.training import adapters, callbacks, checkpoints, chunked_loss, pose
+    from rope_patch.saving.loading import default_checkpoint, load_model
+    from rope_patch.training import adapters, callbacks, checkpoints, chunked_loss
 
     folder, facts = folder_of(options, spec), {"scheme": spec, "steps": options.steps, "merge": options.merge}
     done = folder / "checkpoint" / "training.json"

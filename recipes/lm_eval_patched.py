@@ -55,7 +55,7 @@ def main(options: Options) -> None:
     """Let the harness evaluate the model under the scheme."""
     from rope_patch import patch
     from rope_patch.errors import EvaluationError, require
-    from rope_patch.evaluation.checkpoints import default_checkpoint, load_model, load_tokenizer, quiet_transformers
+    from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
 
     require("lm_eval", "this recipe")
     import lm_eval

@@ -46,8 +46,8 @@ class Options(Measured):
 def main(options: Options) -> None:
     """Train and measure seed by seed, so that an early end leaves whole tables."""
     from rope_patch.errors import MissingPackage
-    from rope_patch.evaluation.checkpoints import quiet_transformers
     from rope_patch.evaluation.rows import Rows
+    from rope_patch.saving.loading import quiet_transformers
     from rope_patch.training.callbacks import Point
 
     output = Path(options.output)
@@ -79,11 +79,11 @@ def train(options: Options, method: str, rate: float, seed: int, rows: Any, poin
     import torch
     from transformers import TrainingArguments, default_data_collator, set_seed
 
-    from rope_patch.evaluation.checkpoints import default_checkpoint, load_model, load_tokenizer
-    from rope_patch.evaluation.corpora import load_text, name_of_text
+    from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.evaluation.lines import REFERENCES, scheme_at
-    from rope_patch.models.reading import read_stacks
+    from rope_patch.models.find_stacks import read_stacks
     from rope_patch.patching import mount_scheme
+    from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer
     from rope_patch.training.adapters import make_trainable
     from rope_patch.training.callbacks import PerplexityCallback
     from rope_patch.training.checkpoints import SafeTrainer
@@ -134,8 +134,8 @@ def train(options: Options, method: str, rate: float, seed: int, rows: Any, poin
 
 def joined(texts: list[str], tokenizer: Any, length: int, count: int, seed: int) -> list[dict[str, list[int]]]:
     """`count` rows of the documents in an order of their own, joined by empty lines; each begins like a context."""
+    from rope_patch.data.windows import prefix_of
     from rope_patch.errors import EvaluationError
-    from rope_patch.evaluation.windows import prefix_of
 
     random.Random(seed).shuffle(texts)
     prefix = prefix_of(tokenizer).tolist()

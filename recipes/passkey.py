@@ -35,9 +35,8 @@ class Options(Measured):
 
 def main(options: Options) -> None:
     """Ask every scheme the same questions at every length and depth."""
+    from rope_patch.data.corpora import load_text
     from rope_patch.errors import EvaluationError, MissingPackage, counted
-    from rope_patch.evaluation import checkpoints
-    from rope_patch.evaluation.corpora import load_text
     from rope_patch.evaluation.lines import check_lengths, with_references
     from rope_patch.evaluation.measured_model import take_off
     from rope_patch.evaluation.passkey import Passkey
@@ -45,6 +44,7 @@ def main(options: Options) -> None:
     from rope_patch.evaluation.rows import Rows
     from rope_patch.evaluation.spans import Spans
     from rope_patch.evaluation.tables import display_name
+    from rope_patch.saving import loading
 
     # what can be wrong is found before anything slow
     lines, depths = with_references(options.schemes, options.references), shares(options.depths)
@@ -57,17 +57,17 @@ def main(options: Options) -> None:
     path = Path(options.output) / f"{options.task}.jsonl"
     results = Rows(path, RetrievalRow)
 
-    checkpoint = options.model or checkpoints.default_checkpoint()
+    checkpoint = options.model or loading.default_checkpoint()
     settings = {"dtype": options.dtype, "device": options.device, "attention": options.attention}
-    with checkpoints.quiet_transformers():
-        tokenizer = checkpoints.load_tokenizer(checkpoint)
+    with loading.quiet_transformers():
+        tokenizer = loading.load_tokenizer(checkpoint)
         if options.task == "passkey":
             task: Any = Passkey(tokenizer, options.trials, options.seed)
         else:
             corpus = load_text(options.text, options.dataset, split=options.split, column=options.column)
             task = Spans(tokenizer, corpus, options.lengths[-1], options.span, options.trials, options.seed)
         task.prompts(options.lengths[0], depths[0])  # is there room in the shortest length?
-        model = checkpoints.load_model(checkpoint, **settings)
+        model = loading.load_model(checkpoint, **settings)
         learned = take_off(model, say)
         cells = f"{counted(len(options.lengths), 'length')} and {counted(len(depths), 'depth')}"
         say(f"task {options.task}: {counted(len(lines), 'scheme')} at {cells}")

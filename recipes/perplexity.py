@@ -35,16 +35,16 @@ class Options(Measured):
 
 def main(options: Options) -> None:
     """Measure every scheme at every length."""
+    from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.errors import MissingPackage, counted
     from rope_patch.evaluation import charts
-    from rope_patch.evaluation.checkpoints import default_checkpoint, load_model, load_tokenizer, quiet_transformers
-    from rope_patch.evaluation.corpora import load_text, name_of_text
     from rope_patch.evaluation.lines import with_references
     from rope_patch.evaluation.measured_model import take_off
     from rope_patch.evaluation.perplexity import measure
     from rope_patch.evaluation.protocols import check_request
     from rope_patch.evaluation.rows import Row, Rows
     from rope_patch.evaluation.tables import print_table, shortfalls
+    from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
 
     # what can be wrong is found before anything slow
     asked = {

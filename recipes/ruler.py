@@ -35,11 +35,11 @@ class Options(Measured):
 def main(options: Options) -> None:
     """Ask every scheme the same questions at every length."""
     from rope_patch.errors import EvaluationError, MissingPackage, counted
-    from rope_patch.evaluation import checkpoints
     from rope_patch.evaluation.lines import check_lengths, display_name, with_references
     from rope_patch.evaluation.measured_model import take_off
     from rope_patch.evaluation.rows import Rows
     from rope_patch.evaluation.ruler import Ruler, RulerRow, failed_within, measure_ruler
+    from rope_patch.saving import loading
 
     # what can be wrong is found before anything slow
     lines = with_references(options.schemes, options.references)
@@ -51,13 +51,13 @@ def main(options: Options) -> None:
     path = Path(options.output) / "ruler.jsonl"
     results = Rows(path, RulerRow)
 
-    checkpoint = options.model or checkpoints.default_checkpoint()
+    checkpoint = options.model or loading.default_checkpoint()
     settings = {"dtype": options.dtype, "device": options.device, "attention": options.attention}
-    with checkpoints.quiet_transformers():
-        ruler = Ruler(checkpoints.load_tokenizer(checkpoint), options.samples, options.seed, options.chat)
+    with loading.quiet_transformers():
+        ruler = Ruler(loading.load_tokenizer(checkpoint), options.samples, options.seed, options.chat)
         for task in options.tasks:
             ruler.draw(task, options.lengths[0])  # is there room in the shortest length?
-        model = checkpoints.load_model(checkpoint, **settings)
+        model = loading.load_model(checkpoint, **settings)
         learned = take_off(model, say)
         cells = f"{counted(len(lines), 'scheme')} at {counted(len(options.lengths), 'length')}"
         say(f"{counted(len(options.tasks), 'task')}: {cells}")

@@ -55,9 +55,9 @@ class Options(Measured):
 
 def main(options: Options) -> None:
     """Plan, measure round after round, and recommend."""
+    from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.errors import MissingPackage, RopePatchError, counted
-    from rope_patch.evaluation import charts, checkpoints
-    from rope_patch.evaluation.corpora import load_text, name_of_text
+    from rope_patch.evaluation import charts
     from rope_patch.evaluation.lines import CUT, REFERENCES
     from rope_patch.evaluation.measured_model import take_off
     from rope_patch.evaluation.perplexity import measure
@@ -66,12 +66,13 @@ def main(options: Options) -> None:
     from rope_patch.evaluation.standard_errors import paired_difference
     from rope_patch.evaluation.tables import shortfalls
     from rope_patch.models.config import training_length
+    from rope_patch.saving import loading
 
     # the plan, before anything slow
     swept = schemes_to_sweep(options.regime, options.schemes)
-    checkpoint = options.model or checkpoints.default_checkpoint()
-    tokenizer = Remembering(checkpoints.load_tokenizer(checkpoint))
-    config = checkpoints.load_config(checkpoint)
+    checkpoint = options.model or loading.default_checkpoint()
+    tokenizer = Remembering(loading.load_tokenizer(checkpoint))
+    config = loading.load_config(checkpoint)
     trained = training_length(config)
     lengths = lengths_up_to(options.target, trained)
     wants = partial(is_served, server_named(options.serve), config)
@@ -88,8 +89,8 @@ def main(options: Options) -> None:
     results = Rows(Path(options.output) / "sweep.jsonl", Row)
     corpus = list(load_text(options.text, options.dataset, split=options.split, column=options.column))
     settings = {"dtype": options.dtype, "device": options.device, "attention": options.attention}
-    with checkpoints.quiet_transformers():
-        model = checkpoints.load_model(checkpoint, **settings)
+    with loading.quiet_transformers():
+        model = loading.load_model(checkpoint, **settings)
     learned = take_off(model, say)
     say(f"trying {counted(len(swept), 'scheme')} at {', '.join(map(str, lengths))} tokens, best guesses first")
     asked: dict[str, Any] = {"targets": options.targets, "documents": options.documents, "seed": options.seed}

@@ -13,12 +13,12 @@ from torch import nn
 from rope_patch.errors import InvalidField, RopePatchError, counted
 from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.config import BASE
-from rope_patch.models.reading import find_stacks
+from rope_patch.models.find_stacks import find_stacks
+from rope_patch.models.rope_parameters import native_scheme_of
 from rope_patch.mounting.parameters import NAME, inventory
 from rope_patch.mounting.plan import Plan
 from rope_patch.mounting.scheme_warnings import lost_positions, scheme_warning
 from rope_patch.patching import PatchHandle, find_handles, find_record, loaded
-from rope_patch.saving.rope_parameters import native_scheme_of
 from rope_patch.schemes.base import TRAINING, Scheme
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.schemes.rope import NoPE, RoPE
@@ -216,9 +216,9 @@ def _own_positions(stack: Stack, asked: Scheme, plan: Plan) -> Iterable[tuple[st
     if stack.rotary:
         if asked.refines and added:
             return [("frequencies", f"{part}, the checkpoint's own, refined") for part in added]
-        stand_in = "the bias" if "bias" in asked.slots else "positions that join at the input"
+        stand_in = "the bias" if asked.brings_bias else "positions that join at the input"
         return [("rotation", f"replaced by {stand_in}; list RoPE() as well to keep both")] if NoPE() in added else []
-    if "bias" in plan.scheme.slots:
+    if plan.scheme.brings_bias:
         return [("bias", f"{part}, the checkpoint's own, stays") for part in added if "bias" in part.slots]
     native = stack.native.name if stack.native else "it"
     if "embedding" in asked.slots:
@@ -242,7 +242,8 @@ def _position_map(scheme: Scheme, training_length: int) -> str:
 
 
 def rotated_distance(scheme: Scheme, m: int, n: int) -> str:
-    """phi_q(m) - phi_k(n) of the region that holds (m, n), as text; `hidden` where no region does.
+    """phi_q(m) - phi_k(n) of the region that holds (m, n), as text: a range if pairs of dimensions differ, `hidden`
+    where no region does.
 
     Args:
         scheme: any.
@@ -253,5 +254,6 @@ def rotated_distance(scheme: Scheme, m: int, n: int) -> str:
     query, key = torch.tensor([m]), torch.tensor([n])
     for region in scheme.segments():
         if region.contains(query, key):
-            return f"{float(region.query_map(query) - region.key_map(key)):g}"
+            least, most = region.rotated_distance(query, key).aminmax()
+            return f"{float(least):g}" if least == most else f"{float(least):g} to {float(most):g}"
     return "hidden"

@@ -16,7 +16,9 @@ Slot = Literal["frequencies", "segments", "query_scale", "bias", "values", "embe
 """A place in the one equation that a scheme can fill."""
 
 PositionMap = Callable[["torch.Tensor"], "torch.Tensor"]
-"""phi: integer positions of any shape to the positions that rotate, same shape."""
+"""phi: integer positions of any shape to the positions that rotate, of the same shape. A map that moves every rotated
+pair of dimensions by a rule of its own declares `pairs`, their number d/2, and returns `(*shape, d/2)`, see `PerPair`.
+"""
 
 Lengths = Optional["torch.Tensor"]
 """Length of each row in tokens, `(batch,)`; None if nothing depends on it."""

@@ -60,6 +60,7 @@ class Text:
 class Definition:
     """What a scheme means, in arrays: m `(q, 1)`, n `(1, k)`, theta `(d/2,)`, l the length of the text in tokens.
 
+    `distance` is what rotates a pair of tokens, `(q, k)`, or `(q, k, d/2)` if every pair of dimensions has its own.
     `pair_weights` multiply each pair's share of a score, by the distance that rotates it, `(q, k, d/2)`. Whatever looks
     at queries and keys, or was learned, is given a `Head`: `head_scale` multiplies its scores, `(q, 1)`;
     `learned_frequencies` replace its frequencies, `(d/2,)`; `content_bias` comes on top of its scores, `(q, k)`;
@@ -155,7 +156,7 @@ def _attend(
     m, n = np.arange(length)[:, None], np.arange(length)[None, :]
     distance = definition.distance(m, n)
     theta = definition.learned_frequencies(definition.frequencies(theta, length), learned)
-    angle = distance[..., None] * theta
+    angle = (distance if distance.ndim == 3 else distance[..., None]) * theta
     size = definition.temperature**2 * definition.pair_weights(distance)
     cos, sin = size * np.cos(angle), size * np.sin(angle)
     heads = []

@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.cli import main
-from rope_patch.evaluation.checkpoints import default_checkpoint
 from rope_patch.saving.doctor import READERS, diagnose
 from rope_patch.saving.export import export_checkpoint
+from rope_patch.saving.loading import default_checkpoint
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 

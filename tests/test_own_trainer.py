@@ -21,10 +21,10 @@ from transformers import (
 
 import rope_patch
 from rope_patch import UnsupportedPositions, get_scheme, patch, repatch
+from rope_patch.data.pose import PoSECollator
 from rope_patch.mounting.parameters import learned_parameters
 from rope_patch.patching import find_handle
 from rope_patch.training.callbacks import PerplexityCallback
-from rope_patch.training.pose import PoSECollator
 from tests.families import TRAINING_LENGTH, build
 from tests.runs import logits
 from tests.test_docs import python_blocks

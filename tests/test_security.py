@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import rope_patch
 from rope_patch import UnsupportedModel
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.checkpoints import load_model, load_tokenizer
+from rope_patch.saving.loading import load_model, load_tokenizer
 from tests.families import build
 
 REMOTE_CODE = "import pathlib\npathlib.Path({mark!r}).touch()\n"

@@ -23,8 +23,8 @@ class Options:
 def main(options: Options) -> None:
     """Load the checkpoint on the CPU and describe it."""
     from rope_patch import describe, get_scheme, native_scheme
-    from rope_patch.evaluation.checkpoints import default_checkpoint, load_model
     from rope_patch.patching import find_handle, mount_scheme
+    from rope_patch.saving.loading import default_checkpoint, load_model
 
     model = load_model(options.model or default_checkpoint(), device="cpu")
     if options.scheme:

@@ -29,8 +29,8 @@ class Options:
 
 def main(options: Options) -> None:
     """Write the copy, or show what it would be, and who reads it."""
-    from rope_patch.evaluation.checkpoints import as_folder, quiet_transformers
     from rope_patch.saving.export import describe_serving, export_checkpoint
+    from rope_patch.saving.loading import as_folder, quiet_transformers
 
     with quiet_transformers(), as_folder(options.checkpoint) as folder:
         if options.output is None or options.dry_run:

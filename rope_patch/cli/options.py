@@ -177,7 +177,7 @@ def in_tokens(options: Any) -> Any:
     asked = {name: value for name, value in given.items() if Multiple in map(type, _several(value))}
     if not asked:
         return options
-    from rope_patch.evaluation.checkpoints import default_checkpoint, trained_length
+    from rope_patch.saving.loading import default_checkpoint, trained_length
 
     trained = trained_length(given.get("model") or given.get("checkpoint") or default_checkpoint())
 
@@ -213,7 +213,7 @@ def print_json(found: Any) -> None:
 
 def load_recipe(name: str) -> Any:
     """The module of `recipes/NAME.py`."""
-    module = f"rope_patch_recipes_{name}"
+    module = f"recipes.{name}"
     if module not in sys.modules:
         spec = importlib.util.spec_from_file_location(module, recipes_folder() / f"{name}.py")
         sys.modules[module] = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]

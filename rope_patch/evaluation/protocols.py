@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
+from rope_patch.data.windows import Selection, Window, prefix_of, select, spread
 from rope_patch.errors import EvaluationError, did_you_mean
 from rope_patch.evaluation.hidden_spans import HiddenSpans
 from rope_patch.evaluation.lines import check_lengths
-from rope_patch.evaluation.windows import Selection, Window, prefix_of, select, spread
 
 DEFAULT_TARGETS = 4096  # T, or the training length if that is lower
 DEFAULT_STRIDE = 256  # S of PI and of YaRN, or the shortest length if that is lower

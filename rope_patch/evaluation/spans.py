@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rope_patch.data.windows import select_windows
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.nll import find_language_model
 from rope_patch.evaluation.passkey import Prompt
-from rope_patch.evaluation.windows import select_windows
 
 CUE = 4  # the cue is the first quarter of a span
 

@@ -8,48 +8,48 @@ Remote code is never run, and pickled weights are read only on request.
 
 from __future__ import annotations
 
-import copy
+import atexit
 import json
-import logging
 import os
+import tempfile
 import textwrap
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from huggingface_hub.utils import logging as hub_logging
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import (
-    CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
-)
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
-from rope_patch.errors import InvalidField, NoCheckpoint, NotPatched, RopePatchError, UnsupportedModel, require
-from rope_patch.models import absolute
+from rope_patch.attention.products import multiplies_bfloat16
+from rope_patch.errors import (
+    EvaluationError,
+    InvalidField,
+    MissingPackage,
+    NoCheckpoint,
+    RopePatchError,
+    UnsupportedModel,
+    did_you_mean,
+    require,
+)
+from rope_patch.models import t5
 from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
-from rope_patch.models.base import AbsoluteTable
-from rope_patch.models.config import check_computable, restore_native, wrong_field
-from rope_patch.models.reading import find_stacks, read_stacks
-from rope_patch.mounting.entry import shorten
-from rope_patch.mounting.parameters import NAME, learned_parameters
-from rope_patch.mounting.plan import plan_mounts
+from rope_patch.models.config import restore_native, training_length, wrong_field
 from rope_patch.mounting.saved import ADAPTERS, RECORD
-from rope_patch.patching import PatchHandle, find_handle, find_record, loaded, mount_scheme, unpatch
-from rope_patch.saving.gguf import is_gguf, load_gguf
+from rope_patch.patching import find_handle, mount_scheme, unpatch
+from rope_patch.saving.gguf import is_gguf, load_gguf, load_gguf_config, load_gguf_tokenizer
+from rope_patch.saving.resuming import OPTIONAL, checked_record, load_class, load_parameters, resume
 from rope_patch.schemes.registry import scheme_from_dict
+from rope_patch.shipped import recipes_folder
 
 _PLACES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-_OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
@@ -113,7 +113,7 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
     if is_gguf(path):
         return load_gguf(path, **kwargs)
     places = {key: kwargs[key] for key in _PLACES if key in kwargs}
-    if (adapters := cached_file(path, ADAPTERS, **_OPTIONAL, **places)) is not None:
+    if (adapters := cached_file(path, ADAPTERS, **OPTIONAL, **places)) is not None:
         return _with_adapters(path, Path(adapters), places, kwargs, above)
     kwargs |= {"trust_remote_code": False, "weights_only": True}
     published_pickled = make_loadable(path, **places)
@@ -124,7 +124,7 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
         # as in Transformers: arguments that are fields of the config change it
         fields = [key for key in kwargs if key in vars(config) and key not in ("dtype", "torch_dtype")]
         config.update({key: kwargs.pop(key) for key in fields})
-    record = _checked(vars(config).get(RECORD), config)
+    record = checked_record(vars(config).get(RECORD), config)
     if record is not None and "positions" not in record:
         for part in _parts(config):
             vars(part).pop(RECORD, None)
@@ -133,9 +133,9 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
     with _advice_of_ours(path, places):
         if record is None:
             return _class_of(config).from_pretrained(path, config=config, **kwargs)
-        model = _load_class(_class_of(config), path, config=config, **kwargs)
-    _resume(model, record)
-    _load_parameters(model, path, **places)
+        model = load_class(_class_of(config), path, config=config, **kwargs)
+    resume(model, record)
+    load_parameters(model, path, **places)
     return model
 
 
@@ -154,7 +154,7 @@ def check_there(path: Any, **places: Any) -> None:
     if not name or (not folder.exists() and looks_like_path):
         raise NoCheckpoint(f"there is no checkpoint {name!r}: no folder or file has this name")
     if not folder.exists() and parent and Path(parent).exists():
-        here = {**_OPTIONAL, **places, "local_files_only": True}
+        here = {**OPTIONAL, **places, "local_files_only": True}
         if all(cached_file(name, file, **here) is None for file in (CONFIG_NAME, ADAPTERS)):
             advice = f"for a Hub ID, download it first: hf download {name}"
             raise NoCheckpoint(f"there is no checkpoint {name!r} in the folder {parent!r}; {advice}")
@@ -197,7 +197,7 @@ def _advice_of_ours(path: str | Path, places: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if all(cached_file(path, name, **_OPTIONAL, **places) is None for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if all(cached_file(path, name, **OPTIONAL, **places) is None for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
             raise
         raise NoCheckpoint(
             f"{path} has no weights in safetensors; from_pretrained(..., use_safetensors=False) reads pickled ones if "
@@ -216,14 +216,14 @@ def _with_adapters(
     base = settings["base_model_name_or_path"]
     if adapters in above:
         raise InvalidField(f"{adapters}: base_model_name_or_path={base!r} leads back to these adapters")
-    own = cached_file(path, CONFIG_NAME, **_OPTIONAL, **places)
+    own = cached_file(path, CONFIG_NAME, **OPTIONAL, **places)
     config = kwargs.pop("config", None) or (_config_of(path, places) if own else None)
     elsewhere = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder")}
     if config is not None:
         elsewhere.setdefault("dtype", config.dtype)
         settings.setdefault(RECORD, vars(config).get(RECORD))
     try:
-        record = _checked(settings.get(RECORD), config)
+        record = checked_record(settings.get(RECORD), config)
     except RopePatchError as error:
         raise type(error)(f"{adapters}: {error}") from error
     model = _load(base, elsewhere, (*above, adapters))
@@ -254,99 +254,6 @@ def _settings_of(adapters: Path) -> dict[str, Any]:
     return cast(dict[str, Any], settings)
 
 
-def _checked(record: Any, config: Any) -> dict[str, Any] | None:
-    """The record of a scheme in a config, if any, checked: a known scheme, and computable rotary parameters. That of
-    adapters may have no `config` beside it.
-
-    Raises:
-        InvalidField, UnknownScheme, UnsupportedModel: the record is invalid.
-    """
-    if record is None:
-        return None
-    if not isinstance(record, dict):
-        raise InvalidField(f"config.rope_patch={record!r} is not allowed; it must be a dict with a 'scheme'")
-    scheme_from_dict(record.get("scheme", {}))
-    length = record.get("max_position_embeddings", 1)
-    if type(length) is not int or length < 1:
-        raise InvalidField(f"`rope_patch` has max_position_embeddings={length!r}; it must be a length in tokens")
-    if "rope_parameters" in record and config is not None:
-        original = copy.copy(config)
-        vars(original)["rope_parameters"] = record["rope_parameters"]  # `setattr` could raise Transformers' own errors
-        check_computable(original)
-    return record
-
-
-def _load_class(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:
-    """A model of the class, without a warning about learned parameters of schemes, which are loaded later."""
-    logger = logging.getLogger("transformers.modeling_utils")
-    report = _UnlessOurs()
-    logger.addFilter(report)
-    try:
-        model, found = cls.from_pretrained(path, output_loading_info=True, **kwargs)
-    finally:
-        logger.removeFilter(report)
-    others = {what: rest for what, keys in found.items() if (rest := [key for key in keys if not _is_ours(key)])}
-    if report.withheld and others:
-        logger.warning("%s loaded from %s: %s", type(model).__name__, path, others)
-    return model
-
-
-class _UnlessOurs(logging.Filter):
-    """Withholds a loading report that mentions learned parameters of schemes."""
-
-    withheld = False
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        ours = f"{NAME}." in record.getMessage()
-        self.withheld |= ours
-        return not ours
-
-
-def _is_ours(key: Any) -> bool:
-    return f".{NAME}." in f".{key}"
-
-
-def _load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
-    """Load the learned parameters of a patched model from a checkpoint.
-
-    Raises:
-        NotPatched: one of them, or the files, are missing; the model is then without its scheme.
-    """
-    wanted = learned_parameters(model)
-    if not wanted:
-        return
-    handle = cast(PatchHandle, find_handle(model))
-    try:
-        saved = _saved_parameters(path, **places)
-    except (OSError, SafetensorError) as error:
-        handle.remove()
-        raise NotPatched(
-            f"{path or 'the model'} has no files with the learned parameters of {handle.scheme}: {error}"
-        ) from error
-    for name, value in wanted.items():
-        # the model may have been saved inside another one, or without the model around it
-        found = next((key for key in saved if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")), None)
-        if found is None or saved[found].shape != value.shape:
-            handle.remove()
-            raise NotPatched(f"{path} has no {name} of shape {tuple(value.shape)}, which {handle.scheme} learns")
-        with torch.no_grad():
-            value.copy_(saved[found])
-
-
-def _saved_parameters(path: str | Path, **places: Any) -> dict[str, torch.Tensor]:
-    """The learned parameters of schemes in the files of a checkpoint, by their saved names."""
-    optional = {**_OPTIONAL, **places}
-    files = [cached_file(path, SAFE_WEIGHTS_NAME, **optional)]
-    if files == [None]:
-        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **optional)
-        files = [] if index is None else get_checkpoint_shard_files(path, index, **places)[0]
-    found: dict[str, torch.Tensor] = {}
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in filter(_is_ours, tensors.keys())}
-    return found
-
-
 def make_loadable(path: str | Path, **places: Any) -> bool:
     """Register the classes of this library that a checkpoint needs; return whether it needs any. `places` are arguments
     of `from_pretrained`, such as `revision`.
@@ -371,56 +278,145 @@ def _class_of(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def repatch(model: nn.Module | PatchHandle) -> PatchHandle:
-    """Apply the scheme in the config of a `model`, after plain Transformers loaded it.
+def default_checkpoint() -> str:
+    """The folder of the small Llama that is shipped with the recipes."""
+    return str(recipes_folder() / "assets" / "tiny-llama")
+
+
+def load_model(path: str, *, dtype: str | None = None, device: str = "auto", attention: str = "auto") -> nn.Module:
+    """The language model of a checkpoint folder, Hub ID or GGUF file, patched again if it was saved under a scheme.
+
+    Args:
+        dtype: None for the checkpoint's own (bfloat16 for a GGUF file); `auto` for the same, but float32 on a CPU
+            without bfloat16 instructions, where half precision can be a hundred times slower; or one of `DTYPES`.
+        device: a torch device, or `auto` for the first accelerator (with several processes that of the local rank), or
+            else the CPU.
+        attention: `auto`, or an implementation of Transformers, such as `sdpa` or `eager`.
 
     Raises:
-        NotPatched: the config records no scheme, or the scheme's learned parameters are missing from the checkpoint.
-        InvalidField, UnknownScheme, UnsupportedModel: the record is invalid.
-        AlreadyPatched: the model already has a scheme.
+        EvaluationError: there is no checkpoint, or it cannot be loaded with these arguments; the message has the first
+            line of the reason.
     """
-    model = loaded(model)
-    config = cast(Any, find_stacks(model)[0][1].config)
-    record = _checked(find_record(model), config)
-    if record is None:
-        raise NotPatched(f"the config of {type(model).__name__} has no `rope_patch`: it was not saved under a scheme")
-    with _unscaled(config, record):
-        handle = _resume(model, record)
-    if handle is None:
-        raise NotPatched(
-            f"{type(model).__name__} was saved without the original rows, which {record['scheme']['name']} replaced"
-        )
-    _load_parameters(model, str(model.name_or_path))
-    return handle
+    if dtype not in (None, *DTYPES):
+        raise EvaluationError(f"dtype {dtype!r}: {did_you_mean(dtype, DTYPES)}")
+    place = _device(device)
+    if dtype == "auto" and place.type == "cpu" and not multiplies_bfloat16():
+        dtype = "float32"
+    chosen: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
+    with _one_line(path, "a language model"):
+        return from_pretrained(path, dtype=dtype or "auto", local_files_only=Path(path).exists(), **chosen).to(place)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        EvaluationError: there is none.
+    """
+    return _read(path, "a tokenizer", AutoTokenizer, load_gguf_tokenizer)
+
+
+def load_config(path: str) -> Any:
+    """The config of a checkpoint.
+
+    Raises:
+        EvaluationError: there is none.
+    """
+    return _read(path, "a config", AutoConfig, load_gguf_config)
+
+
+def trained_length(path: str) -> int:
+    """L in tokens of a checkpoint, from its config alone.
+
+    Raises:
+        EvaluationError: there is no config, or it does not give a length.
+    """
+    config = load_config(path)
+    if getattr(config, "rope_parameters", None):
+        return training_length(config)
+    default = t5.TRAINING_LENGTH if hasattr(config, "relative_attention_num_buckets") else None
+    lengths = (getattr(config, name, None) for name in ("n_positions", "max_position_embeddings", "model_max_length"))
+    if not (found := next(filter(None, lengths), default)):
+        raise EvaluationError(f"the config of {path} does not give the training length; write lengths in tokens")
+    return int(found)
+
+
+def unpack(path: str, folder: str | Path, dtype: str = "auto") -> None:
+    """Convert a GGUF file to a checkpoint folder of Transformers, in bfloat16 unless `dtype` names another."""
+    load_model(path, dtype=None if dtype == "auto" else dtype, device="cpu").save_pretrained(folder)  # type: ignore[operator]
+    load_tokenizer(path).save_pretrained(folder)
 
 
 @contextmanager
-def _unscaled(config: Any, record: dict[str, Any]) -> Iterator[None]:
-    """Restore the config from before the patch, so that a base is not raised twice."""
-    replaced = restore_native(config, record)
+def as_folder(path: str) -> Iterator[str]:
+    """A checkpoint as a folder: a GGUF file is unpacked into a temporary one."""
+    if not is_gguf(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        unpack(path, folder)
+        yield folder
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Suppress Transformers' loading reports, advice and progress bars, which would flood a terminal."""
+    logging = transformers.utils.logging
+    verbosity, bars, hub = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub_logging.get_verbosity()
+    logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
-        restore_native(config, replaced)
+        logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub)
+        if bars:
+            logging.enable_progress_bar()
 
 
-def _resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
-    """Patch a loaded model with the scheme under which it was saved; None if its own positions were not saved."""
-    scheme = scheme_from_dict(record["scheme"])
-    if "positions" not in record or find_handle(model) is not None:
-        return mount_scheme(model, scheme)
-    capacity, has_table = record["positions"], find_stacks(model)[0][0] is absolute
-    if not has_table or type(capacity) is not int or capacity <= 0:
-        raise NotPatched(f"`rope_patch` has positions={capacity!r}, which is impossible for {type(model).__name__}")
-    if scheme.slots == {"embedding"} and scheme.is_table and not scheme.keeps_rows:
-        return None
-    stack = read_stacks(model)[0]
-    table = cast(AbsoluteTable, stack.absolute)
-    plan_mounts(scheme, stack)
-    if capacity > table.capacity:
-        raise NotPatched(f"`rope_patch` has positions={capacity!r}, but {type(model).__name__} has {table.capacity}")
-    saved = shorten(table, capacity)
-    del stack.config.rope_patch
-    handle = mount_scheme(model, scheme)
-    table.rows.copy_(saved)  # as they were trained
-    return handle
+def _read(path: str, what: str, kind: Any, of_gguf: Callable[[str], Any]) -> Any:
+    local = Path(path).exists()
+    with _one_line(path, what):
+        if is_gguf(path):
+            return of_gguf(path)
+        make_loadable(path, local_files_only=local)
+        return kind.from_pretrained(path, trust_remote_code=False, local_files_only=local)
+
+
+def _device(name: str) -> torch.device:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if name not in ("auto", "cpu"):
+            raise EvaluationError(f"device {name!r}: with several processes each uses its own device; use auto or cpu")
+        from accelerate import PartialState
+
+        process = PartialState(cpu=name == "cpu" or not torch.accelerator.is_available())
+        atexit.register(process.destroy_process_group)
+        return process.device
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise EvaluationError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+@contextmanager
+def _one_line(path: str, what: str) -> Iterator[None]:
+    """Refuse invalid checkpoint folders before any slow step, and report problems in one line."""
+    folder = Path(path)
+    known = (folder.is_file() and is_gguf(path)) or any(
+        (folder / name).is_file() for name in ("config.json", "adapter_config.json")
+    )
+    if folder.exists() and not known:
+        kind = "a folder without config.json" if folder.is_dir() else "a file"
+        raise EvaluationError(f"{path} is no checkpoint folder: it is {kind}")
+    if not folder.exists() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
+        raise EvaluationError(f"{path} is no checkpoint folder: there is nothing of that name")
+    try:
+        yield
+    except MissingPackage:
+        raise
+    except Exception as error:  # loading raises many unrelated types, which all mean an invalid checkpoint
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise EvaluationError(f"cannot load {what} from {path}: {lines[0]}") from error

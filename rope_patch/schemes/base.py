@@ -53,15 +53,17 @@ Sweeps = tuple[Sweep, ...] | None
 @dataclass(frozen=True)
 class Composed:
     """What a class attribute of `Scheme` is for a composition: what `combine` makes of its values for the parts, or for
-    those `filling` a slot method alone. It stands beside the attribute, in its annotation.
+    those `filling` one of some slot methods alone. It stands beside the attribute, in its annotation.
     """
 
     combine: Callable[[list[Any]], Any]
-    filling: str = ""
+    filling: tuple[str, ...] = ()
 
     def of(self, name: str, parts: Iterable[Scheme]) -> Any:
         """The value of the attribute `name` for a composition of `parts`."""
-        return self.combine([getattr(part, name) for part in parts if not self.filling or self.filling in part.methods])
+        return self.combine(
+            [getattr(part, name) for part in parts if not self.filling or not part.methods.isdisjoint(self.filling)]
+        )
 
 
 def _most_demanding(regimes: list[Regime]) -> Regime:
@@ -101,6 +103,8 @@ class Scheme:
         chooses_pairs: whether the frequencies decide which pairs rotate, also those that the checkpoint leaves still.
         decays: whether the frequencies bring a decay, so that queries and keys are turned by different tables.
         linear: whether the bias is a multiple of the distance, so that under a causal mask one term per key is enough.
+        only_masks: whether all that its bias does is to hide pairs, with values 0 and -inf, so that the checkpoint's
+            own rotation or bias stays.
         absolute: whether a shift of all positions changes the scores.
         causal_only: whether the scheme has no meaning for keys after the query.
         keeps_rows: whether the first rows of its table of positions are the checkpoint's own.
@@ -123,14 +127,17 @@ class Scheme:
     summary: ClassVar[str] = ""
     aliases: ClassVar[tuple[str, ...]] = ()
     length_dependent: ClassVar[IfAny] = False
-    learned_frequencies: ClassVar[Annotated[bool, Composed(any, filling="frequencies")]] = False
-    refines: ClassVar[Annotated[bool, Composed(_any_and_all, filling="frequencies")]] = False
-    chooses_pairs: ClassVar[Annotated[bool, Composed(any, filling="frequencies")]] = False
+    learned_frequencies: ClassVar[Annotated[bool, Composed(any, filling=("frequencies",))]] = False
+    refines: ClassVar[Annotated[bool, Composed(_any_and_all, filling=("frequencies",))]] = False
+    chooses_pairs: ClassVar[Annotated[bool, Composed(any, filling=("frequencies",))]] = False
     decays: ClassVar[IfAny] = False
-    linear: ClassVar[Annotated[bool, Composed(all, filling="bias")]] = False
+    linear: ClassVar[Annotated[bool, Composed(all, filling=("bias",))]] = False
+    only_masks: ClassVar[Annotated[bool, Composed(_any_and_all, filling=("bias", "content_bias", "running_bias"))]] = (
+        False
+    )
     absolute: ClassVar[IfAny] = False
     causal_only: ClassVar[IfAny] = False
-    keeps_rows: ClassVar[Annotated[bool, Composed(all, filling="embedding")]] = False
+    keeps_rows: ClassVar[Annotated[bool, Composed(all, filling=("embedding",))]] = False
     rope_type: ClassVar[str | None] = None
     shared: ClassVar[Names] = ()
     precise: ClassVar[Names] = ()
@@ -324,6 +331,11 @@ class Scheme:
     def slots(self) -> frozenset[Slot]:
         """The slots that this scheme fills."""
         return frozenset(SLOTS[name] for name in self.methods)
+
+    @property
+    def brings_bias(self) -> bool:
+        """Whether its bias holds positions, so that it replaces the checkpoint's own rotation or bias."""
+        return "bias" in self.slots and not self.only_masks
 
     @property
     def is_table(self) -> bool:

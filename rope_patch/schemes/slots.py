@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rope_patch.errors import InvalidField
-from rope_patch.schemes.tools.positions import Identity
+from rope_patch.schemes.tools.positions import Identity, pairs_of
 from rope_patch.typing import PositionMap
 
 
@@ -153,6 +153,10 @@ class Tokens:
 class Region:
     """The pairs (m, n) with start <= floor(m/chunk) - floor(n/chunk) < stop, and the positions that rotate them.
 
+    A map may move every rotated pair of dimensions by a rule of its own (`PerPair`, or any callable with an attribute
+    `pairs`): its positions have d/2 as an additional last axis. The two maps of a region, and the regions of a scheme,
+    may differ in this.
+
     Attributes:
         query_map, key_map: phi_q and phi_k of this region.
         start, stop: bounds of the distance; infinite if open.
@@ -176,6 +180,23 @@ class Region:
     def within(self, window: float) -> Region:
         """The pairs of this region that are closer than `window` tokens."""
         return self if self.stop <= window else dataclasses.replace(self, stop=window)
+
+    @property
+    def pairs(self) -> int | None:
+        """d/2 if positions of queries or keys have a pair axis here; None if neither have."""
+        return pairs_of(self.query_map) or pairs_of(self.key_map)
+
+    def rotated_distance(self, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        """phi_q(m) - phi_k(n), the broadcast shape of `m` and `n`; with d/2 as an additional last axis if the region
+        has `pairs`.
+        """
+        query, key = self.query_map(m), self.key_map(n)
+        if self.pairs is not None:
+            query, key = (
+                positions if pairs_of(phi) else positions[..., None]
+                for phi, positions in ((self.query_map, query), (self.key_map, key))
+            )
+        return query - key
 
     @property
     def translation_invariant(self) -> bool:

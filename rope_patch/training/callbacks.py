@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from rope_patch.data.corpora import load_text
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.corpora import load_text
 from rope_patch.evaluation.lines import check_lengths
 from rope_patch.evaluation.perplexity import measure
 from rope_patch.evaluation.rows import JsonRow, Rows

@@ -13,9 +13,9 @@ from transformers import AutoConfig, PreTrainedModel
 import rope_patch
 from rope_patch.cli import main
 from rope_patch.errors import EvaluationError, MissingPackage
-from rope_patch.evaluation import checkpoints
-from rope_patch.evaluation.checkpoints import load_config, load_model, load_tokenizer
 from rope_patch.models.config import training_length
+from rope_patch.saving import loading
+from rope_patch.saving.loading import load_config, load_model, load_tokenizer
 from tests.evaluation.conftest import TRAINING_LENGTH, tiny_llama
 from tests.families import FAMILIES, from_config
 from tests.runs import logits, tokens
@@ -101,9 +101,9 @@ def test_the_weights_of_a_file_are_those_that_were_written(file):
 
 @pytest.mark.parametrize(("instructions", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_a_processor_without_bfloat16_loads_float32(file, monkeypatch, instructions, dtype):
-    monkeypatch.setattr(checkpoints, "multiplies_bfloat16", lambda: instructions)
+    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: instructions)
     assert load_model(str(file), dtype="auto", device="cpu").dtype == dtype
-    with checkpoints.as_folder(str(file)) as folder:  # what is written does not depend on the processor
+    with loading.as_folder(str(file)) as folder:  # what is written does not depend on the processor
         assert AutoConfig.from_pretrained(folder).dtype == torch.bfloat16
 
 

@@ -6,8 +6,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from rope_patch.data.corpora import HELD_OUT_MODULES, load_corpus, load_text, name_of_text
 from rope_patch.errors import CorpusError
-from rope_patch.evaluation.corpora import HELD_OUT_MODULES, load_corpus, load_text, name_of_text
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ def test_wrong_input_is_one_clear_line(message, words, capsys):
 
 
 def test_a_length_that_is_too_short_is_found_before_the_model_is_loaded(words, capsys, monkeypatch):
-    monkeypatch.setattr("rope_patch.evaluation.checkpoints.load_model", None)
+    monkeypatch.setattr("rope_patch.saving.loading.load_model", None)
     assert main(words(lengths="8,64")) == 2
     assert "needs a length of at least" in capsys.readouterr().err
 

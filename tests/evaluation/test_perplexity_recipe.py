@@ -139,7 +139,7 @@ def test_folders_that_are_no_checkpoint(words, tmp_path, capsys):
 
 
 def test_an_output_that_cannot_be_written_is_found_before_the_model_is_loaded(words, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rope_patch.evaluation.checkpoints.load_model", None)
+    monkeypatch.setattr("rope_patch.saving.loading.load_model", None)
     (tmp_path / "taken").write_text("a file where the folder should be")
     assert run_recipe("perplexity", words(output=tmp_path / "taken")) == 2
     assert "taken" in capsys.readouterr().err

@@ -14,10 +14,11 @@ from torch import distributed
 
 from rope_patch import patch
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation import checkpoints, perplexity
+from rope_patch.evaluation import perplexity
 from rope_patch.evaluation.perplexity import measure
 from rope_patch.evaluation.processes import joined
 from rope_patch.evaluation.rows import Rows, weights_fingerprint
+from rope_patch.saving import loading
 
 from ..processes import run_two
 from .conftest import byte_tokenizer, documents, tiny_llama
@@ -181,4 +182,4 @@ def test_a_patched_model_whose_weights_are_spread_is_measured_as_it_is(together)
 def test_several_processes_on_one_device_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(EvaluationError, match="device 'cuda:1': with several processes each uses its own"):
-        checkpoints.load_model(checkpoints.default_checkpoint(), device="cuda:1")
+        loading.load_model(loading.default_checkpoint(), device="cuda:1")

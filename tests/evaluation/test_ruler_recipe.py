@@ -119,7 +119,7 @@ def test_wrong_input_is_one_clear_line(message, words, capsys):
 
 
 def test_what_is_missing_is_found_before_the_model_is_loaded(words, capsys, monkeypatch):
-    monkeypatch.setattr("rope_patch.evaluation.checkpoints.load_model", None)
+    monkeypatch.setattr("rope_patch.saving.loading.load_model", None)
     assert main([*words(), "--chat"]) == 2
     assert "no chat template" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "wonderwords", None)

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from rope_patch.cli.options import parse, recipes_folder
+from rope_patch.data.corpora import load_corpus
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.corpora import load_corpus
 from rope_patch.evaluation.rows import Rows
 from rope_patch.saving.export import SERVERS, served_by
 from rope_patch.schemes import ReRoPE, get_scheme, list_schemes, scheme_class

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
+from rope_patch.data.windows import prefix_of, select_windows
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.windows import prefix_of, select_windows
 
 from .conftest import byte_tokenizer, documents
 

@@ -15,9 +15,9 @@ from transformers import default_data_collator
 
 from rope_patch import patch
 from rope_patch.attention import chunked
+from rope_patch.data.corpora import load_text
+from rope_patch.data.pose import PoSECollator
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.corpora import load_text
-from rope_patch.training.pose import PoSECollator
 from tests.evaluation.conftest import byte_tokenizer, tiny_llama
 from tests.recipes import load_recipe
 

@@ -9,7 +9,7 @@ from rope_patch import ALiBi, Compose, Learned, LogN, ReRoPE, RoPE, Scheme, Slot
 from rope_patch.schemes.base import COMPOSED
 from rope_patch.typing import RotarySpec
 
-FOLLOWING = {"slots", "to_dict", "fields_for", "composition", "frequencies_on"}
+FOLLOWING = {"slots", "brings_bias", "to_dict", "fields_for", "composition", "frequencies_on"}
 """What follows from `methods`, `fields` and `frequencies`, and what `reach` asks the parts."""
 
 

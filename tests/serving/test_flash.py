@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.attention.forward_cache import ForwardCache
-from rope_patch.evaluation.checkpoints import default_checkpoint
 from rope_patch.mounting.late import LateAttention, LateCall
 from rope_patch.mounting.scoring import late_attention
+from rope_patch.saving.loading import default_checkpoint
 from rope_patch.serving.flash import Batch, applies, attend
 
 BLOCK, HEADS, KV_HEADS = 16, 4, 2

@@ -19,7 +19,7 @@ vllm = pytest.importorskip("vllm")
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 import rope_patch  # noqa: E402
-from rope_patch.evaluation.checkpoints import default_checkpoint  # noqa: E402
+from rope_patch.saving.loading import default_checkpoint  # noqa: E402
 from tests.families import build  # noqa: E402
 from tests.runs import tokens  # noqa: E402
 

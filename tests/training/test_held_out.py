@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from datasets import Dataset
 
+from rope_patch.data.held_out import DOCUMENTS, hold_out
 from rope_patch.errors import EvaluationError
-from rope_patch.training.held_out import DOCUMENTS, hold_out
 from tests.evaluation.conftest import byte_tokenizer, documents
 
 TOKENIZER = byte_tokenizer()  # a token for each letter

@@ -10,8 +10,8 @@ import datasets
 import evaluate
 from torch import nn
 
-from rope_patch.evaluation.checkpoints import load_model, load_tokenizer
 from rope_patch.evaluation.perplexity import measure
+from rope_patch.saving.loading import load_model, load_tokenizer
 from rope_patch.schemes import Scheme
 
 DESCRIPTION = """\

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from rope_patch.typing import PositionMap
+
 
 def key_positions(
     query_positions: torch.Tensor, kv_length: int, query_start: int | torch.Tensor | None
@@ -115,6 +117,33 @@ class Grouped:
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         return positions.div(self.group_size, rounding_mode="floor") + self.shift
+
+
+@dataclass(frozen=True)
+class PerPair:
+    """phi_p(m) = phi_g(m) for every pair p of dimensions in the group g: groups of pairs with a map each.
+
+    Attributes:
+        maps: one for each group, from the fastest pairs to the slowest; none has a pair axis itself.
+        sizes: number of pairs in each group, d/2 together.
+    """
+
+    maps: tuple[PositionMap, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def pairs(self) -> int:
+        """d/2: the length of the last axis of the positions that are returned."""
+        return sum(self.sizes)
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        groups = zip(self.maps, self.sizes, strict=True)
+        return torch.cat([phi(positions)[..., None].expand(*positions.shape, size) for phi, size in groups], dim=-1)
+
+
+def pairs_of(position_map: PositionMap) -> int | None:
+    """d/2 if the map returns positions with a pair axis, `(*shape, d/2)`; None if they have the shape of its input."""
+    return getattr(position_map, "pairs", None)
 
 
 @dataclass(frozen=True)

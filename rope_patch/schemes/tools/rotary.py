@@ -27,22 +27,26 @@ def rotation_tables(
     inv_freq: torch.Tensor,
     attention_scaling: float | torch.Tensor,
     dtype: torch.dtype,
+    by_pair: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position times frequency, broadcastable over heads.
 
     Args:
-        positions: `(batch, length)`, or `(batch, heads, length)` if heads differ, integer or fractional.
+        positions: `(batch, length)`, or `(batch, heads, length)` if heads differ, integer or fractional; with d/2 as an
+            additional last axis if they are `by_pair`.
         inv_freq: `(d/2,)` or `(batch, d/2)`.
         attention_scaling: number, or `(batch, 1)`.
         dtype: of the returned tables; angles are computed in float32, as Transformers does.
+        by_pair: whether every pair of dimensions has positions of its own, as a map with `pairs` returns them.
 
     Returns:
         cos and sin, each `(batch, heads or 1, length, d/2)`.
     """
-    positions = positions if positions.ndim == 3 else positions[:, None]
+    positions = positions if by_pair else positions[..., None]
+    positions = positions if positions.ndim == 4 else positions[:, None]
     if inv_freq.ndim == 2:
         inv_freq = inv_freq[:, None]
-    angles = positions[..., None].float() * inv_freq.float()[..., None, :]
+    angles = positions.float() * inv_freq.float()[..., None, :]
     if isinstance(attention_scaling, torch.Tensor):
         attention_scaling = attention_scaling[..., None, None]
     cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling

@@ -1,0 +1,1 @@
+"""Texts, and what measuring and training read of them."""

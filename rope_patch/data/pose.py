@@ -1,0 +1,65 @@
+"""Positions that skip, so that rows of the training length contain the distances of a longer one.
+
+PoSE: a row of L tokens is cut at random into N chunks, and the positions of chunk i are shifted by u_i:
+
+    u_0 = 0,    u_i ~ U{u_(i-1), ..., L_target - L}        positions of chunk i:  st_i + u_i, st_i + 1 + u_i, ...
+
+where st_i is the start of the chunk in the row (eq. 3 and 4; N = 2 in the paper's experiments). All cuts are equally
+likely, and the text itself has no gaps (v_i = 0 in eq. 5, which is as good in table 4 of the paper).
+
+Source: Zhu et al. 2023, "PoSE: Efficient Context Window Extension of LLMs via Positional Skip-wise Training",
+arXiv 2309.10400; the authors' code: dwzhu-pku/PoSE, src/train_pose.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from rope_patch.errors import EvaluationError
+
+
+@dataclass(frozen=True)
+class PoSECollator:
+    """A data collator: pads rows on the right, and lets their positions skip over the whole target length.
+
+    The positions of a row depend only on its tokens and the seed, so a resumed run sees the same ones. The batch always
+    has an `attention_mask`: without one every skip would count as the start of another document.
+    """
+
+    target_length: int  # L_target, one more than the highest position; nothing skips if it is the length of the rows
+    chunks: int = 2  # N; a short row has at most as many as it has tokens
+    seed: int = 0
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """A batch of rows of `input_ids` and, where not every token is to be learned, `labels`.
+
+        Raises:
+            EvaluationError: a row is longer than the target length.
+        """
+        tokens = [torch.as_tensor(row["input_ids"]) for row in rows]
+        columns = {
+            "input_ids": (tokens, 0),
+            "labels": ([torch.as_tensor(row.get("labels", row["input_ids"])) for row in rows], -100),
+            "attention_mask": ([torch.ones_like(ids) for ids in tokens], 0),
+            "position_ids": ([self._positions(ids) for ids in tokens], 0),
+        }
+        return {name: pad_sequence(found, True, pad) for name, (found, pad) in columns.items()}
+
+    def _positions(self, ids: torch.Tensor) -> torch.Tensor:
+        length, room = len(ids), self.target_length - len(ids)
+        if room < 0:
+            raise EvaluationError(f"target_length={self.target_length} is not allowed; a row has {length} tokens")
+        digest = hashlib.sha256(f"{self.seed} {ids.tolist()}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        positions, u = torch.arange(length), 0
+        cuts = torch.randperm(length - 1, generator=generator)[: self.chunks - 1].sort().values + 1
+        for start, stop in pairwise([*cuts.tolist(), length]):
+            u = int(torch.randint(u, room + 1, (), generator=generator))
+            positions[start:stop] += u
+        return positions

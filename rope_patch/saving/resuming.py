@@ -1,0 +1,178 @@
+"""Apply the scheme that a checkpoint's config records, with the parameters that it learned."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from rope_patch.errors import InvalidField, NotPatched
+from rope_patch.models import absolute
+from rope_patch.models.base import AbsoluteTable
+from rope_patch.models.config import check_computable, restore_native
+from rope_patch.models.find_stacks import find_stacks, read_stacks
+from rope_patch.mounting.entry import shorten
+from rope_patch.mounting.parameters import NAME, learned_parameters
+from rope_patch.mounting.plan import plan_mounts
+from rope_patch.patching import PatchHandle, find_handle, find_record, loaded, mount_scheme
+from rope_patch.schemes.registry import scheme_from_dict
+
+OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+"""Arguments with which `cached_file` returns None for a file that is not there."""
+
+
+def repatch(model: nn.Module | PatchHandle) -> PatchHandle:
+    """Apply the scheme in the config of a `model`, after plain Transformers loaded it.
+
+    Raises:
+        NotPatched: the config records no scheme, or the scheme's learned parameters are missing from the checkpoint.
+        InvalidField, UnknownScheme, UnsupportedModel: the record is invalid.
+        AlreadyPatched: the model already has a scheme.
+    """
+    model = loaded(model)
+    config = cast(Any, find_stacks(model)[0][1].config)
+    record = checked_record(find_record(model), config)
+    if record is None:
+        raise NotPatched(f"the config of {type(model).__name__} has no `rope_patch`: it was not saved under a scheme")
+    with _unscaled(config, record):
+        handle = resume(model, record)
+    if handle is None:
+        raise NotPatched(
+            f"{type(model).__name__} was saved without the original rows, which {record['scheme']['name']} replaced"
+        )
+    load_parameters(model, str(model.name_or_path))
+    return handle
+
+
+@contextmanager
+def _unscaled(config: Any, record: dict[str, Any]) -> Iterator[None]:
+    """Restore the config from before the patch, so that a base is not raised twice."""
+    replaced = restore_native(config, record)
+    try:
+        yield
+    finally:
+        restore_native(config, replaced)
+
+
+def resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
+    """Patch a loaded model with the scheme under which it was saved; None if its own positions were not saved."""
+    scheme = scheme_from_dict(record["scheme"])
+    if "positions" not in record or find_handle(model) is not None:
+        return mount_scheme(model, scheme)
+    capacity, has_table = record["positions"], find_stacks(model)[0][0] is absolute
+    if not has_table or type(capacity) is not int or capacity <= 0:
+        raise NotPatched(f"`rope_patch` has positions={capacity!r}, which is impossible for {type(model).__name__}")
+    if scheme.slots == {"embedding"} and scheme.is_table and not scheme.keeps_rows:
+        return None
+    stack = read_stacks(model)[0]
+    table = cast(AbsoluteTable, stack.absolute)
+    plan_mounts(scheme, stack)
+    if capacity > table.capacity:
+        raise NotPatched(f"`rope_patch` has positions={capacity!r}, but {type(model).__name__} has {table.capacity}")
+    saved = shorten(table, capacity)
+    del stack.config.rope_patch
+    handle = mount_scheme(model, scheme)
+    table.rows.copy_(saved)  # as they were trained
+    return handle
+
+
+def checked_record(record: Any, config: Any) -> dict[str, Any] | None:
+    """The record of a scheme in a config, if any, checked: a known scheme, and computable rotary parameters. That of
+    adapters may have no `config` beside it.
+
+    Raises:
+        InvalidField, UnknownScheme, UnsupportedModel: the record is invalid.
+    """
+    if record is None:
+        return None
+    if not isinstance(record, dict):
+        raise InvalidField(f"config.rope_patch={record!r} is not allowed; it must be a dict with a 'scheme'")
+    scheme_from_dict(record.get("scheme", {}))
+    length = record.get("max_position_embeddings", 1)
+    if type(length) is not int or length < 1:
+        raise InvalidField(f"`rope_patch` has max_position_embeddings={length!r}; it must be a length in tokens")
+    if "rope_parameters" in record and config is not None:
+        original = copy.copy(config)
+        vars(original)["rope_parameters"] = record["rope_parameters"]  # `setattr` could raise Transformers' own errors
+        check_computable(original)
+    return record
+
+
+def load_class(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:
+    """A model of the class, without a warning about learned parameters of schemes, which are loaded later."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    report = _UnlessOurs()
+    logger.addFilter(report)
+    try:
+        model, found = cls.from_pretrained(path, output_loading_info=True, **kwargs)
+    finally:
+        logger.removeFilter(report)
+    others = {what: rest for what, keys in found.items() if (rest := [key for key in keys if not _is_ours(key)])}
+    if report.withheld and others:
+        logger.warning("%s loaded from %s: %s", type(model).__name__, path, others)
+    return model
+
+
+class _UnlessOurs(logging.Filter):
+    """Withholds a loading report that mentions learned parameters of schemes."""
+
+    withheld = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        ours = f"{NAME}." in record.getMessage()
+        self.withheld |= ours
+        return not ours
+
+
+def _is_ours(key: Any) -> bool:
+    return f".{NAME}." in f".{key}"
+
+
+def load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
+    """Load the learned parameters of a patched model from a checkpoint.
+
+    Raises:
+        NotPatched: one of them, or the files, are missing; the model is then without its scheme.
+    """
+    wanted = learned_parameters(model)
+    if not wanted:
+        return
+    handle = cast(PatchHandle, find_handle(model))
+    try:
+        saved = _saved_parameters(path, **places)
+    except (OSError, SafetensorError) as error:
+        handle.remove()
+        raise NotPatched(
+            f"{path or 'the model'} has no files with the learned parameters of {handle.scheme}: {error}"
+        ) from error
+    for name, value in wanted.items():
+        # the model may have been saved inside another one, or without the model around it
+        found = next((key for key in saved if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")), None)
+        if found is None or saved[found].shape != value.shape:
+            handle.remove()
+            raise NotPatched(f"{path} has no {name} of shape {tuple(value.shape)}, which {handle.scheme} learns")
+        with torch.no_grad():
+            value.copy_(saved[found])
+
+
+def _saved_parameters(path: str | Path, **places: Any) -> dict[str, torch.Tensor]:
+    """The learned parameters of schemes in the files of a checkpoint, by their saved names."""
+    optional = {**OPTIONAL, **places}
+    files = [cached_file(path, SAFE_WEIGHTS_NAME, **optional)]
+    if files == [None]:
+        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **optional)
+        files = [] if index is None else get_checkpoint_shard_files(path, index, **places)[0]
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in filter(_is_ours, tensors.keys())}
+    return found
