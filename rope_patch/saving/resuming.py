@@ -62,7 +62,11 @@ def _unscaled(config: Any, record: dict[str, Any]) -> Iterator[None]:
 
 
 def resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
-    """Patch a loaded model with the scheme under which it was saved; None if its own positions were not saved."""
+    """Patch a loaded model with the scheme under which it was saved; None if its own positions were not saved.
+
+    Raises:
+        NotPatched: the record has another number of positions than the model can have.
+    """
     scheme = scheme_from_dict(record["scheme"])
     if "positions" not in record or find_handle(model) is not None:
         return mount_scheme(model, scheme)
