@@ -53,11 +53,11 @@ def rotary_linear_attention(
     with torch.autocast(query.device.type, enabled=False):  # sums of a whole text need float32
         # where elu(x) + 1 would round to zero, exp(x) does not
         q, k = (x.clamp(max=0).exp() + x.relu() for x in (wide(query), wide(key)))
-        turned = [layout.rotate(x, cos.to(x.dtype), sin.to(x.dtype)) for x in (q, k)]
+        rotated = [layout.rotate(x, cos.to(x.dtype), sin.to(x.dtype)) for x in (q, k)]
         # `(batch, kv_heads, heads that share one, length, dim)`
-        q, k, turned_q, turned_k, v = (x.unflatten(1, (key.shape[1], -1)) for x in (q, k, *turned, wide(value)))
+        q, k, rotated_q, rotated_k, v = (x.unflatten(1, (key.shape[1], -1)) for x in (q, k, *rotated, wide(value)))
         seen = k.cumsum(dim=-2) if causal else k.sum(dim=-2, keepdim=True)
-        sums = _causal(turned_q, turned_k, v) if causal else turned_q @ (turned_k.mT @ v)
+        sums = _causal(rotated_q, rotated_k, v) if causal else rotated_q @ (rotated_k.mT @ v)
         return (sums / (q * seen).sum(dim=-1, keepdim=True)).flatten(1, 2).to(value.dtype)
 
 
