@@ -91,9 +91,6 @@ def main(options: Options) -> None:
         report(rows, options)
 
 
-# --- before the training ---------------------------------------------------------------------------------------------
-
-
 def check(options: Options) -> None:
     """Refuse wrong options before the training."""
     for spec in options.encodings:
@@ -187,9 +184,6 @@ def append(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row, allow_nan=False) + "\n")
 
 
-# --- one training ----------------------------------------------------------------------------------------------------
-
-
 def train_and_score(
     spec: str, seed: int, lengths: list[int], texts: dict[str, Any], options: Options
 ) -> list[dict[str, Any]]:
@@ -244,6 +238,7 @@ def build(spec: str, seed: int, options: Options) -> tuple[Any, list[Any]]:
     import torch
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
+    from rope_patch.attention import linear
     from rope_patch.patching import mount_scheme
 
     torch.manual_seed(seed)  # the same weights whatever is patched onto them
@@ -258,7 +253,7 @@ def build(spec: str, seed: int, options: Options) -> tuple[Any, list[Any]]:
         use_cache=False,
         attn_implementation="linear" if spec.startswith(LINEAR) else None,
     )
-    AttentionInterface.register("linear", linear_attention)
+    AttentionInterface.register("linear", linear.attention_function)
     model = LlamaForCausalLM(config).to(options.device)
     own = {id(parameter) for parameter in model.parameters()}
     mount_scheme(model, scheme_of(spec))
@@ -267,25 +262,8 @@ def build(spec: str, seed: int, options: Options) -> tuple[Any, list[Any]]:
             raise EvaluationError(
                 f"{spec!r}: linear attention has no scores; use a static rotation, or positions at the input"
             )
-        layer.self_attn.register_forward_pre_hook(rotate_later, with_kwargs=True)
+        layer.self_attn.register_forward_pre_hook(linear.rotate_after_feature_map, with_kwargs=True)
     return model, [parameter for parameter in model.parameters() if id(parameter) not in own]
-
-
-def rotate_later(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Before an attention module: its function gets the tables and the states as projected, because phi comes first."""
-    cos, sin = kwargs["position_embeddings"]
-    return args, {**kwargs, "position_embeddings": (cos**0, 0 * sin), "tables": (cos, sin)}
-
-
-def linear_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, *, tables: Any, **_: Any) -> Any:
-    """The attention function of "linear": causal, `(batch, length, heads, head_dim)`."""
-    from rope_patch.attention.linear import rotary_linear_attention
-    from rope_patch.schemes.tools.rotary import half_split
-
-    pairs = query.shape[-1] // 2
-    cos, sin = (table[:, None, :, :pairs] for table in tables)  # Llama repeats them for the second half
-    found = rotary_linear_attention(query, key, value, half_split(2 * pairs), cos, sin)
-    return found.transpose(1, 2).contiguous(), None
 
 
 def train(model: Any, learned: list[Any], spec: str, seed: int, texts: dict[str, Any], options: Options) -> None:
@@ -371,9 +349,6 @@ def make_optimizer(model: Any, learned: list[Any], options: Options) -> Any:
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
-# --- costs -----------------------------------------------------------------------------------------------------------
-
-
 def measure_costs(encodings: tuple[str, ...], stream: Any, options: Options) -> None:
     """Append a row to `costs.jsonl` for each of these encodings that has none."""
     path = Path(options.output) / "costs.jsonl"
@@ -441,9 +416,6 @@ def kept_for_backward(model: Any, forward: Callable[[], Any]) -> int:
         loss = forward()  # while it lives, no address is used twice
     del loss
     return sum(kept.values())
-
-
-# --- table and chart -------------------------------------------------------------------------------------------------
 
 
 def report(rows: list[dict[str, Any]], options: Options) -> None:
