@@ -22,12 +22,7 @@ from rope_patch.errors import (
 from rope_patch.models.base import Stack
 from rope_patch.models.find_stacks import check_loaded, find_around, find_enclosing, find_stacks, read_stacks
 from rope_patch.models.paged import forget_managers
-from rope_patch.models.rope_parameters import (
-    export_rope_parameters,
-    scheme_of_parameters,
-    stated_length,
-    tells_all,
-)
+from rope_patch.models.rope_parameters import scheme_of_parameters, stated_length, stated_parameters
 from rope_patch.mounting.late import LateAttention
 from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
 from rope_patch.mounting.saved import Notice, install_saving
@@ -304,31 +299,25 @@ def _name_in_config(holders: Sequence[nn.Module], scheme: Scheme, mounted: Mount
     """
     stack, plan = mounted[0]
     native = copy.deepcopy(getattr(stack.config, "rope_parameters", None))
-    exported, length = native, None
-    is_stated = plan.embedding == "rows"
-    if _says_it_all(scheme, stack, plan):
-        is_stated = True
-        exported = export_rope_parameters(scheme, stack.config)
-        length = stated_length(scheme, exported, stack.config)
+    is_static, has_rows = bool(plan.rotary) and not plan.late, plan.embedding == "rows"
+    exported = stated_parameters(scheme, stack, plan.rotary) if is_static else None
+    length = None if exported is None else stated_length(scheme, exported, stack.config)
     record: dict[str, Any] = {"scheme": scheme.to_dict()}
     if native is not None:
         record["rope_parameters"] = native
     if length is not None:
         record["max_position_embeddings"] = stack.config.max_position_embeddings
-    if plan.embedding == "rows":
+    if has_rows:
         record["positions"] = stack.training_length  # the weights hold the longer table
     for config in changes.fork_configs(holders):
         config.rope_patch = copy.deepcopy(record)
     if native is not None:
-        stack.config.rope_parameters = exported
+        stack.config.rope_parameters = native if exported is None else exported
     if length is not None:
         stack.config.max_position_embeddings = length
     changes.settle_configs()
     is_native = all(
         each.native and its_plan.scheme == each.native.resolve(each.checkpoint) for each, its_plan in mounted
     )
+    is_stated = has_rows or exported is not None
     return Notice(record, str(scheme), str(stack.native or "its own positions"), is_native, is_stated)
-
-
-def _says_it_all(scheme: Scheme, stack: Stack, plan: Plan) -> bool:
-    return bool(plan.rotary) and not plan.late and tells_all(scheme, stack, plan.rotary)

@@ -254,23 +254,18 @@ def _check_accepted(scheme: Scheme, exported: dict[str, Any], config: Any) -> No
         raise NotExpressible(f"{family} reads rope_parameters={exported} as {read}")
 
 
-def is_expressible(scheme: Scheme, config: Any) -> bool:
-    """Whether `export_rope_parameters` would succeed."""
-    try:
-        export_rope_parameters(scheme, config)
-    except NotExpressible:
-        return False
-    return True
-
-
-def tells_all(scheme: Scheme, stack: Stack, changed: Collection[str | None]) -> bool:
-    """Whether exported parameters would change the tables of the layer types `changed`, and no others."""
+def stated_parameters(scheme: Scheme, stack: Stack, changed: Collection[str | None]) -> dict[str, Any] | None:
+    """The `rope_parameters` that change the tables of the layer types `changed` as the scheme does, and no others; None
+    if there are none.
+    """
     if any(getattr(tables.module, "config", stack.config) is not stack.config for tables in stack.rotary):
-        return False  # the stack makes a config of its own for this rotary module
-    if not is_expressible(scheme, stack.config):
-        return False
-    exported = _by_entry(scheme.resolve(stack.checkpoint), stack.config)
-    return {layer.layer_type for layer in stack.layers if layer.rotates} & exported.keys() == set(changed)
+        return None  # the stack makes a config of its own for this rotary module
+    try:
+        exported = export_rope_parameters(scheme, stack.config)
+    except NotExpressible:
+        return None
+    stated = _by_entry(scheme.resolve(stack.checkpoint), stack.config).keys()
+    return exported if {layer.layer_type for layer in stack.layers if layer.rotates} & stated == set(changed) else None
 
 
 def native_scheme(model: nn.Module) -> Scheme:
