@@ -156,12 +156,12 @@ def patch(
         raise InvalidField(f"attention={attention!r}: {did_you_mean(str(attention), get_args(AttentionMode))}")
     model = loaded(model)
     with torch.device("cpu"):  # whatever the default is, as within `with torch.device("meta")`
-        scheme = _asked(model, schemes, fields)
+        scheme = _requested(model, schemes, fields)
         if (same := _same_patch(model, scheme, (mount, attention))) is not None:
             return same
         scheme, mounted = _planned(model, scheme, mount)
-        if words := scheme_warning(scheme, mounted):
-            warn(words, stacklevel=2)
+        if warning := scheme_warning(scheme, mounted):
+            warn(warning, stacklevel=2)
         return _mount(model, scheme, mounted, mount, attention)
 
 
@@ -177,12 +177,12 @@ def loaded(model: nn.Module | PatchHandle) -> nn.Module:
     Raises:
         UnsupportedModel: it is neither.
     """
-    found = model.model if isinstance(model, PatchHandle) else model
-    check_loaded(found)
-    return found
+    inner = model.model if isinstance(model, PatchHandle) else model
+    check_loaded(inner)
+    return inner
 
 
-def _asked(model: nn.Module, schemes: Sequence[Any], fields: dict[str, Any]) -> Scheme:
+def _requested(model: nn.Module, schemes: Sequence[Any], fields: dict[str, Any]) -> Scheme:
     """What `patch` was asked for; a dict is read with the config of the model."""
     try:
         if any(isinstance(scheme, dict) for scheme in schemes):
@@ -269,8 +269,8 @@ def find_handle(model: nn.Module) -> PatchHandle | None:
 
 def find_handles(model: nn.Module) -> tuple[PatchHandle, ...]:
     """All of them: an encoder and a decoder may carry a scheme each."""
-    found = [vars(module)[_HANDLE] for module in model.modules() if _HANDLE in vars(module)]
-    return tuple(dict.fromkeys(found))
+    handles = [vars(module)[_HANDLE] for module in model.modules() if _HANDLE in vars(module)]
+    return tuple(dict.fromkeys(handles))
 
 
 def find_record(model: Any) -> Any:

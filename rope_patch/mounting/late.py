@@ -332,7 +332,7 @@ class LateAttention:
         anchor, rotary = call.anchor, cast(RotaryTables, self.layer.rotary)
         return call.forward_cache.once(
             ("anchor", self.tables, anchor, hidden.dtype),
-            lambda: rotary.given(anchor(call.position_ids), like=hidden),
+            lambda: rotary.compute(anchor(call.position_ids), like=hidden),
         )
 
     def frequencies_of(self, call: LateCall, weights: Weights) -> Frequencies:
