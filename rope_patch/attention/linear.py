@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from rope_patch.attention.inputs import wide
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.schemes.tools.rotary import RotaryLayout
+from rope_patch.schemes.tools.rotary import RotaryLayout, half_split
 
 ROWS = 128
 """Tokens of a block, which are scored pair by pair; all tokens before it are one sum."""
@@ -68,3 +70,17 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         outputs.append((block_q @ block_k.mT).tril() @ block_v + block_q @ passed)
         passed = passed + block_k.mT @ block_v
     return torch.cat(outputs, dim=-2)
+
+
+def rotate_after_feature_map(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A pre-hook of a Llama's attention: `attention_function` receives the tables and the states as projected."""
+    cos, sin = kwargs["position_embeddings"]
+    return args, {**kwargs, "position_embeddings": (cos**0, 0 * sin), "tables": (cos, sin)}
+
+
+def attention_function(module: Any, query: Any, key: Any, value: Any, mask: Any, *, tables: Any, **_: Any) -> Any:
+    """Causal linear attention as Transformers calls it; the output is `(batch, length, heads, head_dim)`."""
+    pairs = query.shape[-1] // 2
+    cos, sin = (table[:, None, :, :pairs] for table in tables)  # Llama repeats them for the second half
+    output = rotary_linear_attention(query, key, value, half_split(2 * pairs), cos, sin)
+    return output.transpose(1, 2).contiguous(), None

@@ -42,7 +42,7 @@ from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.layer_state import LayerState
 from rope_patch.mounting.scoring import late_attention
 from rope_patch.patching import patch
-from rope_patch.saving.export import refused_by_vllm
+from rope_patch.saving.readers import refused_by_vllm
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.serving import flash
 
