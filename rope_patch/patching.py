@@ -23,7 +23,7 @@ from rope_patch.models.base import Stack
 from rope_patch.models.find_stacks import check_loaded, find_around, find_enclosing, find_stacks, read_stacks
 from rope_patch.models.paged import forget_managers
 from rope_patch.models.rope_parameters import scheme_of_parameters, stated_length, stated_parameters
-from rope_patch.mounting.late import LateAttention
+from rope_patch.mounting.layer_state import LayerState
 from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
 from rope_patch.mounting.saved import Notice, install_saving
 from rope_patch.mounting.scheme_warnings import scheme_warning
@@ -46,6 +46,7 @@ class PatchHandle:
         model: the patched model.
         scheme: the scheme as it was asked for, with the fields that a target fills.
         mounted: the parts of the model that it was mounted on, as they were read before, and where it went in each.
+        layer_states: every layer that it changed, with what its calls read.
 
     Args:
         changes: what `remove` takes back.
@@ -58,6 +59,7 @@ class PatchHandle:
         self.model = model
         self.scheme = scheme
         self.mounted = mounted
+        self.layer_states: tuple[LayerState, ...] = ()
         self._changes = changes
         self._settings = settings
 
@@ -84,7 +86,7 @@ class PatchHandle:
         if not self._is_mounted:
             raise NotPatched(f"{type(self.model).__name__} does not carry {self.scheme} any more")
         forget_managers([*find_enclosing(self.model), *self.model.modules()])
-        _take_back(self.mounted, self._changes)
+        self._changes.undo()
 
     def __enter__(self) -> PatchHandle:
         return self
@@ -228,13 +230,13 @@ def _mount(model: nn.Module, scheme: Scheme, mounted: Mounted, mount: Mount, att
             changes.fill_tables(module, its_stack)
         notice = _name_in_config(holders, scheme, mounted, changes)
         for stack, plan in mounted:
-            install(plan, stack, attention, changes)
+            handle.layer_states += install(plan, stack, attention, changes)
             changes.set(stack.module, _HANDLE, handle)
         for module, its_stack in rotary.items():
             changes.keep_filled(module, its_stack)
         install_saving([*find_around(model), *model.modules()], notice, changes)
     except BaseException:
-        _take_back(mounted, changes)
+        changes.undo()
         raise
     return handle
 
@@ -279,16 +281,6 @@ def find_record(model: Any) -> Any:
     configs = (vars(module).get("config") for module in modules)
     records = (getattr(config, "rope_patch", None) for config in configs)
     return next((record for record in records if record is not None), None)
-
-
-def _take_back(mounted: Mounted, changes: Changes) -> None:
-    hooks = [
-        hook for stack, _ in mounted for layer in stack.layers for hook in layer.module._forward_pre_hooks.values()
-    ]
-    changes.undo()
-    for hook in hooks:
-        if isinstance(hook, LateAttention):
-            hook.release()
 
 
 def _name_in_config(holders: Sequence[nn.Module], scheme: Scheme, mounted: Mounted, changes: Changes) -> Notice:
