@@ -6,7 +6,7 @@ import pytest
 
 from rope_patch.attention import chunked, decode
 from rope_patch.attention.bias import DiagonalTerm, KeyTerm
-from rope_patch.attention.kernels import Dense, FlashCPU
+from rope_patch.attention.tile_kernels import Dense, FlashCPU
 
 
 @pytest.fixture(autouse=True)
