@@ -63,6 +63,11 @@ def _little_to_walk_through() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """What was kept from the collector goes with the process, without complaints of extensions that it leaks."""
+    gc.unfreeze()
+
+
 def _is_of(item: pytest.Item, scheme: str) -> bool:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     words = [part.partition(":")[0] for value in params.values() if isinstance(value, str) for part in value.split("+")]
