@@ -193,7 +193,7 @@ def train_and_score(
     import torch
 
     from rope_patch.evaluation.nll import chunked_nll
-    from rope_patch.evaluation.rows import provenance
+    from rope_patch.evaluation.row import provenance
 
     scheme, windows, began, failure = scheme_of(spec), texts["windows"], time.monotonic(), None
     model, learned = build(spec, seed, options)

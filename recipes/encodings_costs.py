@@ -41,7 +41,7 @@ def cost_of(spec: str, stream: Any, options: Any) -> dict[str, Any]:
     """The row of one encoding: medians of the ratios to rope, with their quartiles."""
     import torch
 
-    from rope_patch.evaluation.rows import provenance
+    from rope_patch.evaluation.row import provenance
 
     def forward(model: Any, step: int) -> torch.Tensor:
         batch = torch.utils.data.default_collate(compare.draw(stream, 0, step, options))
