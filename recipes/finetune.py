@@ -198,8 +198,8 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     from rope_patch.data import pose
     from rope_patch.errors import EvaluationError
     from rope_patch.evaluation.scheme_specs import REFERENCES, scheme_at
+    from rope_patch.models.find_stacks import read_stacks
     from rope_patch.models.head import find_language_model
-    from rope_patch.models.reading import read_stacks
     from rope_patch.patching import find_handle, mount_scheme, unpatch
     from rope_patch.saving.loading import default_checkpoint, load_model
     from rope_patch.training import adapters, callbacks, checkpoints, chunked_loss
@@ -394,7 +394,7 @@ def table(points: list[Any]) -> str:
 
 def draw(points: list[Any], options: Options) -> None:
     """Loss against length: dotted before, solid after the training."""
-    from rope_patch.evaluation import charts, lines
+    from rope_patch.evaluation import charts, scheme_specs
 
     trained, lengths = points[0].training_length, sorted({point.length for point in points})
     multiples = [length / trained for length in lengths]
@@ -413,7 +413,7 @@ def draw(points: list[Any], options: Options) -> None:
             colour = colours.get(line, charts.INK if line == "window" else charts.FAINT)
             values = [(cell.nll, error[cell.key()]) for cell in cells.values()]
             at = [length / trained for length in cells]
-            name = lines.display_name(line) + (f", {step} steps" if step else ", before" if line in colours else "")
+            name = scheme_specs.display_name(line) + (f", {step} steps" if step else ", before" if line in colours else "")
             look = {"color": colour, "linestyle": style, "marker": "o" if line in colours else None, "markersize": 4}
             drawn[name] = charts.plot_band(chart, at, values, **look)
     chart.axvline(options.length / trained, color=charts.FAINT, linewidth=1, linestyle=":")

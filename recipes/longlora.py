@@ -83,7 +83,7 @@ def train(options: Options, method: str, rate: float, seed: int, rows: Any, poin
 
     from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.evaluation.scheme_specs import REFERENCES, scheme_at
-    from rope_patch.models.reading import read_stacks
+    from rope_patch.models.find_stacks import read_stacks
     from rope_patch.patching import mount_scheme
     from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer
     from rope_patch.training.adapters import make_trainable

@@ -61,7 +61,7 @@ def main(options: Options) -> None:
     import uvicorn
 
     from rope_patch import patch
-    from rope_patch.models.reading import read_stack
+    from rope_patch.models.find_stacks import read_stack
     from rope_patch.patching import find_handle
     from rope_patch.saving.loading import load_model, load_tokenizer, quiet_transformers
 

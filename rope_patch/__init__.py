@@ -1,6 +1,6 @@
 """One line that lets a loaded Transformers model use another position scheme, and one that takes it back.
 
-The public names are those of `rope_patch.face`, which is loaded when the first of them is used: the command line
+The public names are those of `rope_patch.api`, which is loaded when the first of them is used: the command line
 explains itself without torch.
 """
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from rope_patch.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from rope_patch.face import *  # noqa: F403
+    from rope_patch.api import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__" or not name.startswith("_"):
-        face = import_module("rope_patch.face")
-        if name in ("__all__", *face.__all__):
-            return getattr(face, name)
+        api = import_module("rope_patch.api")
+        if name in ("__all__", *api.__all__):
+            return getattr(api, name)
     raise AttributeError(f"module 'rope_patch' has no attribute {name!r}")
 
 

@@ -13,12 +13,12 @@ from torch import nn
 from rope_patch.errors import InvalidField, RopePatchError, counted
 from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.config import BASE
-from rope_patch.models.reading import find_stacks
+from rope_patch.models.find_stacks import find_stacks
+from rope_patch.models.rope_parameters import native_scheme_of
 from rope_patch.mounting.caution import caution, lost_positions
 from rope_patch.mounting.parameters import NAME, inventory
 from rope_patch.mounting.plan import Plan
 from rope_patch.patching import PatchHandle, find_handles, find_record, loaded
-from rope_patch.saving.rope_parameters import native_scheme_of
 from rope_patch.schemes.base import TRAINING, Scheme
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.schemes.rope import NoPE, RoPE

@@ -20,19 +20,19 @@ from rope_patch.errors import (
     warn,
 )
 from rope_patch.models.base import Stack
+from rope_patch.models.find_stacks import check_loaded, find_around, find_enclosing, find_stacks, read_stacks
 from rope_patch.models.paged import forget_managers
-from rope_patch.models.reading import check_loaded, find_around, find_enclosing, find_stacks, read_stacks
-from rope_patch.mounting.caution import caution
-from rope_patch.mounting.late import LateAttention
-from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
-from rope_patch.mounting.saved import Notice, install_saving
-from rope_patch.mounting.undo import Changes
-from rope_patch.saving.rope_parameters import (
+from rope_patch.models.rope_parameters import (
     export_rope_parameters,
     scheme_of_parameters,
     stated_length,
     tells_all,
 )
+from rope_patch.mounting.caution import caution
+from rope_patch.mounting.late import LateAttention
+from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
+from rope_patch.mounting.saved import Notice, install_saving
+from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import as_scheme
 from rope_patch.schemes.target import advise, reached

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from rope_patch.models import stand_in
+from rope_patch.models import probe_copy
 from rope_patch.models.base import Stack
 
 _ANEW = ("models", "hardening", "zoo", "test_foreign", "test_refusals", "test_press", "test_serving")
@@ -54,12 +54,12 @@ def remembering(read: Callable[[PreTrainedModel], Stack]) -> Callable[[PreTraine
 
 
 def _kind(stack: nn.Module) -> Hashable:
-    """`stand_in.kind_of`, with configs by value."""
+    """`probe_copy.kind_of`, with configs by value."""
     kinds = []
     for name, module in stack.named_modules(remove_duplicate=False):
-        if not stand_in._runs_its_class(module):
+        if not probe_copy._runs_its_class(module):
             raise _Unclear
-        own = {**stand_in._settings(module), **module._parameters, **module._buffers}
+        own = {**probe_copy._settings(module), **module._parameters, **module._buffers}
         kinds.append((name, type(module), module.training, tuple((each, _frozen(own[each])) for each in sorted(own))))
     return tuple(kinds)
 
@@ -75,7 +75,7 @@ def _frozen(value: Any) -> Hashable:
         return type(value), tuple((_frozen(key), _frozen(item)) for key, item in value.items())
     if isinstance(value, functools.partial):
         return value.func, _frozen(value.args), _frozen(value.keywords)
-    frozen = stand_in._frozen(value)
+    frozen = probe_copy._frozen(value)
     if frozen == (type(value), id(value)) and not hasattr(value, "__qualname__"):  # functions stay
         raise _Unclear
     return frozen

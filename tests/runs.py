@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Cache, DynamicCache
 
 from rope_patch import Scheme, get_scheme, plan_mounts
-from rope_patch.models.reading import read_stack
+from rope_patch.models.find_stacks import read_stack
 from tests.families import FOLLOW_THE_LENGTH, TRAINING_LENGTH, VOCABULARY, build, rope_types
 
 LENGTH = TRAINING_LENGTH + 8

@@ -33,12 +33,12 @@ from rope_patch import (
     unpatch,
 )
 from rope_patch.cli import main
-from rope_patch.cli.options import load_recipe
 from rope_patch.errors import NoCheckpoint, RopePatchError
 from rope_patch.schemes import scheme_from_dict
 from tests.cases import CASES
 from tests.families import build
 from tests.models import absolute_families, t5_families
+from tests.recipes import load_recipe
 from tests.snapshots import snapshot
 
 

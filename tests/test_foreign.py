@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rope_patch import export_rope_parameters, native_scheme, patch
-from rope_patch.models.reading import read_stack
+from rope_patch.models.find_stacks import read_stack
 from tests.cases import ALL, ROUTES
 from tests.families import TRAINING_LENGTH, build, config_of
 from tests.runs import LENGTH, assert_close, generated, logits, tokens

@@ -213,7 +213,7 @@ def print_json(found: Any) -> None:
 
 def load_recipe(name: str) -> Any:
     """The module of `recipes/NAME.py`."""
-    module = f"rope_patch_recipes_{name}"
+    module = f"recipes.{name}"
     if module not in sys.modules:
         spec = importlib.util.spec_from_file_location(module, recipes_folder() / f"{name}.py")
         sys.modules[module] = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]

@@ -13,8 +13,8 @@ from torch import nn
 
 from rope_patch.errors import AlreadyPatched, EvaluationError
 from rope_patch.evaluation.row import provenance
+from rope_patch.models.find_stacks import read_stacks
 from rope_patch.models.head import find_language_model
-from rope_patch.models.reading import read_stacks
 from rope_patch.mounting.parameters import learned_parameters
 from rope_patch.patching import find_handle, find_handles, mount_scheme, unpatch
 from rope_patch.schemes import Scheme

@@ -20,7 +20,7 @@ from rope_patch.models.arguments import by_name, check_tokens
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.tools.positions import joined, key_positions
 
-SIGNATURE = "_rope_patch_written_by"
+CACHE_TAG = "_rope_patch_cache_tag"
 """Attribute of a cache: the writer of its keys."""
 _WHEN_READ = "_rope_patch_when_read"
 """Attribute of a static layer: its number of tokens when positions were stored, and whether they were in order."""
@@ -47,8 +47,8 @@ def complete_layers(cache: Cache, num_layers: int) -> list[Any]:
     return layers
 
 
-def signature_of(scheme: Scheme, kept: str) -> str:
-    """The signature of a cache: a model may continue a cache with its own signature."""
+def cache_tag(scheme: Scheme, kept: str) -> str:
+    """The tag of a cache: a model may continue a cache with its own tag."""
     return f"{scheme} (keys {kept})"
 
 
@@ -146,49 +146,49 @@ def cache_in(kwargs: dict[str, Any]) -> Cache | None:
 
 
 @dataclass(frozen=True)
-class Signing:
+class CacheTagging:
     """Marks a cache with the writer of its keys, and refuses one with keys of another writer.
 
     If a scheme changes only the tables, this is the pre-hook of the first attention module.
 
     Attributes:
-        index: of the layer that signs; nothing was added to it in this forward.
-        written_by: the scheme and the rotation of its cached keys.
+        index: of the layer that tags; nothing was added to it in this forward.
+        cache_tag: the scheme and the rotation of its cached keys.
         accepts_plain: whether the unpatched checkpoint's keys are the same.
     """
 
     index: int
-    written_by: str
+    cache_tag: str
     accepts_plain: bool = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Sign the cache among the arguments."""
+        """Tag the cache among the arguments."""
         kwargs = by_name(module, args, kwargs)
         check_tokens(module, kwargs)
         cache = cache_in(kwargs)
         if cache is not None:
-            self.sign(cache)
+            self.tag(cache)
 
-    def sign(self, cache: Cache) -> None:
-        """Sign a cache, or refuse it.
+    def tag(self, cache: Cache) -> None:
+        """Tag a cache, or refuse it.
 
         Raises:
             UnsupportedPositions: the keys are from before the patch, from prefix tuning, from another scheme, or stored
                 in another rotation.
         """
-        signature = getattr(cache, SIGNATURE, None)
-        if signature == self.written_by:
+        its_tag = getattr(cache, CACHE_TAG, None)
+        if its_tag == self.cache_tag:
             return
         length = cache.get_seq_length(self.index)
-        # values are unknown while compiling; a cache that a graph fills was signed when it was empty
-        empty = signature is None and isinstance(length, torch.Tensor) and torch.compiler.is_compiling()
-        if not empty and length > 0 and not (signature is None and self.accepts_plain):
-            by = "without a patch or by prefix tuning" if signature is None else f"under {signature}"
+        # values are unknown while compiling; a cache that a graph fills was tagged when it was empty
+        empty = its_tag is None and isinstance(length, torch.Tensor) and torch.compiler.is_compiling()
+        if not empty and length > 0 and not (its_tag is None and self.accepts_plain):
+            by = "without a patch or by prefix tuning" if its_tag is None else f"under {its_tag}"
             raise UnsupportedPositions(
-                f"past_key_values hold {int(length)} tokens with keys written {by}; {self.written_by} would misread "
+                f"past_key_values hold {int(length)} tokens with keys written {by}; {self.cache_tag} would misread "
                 "them: fill a new cache; instead of prefix tuning use LoRA or prompt tuning"
             )
-        setattr(cache, SIGNATURE, self.written_by)
+        setattr(cache, CACHE_TAG, self.cache_tag)
 
 
 def positions_in(cache: Cache, index: int, start: int, name: str) -> torch.Tensor:

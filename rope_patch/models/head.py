@@ -44,11 +44,11 @@ def head_alone(model: PreTrainedModel, output_type: type) -> Iterator[Head]:
             hidden states.
     """
     stack = separate_stack(model)
-    prefix, stand_in = model.base_model_prefix, _StandIn(output_type)
-    model._modules[prefix] = stand_in
+    prefix, stack_output = model.base_model_prefix, _StackOutput(output_type)
+    model._modules[prefix] = stack_output
 
     def head(states: torch.Tensor) -> torch.Tensor:
-        return _apply_head(model, stand_in, states)
+        return _apply_head(model, stack_output, states)
 
     try:
         yield head
@@ -67,19 +67,19 @@ def separate_stack(model: PreTrainedModel) -> nn.Module:
     return model.base_model
 
 
-def _apply_head(model: PreTrainedModel, stand_in: _StandIn, states: torch.Tensor) -> torch.Tensor:
-    stand_in.states = states
+def _apply_head(model: PreTrainedModel, stack_output: _StackOutput, states: torch.Tensor) -> torch.Tensor:
+    stack_output.states = states
     unused = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
     # not `model()`: hooks and wrappers, such as those with which FSDP2 gathers weights, expect the whole model
     outputs = type(model).forward(model, input_ids=unused, use_cache=False, return_dict=True)
-    if stand_in.states is not None or outputs.logits.shape[:2] != states.shape[:2]:
+    if stack_output.states is not None or outputs.logits.shape[:2] != states.shape[:2]:
         raise EvaluationError(
             f"{type(model).__name__}: its head is not a function of the hidden states of `{model.base_model_prefix}`"
         )
     return outputs.logits
 
 
-class _StandIn(nn.Module):
+class _StackOutput(nn.Module):
     """Returns the hidden states set on it, once, and ignores its arguments."""
 
     def __init__(self, output_type: type) -> None:

@@ -8,8 +8,8 @@ dimension reads. All of this is exact in any dtype.
 With cos 2 queries and keys double, unless a norm follows the rotation. A norm over whole heads without weights rotates
 with them, so the measurement stays the same, up to rounding. To detect weights, the probe changes them.
 
-Layers of one kind are measured once, on a stand-in with random weights. So neither the width nor the number of layers
-costs much, and no weights are needed. If a stand-in cannot run or its measurement is inconsistent, the module itself is
+Layers of one kind are measured once, on a copy with random weights. So neither the width nor the number of layers
+costs much, and no weights are needed. If a copy cannot run or its measurement is inconsistent, the module itself is
 measured.
 """
 
@@ -33,7 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.arguments import by_name
 from rope_patch.models.base import Heads, RotaryTables
-from rope_patch.models.stand_in import StandIns, kind_of, part_of
+from rope_patch.models.probe_copy import ProbeCopies, kind_of, part_of
 from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
 from rope_patch.typing import Frequencies
 
@@ -108,16 +108,16 @@ class Measuring:
         if kind in self._found:
             return self._found[kind]
         device = _device_of(inner)
-        stand_ins = StandIns(device or torch.device("cpu"))
+        copies = ProbeCopies(device or torch.device("cpu"))
         try:
-            found = measure(stand_ins.of(outer), stand_ins.of(inner))
+            found = measure(copies.of(outer), copies.of(inner))
         except Exception as error:  # a copy cannot run everything that a family does
             if device is None:
                 raise UnsupportedModel(
                     f"{error} (tried without its weights, which are on the device meta: load them before you patch it)"
                 ) from error
             return measure(outer, inner)
-        if not stand_ins.index_was_read:  # else other layers of this kind may differ
+        if not copies.index_was_read:  # else other layers of this kind may differ
             self._found[kind] = found
         return found
 

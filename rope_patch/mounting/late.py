@@ -31,15 +31,15 @@ from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions, tokens_of
 from rope_patch.models.base import AttentionLayer, RotaryTables, is_causal
 from rope_patch.models.cached_keys import (
+    CACHE_TAG,
     OWN_ROTATION,
-    SIGNATURE,
-    Signing,
+    CacheTagging,
     cache_in,
+    cache_tag,
     is_static,
     positions_in,
     positions_in_graph,
     remember,
-    signature_of,
 )
 from rope_patch.models.paged import Request
 from rope_patch.mounting.parameters import LearnedWeights
@@ -182,7 +182,7 @@ class LateAttention:
             self.anchor = max(self.regions, key=lambda region: region.start).key_map
         kept = "unrotated" if self.anchor is None else f"rotated by {self.anchor}"
         self.kept = kept if self.rotate else OWN_ROTATION
-        self.written_by = signature_of(self.scheme, self.kept)
+        self.cache_tag = cache_tag(self.scheme, self.kept)
         self.follows_positions = bool(self.rotate or self.regions or slots & {"bias", "values"} or self.scheme.decays)
         rotary = self.layer.rotary
         self.tables = None if rotary is None else (rotary.layer_type, id(rotary.module))  # layers may share them
@@ -229,7 +229,7 @@ class LateAttention:
             return None  # the user chose another attention for this module, which needs its own positions
         cache = cache_in(kwargs)
         if cache is not None:
-            Signing(self.layer.index, self.written_by).sign(cache)
+            CacheTagging(self.layer.index, self.cache_tag).tag(cache)
         hidden = kwargs["hidden_states"]
         if isinstance(cache, QuantizedCache):
             raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
@@ -272,10 +272,10 @@ class LateAttention:
             )
         if "running_bias" in self.methods:
             raise UnsupportedPositions(f"{self.scheme}: a paged cache cannot keep its sums over earlier tokens")
-        written_by = vars(cache).setdefault(SIGNATURE, self.written_by)
-        if written_by != self.written_by:
+        tag = vars(cache).setdefault(CACHE_TAG, self.cache_tag)
+        if tag != self.cache_tag:
             raise UnsupportedPositions(
-                f"the paged cache holds keys written under {written_by}, which {self.written_by} would misread; "
+                f"the paged cache holds keys written under {tag}, which {self.cache_tag} would misread; "
                 "create a new manager"
             )
 

@@ -20,7 +20,7 @@ from rope_patch.attention.inputs import AttentionMode
 from rope_patch.attention.memo import StackMemo
 from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
-from rope_patch.models.cached_keys import OWN_ROTATION, Signing, signature_of
+from rope_patch.models.cached_keys import OWN_ROTATION, CacheTagging, cache_tag
 from rope_patch.models.config import scheme_of_layer_type
 from rope_patch.models.rebuilding import rebuilt_numbers
 from rope_patch.mounting.entry import install_entry, install_table
@@ -343,14 +343,14 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
     ]
     # one cache holds the keys of all layers
     kept = dict.fromkeys(hook.kept for hook in hooks) or (OWN_ROTATION,)
-    signature = signature_of(plan.scheme, ", or ".join(kept))
+    tag = cache_tag(plan.scheme, ", or ".join(kept))
     if not hooks:
         is_native = stack.native is not None and plan.scheme == stack.native.resolve(stack.checkpoint)
         first = plan.touched(stack)[0]
-        changes.hook(first.module, Signing(first.index, signature, accepts_plain=is_native))
+        changes.hook(first.module, CacheTagging(first.index, tag, accepts_plain=is_native))
         return
     for hook in hooks:
-        hook.written_by = signature
+        hook.cache_tag = tag
     # an unchanged, sliding or delegating layer needs the mask of all pairs
     reads_groups = len(hooks) == stack.config.num_hidden_layers and all(hook.reads_groups for hook in hooks)
     scorers = tuple(hook.layer.module for hook in hooks)

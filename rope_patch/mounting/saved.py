@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from rope_patch.errors import warn
-from rope_patch.models.reading import instances_of
+from rope_patch.models.find_stacks import instances_of
 from rope_patch.mounting.parameters import NAME
 from rope_patch.mounting.undo import Changes
 

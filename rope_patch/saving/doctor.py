@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.models.config import checkpoint_of_config
+from rope_patch.models.rope_parameters import entry_of
 from rope_patch.mounting.saved import RECORD
 from rope_patch.saving.export import config_of, read_config, readers_of
-from rope_patch.saving.rope_parameters import entry_of
 from rope_patch.schemes.registry import scheme_from_dict
 
 READERS = NEW, OLD, VLLM, LLAMA_CPP = ("Transformers 5", "Transformers 4", "vLLM", "llama.cpp")

@@ -20,9 +20,9 @@ from transformers import AutoConfig
 
 from rope_patch.errors import AlreadyPatched, NotExpressible
 from rope_patch.models.config import checkpoint_of_config, restore_native, training_length
+from rope_patch.models.rope_parameters import entry_of, export_rope_parameters, stated_length
 from rope_patch.mounting.saved import ADAPTERS, RECORD
 from rope_patch.saving.loading import make_loadable
-from rope_patch.saving.rope_parameters import entry_of, export_rope_parameters, stated_length
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import get_scheme, scheme_from_dict
 

@@ -19,7 +19,7 @@ from rope_patch.errors import InvalidField, NotPatched
 from rope_patch.models import absolute
 from rope_patch.models.base import AbsoluteTable
 from rope_patch.models.config import check_computable, restore_native
-from rope_patch.models.reading import find_stacks, read_stacks
+from rope_patch.models.find_stacks import find_stacks, read_stacks
 from rope_patch.mounting.entry import shorten
 from rope_patch.mounting.parameters import NAME, learned_parameters
 from rope_patch.mounting.plan import plan_mounts

@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import nn
 
 from rope_patch.errors import EvaluationError, require
+from rope_patch.models.find_stacks import read_stacks
 from rope_patch.models.head import find_language_model
-from rope_patch.models.reading import read_stacks
 from rope_patch.mounting.parameters import NAME, learned_parameters
 from rope_patch.patching import find_handles
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import rope_patch
+from rope_patch import cli
 from rope_patch.cli import COMMANDS, main
 from tests.evaluation.conftest import checkpoint  # noqa: F401  # a fixture
 from tests.lists import PAGE, with_lists
@@ -144,3 +146,19 @@ def test_without_the_parser_the_extra_is_named(tmp_path):
     assert done.returncode == 2
     assert 'pip install ".[cli]" in a checkout of rope_patch' in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_wheel_has_no_tools_and_answers_in_one_line(tmp_path, monkeypatch, capsys):
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes", ignore=shutil.ignore_patterns("assets"))
+    monkeypatch.setattr(cli, "recipes_folder", lambda: tmp_path / "recipes")
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n  perplexity " in shown
+    assert "\n  plot " not in shown
+    for command in ("plot", "checkpoint"):
+        assert main([command, "--help"]) == 2
+        captured = capsys.readouterr()
+        assert captured.err == f"rope-patch: {command} comes with the repository; run it in a checkout of rope_patch\n"
+        assert captured.out == ""
+    assert main(["plt"]) == 2
+    assert "'plot'" not in capsys.readouterr().err

@@ -6,8 +6,8 @@ from torch import nn
 
 from rope_patch import InvalidField, NothingToPatch, UnsupportedModel, get_scheme, patch, plan_mounts
 from rope_patch.attention.turning import turn
+from rope_patch.models.find_stacks import read_stack
 from rope_patch.models.probe import measure_layout
-from rope_patch.models.reading import read_stack
 from rope_patch.schemes.tools.rotary import RotaryLayout
 from tests.cases import ALL
 from tests.families import FAMILIES, FOLLOWING, LLAMA_AND_SCALED, RUN, SHARED_TABLES, TRAINING_LENGTH, build

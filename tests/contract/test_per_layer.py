@@ -28,7 +28,7 @@ from rope_patch import (
     patch,
     repatch,
 )
-from rope_patch.models.reading import read_stack
+from rope_patch.models.find_stacks import read_stack
 from rope_patch.schemes import scheme_from_dict
 from tests.families import build
 from tests.runs import (

@@ -31,8 +31,8 @@ from rope_patch import (
     repatch,
     unpatch,
 )
-from rope_patch.models.reading import read_stack
-from rope_patch.saving.rope_parameters import is_expressible
+from rope_patch.models.find_stacks import read_stack
+from rope_patch.models.rope_parameters import is_expressible
 from tests.cases import ALL, ROUTES
 from tests.families import NORMED, RUN, SHARED_TABLES, TRAINING_LENGTH, build, config_of, from_config
 from tests.runs import LENGTH, assert_close, logits, scales_tables, tokens

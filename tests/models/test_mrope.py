@@ -8,7 +8,7 @@ from transformers import AutoModelForImageTextToText, StaticCache
 
 import rope_patch
 from rope_patch import UnsupportedPositions, describe, export_rope_parameters, native_scheme, patch, repatch, unpatch
-from rope_patch.models.reading import read_stack
+from rope_patch.models.find_stacks import read_stack
 from tests.cases import CASES, REPRESENTATIVE, ROUTES
 from tests.families import TRAINING_LENGTH, from_config
 from tests.families import config_of as config_of_text

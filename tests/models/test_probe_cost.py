@@ -1,4 +1,4 @@
-"""What reading a model costs: each kind of layer is measured once, on a stand-in, without its weights; and what differs
+"""What reading a model costs: each kind of layer is measured once, on a copy, without its weights; and what differs
 is still found.
 """
 
@@ -15,8 +15,8 @@ from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 
 from rope_patch import UnsupportedModel, patch, unpatch
+from rope_patch.models.find_stacks import read_stack, read_stacks
 from rope_patch.models.probe import measure_heads, measure_layout
-from rope_patch.models.reading import read_stack, read_stacks
 from rope_patch.models.state import unchanged
 from tests.families import RUN, build
 from tests.models import t5_families
@@ -128,7 +128,7 @@ def test_no_offloaded_weight_is_fetched(monkeypatch, tmp_path, family, where, sp
 
 
 @pytest.mark.parametrize("family", RUN)
-def test_what_stand_ins_tell_is_what_each_layer_does_itself(family):
+def test_what_copies_tell_is_what_each_layer_does_itself(family):
     model = build(family)
     before = snapshot(model)
     stack = read_stack(model)

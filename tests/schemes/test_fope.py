@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rope_patch import InvalidField, RoPE, get_scheme, patch
-from rope_patch.models.reading import read_stack
+from rope_patch.models.find_stacks import read_stack
 from rope_patch.typing import Frequencies, RotarySpec
 from tests.definition import Definition
 from tests.families import build

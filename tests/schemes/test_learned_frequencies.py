@@ -8,7 +8,7 @@ import torch
 
 from rope_patch import InvalidField, NotExpressible, export_rope_parameters, get_scheme, patch, plan_mounts
 from rope_patch.attention import chunked, decode
-from rope_patch.models.reading import read_stack
+from rope_patch.models.find_stacks import read_stack
 from rope_patch.schemes.slots import ModelShape
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition, defined_logits, learned_arrays

@@ -22,7 +22,7 @@ from rope_patch.models.config import (
     scheme_of_entry,
     training_length,
 )
-from rope_patch.models.reading import read_stacks
+from rope_patch.models.find_stacks import read_stacks
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.ntk import AdjustedBase
 from rope_patch.schemes.per_layer import PerLayer

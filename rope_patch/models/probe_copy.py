@@ -1,6 +1,6 @@
-"""Stand-ins on which parts of a model are measured, and the test whether two parts are of one kind.
+"""Copies on which parts of a model are measured, and the test whether two parts are of one kind.
 
-How a module rotates queries and keys depends on its code and its settings, not on its weights. A stand-in runs the same
+How a module rotates queries and keys depends on its code and its settings, not on its weights. A copy runs the same
 code with small random weights: projections read a few of their input features, norms keep their width. The module
 itself is neither run nor changed, so its weights may be elsewhere, or not loaded yet.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 _FEATURES = 8
-"""Number of input features that a projection of a stand-in reads."""
+"""Number of input features that a projection of a copy reads."""
 
 _LARGEST = 2**20
 """Maximum size of a weight that gets random values; larger ones, except in projections, are used unchanged."""
@@ -25,7 +25,7 @@ _PLACED = {"_hf_hook", "_old_forward", "forward"}
 """Attributes that accelerate sets on a module whose weights it moves."""
 
 
-class NoStandIn(Exception):
+class NoProbeCopy(Exception):
     """A module runs code that a copy would not run."""
 
 
@@ -45,8 +45,8 @@ class _Projection(nn.Linear):
         return nn.functional.linear(input[..., : self.weight.shape[1]], self.weight, self.bias)
 
 
-class StandIns:
-    """Creates stand-ins on a device; a shared module stays shared."""
+class ProbeCopies:
+    """Creates copies for the probe on a device; a shared module stays shared."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -58,7 +58,7 @@ class StandIns:
         """A copy of a module, in evaluation mode; attributes that a forward sets stay on the copy.
 
         Raises:
-            NoStandIn: the module has a hook or a replaced forward, which a copy would not run.
+            NoProbeCopy: the module has a hook or a replaced forward, which a copy would not run.
         """
         if id(module) not in self._made:
             self._made[id(module)] = self._make(module)
@@ -66,7 +66,7 @@ class StandIns:
 
     def _make(self, module: nn.Module) -> nn.Module:
         if not _runs_its_class(module):
-            raise NoStandIn(f"{type(module).__name__} has hooks, or a forward that is not its class's")
+            raise NoProbeCopy(f"{type(module).__name__} has hooks, or a forward that is not its class's")
         weights = [weight for weight in module._parameters.values() if weight is not None]
         if not all(_is_plain(weight) for weight in weights):
             return module  # packed weights, which only their owner can read
