@@ -12,7 +12,7 @@ from torch import nn
 from rope_patch import patch
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation import passkey
-from rope_patch.evaluation.passkey import Passkey
+from rope_patch.evaluation.tasks.passkey import Passkey
 
 from .conftest import byte_tokenizer
 

@@ -10,7 +10,7 @@ import pytest
 
 from rope_patch.cli.options import parse, recipes_folder
 from rope_patch.evaluation.charts import blank
-from rope_patch.evaluation.retrieval import grids
+from rope_patch.evaluation.tasks.retrieval import grids
 from tests.recipes import load_recipe, refuse, run_recipe
 
 from .conftest import LEARNED, folder_of_texts

@@ -13,11 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from rope_patch.evaluation import processes
-from rope_patch.evaluation.perplexity import measure
 from rope_patch.evaluation.processes import Progress, in_turn
-from rope_patch.evaluation.rows import Rows
+from rope_patch.evaluation.row import Rows
 
-from .conftest import byte_tokenizer, documents, tiny_llama
+from .conftest import byte_tokenizer, documents, measure, tiny_llama
 
 ROWS = [[length] * 4 for length in (256, 512, 1024, 2048, 4096)]
 LINE = re.compile(r"(\d+) of (\d+): (.+); \d\d:\d\d elapsed, about \d\d:\d\d left")

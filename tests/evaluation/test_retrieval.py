@@ -12,10 +12,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 import rope_patch
 from rope_patch import AlreadyPatched, InvalidField, patch
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.passkey import Passkey
-from rope_patch.evaluation.retrieval import RetrievalRow, grids, measure_retrieval
-from rope_patch.evaluation.rows import Rows
-from rope_patch.evaluation.spans import Spans
+from rope_patch.evaluation.row import Rows
+from rope_patch.evaluation.tasks.passkey import Passkey
+from rope_patch.evaluation.tasks.repeated_spans import Spans
+from rope_patch.evaluation.tasks.retrieval import RetrievalRow, grids, measure_retrieval
 
 from .conftest import TRAINING_LENGTH, byte_tokenizer, documents
 from .retrieval_rows import row

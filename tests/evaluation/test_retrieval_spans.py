@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from rope_patch import patch
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.spans import Spans
+from rope_patch.evaluation.tasks.repeated_spans import Spans
 
 from .conftest import TRAINING_LENGTH, byte_tokenizer, documents
 

@@ -13,8 +13,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation import ruler
-from rope_patch.evaluation.rows import Rows
-from rope_patch.evaluation.ruler import NEW_TOKENS, Ruler, RulerRow, Sample, failed_within, measure_ruler
+from rope_patch.evaluation.row import Rows
+from rope_patch.evaluation.tasks.ruler import NEW_TOKENS, Ruler, RulerRow, Sample, failed_within, measure_ruler
 from rope_patch.patching import find_handle
 from rope_patch.saving.loading import default_checkpoint, load_tokenizer
 

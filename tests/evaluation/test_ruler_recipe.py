@@ -123,7 +123,7 @@ def test_what_is_missing_is_found_before_the_model_is_loaded(words, capsys, monk
     assert main([*words(), "--chat"]) == 2
     assert "no chat template" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "wonderwords", None)
-    monkeypatch.setattr("rope_patch.evaluation.ruler._words", load_words_anew())
+    monkeypatch.setattr("rope_patch.evaluation.tasks.ruler._words", load_words_anew())
     assert main(words(tasks="cwe")) == 2
     assert 'needs wonderwords: pip install ".[ruler]" in a checkout of rope_patch' in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ import pytest
 from rope_patch.cli.options import parse, recipes_folder
 from rope_patch.data.corpora import load_corpus
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.rows import Rows
+from rope_patch.evaluation.row import Rows
 from rope_patch.saving.export import SERVERS, served_by
 from rope_patch.schemes import ReRoPE, get_scheme, list_schemes, scheme_class
 from rope_patch.schemes.base import Sweep
