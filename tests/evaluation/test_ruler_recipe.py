@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from rope_patch.cli.options import parse, recipes_folder
+from rope_patch.cli.options import parse
+from rope_patch.shipped import recipes_folder
 from tests.recipes import load_recipe, refuse, run_recipe
 
 from .conftest import byte_tokenizer, tiny_llama
