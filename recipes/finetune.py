@@ -394,7 +394,8 @@ def table(points: list[Any]) -> str:
 
 def draw(points: list[Any], options: Options) -> None:
     """Loss against length: dotted before, solid after the training."""
-    from rope_patch.evaluation import charts, scheme_specs
+    from rope_patch.evaluation import charts
+    from rope_patch.evaluation.scheme_specs import display_name
 
     trained, lengths = points[0].training_length, sorted({point.length for point in points})
     multiples = [length / trained for length in lengths]
@@ -413,7 +414,7 @@ def draw(points: list[Any], options: Options) -> None:
             colour = colours.get(line, charts.INK if line == "window" else charts.FAINT)
             values = [(cell.nll, error[cell.key()]) for cell in cells.values()]
             at = [length / trained for length in cells]
-            name = scheme_specs.display_name(line) + (f", {step} steps" if step else ", before" if line in colours else "")
+            name = display_name(line) + (f", {step} steps" if step else ", before" if line in colours else "")
             look = {"color": colour, "linestyle": style, "marker": "o" if line in colours else None, "markersize": 4}
             drawn[name] = charts.plot_band(chart, at, values, **look)
     chart.axvline(options.length / trained, color=charts.FAINT, linewidth=1, linestyle=":")
