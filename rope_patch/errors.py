@@ -87,16 +87,16 @@ class NothingToPatch(RopePatchError, ValueError):
     """The scheme would leave every layer of this model as it is."""
 
 
-class NoCheckpoint(RopePatchError, OSError):
-    """There is no checkpoint at the given place, or it cannot be read."""
-
-
 class CorpusError(RopePatchError, ValueError):
     """There is no text at the path of the corpus."""
 
 
 class EvaluationError(RopePatchError, ValueError):
     """A measurement that cannot be made as asked."""
+
+
+class NoCheckpoint(EvaluationError, OSError):
+    """There is no checkpoint at the given place, or it cannot be read."""
 
 
 class MissingPackage(RopePatchError, ImportError):

@@ -28,10 +28,10 @@ from rope_patch.models.rope_parameters import (
     stated_length,
     tells_all,
 )
-from rope_patch.mounting.caution import caution
 from rope_patch.mounting.late import LateAttention
 from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
 from rope_patch.mounting.saved import Notice, install_saving
+from rope_patch.mounting.scheme_warnings import scheme_warning
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import as_scheme
@@ -165,7 +165,7 @@ def patch(
         if (same := _same_patch(model, scheme, (mount, attention))) is not None:
             return same
         scheme, mounted = _planned(model, scheme, mount)
-        if words := caution(scheme, mounted):
+        if words := scheme_warning(scheme, mounted):
             warn(words, stacklevel=2)
         return _mount(model, scheme, mounted, mount, attention)
 

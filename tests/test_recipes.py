@@ -81,7 +81,7 @@ def test_every_config_is_one_of_its_tool(path):
 def test_every_recipe_is_read_from_top_to_bottom(path):
     """One script of a length that is read; it imports no other recipe."""
     source = path.read_text()
-    assert len(source.splitlines()) <= 450
+    assert len(source.splitlines()) <= 500
     assert f"recipes/{path.name}" in source.partition('"""')[2].partition('"""')[0]
     assert "import recipes" not in source
     assert "from recipes" not in source

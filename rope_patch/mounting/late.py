@@ -24,9 +24,9 @@ from transformers import Cache, QuantizedCache
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rope_patch.attention.forward_cache import ForwardCache, StackForwardCache
 from rope_patch.attention.inputs import AttentionMode
 from rope_patch.attention.masks import Groups, groups_of_documents, groups_of_pads, keys_seen, read_mask
-from rope_patch.attention.memo import ForwardMemo, StackMemo
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions, tokens_of
 from rope_patch.models.base import AttentionLayer, RotaryTables, is_causal
@@ -42,10 +42,10 @@ from rope_patch.models.cached_keys import (
     remember,
 )
 from rope_patch.models.paged import Request
+from rope_patch.mounting.identity_table import IdentityTable
 from rope_patch.mounting.parameters import LearnedWeights
-from rope_patch.mounting.positions import PASSED
-from rope_patch.mounting.still import Still
-from rope_patch.mounting.sums import contributions
+from rope_patch.mounting.running_bias import contributions
+from rope_patch.mounting.stack_positions import PASSED
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import Constant, follow_on, joined, key_positions, query_start
@@ -54,7 +54,7 @@ from rope_patch.typing import Frequencies, PositionMap, Weights
 IMPLEMENTATION = "rope_patch"
 """Name under which the attention function is registered while any patched model needs it."""
 
-STILL = Constant(0)
+UNROTATED = Constant(0)
 """The position of states without rotation."""
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -80,7 +80,7 @@ class LateForward:
         counts: whether this hook must count tokens, because the stack has no positions.
     """
 
-    memos: tuple[StackMemo, ...]
+    forward_caches: tuple[StackForwardCache, ...]
     scorers: tuple[nn.Module, ...]
     counts: bool = False
 
@@ -96,8 +96,8 @@ class LateForward:
             changed["position_ids"] = counted_positions(kwargs)
         if torch.compiler.is_compiling():
             return ((), {**kwargs, **changed}) if changed else None
-        for memo in self.memos:
-            memo.forget()
+        for forward_cache in self.forward_caches:
+            forward_cache.forget()
         chosen = cast(Any, module.config)._attn_implementation == "sdpa" and all(map(_is_ours, self.scorers))
         groups = None
         if self.scorers and chosen:
@@ -129,7 +129,7 @@ def _groups(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Tensor |
 
 
 LONG = 64
-"""From this many tokens on, `Still` saves more than it costs."""
+"""From this many tokens on, `IdentityTable` saves more than it costs."""
 
 
 def _identity(given: Any, device_type: str) -> Any:
@@ -143,7 +143,7 @@ def _identity(given: Any, device_type: str) -> Any:
     one, zero = torch.ones_like(cos, dtype=dtype), torch.zeros_like(sin, dtype=dtype)
     if torch.compiler.is_compiling() or cos.shape[-2] < LONG:
         return one, zero
-    return Still.of(one, 1), Still.of(zero, 0)
+    return IdentityTable.of(one, 1), IdentityTable.of(zero, 0)
 
 
 def _is_ours(module: nn.Module) -> bool:
@@ -167,7 +167,7 @@ class LateAttention:
     frequencies: Literal["model", "late"]
     weights: LearnedWeights
     attention: AttentionMode
-    memo: StackMemo
+    forward_cache: StackForwardCache
     config: Any
     num_layers: int
 
@@ -197,9 +197,9 @@ class LateAttention:
 
     def anchor_for(self, keeps_keys: bool) -> PositionMap | None:
         """The rotation that the module should apply. Without a cache, no rotation is the least work."""
-        if self.anchor is None or (keeps_keys and self.anchor != STILL):
+        if self.anchor is None or (keeps_keys and self.anchor != UNROTATED):
             return self.anchor
-        return STILL if cast(RotaryTables, self.layer.rotary).attention_scaling == 1 else None
+        return UNROTATED if cast(RotaryTables, self.layer.rotary).attention_scaling == 1 else None
 
     def register(self) -> None:
         """Register the attention function with Transformers under its own name; no other name changes."""
@@ -245,7 +245,12 @@ class LateAttention:
                 f"{self.layer.name}: position_ids of shape {tuple(position_ids.shape)}; (batch, length) is allowed"
             )
         call = LateCall(
-            self, self.memo.of(position_ids), hidden, position_ids, start, self.anchor_for(paged or cache is not None)
+            self,
+            self.forward_cache.of(position_ids),
+            hidden,
+            position_ids,
+            start,
+            self.anchor_for(paged or cache is not None),
         )
         if cache is not None:
             self._look_back(call, cache, hidden.shape[1], kwargs.get("attention_mask"))
@@ -292,7 +297,7 @@ class LateAttention:
                 return None  # the module chooses its own mask; all keys count as visible
             return keys_seen(*read_mask(mask, call.position_ids, q_length, kv_length, call.start, self.config))
 
-        call.seen = seen = call.memo.derived(("seen", kv_length), look, mask)
+        call.seen = seen = call.forward_cache.derived(("seen", kv_length), look, mask)
         if is_first:
             return
         if torch.compiler.is_compiling():
@@ -302,8 +307,8 @@ class LateAttention:
         if start == 0:
             return
         past = positions_in(cache, self.layer.index, start, self.layer.name)
-        call.past = past = call.memo.same(("past", start), past)
-        call.scattered = call.memo.derived(
+        call.past = past = call.forward_cache.same(("past", start), past)
+        call.scattered = call.forward_cache.derived(
             ("scattered", start), lambda: not bool(follow_on(past, call.position_ids, seen)), past
         )
 
@@ -322,10 +327,10 @@ class LateAttention:
 
     def _first_rotation(self, given: Any, call: LateCall, hidden: torch.Tensor) -> Any:
         """The tables that the module itself applies to both queries and keys, in the form of those `given`."""
-        if call.anchor in (None, STILL):
-            return call.memo.derived("identity", lambda: _identity(given, hidden.device.type), given)
+        if call.anchor in (None, UNROTATED):
+            return call.forward_cache.derived("identity", lambda: _identity(given, hidden.device.type), given)
         anchor, rotary = call.anchor, cast(RotaryTables, self.layer.rotary)
-        return call.memo.once(
+        return call.forward_cache.once(
             ("anchor", self.tables, anchor, hidden.dtype),
             lambda: rotary.given(anchor(call.position_ids), like=hidden),
         )
@@ -354,8 +359,8 @@ class LateCall:
         states: the module's input, `(batch, q_len, hidden)`.
         position_ids: `(batch or 1, q_len)`, positions of the queries.
         query_start: slot of the first query among the keys; None without a cache.
-        anchor: the position map by which the module already rotated queries and keys, `STILL` for no rotation; None if
-            it applied neither a rotation nor the attention factor.
+        anchor: the position map by which the module already rotated queries and keys, `UNROTATED` for no rotation; None
+            if it applied neither a rotation nor the attention factor.
         tokens: `(batch or 1, kv_len)`, false on pads; None without known pads.
         kv_length: number of keys that the cache will return.
         past: positions of the keys before the first query, `(batch or 1, start)` or `(batch, kv_heads, start)`; None
@@ -369,7 +374,7 @@ class LateCall:
     """
 
     state: LateAttention
-    memo: ForwardMemo
+    forward_cache: ForwardCache
     states: torch.Tensor
     position_ids: torch.Tensor
     query_start: int | torch.Tensor | None
@@ -401,7 +406,7 @@ class LateCall:
         """The part of this call for one request in a row of continuous batching."""
         return dataclasses.replace(
             self,
-            memo=request.memo,
+            forward_cache=request.forward_cache,
             states=self.states[:, request.queries],
             position_ids=request.position_ids,
             query_start=request.start,
@@ -418,15 +423,15 @@ class LateCall:
         """Store positions on the keys in the cache after its update."""
         if self.cache is None or not self.state.follows_positions:
             return
-        memo, index, past, positions = self.memo, self.state.layer.index, self.past, self.position_ids
+        forward_cache, index, past, positions = self.forward_cache, self.state.layer.index, self.past, self.position_ids
         static = is_static(self.cache, index)
         if static and torch.compiler.is_compiling():
             return
         if past is not None:
-            positions = memo.derived("all", lambda: joined(past, self.position_ids), past)
+            positions = forward_cache.derived("all", lambda: joined(past, self.position_ids), past)
         in_order = True
         if static and not torch.compiler.is_compiling():
-            in_order = memo.derived("in order", lambda: self._in_order(positions), positions)
+            in_order = forward_cache.derived("in order", lambda: self._in_order(positions), positions)
         remember(self.cache, index, positions, in_order)
 
     def _in_order(self, positions: torch.Tensor) -> bool:
@@ -447,5 +452,5 @@ class LateCall:
 
         if self.scattered:
             past = cast(torch.Tensor, self.past)
-            return self.memo.derived(place, lambda: joined(past, counted()[:, past.shape[-1] :]), past)
-        return self.memo.once((*place, start), counted) if self.shareable else counted()
+            return self.forward_cache.derived(place, lambda: joined(past, counted()[:, past.shape[-1] :]), past)
+        return self.forward_cache.once((*place, start), counted) if self.shareable else counted()

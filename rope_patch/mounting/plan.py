@@ -16,8 +16,8 @@ from typing import Any, Literal, cast
 
 from torch import nn
 
+from rope_patch.attention.forward_cache import StackForwardCache
 from rope_patch.attention.inputs import AttentionMode
-from rope_patch.attention.memo import StackMemo
 from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
 from rope_patch.models.cached_keys import OWN_ROTATION, CacheTagging, cache_tag
@@ -26,8 +26,8 @@ from rope_patch.models.rebuilding import rebuilt_numbers
 from rope_patch.mounting.entry import install_entry, install_table
 from rope_patch.mounting.late import IMPLEMENTATION, LateAttention, LateForward
 from rope_patch.mounting.parameters import install_parameters
-from rope_patch.mounting.positions import pass_positions
 from rope_patch.mounting.scoring import late_attention
+from rope_patch.mounting.stack_positions import pass_positions
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
@@ -359,7 +359,8 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
     # a stack that rotates counts for itself if it takes no positions
     counts = not stack.rotary and "position_ids" not in inspect.signature(stack.module.forward).parameters
     changes.hook(
-        stack.module, LateForward(tuple({id(hook.memo): hook.memo for hook in hooks}.values()), scorers, counts)
+        stack.module,
+        LateForward(tuple({id(hook.forward_cache): hook.forward_cache for hook in hooks}.values()), scorers, counts),
     )
     for hook in hooks:
         changes.hook(hook.layer.module, hook)
@@ -391,7 +392,7 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
     for layer in touched:
         for name, value in plan.numbers.get(layer.index, {}).items():
             changes.set(layer.module, name, value)
-    memo, hooks = StackMemo(), []
+    forward_cache, hooks = StackForwardCache(), []
     for layer in touched if plan.late else ():
         config = cast(Any, layer.module.config)
         live = copy.copy(config)
@@ -406,7 +407,7 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
                 frequencies=plan.frequencies,
                 weights=weights[layer.name],
                 attention=attention,
-                memo=memo,
+                forward_cache=forward_cache,
                 config=config,
                 num_layers=stack.num_cached,
             )

@@ -17,17 +17,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rope_patch.attention import engine
 from rope_patch.attention.call import EVERY, Call
 from rope_patch.attention.decay import Decay
-from rope_patch.attention.fused.call import Fused
+from rope_patch.attention.forward_cache import wants_gradient
+from rope_patch.attention.fused.launch import Fused
 from rope_patch.attention.inputs import AttentionInputs, Content
 from rope_patch.attention.masks import keys_seen, read_mask, shows_later_keys
-from rope_patch.attention.memo import wants_gradient
-from rope_patch.attention.turning import turn
+from rope_patch.attention.rotation import rotate
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.base import is_causal
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.models.paged import Request, attend_by_request
 from rope_patch.mounting.late import LateCall, Tables
-from rope_patch.mounting.sums import running_sums
+from rope_patch.mounting.running_bias import running_sums
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
@@ -75,7 +75,7 @@ def late_attention(
             mask, part = request.mask(state.layer.sliding_window), call.of_request(request)
             return late_attention(module, q, k, v, mask, scaling, dropout, part, **others)[0]
 
-        row = {"position_ids": call.position_ids, "memo": call.memo}
+        row = {"position_ids": call.position_ids, "forward_cache": call.forward_cache}
         return attend_by_request(attend, module, query, key, value, **{**kwargs, **row})
     expected = query.shape[2] if call.kv_length is None else call.kv_length
     if key.shape[2] != expected:
@@ -94,7 +94,7 @@ def late_attention(
     def shared(what: str, compute: Callable[[], Any]) -> Any:
         # layers share the mask, and therefore all that depends on it
         place = what, query.shape[2], key.shape[2], call.start
-        return call.memo.derived(place, compute, attention_mask) if call.shareable else compute()
+        return call.forward_cache.derived(place, compute, attention_mask) if call.shareable else compute()
 
     def masked() -> tuple[torch.Tensor | None, torch.Tensor | None]:
         lengths = query.shape[2], key.shape[2]
@@ -118,16 +118,16 @@ def late_attention(
         causal = is_causal(module, kwargs.get("is_causal"))
         call.looks_ahead = _looks_ahead(call, masked()[0], attention_mask, causal)
     if not scores:
-        turned = TurningCall(query, key, call.memo, call, learned)
+        rotated = RotatedCall(query, key, call.forward_cache, call, learned)
         previous = _previous_attention(module, implementation)
-        arguments = turned.query(ALL_PAIRS), turned.key(ALL_PAIRS), value, attention_mask
+        arguments = rotated.query(ALL_PAIRS), rotated.key(ALL_PAIRS), value, attention_mask
         return previous(module, *arguments, scaling=scaling, dropout=dropout, **kwargs)
 
     if torch.is_autocast_enabled(query.device.type):  # as for `scaled_dot_product_attention`
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value, projected = (x.to(dtype) for x in (query, key, value, projected))
     mask, groups = masked()
-    sums = None if call.added is None else running_sums(call.added, seen())
+    running_bias = None if call.added is None else running_sums(call.added, seen())
     by_content = state.methods & {"content_bias", "weight_factor", "relative_values"}
     inputs = AttentionInputs(
         branches=(),
@@ -141,15 +141,15 @@ def late_attention(
         query_start=call.start,
         scattered=call.scattered,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sums=sums,
-        bias=call.memo.bias(scheme, query, learned) if "bias" in state.methods else None,
+        running_bias=running_bias,
+        bias=call.forward_cache.bias(scheme, query, learned) if "bias" in state.methods else None,
         content=Content(scheme, learned, call.states, projected, key) if by_content else None,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
     )
     mode = "oracle" if implementation in ("eager", "paged|eager") else state.attention
-    output, weights = engine.score(inputs, TurningCall(query, key, call.memo, call, learned), mode)
+    output, weights = engine.score(inputs, RotatedCall(query, key, call.forward_cache, call, learned), mode)
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
 
 
@@ -170,7 +170,7 @@ def _looks_ahead(call: LateCall, mask: torch.Tensor | None, given: torch.Tensor 
             torch._assert_async(hidden, "rope_patch: the mask shows keys after the query; run eagerly")
         return False
     else:
-        ahead = call.memo.derived("ahead", lambda: bool(shows_later_keys(mask, call.start)), given)
+        ahead = call.forward_cache.derived("ahead", lambda: bool(shows_later_keys(mask, call.start)), given)
     if ahead and state.scheme.causal_only:
         raise UnsupportedPositions(reason)
     return ahead
@@ -185,21 +185,23 @@ def scaled_query(call: LateCall, query: torch.Tensor, learned: Weights) -> torch
         found = call.state.scheme.query_scale(call.position_ids.clamp(min=0), query.shape[1], learned)
         return found.transpose(0, 1)[..., None].to(query.dtype)
 
-    return query * (scale() if learned else call.memo.once(("query scale", query.shape[1], query.dtype), scale))
+    return query * (
+        scale() if learned else call.forward_cache.once(("query scale", query.shape[1], query.dtype), scale)
+    )
 
 
 @dataclass(eq=False)
-class TurningCall(Call):
+class RotatedCall(Call):
     """A call whose queries and keys are rotated for each region, if the mount rotates them here.
 
     Attributes:
         learned: the scheme's learned parameters of this layer.
-        turned_keys: rotated keys of all slots, shared by regions with the same rotation.
+        rotated_keys: rotated keys of all slots, shared by regions with the same rotation.
     """
 
     late: LateCall
     learned: Weights
-    turned_keys: dict[Any, torch.Tensor] = field(default_factory=dict)
+    rotated_keys: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     @property
     def differentiable(self) -> bool:
@@ -218,7 +220,7 @@ class TurningCall(Call):
             return self.queries
         if self.queries.shape[2] == 1 and self.late.state.regions and not torch.compiler.is_compiling():
             return self._one_query[self.regions.index(region)]
-        return self._turned(self.queries, self.late.position_ids, region.query_map, place=("q",))
+        return self._rotated(self.queries, self.late.position_ids, region.query_map, place=("q",))
 
     @functools.cached_property
     def _one_query(self) -> tuple[torch.Tensor, ...]:
@@ -233,32 +235,32 @@ class TurningCall(Call):
             return layout.matrix(layout.wide(cos, queries.shape[-1]), sin)[:, 0].transpose(1, 2).flatten(2)
 
         found = self._shared(("one query", state.tables, queries.dtype), rotations)
-        turned = queries[:, :, 0] @ (found[0] if len(found) == 1 else found)
-        return turned.unflatten(-1, (-1, queries.shape[-1]))[:, :, None].unbind(dim=3)
+        rotated = queries[:, :, 0] @ (found[0] if len(found) == 1 else found)
+        return rotated.unflatten(-1, (-1, queries.shape[-1]))[:, :, None].unbind(dim=3)
 
     def key(self, region: Region, slots: slice | torch.Tensor = EVERY, rows: slice = EVERY) -> torch.Tensor:
         """See `Call`."""
-        if not self.turns_keys(region):
+        if not self.rotates_keys(region):
             return super().key(region, slots, rows)
         if not isinstance(slots, slice) or slots.stop is not None or rows != EVERY:
-            return self._turned_key(region.key_map, slots, rows)
-        known, name = self.turned_keys, (region.key_map, slots.start or 0)
+            return self._rotated_key(region.key_map, slots, rows)
+        known, name = self.rotated_keys, (region.key_map, slots.start or 0)
         if name not in known:
-            known[name] = self._turned_key(region.key_map, slots, rows)
+            known[name] = self._rotated_key(region.key_map, slots, rows)
         return known[name]
 
-    def _turned_key(self, key_map: PositionMap, slots: slice | torch.Tensor, rows: slice) -> torch.Tensor:
+    def _rotated_key(self, key_map: PositionMap, slots: slice | torch.Tensor, rows: slice) -> torch.Tensor:
         late = self.late
         positions = late.key_positions(self.keys.shape[2])
         positions = (positions if len(positions) == 1 else positions[rows])[..., slots]
         place: tuple[Any, ...] | None = None
         if late.shareable and not isinstance(slots, torch.Tensor):
-            # layers may keep different keys; the memo keeps `past` alive, see `LateCall.key_positions`
+            # layers may keep different keys; the forward cache keeps `past` alive, see `LateCall.key_positions`
             kept = id(late.past) if late.scattered and not torch.compiler.is_compiling() else None
             place = ("k", self.keys.shape[2], late.query_start, kept, slots.start, slots.stop, rows.start, rows.stop)
-        return self._turned(self.keys[rows, :, slots], positions, key_map, place)
+        return self._rotated(self.keys[rows, :, slots], positions, key_map, place)
 
-    def turns_keys(self, region: Region) -> bool:
+    def rotates_keys(self, region: Region) -> bool:
         """See `Call`."""
         return self.late.state.rotate and region.key_map != self.late.anchor
 
@@ -287,7 +289,7 @@ class TurningCall(Call):
             self.regions,
             query_tables=tuple(tables(late.position_ids, region.query_map, "q") for region in self.regions),
             key_tables=tuple(tables(keys, region.key_map, ("k", id(keys))) for region in self.regions),
-            partner=self.memo.once("partners", lambda: torch.tensor(layout.partners(head_dim), device=device)),
+            partner=self.forward_cache.once("partners", lambda: torch.tensor(layout.partners(head_dim), device=device)),
             in_order=in_order,
         )
 
@@ -302,7 +304,7 @@ class TurningCall(Call):
     def _rate(self) -> torch.Tensor:
         return cast(torch.Tensor, self.late.state.own_frequencies(self.late, self.learned).decay)
 
-    def _turned(
+    def _rotated(
         self, x: torch.Tensor, positions: torch.Tensor, position_map: PositionMap, place: tuple[Any, ...] | None
     ) -> torch.Tensor:
         """R_f(phi(positions)) x."""
@@ -310,7 +312,7 @@ class TurningCall(Call):
             return x
         layout = cast(RotaryLayout, self.late.state.layer.layout)
         cos, sin = self._tables(positions, position_map, place, x)
-        return turn(layout, x, cos, sin) if self._fast else layout.rotate(x, cos, sin)
+        return rotate(layout, x, cos, sin) if self._fast else layout.rotate(x, cos, sin)
 
     @property
     def _fast(self) -> bool:
@@ -347,7 +349,7 @@ class TurningCall(Call):
 
     def _shared(self, key: Any, compute: Callable[[], Any]) -> Any:
         """A value that layers compute once, unless their frequencies are learned."""
-        return compute() if self.late.state.scheme.learned_frequencies else self.memo.once(key, compute)
+        return compute() if self.late.state.scheme.learned_frequencies else self.forward_cache.once(key, compute)
 
 
 def _refuse_part_of_a_row(scheme: Scheme, implementation: str) -> None:

@@ -32,11 +32,6 @@ _SCALED_BY_WIDTH = (46, 62)
 """Numbers of layers of Gemma 2 27B and Gemma 3 27B, whose heads are narrower than the scale of their scores assumes."""
 
 
-def is_gguf(path: str | Path) -> bool:
-    """Whether a path names a GGUF file."""
-    return Path(path).suffix == ".gguf"
-
-
 def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
     """The model of a GGUF file, with unpacked weights, in bfloat16 unless `dtype` is set.
 

@@ -24,10 +24,8 @@ from rope_patch.mounting.entry import shorten
 from rope_patch.mounting.parameters import NAME, learned_parameters
 from rope_patch.mounting.plan import plan_mounts
 from rope_patch.patching import PatchHandle, find_handle, find_record, loaded, mount_scheme
+from rope_patch.saving.checkpoint_kind import OPTIONAL
 from rope_patch.schemes.registry import scheme_from_dict
-
-OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-"""Arguments with which `cached_file` returns None for a file that is not there."""
 
 
 def repatch(model: nn.Module | PatchHandle) -> PatchHandle:
@@ -64,7 +62,11 @@ def _unscaled(config: Any, record: dict[str, Any]) -> Iterator[None]:
 
 
 def resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
-    """Patch a loaded model with the scheme under which it was saved; None if its own positions were not saved."""
+    """Patch a loaded model with the scheme under which it was saved; None if its own positions were not saved.
+
+    Raises:
+        NotPatched: the record has another number of positions than the model can have.
+    """
     scheme = scheme_from_dict(record["scheme"])
     if "positions" not in record or find_handle(model) is not None:
         return mount_scheme(model, scheme)

@@ -34,14 +34,14 @@ from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_availa
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from rope_patch.attention.memo import ForwardMemo
+from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.base import RotaryTables
 from rope_patch.models.paged import Request
 from rope_patch.mounting.late import LateAttention, LateCall
 from rope_patch.mounting.scoring import late_attention
 from rope_patch.patching import patch
-from rope_patch.saving.export import refused_by_vllm
+from rope_patch.saving.readers import refused_by_vllm
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.serving import flash
 
@@ -164,7 +164,7 @@ class Scored:
             queries = query[request.queries].transpose(0, 1)[None]
             call = LateCall(
                 state,
-                request.memo,
+                request.forward_cache,
                 states=queries,  # no scheme that is served here reads the module's input
                 position_ids=request.position_ids,
                 query_start=request.start,
@@ -235,9 +235,9 @@ _CAUSAL = _Causal()
 def once(metadata: Any, state: LateAttention, compute: Callable[[], R]) -> R:
     """What the layers under one scheme share in a forward; with a scheme by layer, each group of layers has its own."""
     known = vars(metadata).setdefault("rope_patch", {})
-    if state.memo not in known:
-        known[state.memo] = compute()
-    return cast(R, known[state.memo])
+    if state.forward_cache not in known:
+        known[state.forward_cache] = compute()
+    return cast(R, known[state.forward_cache])
 
 
 def requests_of(metadata: Any, block_size: int) -> list[tuple[Request, torch.Tensor]]:
@@ -247,7 +247,7 @@ def requests_of(metadata: Any, block_size: int) -> list[tuple[Request, torch.Ten
         queries = slice(begins[row], begins[row + 1])
         start = length - (queries.stop - queries.start)
         positions = torch.arange(start, length, device=metadata.seq_lens.device)[None]
-        request = Request(queries, slice(0, length), positions, ForwardMemo())
+        request = Request(queries, slice(0, length), positions, ForwardCache())
         if queries.start < queries.stop:
             found.append((request, metadata.block_table[row, : -(-length // block_size)].long()))
     return found

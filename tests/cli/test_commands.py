@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import rope_patch
-from rope_patch import cli
 from rope_patch.cli import COMMANDS, main
 from tests.evaluation.conftest import checkpoint  # noqa: F401  # a fixture
 from tests.lists import PAGE, with_lists
@@ -149,8 +147,8 @@ def test_without_the_parser_the_extra_is_named(tmp_path):
 
 
 def test_a_wheel_has_no_tools_and_answers_in_one_line(tmp_path, monkeypatch, capsys):
-    shutil.copytree(ROOT / "recipes", tmp_path / "recipes", ignore=shutil.ignore_patterns("assets"))
-    monkeypatch.setattr(cli, "recipes_folder", lambda: tmp_path / "recipes")
+    for command in ("plot", "checkpoint"):
+        monkeypatch.setitem(COMMANDS, command, tmp_path / COMMANDS[command].name)
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert "\n  perplexity " in shown

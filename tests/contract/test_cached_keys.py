@@ -158,8 +158,8 @@ def test_layers_may_keep_keys_of_their_own(spec):
     positions = torch.arange(START, STOP)[None]
     found = go_on(deep, cache, positions)
     for layer in deep.model.layers:  # the same where no layer shares anything with another
-        state = next(hook for hook in layer.self_attn._forward_pre_hooks.values() if hasattr(hook, "memo"))
-        state.memo = type(state.memo)()
+        state = next(hook for hook in layer.self_attn._forward_pre_hooks.values() if hasattr(hook, "forward_cache"))
+        state.forward_cache = type(state.forward_cache)()
     cache = begun(deep)
     for layer, places in zip(cache.layers, kept, strict=True):
         layer.keys, layer.values = layer.keys[:, :, places], layer.values[:, :, places]
