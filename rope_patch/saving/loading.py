@@ -254,9 +254,9 @@ def make_loadable(path: str | Path, **places: Any) -> bool:
 def _class_of(config: Any) -> Any:
     """The class that wrote the checkpoint, if Transformers has it."""
     for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            return found
+        cls = getattr(transformers, name, None)
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
+            return cls
     return AutoModelForCausalLM
 
 
@@ -319,9 +319,9 @@ def trained_length(path: str) -> int:
         return training_length(config)
     default = t5.TRAINING_LENGTH if hasattr(config, "relative_attention_num_buckets") else None
     lengths = (getattr(config, name, None) for name in ("n_positions", "max_position_embeddings", "model_max_length"))
-    if not (found := next(filter(None, lengths), default)):
+    if not (length := next(filter(None, lengths), default)):
         raise EvaluationError(f"the config of {path} does not give the training length; write lengths in tokens")
-    return int(found)
+    return int(length)
 
 
 def unpack(path: str, folder: str | Path, dtype: str = "auto") -> None:
