@@ -82,7 +82,7 @@ def main(options: Options) -> None:
     if options.json:
         print_json([json.loads(row.to_json()) for row in rows])
     else:
-        print_table(rows, task.what)
+        print_table(rows, what=task.what)
     within = [row.accuracy for row in rows if row.length <= row.training_length]
     if options.task == "passkey" and within and not any(within):
         say("no scheme finds a key within the training length: this checkpoint cannot do the task; try task spans")

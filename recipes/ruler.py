@@ -68,7 +68,7 @@ def main(options: Options) -> None:
     if options.json:
         print_json([json.loads(row.to_json()) for row in rows])
     else:
-        print_table(rows, f"{task.what}, ± standard error of {options.samples} samples")
+        print_table(rows, what=f"{task.what}, ± standard error of {options.samples} samples")
     try:
         charts.save(rows, results.path.with_suffix(".png"), what=task.what)
     except MissingPackage as error:

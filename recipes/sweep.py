@@ -244,7 +244,7 @@ def candidates(number: int, swept: Sequence[tuple[str, Any]], measured: Mapping[
 def server_named(name: str | None) -> str | None:
     """A server as tables spell it."""
     from rope_patch.errors import EvaluationError, did_you_mean
-    from rope_patch.saving.export import SERVERS
+    from rope_patch.saving.readers import SERVERS
 
     found = [server for server in SERVERS if name is not None and server.lower() == name.lower()]
     if name is not None and not found:
@@ -260,7 +260,7 @@ def is_served(server: str | None, config: Any, line: str) -> bool:
 def servers_of(line: str, config: Any) -> list[str]:
     """Other programs that can compute the scheme of a line."""
     from rope_patch.evaluation.scheme_specs import scheme_at
-    from rope_patch.saving.export import served_by
+    from rope_patch.saving.readers import served_by
 
     return served_by(scheme_at(line, 1), config)
 

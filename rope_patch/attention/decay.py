@@ -36,9 +36,11 @@ class Decay:
         """exp(rate * exponent) for each dimension of states `like` `(batch, heads, length, head_dim)`.
 
         Shape:
-            exponent `(batch or 1, length)`; returns `(batch or 1, 1, length, head_dim)`.
+            exponent `(batch or 1, length)`, or with d/2 as an additional last axis if pairs differ; returns `(batch or
+            1, 1, length, head_dim)`.
         """
-        factor = (exponent[..., None] * self.rate.to(like.device)).clamp(max=LARGEST_EXPONENT).exp()
+        exponent = exponent if exponent.ndim == 3 else exponent[..., None]
+        factor = (exponent * self.rate.to(like.device)).clamp(max=LARGEST_EXPONENT).exp()
         return self.layout.wide(factor[:, None].to(like.dtype), like.shape[-1])
 
 
@@ -68,8 +70,8 @@ def attend_with_decay(inputs: AttentionInputs, decay: Decay, score: Callable[[At
 def _decayed(branch: Branch, block: AttentionInputs, decay: Decay) -> Branch:
     m, n = block.query_positions.float(), block.key_positions.float()
     if branch.region is not None:
-        m, n = branch.region.query_map(m), branch.region.key_map(n)
-    last = m.amax(dim=-1, keepdim=True)
+        m, n = branch.region.rotated_positions(m, n)
+    last = m.amax(dim=1, keepdim=True)
     # keys after the last query are hidden and only need to stay finite
     keys = (n[:, branch.first :] - last).clamp(max=0)
     query = branch.query * decay.factor(last - m, branch.query)

@@ -141,7 +141,7 @@ def _decayed(
 
     def factors() -> torch.Tensor:
         m, n = inputs.query_positions.float(), inputs.key_positions[:, slots].float()
-        distance = region.query_map(m) - region.key_map(n)
+        distance = region.rotated_distance(m, n)
         return decay.factor(-(distance if len(distance) == 1 else distance[rows]), call.keys)
 
     return call.forward_cache.once(("decayed", decay, region, slots.start, rows.start), factors)

@@ -67,7 +67,7 @@ class Progress:
     def update(self, size: int) -> None:
         """This process has read a context of the cell."""
         self._measured = True
-        self._bar.update(self._at_once * self._cost(size))
+        self._bar.update(min(self._at_once * self._cost(size), self._bar.total - self._bar.n))
 
     def left(self) -> float:
         """Estimate of the remaining seconds."""

@@ -30,18 +30,18 @@ WIDE = 120  # columns of a table without a terminal
 NEAR_NOTHING = 0.1  # with a lower score within the training length, the checkpoint cannot do the task
 
 
-def print_table(rows: Sequence[Row], what: str = "the answers", console: Console | None = None) -> None:
+def print_table(rows: Sequence[Row], console: Console | None = None, what: str = "the answers") -> None:
     """Print `table(rows)`."""
     console = console or Console(width=None if sys.stdout.isatty() else WIDE)
-    console.print(table(rows, what, console.width))
+    console.print(table(rows, console.width, what))
 
 
-def table(rows: Sequence[Row], what: str = "the answers", width: int = WIDE) -> RenderableType:
+def table(rows: Sequence[Row], width: int = WIDE, what: str = "the answers") -> RenderableType:
     """Schemes by lengths, for `rich` to print: losses, or shares of correct answers where a task has them.
 
     Args:
-        what: of which a task gives the share, `Task.what`.
         width: in columns.
+        what: of which a task gives the share, `Task.what`.
 
     Raises:
         EvaluationError: there are no rows, or they do not belong together.

@@ -92,6 +92,7 @@ def _keep_distances(regions: Sequence[Region], positions: torch.Tensor) -> bool:
     """Whether the last position sees all of these at their true distances."""
     m, kept = positions[-1:], torch.zeros_like(positions, dtype=torch.bool)
     for region in regions:
-        alike = region.query_map(m) - region.key_map(positions) == m - positions
+        moved, distance = region.rotated_distance(m, positions), m - positions
+        alike = moved == distance if region.pairs is None else (moved == distance[:, None]).all(dim=-1)
         kept |= region.contains(m, positions) & alike
     return bool(kept.all())

@@ -19,14 +19,16 @@ import torch
 
 from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.models.base import RotaryTables
-from rope_patch.mounting.late import UNROTATED, LateAttention, LateCall
-from rope_patch.mounting.scoring import RotatedCall, scaled_query
+from rope_patch.mounting.forward_call import ForwardCall
+from rope_patch.mounting.layer_state import UNROTATED, LayerState
+from rope_patch.mounting.rotated_call import RotatedCall
+from rope_patch.mounting.scoring import scaled_query
 
 Flash = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """vLLM's `flash_attn_varlen_func`, with paged keys and `return_softmax_lse`."""
 
 
-def applies(state: LateAttention) -> bool:
+def applies(state: LayerState) -> bool:
     """Whether a layer has only a near region and a far one with all keys at position 0."""
     if len(state.regions) != 2:
         return False
@@ -89,7 +91,7 @@ def _counted(first: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def attend(
-    state: LateAttention,
+    state: LayerState,
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     metadata: Any,
@@ -107,7 +109,7 @@ def attend(
     window, head_dim = int(near.stop), query.shape[-1]
     keys, values = kv_cache[batch.blocks, :, batch.offsets].split(head_dim, dim=-1)
     queries = query.transpose(0, 1)[None]
-    call = LateCall(state, batch.forward_cache, queries, batch.position_ids, 0, past=batch.near, scattered=True)
+    call = ForwardCall(state, batch.forward_cache, queries, batch.position_ids, 0, past=batch.near, scattered=True)
     rotated = RotatedCall(scaled_query(call, queries, {}), keys.transpose(0, 1)[None], batch.forward_cache, call, {})
 
     def rows(states: torch.Tensor) -> torch.Tensor:

@@ -136,10 +136,8 @@ class PerplexityCallback(TrainerCallback):
 
 def completed(rows: Sequence[Row]) -> list[Row]:
     """Rows of one training; those of an older version, which wrote fewer fields, get the others from the newest row."""
-    shared = (
-        {name: getattr(rows[-1], name) for name in ("model", "dtype", "protocol", "targets", "texts")} if rows else {}
-    )
-    return [replace(row, **{name: getattr(row, name) or shared[name] for name in shared}) for row in rows]
+    names = ("model", "dtype", "protocol", "targets", "texts")
+    return [replace(row, **{name: getattr(row, name) or getattr(rows[-1], name) for name in names}) for row in rows]
 
 
 def _document(number: int, row: str | Mapping[str, Any]) -> dict[str, Any]:
