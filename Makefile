@@ -137,7 +137,7 @@ gpu-bench:
 
 gpu-finetune:
 	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.machine cuda
-	PYTHONPATH=. $(GPU_PYTHON) recipes/pretrain_tiny.py recipes/configs/pretrain_gpu.yaml
+	PYTHONPATH=. $(GPU_PYTHON) -m tools.pretrain_tiny tools/configs/pretrain_gpu.yaml
 	PYTHONPATH=. $(GPU_PYTHON) recipes/finetune.py recipes/configs/finetune_gpu.yaml
 
 clean:

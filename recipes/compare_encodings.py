@@ -7,8 +7,11 @@
 Under one seed, weights and batches are the same for every encoding. Each model is trained on bytes at a short length,
 then scored on the same held-out bytes from contexts of 1, 2, 4 and 8 times that length. "linear" before a scheme, as in
 `linear rope`, trains the model with linear attention. Rows are written as they are measured: run the same command again
-to resume. Two processes may share one output where `--only` gives each other encodings. `--costs` runs
-`encodings_costs.py`; `encodings_table.py` draws table and chart.
+to resume. Two processes may share one output where `--only` gives each other encodings. `--costs` times a training step
+of each encoding instead: both models take their steps in turn in one process, so that whatever else the machine does
+slows both, and the ratio is taken within each turn. Memory is what autograd keeps between the two passes, because the
+CPU's allocator counts no peak. The table and the chart of the documentation are drawn by `python -m
+tools.encodings_table`.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ import itertools
 import json
 import math
 import shutil
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.options import Names, Numbers, load_recipe, run, say
-from rope_patch.errors import EvaluationError, RopePatchError, did_you_mean
+from rope_patch.cli.options import Names, Numbers, print_json, run, say
+from rope_patch.errors import EvaluationError, MissingPackage, RopePatchError, did_you_mean
 
 LINEAR = "linear "  # before a scheme: under linear attention
 
@@ -73,7 +78,7 @@ def main(options: Options) -> None:
     texts = read_texts(options)
     results, chosen = Path(options.output) / "results.jsonl", options.only or options.encodings
     if options.costs:
-        load_recipe("encodings_costs").measure(chosen, texts["train"], options)
+        measure_costs(chosen, texts["train"], options)
     # seed by seed, so that a part of the seeds is a whole comparison
     for seed, spec in itertools.product(() if options.costs else options.seeds, chosen):
         done = {row["length"] for row in read(results) if (row["encoding"], row["seed"]) == (spec, seed)}
@@ -82,12 +87,8 @@ def main(options: Options) -> None:
         for row in rows:
             append(results, row)
             say(f"{spec}, seed {seed}, {row['length']} bytes: {row['failure'] or 'NLL {nll:.3f}'.format(**row)}")
-    if any(row["encoding"] in options.encodings for row in read(results)):
-        table = load_recipe("encodings_table")
-        table.main(table.Options(folder=options.output, encodings=options.encodings, json=options.json))
-
-
-# --- before the training ---------------------------------------------------------------------------------------------
+    if rows := [row for row in read(results) if row["encoding"] in options.encodings]:
+        report(rows, options)
 
 
 def check(options: Options) -> None:
@@ -183,9 +184,6 @@ def append(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row, allow_nan=False) + "\n")
 
 
-# --- one training ----------------------------------------------------------------------------------------------------
-
-
 def train_and_score(
     spec: str, seed: int, lengths: list[int], texts: dict[str, Any], options: Options
 ) -> list[dict[str, Any]]:
@@ -240,6 +238,7 @@ def build(spec: str, seed: int, options: Options) -> tuple[Any, list[Any]]:
     import torch
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
+    from rope_patch.attention import linear
     from rope_patch.patching import mount_scheme
 
     torch.manual_seed(seed)  # the same weights whatever is patched onto them
@@ -254,7 +253,7 @@ def build(spec: str, seed: int, options: Options) -> tuple[Any, list[Any]]:
         use_cache=False,
         attn_implementation="linear" if spec.startswith(LINEAR) else None,
     )
-    AttentionInterface.register("linear", linear_attention)
+    AttentionInterface.register("linear", linear.attention_function)
     model = LlamaForCausalLM(config).to(options.device)
     own = {id(parameter) for parameter in model.parameters()}
     mount_scheme(model, scheme_of(spec))
@@ -263,25 +262,8 @@ def build(spec: str, seed: int, options: Options) -> tuple[Any, list[Any]]:
             raise EvaluationError(
                 f"{spec!r}: linear attention has no scores; use a static rotation, or positions at the input"
             )
-        layer.self_attn.register_forward_pre_hook(rotate_later, with_kwargs=True)
+        layer.self_attn.register_forward_pre_hook(linear.rotate_after_feature_map, with_kwargs=True)
     return model, [parameter for parameter in model.parameters() if id(parameter) not in own]
-
-
-def rotate_later(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Before an attention module: its function gets the tables and the states as projected, because phi comes first."""
-    cos, sin = kwargs["position_embeddings"]
-    return args, {**kwargs, "position_embeddings": (cos**0, 0 * sin), "tables": (cos, sin)}
-
-
-def linear_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, *, tables: Any, **_: Any) -> Any:
-    """The attention function of "linear": causal, `(batch, length, heads, head_dim)`."""
-    from rope_patch.attention.linear import rotary_linear_attention
-    from rope_patch.schemes.tools.rotary import half_split
-
-    pairs = query.shape[-1] // 2
-    cos, sin = (table[:, None, :, :pairs] for table in tables)  # Llama repeats them for the second half
-    found = rotary_linear_attention(query, key, value, half_split(2 * pairs), cos, sin)
-    return found.transpose(1, 2).contiguous(), None
 
 
 def train(model: Any, learned: list[Any], spec: str, seed: int, texts: dict[str, Any], options: Options) -> None:
@@ -365,6 +347,148 @@ def make_optimizer(model: Any, learned: list[Any], options: Options) -> Any:
     others = [p for p in model.parameters() if p.ndim < 2 or id(p) in spared]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def measure_costs(encodings: tuple[str, ...], stream: Any, options: Options) -> None:
+    """Append a row to `costs.jsonl` for each of these encodings that has none."""
+    path = Path(options.output) / "costs.jsonl"
+    for spec in encodings:
+        if spec not in {row["encoding"] for row in read(path)}:
+            append(path, row := cost_of(spec, stream, options))
+            say(f"{spec}: {row['relative_speed']:.2f}x the speed of rope, {row['relative_memory']:.2f}x its memory")
+
+
+def cost_of(spec: str, stream: Any, options: Options) -> dict[str, Any]:
+    """The row of one encoding: medians of the ratios to rope, with their quartiles."""
+    import torch
+
+    from rope_patch.evaluation.rows import provenance
+
+    def forward(model: Any, step: int) -> torch.Tensor:
+        batch = torch.utils.data.default_collate(draw(stream, 0, step, options))
+        return loss_of(model(batch["input_ids"].to(options.device)), batch["labels"].to(options.device))
+
+    built = [build(name, 0, options) for name in ("rope", spec)]
+    sides = [(model, make_optimizer(model, learned, options)) for model, learned in built]
+    times: list[list[float]] = []
+    for step in range(2 + options.cost_repetitions):
+        times.append([])
+        for model, optimizer in sides:
+            began = time.perf_counter()
+            forward(model, step).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            next(model.parameters()).sum().item()  # waits for an accelerator
+            times[-1].append(time.perf_counter() - began)
+    turns = times[2:]  # the first two warm up
+    slowest, speed, fastest = statistics.quantiles([rope / own for rope, own in turns], n=4, method="inclusive")
+    of_rope, kept = (kept_for_backward(model, lambda model=model: forward(model, 0)) for model, _ in sides)
+    return {
+        "encoding": spec,
+        "tokens_per_second": options.batch_size * options.context / statistics.median(own for _, own in turns),
+        "relative_speed": speed,
+        "slowest": slowest,
+        "fastest": fastest,
+        "repetitions": len(turns),
+        "memory_bytes": kept,
+        "relative_memory": kept / of_rope,
+        "device": options.device,
+        "threads": torch.get_num_threads(),
+        **provenance(),
+    }
+
+
+def kept_for_backward(model: Any, forward: Callable[[], Any]) -> int:
+    """Bytes that autograd keeps between a forward pass and its backward pass, every storage once, without weights."""
+    import torch
+
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = forward()  # while it lives, no address is used twice
+    del loss
+    return sum(kept.values())
+
+
+def report(rows: list[dict[str, Any]], options: Options) -> None:
+    """Mean and spread over the seeds: a table, the same as JSON, and a chart, beside the rows."""
+    newest = {(row["encoding"], row["length"], row["seed"]): row for row in rows}
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for spec, length, seed in sorted(newest, key=lambda key: (options.encodings.index(key[0]), *key[1:])):
+        groups.setdefault((spec, length), []).append(newest[spec, length, seed])
+    cells = []
+    for (spec, length), seeds in groups.items():
+        losses = [row["nll"] for row in seeds if row["nll"] is not None]
+        cell = {"encoding": spec, "slot": ", ".join(seeds[0]["slots"]), "length": length, "seeds": len(losses)}
+        cell |= {"mean": statistics.fmean(losses) if losses else None}
+        cell |= {"std": statistics.stdev(losses) if len(losses) > 1 else None}
+        cells.append(cell | {"new_parameters": seeds[0]["encoding_parameters"]})
+    notes = [
+        f"trained from scratch at L = {options.context} bytes for {options.steps} steps; NLL in nats per byte of the "
+        f"same last {options.targets} bytes of {rows[0]['windows']} windows, mean ± standard deviation over the seeds",
+        "a star marks the best of its column",
+        *dict.fromkeys(f"{row['encoding']}: {row['failure']}" for row in newest.values() if row["failure"]),
+    ]
+    folder, text = (
+        Path(options.output),
+        "\n".join([*table(cells, options.context), "", *(f"- {note}" for note in notes)]),
+    )
+    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+    (folder / "summary.json").write_text(json.dumps({"notes": notes, "cells": cells}, indent=2) + "\n")
+    print_json({"notes": notes, "cells": cells}) if options.json else print(text)
+    try:
+        draw_chart(cells, notes[0], options)
+        say(f"the chart is {folder / 'comparison.png'}")
+    except MissingPackage as error:
+        say(str(error))
+
+
+def table(cells: list[dict[str, Any]], training_length: int) -> list[str]:
+    """The lines of a table in Markdown: an encoding each, a column for every length."""
+    lengths = sorted({cell["length"] for cell in cells})
+    best = {n: min((c["mean"] for c in cells if c["length"] == n and c["mean"]), default=None) for n in lengths}
+    header = ["encoding", "slot", "new parameters", *(f"{length // training_length}L" for length in lengths)]
+    found: dict[str, list[str]] = {}
+    for cell in cells:
+        start = [f"`{cell['encoding']}`", cell["slot"], f"{cell['new_parameters']:,}"]
+        number = "failed"
+        if cell["mean"] is not None:
+            number = f"{cell['mean']:.3f}" + "*" * (cell["mean"] == best[cell["length"]])
+            number += "" if cell["std"] is None else f" ± {cell['std']:.3f}"
+        found.setdefault(cell["encoding"], start).append(number)
+    rows = [header, ["---"] * 2 + ["---:"] * (len(header) - 2), *found.values()]
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def draw_chart(cells: list[dict[str, Any]], caption: str, options: Options) -> None:
+    """Loss against length; bands are a standard deviation over the seeds to either side."""
+    from rope_patch.evaluation import charts
+
+    lines, lengths = {}, sorted({cell["length"] for cell in cells})
+    multiples = [length / options.context for length in lengths]
+    figure, chart = charts.sheet("Position encodings trained from scratch", f"{caption[0].upper()}{caption[1:]}.", 3.6)
+    charts.scale_lengths(chart, multiples, [f"{m:g}L\n{n}" for m, n in zip(multiples, lengths, strict=True)])
+    names = dict.fromkeys(cell["encoding"] for cell in cells if cell["mean"] is not None)
+    for place, spec in enumerate(names):
+        own = [cell for cell in cells if cell["encoding"] == spec and cell["mean"] is not None]
+        look = {
+            "color": charts.COLOURS[place % len(charts.COLOURS)],
+            "marker": charts.MARKERS[place % len(charts.MARKERS)],
+        }
+        values = [(cell["mean"], cell["std"] or 0.0) for cell in own]
+        at = [cell["length"] / options.context for cell in own]
+        lines[spec] = charts.plot_band(chart, at, values, markersize=4, **look)
+    chart.set(xlabel="context length (L, bytes)", ylabel="NLL, nats per byte")
+    charts.name_lines(chart, lines)
+    charts.write(figure, Path(options.output) / "comparison.png")
 
 
 if __name__ == "__main__":

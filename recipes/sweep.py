@@ -234,7 +234,7 @@ def candidates(number: int, swept: Sequence[tuple[str, Any]], measured: Mapping[
 def server_named(name: str | None) -> str | None:
     """A server as tables spell it."""
     from rope_patch.errors import EvaluationError, did_you_mean
-    from rope_patch.saving.export import SERVERS
+    from rope_patch.saving.readers import SERVERS
 
     found = [server for server in SERVERS if name is not None and server.lower() == name.lower()]
     if name is not None and not found:
@@ -244,7 +244,7 @@ def server_named(name: str | None) -> str | None:
 
 def is_served(server: str | None, config: Any, line: str) -> bool:
     """Whether a server can compute the scheme of a line; without one every scheme is wanted."""
-    from rope_patch.saving.export import served_by
+    from rope_patch.saving.readers import served_by
     from rope_patch.schemes import get_scheme
 
     return server is None or any(name.startswith(server) for name in served_by(get_scheme(line), config))

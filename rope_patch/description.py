@@ -15,9 +15,9 @@ from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.config import BASE
 from rope_patch.models.find_stacks import find_stacks
 from rope_patch.models.rope_parameters import native_scheme_of
-from rope_patch.mounting.caution import caution, lost_positions
 from rope_patch.mounting.parameters import NAME, inventory
 from rope_patch.mounting.plan import Plan
+from rope_patch.mounting.scheme_warnings import lost_positions, scheme_warning
 from rope_patch.patching import PatchHandle, find_handles, find_record, loaded
 from rope_patch.schemes.base import TRAINING, Scheme
 from rope_patch.schemes.registry import scheme_from_dict
@@ -94,7 +94,7 @@ def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> 
         ("training length", f"{stack.training_length} tokens"),
         ("state", f"patched, mounted {plan.mounts()}" if plan else _unpatched(model, stack)),
     ]
-    if plan and (words := caution(asked, [(stack, plan)])):
+    if plan and (words := scheme_warning(asked, [(stack, plan)])):
         rows.append(("warning", words))
     resolved = asked.resolve(stack.checkpoint)
     by_layer = resolved.of_layers({layer.index: layer.kind for layer in stack.layers}, stack.config.num_hidden_layers)

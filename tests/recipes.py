@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from rope_patch.cli.options import load_recipe, run
+from rope_patch.cli.options import run
 
-__all__ = ["load_recipe", "refuse", "run_recipe"]
+
+def load_recipe(name: str) -> ModuleType:
+    """The module of `recipes/NAME.py`, the same that the command line loads."""
+    return import_module(f"recipes.{name}")
 
 
 def run_recipe(name: str, words: Sequence[str]) -> int:
     """The exit status of `python recipes/NAME.py WORDS`, run in this process."""
-    recipe = load_recipe(name)
-    return run(recipe.Options, recipe.main, [str(word) for word in words], f"recipes/{name}.py")
+    return run_script(load_recipe(name), words)
+
+
+def run_script(script: ModuleType, words: Sequence[str]) -> int:
+    """The exit status of a recipe or a tool, run in this process."""
+    return run(script.Options, script.main, [str(word) for word in words], Path(script.__file__).name)
 
 
 def refuse(name: str, words: Sequence[str], message: str, capsys: Any) -> None:

@@ -33,12 +33,12 @@ from rope_patch import (
     unpatch,
 )
 from rope_patch.cli import main
-from rope_patch.cli.options import load_recipe
 from rope_patch.errors import NoCheckpoint, RopePatchError
 from rope_patch.schemes import scheme_from_dict
 from tests.cases import CASES
 from tests.families import build
 from tests.models import absolute_families, t5_families
+from tests.recipes import load_recipe
 from tests.snapshots import snapshot
 
 
@@ -452,7 +452,7 @@ def test_l_of_other_families(folder, monkeypatch, capsys, tmp_path):
     path = str(Path(TINY).parent / folder if folder == "tiny-t5" else tmp_path / folder)
     expected = {"tiny-t5": [(512,)], "bert": [(256,)], "missing": []}[folder]
     assert given(monkeypatch, "perplexity", "--lengths", "2x", "--model", path) == expected
-    assert ("is no checkpoint folder" in capsys.readouterr().err) == (folder == "missing")
+    assert ("there is no checkpoint" in capsys.readouterr().err) == (folder == "missing")
 
 
 def test_names_in_the_command_line(capsys):

@@ -121,7 +121,7 @@ def test_a_circle_would_be_named():
 
 OUR_FILES = [
     path
-    for folder in ("rope_patch", "recipes", "tests", "benchmarks")
+    for folder in ("rope_patch", "recipes", "tools", "tests", "benchmarks")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 

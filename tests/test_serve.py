@@ -17,9 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import patch
-from rope_patch.cli.options import load_recipe
 from rope_patch.models.find_stacks import read_stack
 from rope_patch.saving.loading import default_checkpoint
+from tests.recipes import load_recipe
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")

@@ -15,14 +15,13 @@ import torch
 from matplotlib.ticker import NullLocator
 from scheme_measurements import losses  # type: ignore[import-not-found]
 
-from rope_patch.cli.options import load_recipe
 from rope_patch.errors import RopePatchError
 from rope_patch.evaluation.charts import COLOURS, FAINT, INK, blank, tidy
 from rope_patch.schemes import Checkpoint, Scheme, get_scheme, scheme_class
 from rope_patch.schemes.target import takes_target
 from rope_patch.typing import RotarySpec
-
-matrices, scores = load_recipe("position_matrices"), load_recipe("scores_by_distance")
+from tools import position_matrices as matrices
+from tools import scores_by_distance as scores
 
 TRAINED, TARGET = 4096, 8 * 4096
 """L, and the length that schemes reach, in tokens."""

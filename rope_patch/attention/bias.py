@@ -21,30 +21,30 @@ from rope_patch.attention.tiles import Tile, in_rows
 class KeyTerm:
     """c_m - c_n, reduced to -c_n: c_m is constant in a row.
 
-    Sums are counted from the middle of a block of rows, so that the terms of near keys stay small and exact. `sums` are
-    float64, `(batch or 1, heads, keys)`.
+    c is counted from the middle of a block of rows, so that the terms of near keys stay small and exact. It is the
+    `running_bias`, float64, `(batch or 1, heads, keys)`.
     """
 
-    sums: torch.Tensor
+    running_bias: torch.Tensor
     reverses_queries = False
     rows = 1024
 
     @property
     def source(self) -> torch.Tensor:
         """Where a gradient flows to."""
-        return self.sums
+        return self.running_bias
 
     def as_inputs(self) -> tuple[DistanceBias | None, torch.Tensor | None]:
-        """`bias` and `sums` of `AttentionInputs` that are functions of `source`."""
-        return None, self.sums
+        """`bias` and `running_bias` of `AttentionInputs` that are functions of `source`."""
+        return None, self.running_bias
 
     def of(self, span: Span) -> KeyTerm:
         """The term of the keys of a span."""
-        return KeyTerm(self.place(span, slice(None), self.sums))
+        return KeyTerm(self.place(span, slice(None), self.running_bias))
 
     def of_heads(self, heads: slice) -> KeyTerm:
         """The term of some heads."""
-        return KeyTerm(self.sums[:, heads])
+        return KeyTerm(self.running_bias[:, heads])
 
     def place(self, span: Span, heads: slice, source: torch.Tensor) -> torch.Tensor:
         """The part of a tensor like `source` that belongs to some heads of a span, a view."""
@@ -58,8 +58,8 @@ class KeyTerm:
         """`(batch or 1, heads, 1 or rows, keys)`."""
         middle = tile.q0 // self.rows * self.rows + self.rows // 2
         slot = tile.k0 + tile.distance + middle - tile.q0
-        at_middle = self.sums[..., min(max(slot, 0), self.sums.shape[-1] - 1), None]
-        term = (at_middle - self.sums[..., tile.k0 : tile.k1]).float()[:, :, None]
+        at_middle = self.running_bias[..., min(max(slot, 0), self.running_bias.shape[-1] - 1), None]
+        term = (at_middle - self.running_bias[..., tile.k0 : tile.k1]).float()[:, :, None]
         return term.masked_fill(~tile.mask(term.device), -torch.inf) if tile.kind == "band" else term
 
     def gradient(self, tile: Tile, inner: torch.Tensor, into: torch.Tensor) -> None:
@@ -96,7 +96,7 @@ class DiagonalTerm:
         return self.values
 
     def as_inputs(self) -> tuple[DistanceBias | None, torch.Tensor | None]:
-        """`bias` and `sums` of `AttentionInputs` that are functions of `source`."""
+        """`bias` and `running_bias` of `AttentionInputs` that are functions of `source`."""
         last = self.values.shape[-1] - 1
         return DistanceBias(lambda distance: self.values[:, (distance - self.first).clamp(0, last)]), None
 
@@ -147,14 +147,14 @@ TileBias = KeyTerm | DiagonalTerm
 
 def has_terms(inputs: AttentionInputs) -> bool:
     """Whether the biases of a call have one of the two forms."""
-    return inputs.sums is None or (inputs.causal and (inputs.bias is None or inputs.bias.linear))
+    return inputs.running_bias is None or (inputs.causal and (inputs.bias is None or inputs.bias.linear))
 
 
 def tile_bias(inputs: AttentionInputs) -> TileBias | None:
     """The bias of a call that `has_terms`, in the form that tiles need; None without a bias."""
-    bias, sums = inputs.bias, inputs.sums
+    bias, running = inputs.bias, inputs.running_bias
     if bias is None:
-        return None if sums is None else KeyTerm(sums)
+        return None if running is None else KeyTerm(running)
     if not inputs.causal:
         first = 1 - inputs.kv_length
         return DiagonalTerm(bias.values(first, inputs.q_length), first)
@@ -162,4 +162,4 @@ def tile_bias(inputs: AttentionInputs) -> TileBias | None:
         return DiagonalTerm(bias.values(0, inputs.kv_length))
     none, one = bias.values(0, 2).double().unbind(dim=-1)
     linear = (one - none)[:, None] * torch.arange(inputs.kv_length, device=none.device)
-    return KeyTerm(linear[None] if sums is None else sums + linear)
+    return KeyTerm(linear[None] if running is None else running + linear)

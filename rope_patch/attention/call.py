@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from rope_patch.attention.decay import Decay
-from rope_patch.attention.fused.call import Fused
+from rope_patch.attention.forward_cache import ForwardCache
+from rope_patch.attention.fused.launch import Fused
 from rope_patch.attention.inputs import AttentionInputs
-from rope_patch.attention.memo import ForwardMemo
 from rope_patch.attention.spans import Span
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 
@@ -20,12 +20,12 @@ EVERY = slice(None)
 class Call:
     """Queries and keys, and their rotation in each region. In this class nothing rotates, and all pairs are one region.
 
-    Both stay as they arrived, `(batch, heads or kv_heads, length, head_dim)`; `memo` is that of this forward.
+    Both stay as they arrived, `(batch, heads or kv_heads, length, head_dim)`; `forward_cache` is that of this forward.
     """
 
     queries: torch.Tensor
     keys: torch.Tensor
-    memo: ForwardMemo
+    forward_cache: ForwardCache
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -45,7 +45,7 @@ class Call:
         """The keys of some `slots` and `rows` rotated for a region, `(batch, kv_heads, slots, head_dim)`."""
         return self.keys[rows, :, slots]
 
-    def turns_keys(self, region: Region) -> bool:
+    def rotates_keys(self, region: Region) -> bool:
         """Whether `key` computes anything."""
         return False
 
@@ -56,8 +56,8 @@ class Call:
 
     def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
         """See `find_spans`; called only when spans help."""
-        return self.memo.spans(inputs)
+        return self.forward_cache.spans(inputs)
 
     def decay(self) -> Decay | None:
-        """How pairs fade with distance; None if they do not."""
+        """How scores decay with distance; None if they do not."""
         return None

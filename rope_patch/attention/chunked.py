@@ -26,8 +26,8 @@ def attend(inputs: AttentionInputs) -> torch.Tensor:
 
 def _block(inputs: AttentionInputs) -> torch.Tensor:
     tensors = [inputs.value, *(tensor for branch in inputs.branches for tensor in (branch.query, branch.key))]
-    if inputs.sums is not None:
-        tensors.append(inputs.sums)
+    if inputs.running_bias is not None:
+        tensors.append(inputs.running_bias)
     if inputs.content is not None:
         tensors += inputs.content.weights.values()
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

@@ -1,4 +1,4 @@
-"""Rotations with a decay: queries grow and keys fade, counted from the end of each block of queries.
+"""Rotations with a decay: queries grow and keys decay, counted from the end of each block of queries.
 
 The score of a pair (m, n) is multiplied by exp(-decay (m - n)), dimension by dimension. Counted from one fixed
 position, the factors exp(-decay m) and exp(decay n) overflow or underflow in a long text. Counted from the last query
@@ -36,13 +36,15 @@ class Decay:
         """exp(rate * exponent) for each dimension of states `like` `(batch, heads, length, head_dim)`.
 
         Shape:
-            exponent `(batch or 1, length)`; returns `(batch or 1, 1, length, head_dim)`.
+            exponent `(batch or 1, length)`, or with d/2 as an additional last axis if pairs differ; returns `(batch or
+            1, 1, length, head_dim)`.
         """
-        factor = (exponent[..., None] * self.rate.to(like.device)).clamp(max=LARGEST_EXPONENT).exp()
+        exponent = exponent if exponent.ndim == 3 else exponent[..., None]
+        factor = (exponent * self.rate.to(like.device)).clamp(max=LARGEST_EXPONENT).exp()
         return self.layout.wide(factor[:, None].to(like.dtype), like.shape[-1])
 
 
-def attend(inputs: AttentionInputs, decay: Decay, score: Callable[[AttentionInputs], Output]) -> Output:
+def attend_with_decay(inputs: AttentionInputs, decay: Decay, score: Callable[[AttentionInputs], Output]) -> Output:
     """Attention under a decay, block by block. `score` returns the output of a block, `(batch, heads, rows,
     value_dim)`, and its weights or None.
 
@@ -57,7 +59,7 @@ def attend(inputs: AttentionInputs, decay: Decay, score: Callable[[AttentionInpu
     outputs, weights = [], []
     for start in range(0, inputs.q_length, ROWS):
         block = inputs.rows(start, min(start + ROWS, inputs.q_length))
-        output, weight = score(block.with_branches(tuple(_faded(branch, block, decay) for branch in block.branches)))
+        output, weight = score(block.with_branches(tuple(_decayed(branch, block, decay) for branch in block.branches)))
         outputs.append(output)
         if weight is not None:
             hidden = inputs.kv_length - weight.shape[-1]
@@ -65,11 +67,11 @@ def attend(inputs: AttentionInputs, decay: Decay, score: Callable[[AttentionInpu
     return torch.cat(outputs, dim=2), torch.cat(weights, dim=2) if weights else None
 
 
-def _faded(branch: Branch, block: AttentionInputs, decay: Decay) -> Branch:
+def _decayed(branch: Branch, block: AttentionInputs, decay: Decay) -> Branch:
     m, n = block.query_positions.float(), block.key_positions.float()
     if branch.region is not None:
-        m, n = branch.region.query_map(m), branch.region.key_map(n)
-    last = m.amax(dim=-1, keepdim=True)
+        m, n = branch.region.rotated_positions(m, n)
+    last = m.amax(dim=1, keepdim=True)
     # keys after the last query are hidden and only need to stay finite
     keys = (n[:, branch.first :] - last).clamp(max=0)
     query = branch.query * decay.factor(last - m, branch.query)

@@ -17,8 +17,8 @@ import torch
 from rope_patch.attention.call import EVERY, Call
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, wide
-from rope_patch.attention.kernels import Work, kernel_for
 from rope_patch.attention.segmented import merge
+from rope_patch.attention.tile_kernels import Work, kernel_for
 from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.slots import Region
 
@@ -35,7 +35,7 @@ BLOCK = 2**21
 """Bytes of keys that are rotated and scored at once, while they are in the processor's cache."""
 
 
-def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode, fades: Decay | None) -> bool:
+def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode, decay: Decay | None) -> bool:
     """Whether a call, with branches not yet rotated, is a decoding step that `attend` can compute."""
     one = inputs.q_length == 1
     return (
@@ -44,8 +44,8 @@ def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode, fades: Dec
         and inputs.fits_kernels
         and (inputs.mask is None or inputs.mask.dtype == torch.bool)
         and not call.differentiable
-        and (one or (mode == "auto" and fades is None and _is_block(inputs, call)))
-        and (fades is None or not (torch.compiler.is_compiling() or inputs.by_head))
+        and (one or (mode == "auto" and decay is None and _is_block(inputs, call)))
+        and (decay is None or not (torch.compiler.is_compiling() or inputs.by_head))
         and not _may_see_nothing(inputs, call)
     )
 
@@ -56,7 +56,7 @@ def _may_see_nothing(inputs: AttentionInputs, call: Call) -> bool:
     if bias is None or bias.linear or torch.compiler.is_compiling():
         return False
     values = bias.values(0, int(inputs.query_start) + inputs.q_length)  # those that `_added` reads
-    return bool(call.memo.derived("hides itself", lambda: bool(values[:, 0].isneginf().any()), bias))
+    return bool(call.forward_cache.derived("hides itself", lambda: bool(values[:, 0].isneginf().any()), bias))
 
 
 def _is_block(inputs: AttentionInputs, call: Call) -> bool:
@@ -65,11 +65,11 @@ def _is_block(inputs: AttentionInputs, call: Call) -> bool:
     after_keys = few and inputs.q_length < inputs.kv_length
     if torch.compiler.is_compiling() or not after_keys or not inputs.causal:
         return False
-    return call.memo.once("consecutive", lambda: bool((inputs.query_positions.diff(dim=-1) == 1).all()))
+    return call.forward_cache.once("consecutive", lambda: bool((inputs.query_positions.diff(dim=-1) == 1).all()))
 
 
 @dataclass(frozen=True)
-class Piece:
+class SlotRun:
     """Some queries and a run of slots in one region.
 
     Attributes:
@@ -84,7 +84,7 @@ class Piece:
     added: torch.Tensor | None
 
 
-def attend(inputs: AttentionInputs, call: Call, fades: Decay | None = None) -> torch.Tensor:
+def attend(inputs: AttentionInputs, call: Call, decay: Decay | None = None) -> torch.Tensor:
     """Attention of a few queries, `(batch, heads, q_len, value_dim)`; without gradients.
 
     Distance is a difference of slots: the positions of keys are counted from the queries.
@@ -95,7 +95,7 @@ def attend(inputs: AttentionInputs, call: Call, fades: Decay | None = None) -> t
     outputs = []
     for rows, position in _rows_alike(inputs, call):
         value = inputs.value[rows]
-        out = score(list(_pieces(inputs, call, fades, rows, position)), value.flatten(0, 1), inputs.scaling)
+        out = score(list(_slot_runs(inputs, call, decay, rows, position)), value.flatten(0, 1), inputs.scaling)
         outputs.append(out.view(len(value), heads, q_length, value.shape[-1]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -105,7 +105,7 @@ def _rows_alike(inputs: AttentionInputs, call: Call) -> Iterator[tuple[slice, in
     if all(region.translation_invariant for region in call.regions):
         yield EVERY, int(inputs.query_start)  # any position will do
         return
-    positions = call.memo.once("first positions", lambda: inputs.query_positions[:, 0].tolist())
+    positions = call.forward_cache.once("first positions", lambda: inputs.query_positions[:, 0].tolist())
     start = 0
     for position, run in itertools.groupby(positions):
         stop = start + len(list(run))
@@ -113,7 +113,9 @@ def _rows_alike(inputs: AttentionInputs, call: Call) -> Iterator[tuple[slice, in
         start = stop
 
 
-def _pieces(inputs: AttentionInputs, call: Call, fades: Decay | None, rows: slice, position: int) -> Iterator[Piece]:
+def _slot_runs(
+    inputs: AttentionInputs, call: Call, decay: Decay | None, rows: slice, position: int
+) -> Iterator[SlotRun]:
     """Oldest slots first, as far as regions allow."""
     slot, last = int(inputs.query_start), inputs.q_length - 1
     kv_heads, key_bytes = inputs.value.shape[1], call.keys[rows, :, 0].nbytes
@@ -121,37 +123,37 @@ def _pieces(inputs: AttentionInputs, call: Call, fades: Decay | None, rows: slic
         oldest = slots_of(region, slot, position).start
         newest = slots_of(region, slot + last, position + last).stop
         # rotated keys are computed a few at a time
-        turns = fades is not None or call.turns_keys(region)
-        step = max(1, BLOCK // key_bytes) if turns and call.keys.is_cpu else max(1, newest - oldest)
+        rotates = decay is not None or call.rotates_keys(region)
+        step = max(1, BLOCK // key_bytes) if rotates and call.keys.is_cpu else max(1, newest - oldest)
         queries = call.query(region)[rows].unflatten(1, (kv_heads, -1)).flatten(2, 3).flatten(0, 1)
         for start in range(oldest, newest, step):
             slots = slice(start, min(start + step, newest))
             keys = call.key(region, slots, rows)
-            if fades is not None:
-                keys = keys * _faded(inputs, call, fades, region, slots, rows)
-            yield Piece(slots, queries, keys.flatten(0, 1), _added(inputs, call, region, slots, rows, position))
+            if decay is not None:
+                keys = keys * _decayed(inputs, call, decay, region, slots, rows)
+            yield SlotRun(slots, queries, keys.flatten(0, 1), _added(inputs, call, region, slots, rows, position))
 
 
-def _faded(
-    inputs: AttentionInputs, call: Call, fades: Decay, region: Region, slots: slice, rows: slice
+def _decayed(
+    inputs: AttentionInputs, call: Call, decay: Decay, region: Region, slots: slice, rows: slice
 ) -> torch.Tensor:
     """Decay of each pair of dimensions of the keys for the only query, `(batch or 1, 1, slots, head_dim)`."""
 
     def factors() -> torch.Tensor:
         m, n = inputs.query_positions.float(), inputs.key_positions[:, slots].float()
-        distance = region.query_map(m) - region.key_map(n)
-        return fades.factor(-(distance if len(distance) == 1 else distance[rows]), call.keys)
+        distance = region.rotated_distance(m, n)
+        return decay.factor(-(distance if len(distance) == 1 else distance[rows]), call.keys)
 
-    return call.memo.once(("faded", fades, region, slots.start, rows.start), factors)
+    return call.forward_cache.once(("decayed", decay, region, slots.start, rows.start), factors)
 
 
 def _added(
     inputs: AttentionInputs, call: Call, region: Region, slots: slice, rows: slice, position: int
 ) -> torch.Tensor | None:
-    """The term added to scaled products, in the shape of `Piece.added`: biases, and the lowest number for keys that a
+    """The term added to scaled products, in the shape of `SlotRun.added`: biases, and the lowest number for keys that a
     query does not see in this region.
     """
-    if inputs.q_length == 1 and inputs.mask is None and inputs.bias is None and inputs.sums is None:
+    if inputs.q_length == 1 and inputs.mask is None and inputs.bias is None and inputs.running_bias is None:
         return None
     shared = inputs.mask, inputs.groups, inputs.bias
 
@@ -169,23 +171,23 @@ def _added(
         if inputs.bias is not None:
             values = inputs.bias.values(0, slot + inputs.q_length)
             added = values[:, distance.clamp(min=0)][None].to(added.dtype)
-        if inputs.sums is not None:
-            running = inputs.running_bias
-            assert running is not None  # for the type checker: there are sums
+        if inputs.running_bias is not None:
+            running = inputs.running_bias_of_pairs
+            assert running is not None  # for the type checker: there is one
             added = added + (running if len(running) == 1 else running[rows])[..., slots].to(added.dtype)
         if seen is not None:
             added = torch.where(seen, added, torch.finfo(added.dtype).min)
         return _by_kv_head(added, len(value), value.shape[1], call.queries.shape[1])
 
-    if inputs.sums is not None:
+    if inputs.running_bias is not None:
         return compute()
-    return call.memo.derived(
+    return call.forward_cache.derived(
         ("added", region, slots.start, slots.stop, rows.start, inputs.query_start), compute, *shared
     )
 
 
 def _by_kv_head(added: torch.Tensor, batch: int, kv_heads: int, heads: int) -> torch.Tensor:
-    """`(batch or 1, heads or 1, q_len, slots)` in the shape of `Piece.added`."""
+    """`(batch or 1, heads or 1, q_len, slots)` in the shape of `SlotRun.added`."""
     if added.ndim == 2:
         added = added[None, None]
     if added.shape[:3] == (1, 1, 1):
@@ -198,12 +200,12 @@ def _by_kv_head(added: torch.Tensor, batch: int, kv_heads: int, heads: int) -> t
     return added.flatten(2, 3).flatten(0, 1)
 
 
-def _by_one_softmax(pieces: list[Piece], value: torch.Tensor, scale: float) -> torch.Tensor:
-    """`(batch * kv_heads, group * q_len, value_dim)`: the scores of all pieces side by side."""
-    scores = [_products(piece, scale) for piece in pieces]
+def _by_one_softmax(runs: list[SlotRun], value: torch.Tensor, scale: float) -> torch.Tensor:
+    """`(batch * kv_heads, group * q_len, value_dim)`: the scores of all runs side by side."""
+    scores = [_products(run, scale) for run in runs]
     weights = (scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)).softmax(dim=-1)
     out, start = None, 0
-    for slots in _joined([piece.slots for piece in pieces]):
+    for slots in _joined([run.slots for run in runs]):
         stop = start + slots.stop - slots.start
         part, start = torch.bmm(weights[..., start:stop], value[:, slots]), stop
         out = part if out is None else out + part
@@ -211,13 +213,13 @@ def _by_one_softmax(pieces: list[Piece], value: torch.Tensor, scale: float) -> t
     return out
 
 
-def _products(piece: Piece, scale: float) -> torch.Tensor:
-    """Scaled products plus `Piece.added`, `(batch * kv_heads, group * q_len, slots)`."""
+def _products(run: SlotRun, scale: float) -> torch.Tensor:
+    """Scaled products plus `SlotRun.added`, `(batch * kv_heads, group * q_len, slots)`."""
     # with beta=0, baddbmm uses only the dtype of its first argument
-    added, beta = (piece.rows[:1, :1, :1], 0) if piece.added is None else (piece.added, 1)
-    if piece.rows.shape[1] > FEW:
-        return torch.baddbmm(added, piece.rows, piece.keys.mT, beta=beta, alpha=scale)
-    return torch.baddbmm(added.mT, piece.keys, piece.rows.mT, beta=beta, alpha=scale).mT
+    added, beta = (run.rows[:1, :1, :1], 0) if run.added is None else (run.added, 1)
+    if run.rows.shape[1] > FEW:
+        return torch.baddbmm(added, run.rows, run.keys.mT, beta=beta, alpha=scale)
+    return torch.baddbmm(added.mT, run.keys, run.rows.mT, beta=beta, alpha=scale).mT
 
 
 def _joined(runs: list[slice]) -> Iterator[slice]:
@@ -229,14 +231,14 @@ def _joined(runs: list[slice]) -> Iterator[slice]:
             start = None if following is None else following.start
 
 
-def _by_kernel(pieces: list[Piece], value: torch.Tensor, scale: float) -> torch.Tensor:
-    """The same with the platform's kernel for each piece, merged by log-sum-exp."""
-    kernel = kernel_for(value, value, masked=any(piece.added is not None for piece in pieces))
+def _by_kernel(runs: list[SlotRun], value: torch.Tensor, scale: float) -> torch.Tensor:
+    """The same with the platform's kernel for each run, merged by log-sum-exp."""
+    kernel = kernel_for(value, value, masked=any(run.added is not None for run in runs))
     out = lse = None
-    for piece in pieces:
-        tile = Tile(0, piece.rows.shape[1], 0, piece.keys.shape[1])
-        added = None if piece.added is None else piece.added[:, None]
-        states = piece.rows[:, None], piece.keys[:, None], value[:, None, piece.slots]
+    for run in runs:
+        tile = Tile(0, run.rows.shape[1], 0, run.keys.shape[1])
+        added = None if run.added is None else run.added[:, None]
+        states = run.rows[:, None], run.keys[:, None], value[:, None, run.slots]
         part, part_lse = kernel.forward(Work(*states, tile, scale, added))
         if out is None or lse is None:
             out, lse = wide(part), part_lse
@@ -268,7 +270,7 @@ def attend_in_graph(inputs: AttentionInputs, call: Call) -> torch.Tensor:
         if inputs.bias is not None:
             term = inputs.bias.function((m - n)[:, 0]).transpose(0, 1)
             products = products + term.unflatten(1, (value.shape[1], -1))
-        if (running := inputs.running_bias) is not None:
+        if (running := inputs.running_bias_of_pairs) is not None:
             products = products + running[:, :, 0, slots].to(products.dtype).unflatten(1, (value.shape[1], -1))
         scores.append(products.masked_fill(~seen, -torch.inf))
         values.append(value[:, :, slots])

@@ -11,7 +11,7 @@ def applies(inputs: AttentionInputs) -> bool:
     """Whether scores are those of one rotation plus a bias, in a dtype precise enough for the bias."""
     return (
         inputs.bias is not None
-        and inputs.sums is None
+        and inputs.running_bias is None
         and inputs.fits_kernels
         and len(inputs.branches) == 1
         and inputs.branches[0].region is None

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from rope_patch.attention import chunked, decay, decode, dense, oracle, products, segmented
+from rope_patch.attention import chunked, decode, dense, oracle, products, segmented
 from rope_patch.attention.bias import has_terms
 from rope_patch.attention.call import Call
-from rope_patch.attention.fused import call as fused
+from rope_patch.attention.decay import attend_with_decay
+from rope_patch.attention.fused import launch as fused
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
-from rope_patch.attention.kernels import FlashCUDA, kernel_for
 from rope_patch.attention.spans import Span
+from rope_patch.attention.tile_kernels import FlashCUDA, kernel_for
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 
 Spans = Callable[[AttentionInputs], "tuple[Span, ...] | None"]
@@ -27,28 +28,28 @@ def score(
         output `(batch, heads, q_len, value_dim)`, and under the mode `oracle` the weights
         `(batch, heads, q_len, kv_len)`.
     """
-    fades = call.decay()
-    if fades is None and (output := _by_one_kernel(inputs, call, mode)) is not None:
+    decay = call.decay()
+    if decay is None and (output := _by_one_kernel(inputs, call, mode)) is not None:
         return output, None
     if mode == "fused":
         mode = "auto"
-    if decode.applies(inputs, call, mode, fades):
+    if decode.applies(inputs, call, mode, decay):
         if torch.compiler.is_compiling():
             return decode.attend_in_graph(inputs, call), None
-        return decode.attend(inputs, call, fades), None
+        return decode.attend(inputs, call, decay), None
     inputs = inputs.with_branches(tuple(_branch(inputs, call, region) for region in call.regions))
 
     def attend_block(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         return oracle.attend(inputs) if mode == "oracle" else (attend(inputs, mode, call.spans), None)
 
-    return attend_block(inputs) if fades is None else decay.attend(inputs, fades, attend_block)
+    return attend_block(inputs) if decay is None else attend_with_decay(inputs, decay, attend_block)
 
 
 def _by_one_kernel(inputs: AttentionInputs, call: Call, mode: AttentionMode) -> torch.Tensor | None:
     """Output of the fused kernel for all regions; None if it does not apply, or if a path known to be fast does: flash
     per region, or the CPU paths.
     """
-    queries, biased = call.queries, inputs.bias is not None or inputs.sums is not None
+    queries, biased = call.queries, inputs.bias is not None or inputs.running_bias is not None
     if mode == "auto" and queries.is_cuda:
         flash = isinstance(kernel_for(queries, inputs.value, masked=biased), FlashCUDA) and inputs.fits_kernels
         wanted = inputs.q_length == 1 or not flash

@@ -132,7 +132,7 @@ class AttentionInputs:
         scattered: whether the distance of some visible cached key differs from its difference of slots.
         scaling: multiplies the scores.
         bias: by distance, added after scaling.
-        sums: c of a bias c_m - c_n, by slot: float64, `(batch or 1, heads, kv_len)`.
+        running_bias: c of a bias c_m - c_n, by slot: float64, `(batch or 1, heads, kv_len)`.
         content: all other terms of the scheme.
         softcap: c in c tanh(s / c), applied to the scaled scores before any bias or mask.
         sinks: one extra score per head that enters the softmax without a value.
@@ -148,7 +148,7 @@ class AttentionInputs:
     query_start: int | torch.Tensor
     scaling: float
     bias: DistanceBias | None = None
-    sums: torch.Tensor | None = None
+    running_bias: torch.Tensor | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     dropout: float = 0.0
@@ -185,12 +185,12 @@ class AttentionInputs:
         return self.key_positions.repeat_interleave(repeats, dim=1)[:, :, None, :]
 
     @property
-    def running_bias(self) -> torch.Tensor | None:
-        """c_m - c_n of all pairs, float64, `(batch or 1, heads, q_len, kv_len)`; None without sums."""
-        if self.sums is None:
+    def running_bias_of_pairs(self) -> torch.Tensor | None:
+        """c_m - c_n of all pairs, float64, `(batch or 1, heads, q_len, kv_len)`; None without one."""
+        if self.running_bias is None:
             return None
-        queries = torch.arange(self.q_length, device=self.sums.device) + self.query_start
-        return self.sums[..., queries, None] - self.sums[..., None, :]
+        queries = torch.arange(self.q_length, device=self.running_bias.device) + self.query_start
+        return self.running_bias[..., queries, None] - self.running_bias[..., None, :]
 
     @property
     def fits_kernels(self) -> bool:
@@ -231,6 +231,6 @@ class AttentionInputs:
             mask=None if self.mask is None else self.mask[:, :, start:stop],
             groups=None if self.groups is None else self.groups[:, keys],
             query_start=self.query_start + start,
-            sums=None if self.sums is None else self.sums[..., keys],
+            running_bias=None if self.running_bias is None else self.running_bias[..., keys],
             content=None if self.content is None else self.content.rows(slice(start, stop), keys),
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from rope_patch.attention.inputs import wide
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.schemes.tools.rotary import RotaryLayout
+from rope_patch.schemes.tools.rotary import RotaryLayout, half_split
 
 ROWS = 128
 """Tokens of a block, which are scored pair by pair; all tokens before it are one sum."""
@@ -53,11 +55,11 @@ def rotary_linear_attention(
     with torch.autocast(query.device.type, enabled=False):  # sums of a whole text need float32
         # where elu(x) + 1 would round to zero, exp(x) does not
         q, k = (x.clamp(max=0).exp() + x.relu() for x in (wide(query), wide(key)))
-        turned = [layout.rotate(x, cos.to(x.dtype), sin.to(x.dtype)) for x in (q, k)]
+        rotated = [layout.rotate(x, cos.to(x.dtype), sin.to(x.dtype)) for x in (q, k)]
         # `(batch, kv_heads, heads that share one, length, dim)`
-        q, k, turned_q, turned_k, v = (x.unflatten(1, (key.shape[1], -1)) for x in (q, k, *turned, wide(value)))
+        q, k, rotated_q, rotated_k, v = (x.unflatten(1, (key.shape[1], -1)) for x in (q, k, *rotated, wide(value)))
         seen = k.cumsum(dim=-2) if causal else k.sum(dim=-2, keepdim=True)
-        sums = _causal(turned_q, turned_k, v) if causal else turned_q @ (turned_k.mT @ v)
+        sums = _causal(rotated_q, rotated_k, v) if causal else rotated_q @ (rotated_k.mT @ v)
         return (sums / (q * seen).sum(dim=-1, keepdim=True)).flatten(1, 2).to(value.dtype)
 
 
@@ -68,3 +70,17 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         outputs.append((block_q @ block_k.mT).tril() @ block_v + block_q @ passed)
         passed = passed + block_k.mT @ block_v
     return torch.cat(outputs, dim=-2)
+
+
+def rotate_after_feature_map(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A pre-hook of a Llama's attention: `attention_function` receives the tables and the states as projected."""
+    cos, sin = kwargs["position_embeddings"]
+    return args, {**kwargs, "position_embeddings": (cos**0, 0 * sin), "tables": (cos, sin)}
+
+
+def attention_function(module: Any, query: Any, key: Any, value: Any, mask: Any, *, tables: Any, **_: Any) -> Any:
+    """Causal linear attention as Transformers calls it; the output is `(batch, length, heads, head_dim)`."""
+    pairs = query.shape[-1] // 2
+    cos, sin = (table[:, None, :, :pairs] for table in tables)  # Llama repeats them for the second half
+    output = rotary_linear_attention(query, key, value, half_split(2 * pairs), cos, sin)
+    return output.transpose(1, 2).contiguous(), None

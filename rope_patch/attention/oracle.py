@@ -77,7 +77,7 @@ def _scores(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]
         total = total + bias.to(total.dtype)
     if inputs.bias is not None:
         total = total + _bias(inputs.bias, inputs).to(total.dtype)
-    if (running := inputs.running_bias) is not None:
+    if (running := inputs.running_bias_of_pairs) is not None:
         total = total + running.to(total.dtype)
     by_mask = None if added is None or seen is None else ~seen.any(dim=-1, keepdim=True)
     if total is not scores:

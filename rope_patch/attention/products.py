@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from rope_patch.attention.inputs import AttentionInputs, wide
-from rope_patch.attention.kernels import Dense
 from rope_patch.attention.segmented import Block, HeadGroup, Piece, blocks_of, head_groups
 from rope_patch.attention.spans import Span
+from rope_patch.attention.tile_kernels import Dense
 from rope_patch.attention.tiles import Tile
 
 
@@ -29,7 +29,7 @@ def applies(inputs: AttentionInputs) -> bool:
     states = [inputs.value, *(state for branch in inputs.branches for state in (branch.query, branch.key))]
     wanted = torch.is_grad_enabled() and any(state.requires_grad for state in states)
     fits = all(state.is_cpu and state.dtype == torch.bfloat16 for state in states)
-    return fits and not wanted and inputs.bias is None and inputs.sums is None and multiplies_bfloat16()
+    return fits and not wanted and inputs.bias is None and inputs.running_bias is None and multiplies_bfloat16()
 
 
 @functools.cache

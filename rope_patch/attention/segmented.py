@@ -23,8 +23,8 @@ import torch
 from rope_patch.attention import chunked
 from rope_patch.attention.bias import TileBias, tile_bias
 from rope_patch.attention.inputs import AttentionInputs, Branch, wide
-from rope_patch.attention.kernels import Biased, Kernel, Merged, Work, kernel_for
 from rope_patch.attention.spans import Span
+from rope_patch.attention.tile_kernels import Biased, Kernel, Merged, Work, kernel_for
 from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 
@@ -79,7 +79,7 @@ class _Segmented(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(value, out, lse, *states)
         nothing = value.new_empty(0)  # states are saved once, where hooks see them
-        ctx.inputs = dataclasses.replace(inputs, branches=(), value=nothing, bias=None, sums=None)
+        ctx.inputs = dataclasses.replace(inputs, branches=(), value=nothing, bias=None, running_bias=None)
         ctx.spans, ctx.places, ctx.bias = spans, places, bias
         return out
 
@@ -116,8 +116,10 @@ def _by_definition(
     ctx: Any, grad: torch.Tensor, branches: list[Branch], value: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of `_Segmented.backward` in a form that can be differentiated again."""
-    bias, sums = (None, None) if ctx.bias is None else ctx.bias.as_inputs()
-    inputs = dataclasses.replace(ctx.inputs, branches=tuple(branches), value=value, bias=bias, sums=sums)
+    bias, running_bias = (None, None) if ctx.bias is None else ctx.bias.as_inputs()
+    inputs = dataclasses.replace(
+        ctx.inputs, branches=tuple(branches), value=value, bias=bias, running_bias=running_bias
+    )
     states = [state for branch in branches for state in (branch.query, branch.key)]
     every = None, None, None, None if ctx.bias is None else ctx.bias.source, value, *states
     wanted = [x for x, needed in zip(every, ctx.needs_input_grad, strict=True) if needed and x is not None]

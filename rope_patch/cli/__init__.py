@@ -1,4 +1,4 @@
-"""The command line: `rope-patch COMMAND` runs a recipe, or looks at a checkpoint.
+"""The command line: `rope-patch COMMAND` runs a recipe or a tool, or looks at a checkpoint.
 
 A command is a module with `Options`, a dataclass, and `main(options)`; its docstring is the help.
 """
@@ -8,31 +8,34 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from importlib import util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from rope_patch.errors import MissingPackage, did_you_mean
 from rope_patch.shipped import recipes_folder
 from rope_patch.version import __version__
 
+_OWN, _ROOT = Path(__file__).parent, recipes_folder().parent
+
 COMMANDS = {
-    "list": "rope_patch.cli.listing",
-    "describe": "rope_patch.cli.describe",
-    "plot": "recipes/pictures.py",
-    "perplexity": "recipes/perplexity.py",
-    "passkey": "recipes/passkey.py",
-    "ruler": "recipes/ruler.py",
-    "sweep": "recipes/sweep.py",
-    "finetune": "recipes/finetune.py",
-    "compare": "recipes/compare_encodings.py",
-    "export": "rope_patch.cli.export",
-    "doctor": "rope_patch.cli.doctor",
-    "serve": "recipes/serve.py",
-    "checkpoint": "recipes/checkpoint.py",
-    "completion": "rope_patch.cli.completion",
+    "list": _OWN / "listing.py",
+    "describe": _OWN / "describe.py",
+    "plot": _ROOT / "tools" / "pictures.py",
+    "perplexity": _ROOT / "recipes" / "perplexity.py",
+    "passkey": _ROOT / "recipes" / "passkey.py",
+    "ruler": _ROOT / "recipes" / "ruler.py",
+    "sweep": _ROOT / "recipes" / "sweep.py",
+    "finetune": _ROOT / "recipes" / "finetune.py",
+    "compare": _ROOT / "recipes" / "compare_encodings.py",
+    "export": _OWN / "export.py",
+    "doctor": _OWN / "doctor.py",
+    "serve": _ROOT / "recipes" / "serve.py",
+    "checkpoint": _ROOT / "tools" / "fetch_checkpoint.py",
+    "completion": _OWN / "completion.py",
 }
-"""What each runs; a recipe is a script that you can also copy, change and start by itself."""
+"""What each runs: a module of this folder, a recipe to copy and change, or a tool, which only a checkout has."""
 
 HELP = """\
 usage: rope-patch COMMAND [CONFIG.yaml] [OPTIONS]
@@ -60,37 +63,46 @@ def main(words: Sequence[str] | None = None) -> int:
     Returns:
         exit status, see `HELP`.
     """
-    first, *rest = (sys.argv[1:] if words is None else list(words)) or ["--help"]
+    command, *rest = (sys.argv[1:] if words is None else list(words)) or ["--help"]
     try:
-        if first in ("--help", "-h"):
-            print(HELP.format(commands="\n".join(f"  {name:<12}{_summary(name)}" for name in COMMANDS)))
-        elif first == "--version":
+        if command in ("--help", "-h"):
+            print(HELP.format(commands="\n".join(f"  {name:<12}{_summary(name)}" for name in available())))
+            return 0
+        if command == "--version":
             print(f"rope-patch {__version__}")
-        elif first in COMMANDS:
+            return 0
+        if command in available():
             from rope_patch.cli.options import run
 
-            command = load(first)
-            return run(command.Options, command.main, rest, f"rope-patch {first}")
-        else:
-            print(f"rope-patch: there is no command {first!r}; {did_you_mean(first, COMMANDS)}", file=sys.stderr)
-            return 2
+            module = load(command)
+            return run(module.Options, module.main, rest, f"rope-patch {command}")
+        refusal = f"there is no command {command!r}; {did_you_mean(command, available())}"
+        if command in COMMANDS:
+            refusal = f"{command} comes with the repository; run it in a checkout of rope_patch"
     except MissingPackage as error:
-        print(f"rope-patch: {error}", file=sys.stderr)
-        return 2
-    return 0
+        refusal = str(error)
+    print(f"rope-patch: {refusal}", file=sys.stderr)
+    return 2
+
+
+def available() -> list[str]:
+    """The commands whose file is here: an installed wheel has no tools."""
+    return [command for command, file in COMMANDS.items() if file.is_file()]
 
 
 def load(command: str) -> ModuleType:
-    """The module of a command."""
-    from rope_patch.cli.options import load_recipe
-
-    place = COMMANDS[command]
-    return load_recipe(place[8:-3]) if place.startswith("recipes/") else import_module(place)
+    """The module of a command, loaded from its file, because a wheel has the recipes elsewhere than a checkout."""
+    file = COMMANDS[command]
+    name = f"{__name__ if file.parent == _OWN else file.parent.name}.{file.stem}"
+    if name not in sys.modules:
+        if file.parent.name == "tools":
+            sys.path.insert(0, str(_ROOT))  # tools import one another
+        spec: Any = util.spec_from_file_location(name, file)
+        sys.modules[name] = util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def _summary(command: str) -> str:
     """The first line of the docstring, which is read without tyro."""
-    place = COMMANDS[command]
-    of_package = Path(__file__).with_name(f"{place.rpartition('.')[2]}.py")
-    file = recipes_folder() / place[8:] if place.startswith("recipes/") else of_package
-    return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0].rstrip(".")
+    return (ast.get_docstring(ast.parse(COMMANDS[command].read_text())) or "").partition("\n")[0].rstrip(".")

@@ -23,10 +23,10 @@ class Options:
 
 def main(options: Options) -> None:
     """Print the script that tyro writes for all commands together."""
-    from rope_patch.cli import COMMANDS, load
+    from rope_patch.cli import available, load
 
     commands: Any = Union[  # noqa: UP007  the members are computed
-        tuple(Annotated[load(name).Options, tyro.conf.subcommand(name=name)] for name in COMMANDS)
+        tuple(Annotated[load(name).Options, tyro.conf.subcommand(name=name)] for name in available())
     ]
     try:
         tyro.cli(commands, prog="rope-patch", args=["--tyro-print-completion", options.shell])

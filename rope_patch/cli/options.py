@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import io
 import json
@@ -42,47 +43,35 @@ class Multiple(float):
         return f"{self:g}x"
 
 
-def _numbers(words: list[str]) -> tuple[int, ...]:
-    listed = [word for part in words for word in part.split(",")]
-    if not all(re.fullmatch(r"-?\d+", word) for word in listed):
-        raise ValueError(f"{' '.join(words)!r} is no list of whole numbers such as 256,512,1024")
-    return tuple(map(int, listed))
+def _listed(pattern: str, metavar: str, kinds: str, several: bool = True) -> Any:
+    """How tyro reads whole numbers, and multiples of L where the pattern allows them."""
 
+    def read(words: list[str]) -> Any:
+        listed = [word for part in words for word in part.split(",")]
+        if not all(re.fullmatch(pattern, word) for word in listed):
+            raise ValueError(f"{' '.join(words)!r} is no list of {kinds}")
+        # a multiple is an integer as soon as `run` has asked the checkpoint
+        numbers = tuple(Multiple(word[:-1]) if word.endswith("x") else int(word) for word in listed)
+        return numbers if several else numbers[0]
 
-def _lengths(words: list[str]) -> tuple[int, ...]:
-    listed = [word for part in words for word in part.split(",")]
-    if not all(re.fullmatch(r"-?\d+|\d+(\.\d+)?x", word) for word in listed):
-        raise ValueError(f"{' '.join(words)!r} is no list of lengths such as 256,512,1024 or 1x,2x,4x")
-    # a multiple is an integer as soon as `run` has asked the checkpoint
-    return tuple(Multiple(word[:-1]) if word.endswith("x") else int(word) for word in listed)  # type: ignore[misc]
-
-
-def _listed(read: Callable[[list[str]], tuple[int, ...]], nargs: Any, metavar: str) -> Any:
     return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=nargs,
+        nargs="*" if several else 1,
         metavar=metavar,
         instance_from_str=read,
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda value: [",".join(map(str, value))],
+        is_instance=lambda value: isinstance(value, tuple if several else (int, Multiple)),
+        str_from_instance=lambda value: [",".join(map(str, value if several else (value,)))],
     )
 
 
-Numbers = Annotated[tuple[int, ...], _listed(_numbers, "*", "N,N,...")]
+_LENGTH = r"-?\d+|\d+(\.\d+)?x", "lengths such as 256,512,1024 or 1x,2x,4x"
+
+Numbers = Annotated[tuple[int, ...], _listed(r"-?\d+", "N,N,...", "whole numbers such as 256,512,1024")]
 """Whole numbers: `256,512` or `256 512`."""
 
-Lengths = Annotated[tuple[int, ...], _listed(_lengths, "*", "N,Nx,...")]
+Lengths = Annotated[tuple[int, ...], _listed(_LENGTH[0], "N,Nx,...", _LENGTH[1])]
 """Lengths in tokens, `256,512` or `256 512`, or in multiples of the training length, `1x,4x`."""
 
-Length = Annotated[
-    int,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="N|Nx",
-        instance_from_str=lambda words: _lengths(words)[0],
-        is_instance=lambda value: isinstance(value, (int, Multiple)),
-        str_from_instance=lambda value: [str(value)],
-    ),
-]
+Length = Annotated[int, _listed(_LENGTH[0], "N|Nx", _LENGTH[1], several=False)]
 """A length in tokens, or in multiples of the training length."""
 
 Specs = Annotated[tuple[str, ...], tyro.conf.arg(name="scheme", metavar="SCHEME"), tyro.conf.UseAppendAction]
@@ -144,23 +133,20 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
         OSError: the file cannot be read.
         SystemExit: after `--help`.
     """
-    words, flags = list(words), _flags(options)
-    config = _read(Path(words.pop(0)), flags) if words and words[0].endswith((".yaml", ".yml")) else {}
-    known = {"--help", *(flag for spellings in flags.values() for flag in spellings)}
-    given = {word.partition("=")[0].replace("_", "-"): word for word in words if word.startswith("--")}
-    if unknown := given.keys() - known:
-        flag = given[min(unknown)].partition("=")[0]
-        raise EvaluationError(f"there is no option {flag!r}; {did_you_mean(flag, known)}")
-    kept = [said for name, said in config.items() if given.keys().isdisjoint(flags[name])]
-    shown = io.StringIO()
+    words, flags = list(words), {field.name: _flags(field) for field in dataclasses.fields(options)}  # type: ignore[arg-type]
+    of_file = _read(Path(words.pop(0)), flags) if words and words[0].endswith((".yaml", ".yml")) else {}
+    allowed = {"--help", *(flag for spellings in flags.values() for flag in spellings)}
+    typed = {word.partition("=")[0].replace("_", "-"): word for word in words if word.startswith("--")}
+    if unknown := typed.keys() - allowed:
+        flag = typed[min(unknown)].partition("=")[0]
+        raise EvaluationError(f"there is no option {flag!r}; {did_you_mean(flag, allowed)}")
+    for name in of_file:
+        if typed.keys().isdisjoint(flags[name]):
+            words = [*of_file[name], *words]
+    shown, description = io.StringIO(), sys.modules[options.__module__].__doc__
     try:
         with contextlib.redirect_stderr(shown):
-            return tyro.cli(
-                options,
-                prog=prog or Path(sys.argv[0]).name,
-                description=sys.modules[options.__module__].__doc__,
-                args=[*(word for said in kept for word in said), *words],
-            )
+            return tyro.cli(options, prog=prog or Path(sys.argv[0]).name, description=description, args=words)
     except SystemExit as end:
         if end.code:
             raise EvaluationError(_one_line(shown.getvalue())) from None
@@ -173,25 +159,20 @@ def in_tokens(options: Any) -> Any:
     Raises:
         RopePatchError: there is no such checkpoint, or its config does not give L.
     """
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    asked = {name: value for name, value in given.items() if Multiple in map(type, _several(value))}
-    if not asked:
-        return options
-    from rope_patch.saving.loading import default_checkpoint, trained_length
 
-    trained = trained_length(given.get("model") or given.get("checkpoint") or default_checkpoint())
+    @functools.cache
+    def trained() -> int:
+        from rope_patch.saving.loading import default_checkpoint, trained_length
 
-    def tokens(length: Any) -> Any:
-        return round(length * trained) if isinstance(length, Multiple) else length
+        named = getattr(options, "model", None) or getattr(options, "checkpoint", None)
+        return trained_length(named or default_checkpoint())
 
-    found = {
-        name: tuple(map(tokens, value)) if isinstance(value, tuple) else tokens(value) for name, value in asked.items()
-    }
-    return dataclasses.replace(options, **found)
+    def tokens(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(tokens, value))
+        return round(value * trained()) if isinstance(value, Multiple) else value
 
-
-def _several(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+    return dataclasses.replace(options, **{name: tokens(value) for name, value in vars(options).items()})
 
 
 def say(sentence: str) -> None:
@@ -205,15 +186,15 @@ def is_main() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def print_json(found: Any) -> None:
-    """Print what was found as one JSON document, once, however many processes measured."""
+def print_json(document: Any) -> None:
+    """Print one JSON document, once, however many processes measured."""
     if is_main():
-        print(json.dumps(found, indent=2))
+        print(json.dumps(document, indent=2))
 
 
 def load_recipe(name: str) -> Any:
     """The module of `recipes/NAME.py`."""
-    module = f"rope_patch_recipes_{name}"
+    module = f"recipes.{name}"
     if module not in sys.modules:
         spec = importlib.util.spec_from_file_location(module, recipes_folder() / f"{name}.py")
         sys.modules[module] = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
@@ -254,33 +235,29 @@ def _as_typed() -> str:
     return shlex.join(["rope-patch", *sys.argv[1:]] if installed else sys.orig_argv)
 
 
-def _flags(options: type) -> dict[str, tuple[str, ...]]:
-    """How each option is spelled."""
-    found: dict[str, tuple[str, ...]] = {}
-    for field in dataclasses.fields(options):
-        name = "scheme" if field.type in ("Specs", Specs) else field.name.replace("_", "-")
-        found[field.name] = (f"--{name}", f"--no-{name}") if field.type in ("bool", bool) else (f"--{name}",)
-    return found
+def _flags(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """How an option is spelled."""
+    name = "scheme" if field.type in ("Specs", Specs) else field.name.replace("_", "-")
+    return (f"--{name}", f"--no-{name}") if field.type in ("bool", bool) else (f"--{name}",)
 
 
 def _read(path: Path, flags: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
-    """A YAML file as words of a command line, by option."""
+    """A YAML file as words of a command line, by option, so that its values are read and refused like typed ones."""
     try:
-        found = yaml.safe_load(path.read_text()) or {}
+        settings = yaml.safe_load(path.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise EvaluationError(f"{path} is no YAML: {error}") from error
-    if not isinstance(found, dict):
-        raise EvaluationError(f"{path}: a mapping of options is wanted, not {found!r:.80}")
+    if not isinstance(settings, dict):
+        raise EvaluationError(f"{path}: a mapping of options is wanted, not {settings!r:.80}")
     words = {}
-    for name, value in found.items():
-        values = value if isinstance(value, list) else [value]
+    for name, value in settings.items():
         if name not in flags:
             raise EvaluationError(f"{path}: there is no option {name!r}; {did_you_mean(str(name), flags)}")
+        values, flag = value if isinstance(value, list) else [value], flags[name][0]
         if any(isinstance(each, list | dict) for each in values):
             raise EvaluationError(f"{path}: {name}: {value!r:.80} is nested; a value or a list of values is allowed")
-        flag = flags[name][0]
         if isinstance(value, bool):
-            words[name] = [flags[name][0 if value else -1]]
+            words[name] = [flag if value else flags[name][-1]]
         elif flag == "--scheme":
             words[name] = [word for each in values for word in (flag, str(each))]
         elif value is not None:

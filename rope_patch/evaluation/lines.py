@@ -12,8 +12,8 @@ from typing import Any
 from rope_patch.errors import AlreadyPatched, EvaluationError, RopePatchWarning
 from rope_patch.evaluation.measured_model import MeasuredModel
 from rope_patch.models.base import Stack
-from rope_patch.mounting.caution import changes_nothing
 from rope_patch.mounting.plan import Plan, plan_mounts
+from rope_patch.mounting.scheme_warnings import changes_nothing
 from rope_patch.schemes import Checkpoint, Scheme, get_scheme, list_schemes, scheme_class
 from rope_patch.schemes.target import reached
 

@@ -25,7 +25,7 @@ from rope_patch.evaluation.rows import Row, Rows, recall
 from rope_patch.evaluation.standard_errors import FEW
 from rope_patch.models.config import rope_entries
 from rope_patch.models.head import find_language_model
-from rope_patch.saving.export import served_by
+from rope_patch.saving.readers import served_by
 from rope_patch.schemes import Scheme
 
 BLOCKS = 32  # maximum number of blocks of windows, for standard errors over few documents

@@ -107,7 +107,7 @@ class Row(Measurement):
             many windows.
         text: the name of the file or dataset.
         asked: the requested number of documents, if any.
-        served: other programs that can compute the scheme, see `rope_patch.saving.export.served_by`; None in old files.
+        served: other programs that can compute the scheme, see `saving.readers.served_by`; None in old files.
     """
 
     KEY = ("model", "weights", "scheme", "protocol", "length", "targets", "texts", "dtype", "attention")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.generation.continuous_batching import PagedAttentionCache
 
-from rope_patch.attention.memo import ForwardMemo
+from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.errors import UnsupportedPositions
 
 ARGUMENTS = (
@@ -38,13 +38,13 @@ class Request:
     Attributes:
         queries, keys: its slices of the row's queries, and of the keys that the cache returned.
         position_ids: of its queries, `(1, q_len)`.
-        memo: shared by the layers for this request.
+        forward_cache: shared by the layers for this request.
     """
 
     queries: slice
     keys: slice
     position_ids: torch.Tensor
-    memo: ForwardMemo = field(default_factory=ForwardMemo)
+    forward_cache: ForwardCache = field(default_factory=ForwardCache)
 
     @property
     def kv_length(self) -> int:
@@ -66,7 +66,7 @@ class Request:
             distance = m - torch.arange(self.kv_length, device=m.device)
             return ((distance >= 0) & (distance < window))[None, None]
 
-        return cast(torch.Tensor, self.memo.once(("window", window), seen))
+        return cast(torch.Tensor, self.forward_cache.once(("window", window), seen))
 
 
 def attend_by_request(
@@ -78,7 +78,7 @@ def attend_by_request(
     *,
     cache: PagedAttentionCache,
     position_ids: torch.Tensor,
-    memo: ForwardMemo,
+    forward_cache: ForwardCache,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the new keys to a paged cache, and score each request of the row.
@@ -86,7 +86,7 @@ def attend_by_request(
     Args:
         attend: returns the output for a `Request`, its query, key and value, and the other `kwargs`.
         position_ids: of the whole row, `(1, tokens)`.
-        memo: of the forward.
+        forward_cache: of the forward.
 
     Shape:
         query `(1, heads, tokens, head_dim)`, key and value `(1, kv_heads, tokens, head_dim)`; returns
@@ -102,8 +102,8 @@ def attend_by_request(
         )
     key, value, key_bounds = _updated(cache, cast(Any, module).layer_idx, key, value, kwargs)
     bounds = kwargs["cu_seq_lens_q"], key_bounds
-    requests = memo.derived("requests", lambda: requests_of(position_ids, *bounds), *bounds)
-    others = {name: given for name, given in kwargs.items() if name not in ARGUMENTS}
+    requests = forward_cache.derived("requests", lambda: requests_of(position_ids, *bounds), *bounds)
+    others = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
     output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     for request in requests:
         states = query[:, :, request.queries], key[:, :, request.keys], value[:, :, request.keys]

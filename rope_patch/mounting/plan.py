@@ -16,18 +16,19 @@ from typing import Any, Literal, cast
 
 from torch import nn
 
+from rope_patch.attention.forward_cache import StackForwardCache
 from rope_patch.attention.inputs import AttentionMode
-from rope_patch.attention.memo import StackMemo
 from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
 from rope_patch.models.cached_keys import OWN_ROTATION, CacheTagging, cache_tag
 from rope_patch.models.config import scheme_of_layer_type
 from rope_patch.models.rebuilding import rebuilt_numbers
 from rope_patch.mounting.entry import install_entry, install_table
-from rope_patch.mounting.late import IMPLEMENTATION, LateAttention, LateForward
+from rope_patch.mounting.hooks import LayerHook, StackHook
+from rope_patch.mounting.layer_state import LayerState, Rotation
 from rope_patch.mounting.parameters import install_parameters
-from rope_patch.mounting.positions import pass_positions
-from rope_patch.mounting.scoring import late_attention
+from rope_patch.mounting.registration import IMPLEMENTATION, Registration
+from rope_patch.mounting.stack_positions import pass_positions
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
@@ -35,11 +36,6 @@ from rope_patch.schemes.rope import NoPE, RoPE
 from rope_patch.schemes.tools.positions import Identity
 
 Mount = Literal["auto", "late"]
-
-Rotation = Literal["module", "late", "anchored"]
-"""Where queries and keys are rotated: in the attention module, in the attention function, or in both. In the last case
-the module uses the positions of the farthest region, which the cache keeps, and the function adds the difference."""
-
 
 _UNROTATED = "layer without positions"
 
@@ -327,43 +323,50 @@ def _reason_to_leave(layer: AttentionLayer, stack: Stack) -> str:
     return ""
 
 
-def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> None:
-    """Carry out a plan. On an error the caller undoes `changes`."""
+def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> tuple[LayerState, ...]:
+    """Carry out a plan; returns the state of each layer that changes. On an error the caller undoes `changes`."""
     if stack.absolute is not None:
         install_table(plan.scheme, stack.absolute, changes)
-        return
+        return ()
     for module in {rotary.module: None for rotary in stack.rotary}:
         changes.keep(module)
     for module, name, value in stack.replacements if plan.late else ():
         changes.set(module, name, value)
-    hooks = [
-        hook
+    installed = [
+        (its_plan, _install_layers(its_plan, part, attention, changes))
         for part, its_plan in plan.by_layer or ((stack, plan),)
-        for hook in _install_layers(its_plan, part, attention, changes)
     ]
+    states = tuple(state for _, its_states in installed for state in its_states)
+    late = [state for its_plan, its_states in installed if its_plan.late for state in its_states]
     # one cache holds the keys of all layers
-    kept = dict.fromkeys(hook.kept for hook in hooks) or (OWN_ROTATION,)
+    kept = dict.fromkeys(state.kept for state in late) or (OWN_ROTATION,)
     tag = cache_tag(plan.scheme, ", or ".join(kept))
-    if not hooks:
+    for state in states:
+        state.cache_tag = tag
+    if late:
+        _install_hooks(stack, late, changes)
+    else:
         is_native = stack.native is not None and plan.scheme == stack.native.resolve(stack.checkpoint)
         first = plan.touched(stack)[0]
         changes.hook(first.module, CacheTagging(first.index, tag, accepts_plain=is_native))
-        return
-    for hook in hooks:
-        hook.cache_tag = tag
+    return states
+
+
+def _install_hooks(stack: Stack, states: Sequence[LayerState], changes: Changes) -> None:
+    """Hook a stack and those of its layers that are scored late."""
     # an unchanged, sliding or delegating layer needs the mask of all pairs
-    reads_groups = len(hooks) == stack.config.num_hidden_layers and all(hook.reads_groups for hook in hooks)
-    scorers = tuple(hook.layer.module for hook in hooks)
+    reads_groups = len(states) == stack.config.num_hidden_layers and all(state.reads_groups for state in states)
+    scorers = tuple(state.layer.module for state in states)
     if not reads_groups or _others_take_masks(stack.module, scorers):
         scorers = ()
     # a stack that rotates counts for itself if it takes no positions
     counts = not stack.rotary and "position_ids" not in inspect.signature(stack.module.forward).parameters
-    changes.hook(
-        stack.module, LateForward(tuple({id(hook.memo): hook.memo for hook in hooks}.values()), scorers, counts)
-    )
-    for hook in hooks:
-        changes.hook(hook.layer.module, hook)
-        hook.register()
+    forward_caches = {id(state.forward_cache): state.forward_cache for state in states}
+    changes.hook(stack.module, StackHook(tuple(forward_caches.values()), scorers, counts))
+    registration = Registration()
+    changes.log(stack.module, registration)
+    for state in states:
+        changes.hook(state.layer.module, LayerHook(state, registration))
 
 
 def _others_take_masks(stack: nn.Module, scorers: Sequence[nn.Module]) -> bool:
@@ -377,8 +380,8 @@ def _others_take_masks(stack: nn.Module, scorers: Sequence[nn.Module]) -> bool:
     return any(any("mask" in name for name in names) and crossing.isdisjoint(names) for names in taken)
 
 
-def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> list[LateAttention]:
-    """Carry out a plan for layers under one scheme; the hooks on their attention are returned, not installed."""
+def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> list[LayerState]:
+    """Carry out a plan for layers under one scheme, without the hooks on their attention."""
     touched = plan.touched(stack)
     weights = install_parameters(plan.scheme, stack, touched, changes)
     if plan.late or plan.embedding:
@@ -391,27 +394,27 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
     for layer in touched:
         for name, value in plan.numbers.get(layer.index, {}).items():
             changes.set(layer.module, name, value)
-    memo, hooks = StackMemo(), []
-    for layer in touched if plan.late else ():
+    forward_cache, states = StackForwardCache(), []
+    for layer in touched:
         config = cast(Any, layer.module.config)
-        live = copy.copy(config)
-        live._attn_implementation_internal = IMPLEMENTATION
-        changes.set(layer.module, "config", live)
-        hooks.append(
-            LateAttention(
-                function=late_attention,
+        if plan.late:
+            live = copy.copy(config)
+            live._attn_implementation_internal = IMPLEMENTATION
+            changes.set(layer.module, "config", live)
+        states.append(
+            LayerState(
                 scheme=plan.scheme,
                 layer=layer,
                 rotation=plan.rotation,
                 frequencies=plan.frequencies,
                 weights=weights[layer.name],
                 attention=attention,
-                memo=memo,
+                forward_cache=forward_cache,
                 config=config,
                 num_layers=stack.num_cached,
             )
         )
-    return hooks
+    return states
 
 
 def _install_rotary(scheme: Scheme, rotary: RotaryTables, training_length: int, changes: Changes) -> None:

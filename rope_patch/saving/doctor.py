@@ -1,29 +1,26 @@
-"""How each reader of a checkpoint folder interprets its positions, and what it silently ignores.
-
-docs/serving.md has the facts about vLLM and llama.cpp, and how they were established.
-"""
+"""How each reader of a checkpoint folder interprets its positions, and what it silently ignores."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_patch.models.config import checkpoint_of_config
+from rope_patch.models.config import training_length
 from rope_patch.models.rope_parameters import entry_of
 from rope_patch.mounting.saved import RECORD
-from rope_patch.saving.export import config_of, read_config, readers_of
+from rope_patch.saving import readers
+from rope_patch.saving.checkpoint_kind import read_config
+from rope_patch.saving.loading import load_config
 from rope_patch.schemes.registry import scheme_from_dict
 
-READERS = NEW, OLD, VLLM, LLAMA_CPP = ("Transformers 5", "Transformers 4", "vLLM", "llama.cpp")
+READERS = tuple(reader.name for reader in readers.READERS)
 
-_NEED_L = ("yarn", "llama3", "longrope")
-"""Types that need L, `original_max_position_embeddings`."""
-
-_WORDS = ("rope_type", "rope_theta", "factor", "attention_factor", "partial_rotary_factor", "low_freq_factor")
+_COMPARED = ("rope_type", "rope_theta", "factor", "attention_factor", "partial_rotary_factor", "low_freq_factor")
 """Keys in which two descriptions of the same positions are compared."""
 
-_OTHERS_DEFAULT = 8192  # L of llama3 and longrope in llama.cpp's converter if the top of the config has none
+_L = "original_max_position_embeddings"
 
 
 @dataclass
@@ -37,68 +34,55 @@ class Reading:
 
     reader: str
     understood: str
-    lost: list[str] = field(default_factory=list)
+    lost: list[str]
 
 
 def diagnose(folder: str | Path) -> list[Reading]:
     """How each of `READERS` interprets the positions of a checkpoint folder.
 
     Raises:
-        NotExpressible: its config.json is not a config, or Transformers cannot read it.
-        OSError: the folder or its config.json is missing.
+        NoCheckpoint: there is no model in the folder, or its config cannot be read.
+        NotExpressible, InvalidField: it has adapters, or its config is not JSON.
     """
-    raw = read_config(Path(folder))
-    config = config_of(Path(folder)).get_text_config()
+    raw = read_config(folder)
+    config = load_config(folder).get_text_config()
     part = raw if "rope_parameters" in raw or not isinstance(raw.get("text_config"), dict) else raw["text_config"]
     read = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
-    entry = entry_of(read) if "rope_type" in read or "full_attention" in read else {"rope_type": "default"}
+    entry: dict[str, Any] = (
+        entry_of(read) if "rope_type" in read or "full_attention" in read else {"rope_type": "default"}
+    )
+    trained = training_length(config)
     older = _as_older_readers_have_it(part)
-    found = {reader: Reading(reader, _spelled(older if reader == OLD else entry)) for reader in READERS}
+    record, written = part.get(RECORD) or raw.get(RECORD), part.get("rope_parameters")
+    kind, factor, longest = entry["rope_type"], entry.get("factor"), part.get("max_position_embeddings")
 
-    def lost(sentence: str, *readers: str) -> None:
-        for reader in readers or READERS:
-            found[reader].lost.append(sentence)
+    def lost(reader: readers.Reader) -> Iterator[str]:
+        if isinstance(record, dict) and record.get("rope_parameters", read) == read:
+            yield f"{scheme_from_dict(record.get('scheme', {}))}, which config.rope_patch records{reader.record}"
+        stated = written if isinstance(written, dict) and "rope_type" in written else entry
+        if reader.scaling_wins and _differ(stated, entry):
+            yield f"rope_parameters ({_spelled(stated)}), because rope_scaling ({_spelled(older)}) wins"
+        if reader.is_old and _differ(older, entry):
+            yield f"rope_parameters ({_spelled(entry)}): it reads only rope_scaling and rope_theta"
+        if kind in readers.NEED_L:  # other types do not store L
+            if part.get(_L) is None and _L not in f"{written} {part.get('rope_scaling')}":
+                yield f"L: {_L} is missing; max_position_embeddings={longest} is used instead"
+            elif part.get(_L) is None and kind in reader.l_at_top:
+                yield f"L: no {_L} at the top; 8192 is used instead"
+            reach = round(factor * trained) if factor else 0
+            if kind in reader.cut and longest and longest < reach:
+                yield f"the context beyond max_position_embeddings={longest}; factor times L is {reach}"
+        if reader.needs_float and kind == "linear" and not isinstance(factor, float):
+            yield f"all of it: factor={factor} must be a float, or it does not start"
+        form = readers.form_of(read, raw.get("architectures"))
+        reads, words = reader.support.get(form, reader.support[""])
+        if reads == "no" or (reads == "partly" and form == "by layer type"):
+            yield f"{kind}: {words}"
 
-    record = part.get(RECORD) or raw.get(RECORD)
-    if isinstance(record, dict) and record.get("rope_parameters", read) == read:
-        recorded = f"{scheme_from_dict(record.get('scheme', {}))}, which config.rope_patch records"
-        lost(f"{recorded}: load it with rope_patch.from_pretrained", NEW, OLD)
-        lost(f"{recorded}, unless rope_patch is installed with it, on a CPU", VLLM)
-        lost(recorded, LLAMA_CPP)
-    written, factor = part.get("rope_parameters"), entry.get("factor")
-    if isinstance(written, dict) and "rope_type" in written and _differ(written, entry):
-        lost(f"rope_parameters ({_spelled(written)}), because rope_scaling ({_spelled(older)}) wins", NEW, VLLM)
-    if _differ(older, entry):
-        lost(f"rope_parameters ({_spelled(entry)}): it reads only rope_scaling and rope_theta", OLD)
-    _look_at_lengths(part, entry, checkpoint_of_config(config).training_length, lost)
-    if entry["rope_type"] == "linear" and not isinstance(factor, float):
-        lost(f"all of it: factor={factor} must be a float, or it does not start", VLLM)
-    if entry["rope_type"] == "dynamic":
-        lost("dynamic: it uses one base, for the longest text that it serves", VLLM)
-        lost("dynamic: it keeps the checkpoint's base", LLAMA_CPP)
-    else:
-        for other in readers_of(read, raw.get("architectures") or [], 0)[1:]:
-            if other.reads == "no" or (other.reads == "partly" and "rope_type" not in read):
-                lost(f"{entry['rope_type']}: {other.words}", other.name)
-    return list(found.values())
-
-
-def _look_at_lengths(part: dict[str, Any], entry: dict[str, Any], trained: int, lost: Any) -> None:
-    kind, longest, factor = entry["rope_type"], part.get("max_position_embeddings"), entry.get("factor")
-    at_top = part.get("original_max_position_embeddings")
-    if kind in _NEED_L and at_top is None and not _names_l(part):
-        lost(f"L: original_max_position_embeddings is missing; max_position_embeddings={longest} is used instead")
-    elif kind in ("llama3", "longrope") and at_top is None:
-        lost(f"L: no original_max_position_embeddings at the top; {_OTHERS_DEFAULT} is used instead", LLAMA_CPP)
-    reach = round(factor * trained) if factor and kind in _NEED_L else 0  # other types do not store L
-    if longest and longest < reach:
-        readers = (LLAMA_CPP,) if kind == "yarn" else (VLLM, LLAMA_CPP)  # vLLM multiplies L of yarn by the factor
-        lost(f"the context beyond max_position_embeddings={longest}; factor times L is {reach}", *readers)
-
-
-def _names_l(part: dict[str, Any]) -> bool:
-    entries = (part.get("rope_parameters"), part.get("rope_scaling"))
-    return any(isinstance(entry, dict) and "original_max_position_embeddings" in str(entry) for entry in entries)
+    return [
+        Reading(reader.name, _spelled(older if reader.is_old else entry), list(lost(reader)))
+        for reader in readers.READERS
+    ]
 
 
 def _as_older_readers_have_it(part: dict[str, Any]) -> dict[str, Any]:
@@ -110,9 +94,9 @@ def _as_older_readers_have_it(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return any(one.get(word) != other.get(word) for word in _WORDS if word in other or word in one)
+    return any(one.get(key) != other.get(key) for key in _COMPARED if key in other or key in one)
 
 
 def _spelled(entry: dict[str, Any]) -> str:
-    shown = {word: entry[word] for word in _WORDS[1:] if entry.get(word) is not None}
-    return ", ".join([str(entry.get("rope_type")), *(f"{word} = {value}" for word, value in shown.items())])
+    shown = {key: entry[key] for key in _COMPARED[1:] if entry.get(key) is not None}
+    return ", ".join([str(entry.get("rope_type")), *(f"{key} = {value}" for key, value in shown.items())])

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import AutoConfig
-
 from rope_patch.errors import AlreadyPatched, NotExpressible
 from rope_patch.models.config import checkpoint_of_config, restore_native, training_length
 from rope_patch.models.rope_parameters import entry_of, export_rope_parameters, stated_length
-from rope_patch.mounting.saved import ADAPTERS, RECORD
-from rope_patch.saving.loading import make_loadable
+from rope_patch.mounting.saved import RECORD
+from rope_patch.saving.checkpoint_kind import read_config
+from rope_patch.saving.loading import load_config
+from rope_patch.saving.readers import Support, check_own_code, servers_of, supported
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import get_scheme, scheme_from_dict
 
@@ -32,53 +32,8 @@ _POSITIONAL = (RECORD, "rope_parameters", "rope_scaling", "rope_theta", "origina
 _OF_TRAINING = ("optimizer", "scheduler", "rng_state", "trainer_state", "training_args", "scaler")
 """Prefixes of a trainer's files, which no reader needs."""
 
-_LLAMA_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
-"""Architectures for which llama.cpp's converter writes the factors of `llama3`."""
-
 _RATIO_TYPES = ("yarn", "longrope")
 """Types for which some readers compute the factor as max_position_embeddings / original_max_position_embeddings."""
-
-_VLLM = "start it with --max-model-len {length}"
-_LLAMA_CPP = "convert_hf_to_gguf.py writes it into the GGUF; start it with -c {length}"
-_READERS = {
-    "vLLM": {
-        "": ("yes", _VLLM),
-        "proportional": ("no", "its get_rope does not have this rope_type"),
-        "linear": ("yes", f"{_VLLM}: otherwise it multiplies {{length}} by the factor again"),
-        "longrope": ("partly", f"{_VLLM}; it then uses the long factors for short texts, too"),
-        "yarn with a temperature": (
-            "partly",
-            f"{_VLLM}; older releases ignore attention_factor and mscale",
-        ),
-    },
-    "llama.cpp": {
-        "": ("yes", _LLAMA_CPP),
-        "yarn with a temperature": (
-            "no",
-            "it computes the temperature 0.1 ln k + 1 itself; --override-kv ARCH.rope.scaling.attn_factor=float:A "
-            "corrects it, with A = attention_factor / (0.1 ln k + 1)",
-        ),
-        "yarn without rounding": ("no", "it rounds the ends of the ramp and does not support truncate=False"),
-        "llama3 elsewhere": ("no", f"its converter writes llama3's factors for {', '.join(_LLAMA_CLASSES)} only"),
-        "longrope": ("no", "its converter writes the two lists for a few architectures only, such as Phi-3"),
-        "proportional": ("no", "its converter does not support this rope_type"),
-    },
-}
-"""Support for a scheme in other programs, by its `rope_type`; the empty name is for all other types."""
-
-SERVERS = ("config", *_READERS)
-"""Programs that may serve a scheme; `config` is any program that reads the `rope_parameters` of Transformers."""
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Whether a program computes the scheme from the exported folder: `reads` is `yes`, `partly` or `no`, and `words`
-    are its start options, or the reason.
-    """
-
-    name: str
-    reads: str
-    words: str
 
 
 @dataclass(frozen=True)
@@ -97,7 +52,7 @@ class Serving:
     length: int
     config: dict[str, Any]
     changed: dict[str, Any]
-    readers: tuple[Reader, ...]
+    readers: tuple[Support, ...]
     output: Path | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,13 +79,12 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
         NotExpressible: a config cannot express the scheme, or not for this checkpoint; the message names the reason.
         AlreadyPatched: the checkpoint was saved under another scheme.
         UnknownScheme, InvalidField: the scheme is invalid.
-        OSError: the folder or its `config.json` is missing.
+        NoCheckpoint: there is no model in the folder, or its config cannot be read.
     """
     folder = Path(checkpoint)
     raw = read_config(folder)
-    _check_own_code(folder, raw)
-    make_loadable(folder)
-    config = config_of(folder)
+    check_own_code(folder, raw)
+    config = load_config(folder)
     nested = not getattr(config, "rope_parameters", None) and isinstance(raw.get("text_config"), dict)
     text = config.text_config if nested else config
     record = raw.get(RECORD) or (raw["text_config"].get(RECORD) if nested else None)
@@ -148,28 +102,8 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
     changed = {key: part.get(key) for key in {**before, **part} if before.get(key) != part.get(key)}
     written = {**raw, "text_config": part} if nested else part
     written.pop(RECORD, None)
-    architectures = raw.get("architectures")
-    readers = readers_of(parameters, architectures if isinstance(architectures, list) else [], length)
+    readers = supported(parameters, raw.get("architectures"), length)
     return Serving(chosen, trained, length, written, {"text_config": changed} if nested else changed, readers)
-
-
-def served_by(scheme: Scheme | None, config: Any) -> list[str]:
-    """Which of `SERVERS` can compute a scheme on a checkpoint, with "(partly)" after those with limits.
-
-    Args:
-        scheme: None for the plain checkpoint, which all of them serve.
-        config: of the checkpoint; it stays unchanged.
-    """
-    if scheme is None:
-        return list(SERVERS)
-    text = config.get_text_config()
-    try:
-        _check_own_code(config.name_or_path, {"model_type": config.model_type, **vars(config)})
-        readers = readers_of(_parameters(scheme, str(scheme), text), config.architectures or [], 0)
-    except NotExpressible:
-        return []
-    names = [SERVERS[0], *(f"{each.name} (partly)" if each.reads == "partly" else each.name for each in readers[1:])]
-    return [name for name, each in zip(names, readers, strict=True) if each.reads != "no"]
 
 
 def export_checkpoint(
@@ -216,64 +150,15 @@ def export_checkpoint(
     return dataclasses.replace(serving, output=target)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json` as it is written.
-
-    Raises:
-        FileNotFoundError: there is no folder, or no config in it.
-        NotExpressible: the folder is an adapter, or the config is not a JSON object.
-    """
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            errno.ENOENT, "no checkpoint folder; download one from the Hub first (hf download ID)", str(folder)
-        )
-    if (folder / ADAPTERS).is_file():
-        raise NotExpressible(
-            f"{folder} is an adapter: servers apply it to a base model whose config does not contain the scheme. Merge "
-            "it first (PEFT's merge_and_unload, then save_pretrained) and export the merged folder"
-        )
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(errno.ENOENT, "a folder without config.json is not a checkpoint", str(folder))
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise NotExpressible(f"{folder / 'config.json'} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise NotExpressible(f"{folder / 'config.json'} is not a JSON object")
-    return raw
-
-
-def _check_own_code(folder: str | Path, raw: dict[str, Any]) -> None:
-    kind = raw.get("model_type")
-    if raw.get("auto_map") or kind == "baichuan":
-        raise NotExpressible(
-            f"{folder} needs its own code ({kind}), which may ignore rope_parameters; "
-            "serve it in Transformers with rope_patch.from_pretrained"
-        )
-
-
-def config_of(folder: Path) -> Any:
-    """The config as Transformers reads it.
-
-    Raises:
-        NotExpressible: it cannot.
-    """
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # every config class has errors of its own
-        reason = " ".join(str(error).split())
-        raise NotExpressible(f"Transformers cannot read {folder / 'config.json'}: {reason}") from error
-
-
-def _scheme(folder: Path, asked: str | Scheme | None, record: dict[str, Any] | None) -> Scheme:
+def _scheme(folder: Path, requested: str | Scheme | None, record: dict[str, Any] | None) -> Scheme:
     saved = None if record is None else scheme_from_dict(record.get("scheme", {}))
-    if asked is None:
+    if requested is None:
         if saved is None:
             raise NotExpressible(
                 f"{folder} was not saved under a scheme; name the one to export, such as --scheme yarn:factor=4"
             )
         return saved
-    scheme = asked if isinstance(asked, Scheme) else get_scheme(asked)
+    scheme = requested if isinstance(requested, Scheme) else get_scheme(requested)
     if saved is not None and saved != scheme:
         raise AlreadyPatched(
             f"{folder} was saved under {saved}, not {scheme}; omit the scheme to export {saved}, or load the folder "
@@ -287,7 +172,7 @@ def _parameters(scheme: Scheme, spelled: str, config: Any) -> dict[str, Any]:
         parameters = export_rope_parameters(scheme, config)
     except NotExpressible as error:
         raise NotExpressible(
-            f"{spelled} cannot be written into a config: {error}. {_servers_of(scheme, spelled)}; a config holds "
+            f"{spelled} cannot be written into a config: {error}. {servers_of(scheme, spelled)}; a config holds "
             "static frequencies, such as yarn:factor=4"
         ) from error
     if entry_of(parameters)["rope_type"] == "dynamic":
@@ -296,42 +181,23 @@ def _parameters(scheme: Scheme, spelled: str, config: Any) -> dict[str, Any]:
         raise NotExpressible(
             f"{spelled} cannot be written into a config, because its readers disagree: Transformers keeps the largest "
             "base that any text needed, vLLM uses one base for the longest text, llama.cpp the checkpoint's base. "
-            f"Export ntk:factor=k with k = {growth} instead, the base for l tokens. {_servers_of(scheme, spelled)}"
+            f"Export ntk:factor=k with k = {growth} instead, the base for l tokens. {servers_of(scheme, spelled)}"
         )
     return parameters
 
 
-def _servers_of(scheme: Scheme, spelled: str) -> str:
-    """What serves a scheme that no config expresses."""
-    if scheme.stateful or "running_bias" in scheme.methods:
-        return "Only `generate` computes it: load it with rope_patch.from_pretrained"
-    plugin = "" if refused_by_vllm(scheme) else ", and vLLM does with the plugin of this package (docs/how-to/serve.md)"
-    return f"`rope-patch serve DIR --scheme {spelled}` serves it{plugin}"
-
-
-def refused_by_vllm(scheme: Scheme) -> str:
-    """What the vLLM plugin cannot compute from queries, keys and positions; empty if it can serve the scheme."""
-    by_content = {"content_bias", "weight_factor", "relative_values", "running_bias"}
-    refused = {
-        "learned parameters": scheme.learns,
-        "positions that are added at the input": "embedding" in scheme.slots,
-        "content biases, and factors on weights": bool(scheme.methods & by_content),
-    }
-    return next((what for what, holds in refused.items() if holds), "")
-
-
-def _length(scheme: Scheme, spelled: str, parameters: dict[str, Any], config: Any, asked: int | None) -> int:
+def _length(scheme: Scheme, spelled: str, parameters: dict[str, Any], config: Any, requested: int | None) -> int:
     extended = stated_length(scheme, parameters, config)
-    if asked is not None and asked < 1:
-        raise NotExpressible(f"length={asked} is not allowed; it must be a number of tokens, at least 1")
-    if asked is None and extended is None:
+    if requested is not None and requested < 1:
+        raise NotExpressible(f"length={requested} is not allowed; it must be a number of tokens, at least 1")
+    if requested is None and extended is None:
         raise NotExpressible(f"{spelled} does not define a context length; set a length in tokens")
-    if asked not in (None, extended) and entry_of(parameters)["rope_type"] in _RATIO_TYPES:
+    if requested not in (None, extended) and entry_of(parameters)["rope_type"] in _RATIO_TYPES:
         raise NotExpressible(
-            f"length={asked} with {spelled}: some readers compute the factor as length / L, so the length must be "
+            f"length={requested} with {spelled}: some readers compute the factor as length / L, so the length must be "
             f"factor times L, {extended}; change the factor instead"
         )
-    return cast(int, asked or extended)
+    return cast(int, requested or extended)
 
 
 def _written(raw: dict[str, Any], kind: Any, parameters: dict[str, Any], trained: int, length: int) -> dict[str, Any]:
@@ -368,26 +234,9 @@ def _reads_as(kind: Any, written: dict[str, Any], parameters: dict[str, Any]) ->
 
 def _files(folder: Path) -> list[Path]:
     templates = folder / "additional_chat_templates"
-    found = [*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
+    files = [*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
     return sorted(
         file
-        for file in found
+        for file in files
         if file.is_file() and file.name != "config.json" and not file.name.startswith((".", *_OF_TRAINING))
     )
-
-
-def readers_of(parameters: dict[str, Any], architectures: list[Any], length: int) -> tuple[Reader, ...]:
-    """What Transformers, vLLM and llama.cpp make of the parameters."""
-    here = Reader("Transformers", "yes", "5 reads rope_parameters; before 5, rope_scaling and rope_theta")
-    if "rope_type" not in parameters:
-        advice = "parameters by layer type: support depends on its code for this model, which was not checked"
-        return (here, Reader("vLLM", "partly", advice), Reader("llama.cpp", "partly", advice))
-    kind = parameters["rope_type"]
-    if kind == "yarn" and any(parameters.get(key) is not None for key in ("attention_factor", "mscale")):
-        kind = "yarn with a temperature"
-    elif kind == "yarn" and parameters.get("truncate") is False:
-        kind = "yarn without rounding"
-    elif kind == "llama3" and not any(name in architectures for name in _LLAMA_CLASSES):
-        kind = "llama3 elsewhere"
-    words = ((name, *_READERS[name].get(kind, _READERS[name][""])) for name in _READERS)
-    return (here, *(Reader(name, reads, advice.format(length=length)) for name, reads, advice in words))

@@ -9,7 +9,6 @@ Remote code is never run, and pickled weights are read only on request.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import tempfile
 import textwrap
@@ -17,7 +16,7 @@ import warnings
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -42,10 +41,17 @@ from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
 from rope_patch.models.config import restore_native, training_length, wrong_field
 from rope_patch.mounting.saved import ADAPTERS, RECORD
 from rope_patch.patching import find_handle, mount_scheme, unpatch
-from rope_patch.saving.gguf import is_gguf, load_gguf, load_gguf_config, load_gguf_tokenizer
-from rope_patch.saving.resuming import OPTIONAL, checked_record, load_class, load_parameters, resume
+from rope_patch.saving.checkpoint_kind import OPTIONAL, is_gguf, kind_of_checkpoint, read_json
+from rope_patch.saving.gguf import load_gguf, load_gguf_config, load_gguf_tokenizer
+from rope_patch.saving.resuming import checked_record, load_class, load_parameters, resume
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.shipped import recipes_folder
+
+_CLEAR = (RopePatchError, ImportError, MemoryError, torch.OutOfMemoryError)
+"""Errors that `from_pretrained` raises as they are."""
+
+_ONE_LINE = (NoCheckpoint, MissingPackage)
+"""Those of the functions that commands call, which end in one line whatever is wrong."""
 
 _PLACES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
@@ -74,30 +80,42 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
         MissingPackage: the path holds adapters, and PEFT is not installed.
         TypeError: the class does not know one of `kwargs`.
     """
-    with _in_one_line(path, {**kwargs}):
+    with _one_error(path, {**kwargs}):
         return _load(path, kwargs)
 
 
 @contextmanager
-def _in_one_line(path: str | Path, kwargs: dict[str, Any]) -> Iterator[None]:
+def _one_error(
+    path: str | Path, arguments: dict[str, Any], what: str = "", passed: tuple[type[Exception], ...] = _CLEAR
+) -> Iterator[None]:
     """For damaged files and impossible configs, Transformers and safetensors raise errors of any type.
 
+    Args:
+        arguments: of the user, for Transformers.
+        what: is loaded from the path; default the model.
+        passed: errors that are raised as they are.
+
     Raises:
-        NoCheckpoint: what is wrong, in one line.
-        TypeError: Transformers does not know one of `kwargs`.
+        NoCheckpoint: what cannot be loaded and why, in one line.
+        TypeError: Transformers does not know one of the arguments.
     """
     try:
         yield
-    except (RopePatchError, ImportError, MemoryError, torch.OutOfMemoryError):
+    except passed:
         raise
     except Exception as error:
-        if isinstance(error, TypeError) and any(
-            f"unexpected keyword argument {name!r}" in str(error) for name in kwargs
-        ):
-            raise
-        places = {key: kwargs[key] for key in _PLACES if key in kwargs}
-        reason = _wrong_field(path, places) or f"{type(error).__name__}: {textwrap.shorten(str(error), 400)}"
-        raise NoCheckpoint(f"{str(path)!r} cannot be loaded: {reason}") from error
+        reason = textwrap.shorten(str(error), 400)
+        if not isinstance(error, RopePatchError):
+            unknown = (f"unexpected keyword argument {name!r}" in str(error) for name in arguments)
+            if isinstance(error, TypeError) and any(unknown):
+                raise
+            reason = _wrong_field(path, _places(arguments)) or f"{type(error).__name__}: {reason}"
+        raise NoCheckpoint(f"{what}{str(path)!r} cannot be loaded: {reason}") from error
+
+
+def _places(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that say where the files are."""
+    return {name: arguments[name] for name in _PLACES if name in arguments}
 
 
 def _wrong_field(path: str | Path, places: dict[str, Any], names: Container[str] | None = None) -> str:
@@ -109,10 +127,9 @@ def _wrong_field(path: str | Path, places: dict[str, Any], names: Container[str]
 
 def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
     """What `from_pretrained` does, below the adapters that named the path."""
-    check_there(path, **{key: kwargs[key] for key in _PLACES if key in kwargs})
-    if is_gguf(path):
+    places = _places(kwargs)
+    if kind_of_checkpoint(path, **places) == "gguf":
         return load_gguf(path, **kwargs)
-    places = {key: kwargs[key] for key in _PLACES if key in kwargs}
     if (adapters := cached_file(path, ADAPTERS, **OPTIONAL, **places)) is not None:
         return _with_adapters(path, Path(adapters), places, kwargs, above)
     kwargs |= {"trust_remote_code": False, "weights_only": True}
@@ -120,7 +137,7 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
     kwargs.setdefault("use_safetensors", None if published_pickled else True)
     config = kwargs.pop("config", None)
     if config is None:
-        config = _config_of(path, places)
+        config = _config_of(path, **places)
         # as in Transformers: arguments that are fields of the config change it
         fields = [key for key in kwargs if key in vars(config) and key not in ("dtype", "torch_dtype")]
         config.update({key: kwargs.pop(key) for key in fields})
@@ -139,31 +156,6 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
     return model
 
 
-def check_there(path: Any, **places: Any) -> None:
-    """Refuse what is neither a checkpoint here nor a name that the Hub may know; `places` are as of `make_loadable`.
-
-    Raises:
-        NoCheckpoint: with the reason, in one sentence.
-    """
-    if not isinstance(path, (str, os.PathLike)):
-        kind = "None" if path is None else f"a {type(path).__name__}"
-        raise NoCheckpoint(f"{kind} is no checkpoint; pass the path of a folder or of a GGUF file, or a Hub ID")
-    name = os.fspath(path)
-    folder, (parent, _, last) = Path(name, places.get("subfolder") or ""), name.rpartition("/")
-    looks_like_path = not last or "/" in parent or "\\" in name or name.startswith(("/", ".", "~"))
-    if not name or (not folder.exists() and looks_like_path):
-        raise NoCheckpoint(f"there is no checkpoint {name!r}: no folder or file has this name")
-    if not folder.exists() and parent and Path(parent).exists():
-        here = {**OPTIONAL, **places, "local_files_only": True}
-        if all(cached_file(name, file, **here) is None for file in (CONFIG_NAME, ADAPTERS)):
-            advice = f"for a Hub ID, download it first: hf download {name}"
-            raise NoCheckpoint(f"there is no checkpoint {name!r} in the folder {parent!r}; {advice}")
-    if folder.is_dir() and not any((folder / each).is_file() for each in (CONFIG_NAME, ADAPTERS)):
-        raise NoCheckpoint(f"there is no checkpoint in {name!r}: the folder has no {CONFIG_NAME}")
-    if folder.is_file() and not is_gguf(name):
-        raise NoCheckpoint(f"{name!r} is no checkpoint: it is neither a folder nor a GGUF file")
-
-
 def _parts(config: Any) -> Iterator[Any]:
     """A config and its nested configs, such as those of text and images."""
     yield config
@@ -172,10 +164,10 @@ def _parts(config: Any) -> Iterator[Any]:
             yield from _parts(value)
 
 
-def _config_of(path: str | Path, places: dict[str, Any]) -> Any:
+def _config_of(path: str | Path, **places: Any) -> Any:
     """The config of a checkpoint, of a class in Transformers or in this library."""
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False, **places)
+        return AutoConfig.from_pretrained(path, **{**places, "trust_remote_code": False})
     except OSError as error:
         if Path(path).exists():
             raise  # the file is there, and the error names what is wrong with it
@@ -212,12 +204,16 @@ def _with_adapters(
     require("peft", f"{path}, a folder of adapters,", "finetune")
     from peft import PeftModel
 
-    settings = _settings_of(adapters)
-    base = settings["base_model_name_or_path"]
+    settings = read_json(adapters)
+    base = settings.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise InvalidField(
+            f"{adapters}: base_model_name_or_path={base!r} is not allowed; it must be the path of a checkpoint"
+        )
     if adapters in above:
         raise InvalidField(f"{adapters}: base_model_name_or_path={base!r} leads back to these adapters")
     own = cached_file(path, CONFIG_NAME, **OPTIONAL, **places)
-    config = kwargs.pop("config", None) or (_config_of(path, places) if own else None)
+    config = kwargs.pop("config", None) or (_config_of(path, **places) if own else None)
     elsewhere = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder")}
     if config is not None:
         elsewhere.setdefault("dtype", config.dtype)
@@ -240,20 +236,6 @@ def _with_adapters(
         return PeftModel.from_pretrained(model, path, **places)
 
 
-def _settings_of(adapters: Path) -> dict[str, Any]:
-    """A PEFT settings file, which names a base checkpoint."""
-    try:
-        settings = json.loads(adapters.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InvalidField(f"{adapters} is not JSON: {error}") from error
-    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
-    if not isinstance(base, str) or not base:
-        raise InvalidField(
-            f"{adapters}: base_model_name_or_path={base!r} is not allowed; it must be the path of a checkpoint"
-        )
-    return cast(dict[str, Any], settings)
-
-
 def make_loadable(path: str | Path, **places: Any) -> bool:
     """Register the classes of this library that a checkpoint needs; return whether it needs any. `places` are arguments
     of `from_pretrained`, such as `revision`.
@@ -272,9 +254,9 @@ def make_loadable(path: str | Path, **places: Any) -> bool:
 def _class_of(config: Any) -> Any:
     """The class that wrote the checkpoint, if Transformers has it."""
     for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            return found
+        cls = getattr(transformers, name, None)
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
+            return cls
     return AutoModelForCausalLM
 
 
@@ -294,8 +276,8 @@ def load_model(path: str, *, dtype: str | None = None, device: str = "auto", att
         attention: `auto`, or an implementation of Transformers, such as `sdpa` or `eager`.
 
     Raises:
-        EvaluationError: there is no checkpoint, or it cannot be loaded with these arguments; the message has the first
-            line of the reason.
+        NoCheckpoint: there is no checkpoint, or it cannot be loaded with these arguments.
+        EvaluationError: the dtype or the device is not allowed.
     """
     if dtype not in (None, *DTYPES):
         raise EvaluationError(f"dtype {dtype!r}: {did_you_mean(dtype, DTYPES)}")
@@ -303,7 +285,7 @@ def load_model(path: str, *, dtype: str | None = None, device: str = "auto", att
     if dtype == "auto" and place.type == "cpu" and not multiplies_bfloat16():
         dtype = "float32"
     chosen: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
-    with _one_line(path, "a language model"):
+    with _one_error(path, {}, passed=_ONE_LINE):
         return from_pretrained(path, dtype=dtype or "auto", local_files_only=Path(path).exists(), **chosen).to(place)
 
 
@@ -311,34 +293,35 @@ def load_tokenizer(path: str) -> Any:
     """The tokenizer of a checkpoint.
 
     Raises:
-        EvaluationError: there is none.
+        NoCheckpoint: there is none.
     """
-    return _read(path, "a tokenizer", AutoTokenizer, load_gguf_tokenizer)
+    return _read(path, "tokenizer", AutoTokenizer.from_pretrained, load_gguf_tokenizer)
 
 
-def load_config(path: str) -> Any:
+def load_config(path: str | Path) -> Any:
     """The config of a checkpoint.
 
     Raises:
-        EvaluationError: there is none.
+        NoCheckpoint: there is none.
     """
-    return _read(path, "a config", AutoConfig, load_gguf_config)
+    return _read(path, "config", _config_of, load_gguf_config)
 
 
 def trained_length(path: str) -> int:
     """L in tokens of a checkpoint, from its config alone.
 
     Raises:
-        EvaluationError: there is no config, or it does not give a length.
+        NoCheckpoint: there is no config.
+        EvaluationError: it does not give a length.
     """
     config = load_config(path)
     if getattr(config, "rope_parameters", None):
         return training_length(config)
     default = t5.TRAINING_LENGTH if hasattr(config, "relative_attention_num_buckets") else None
     lengths = (getattr(config, name, None) for name in ("n_positions", "max_position_embeddings", "model_max_length"))
-    if not (found := next(filter(None, lengths), default)):
+    if not (length := next(filter(None, lengths), default)):
         raise EvaluationError(f"the config of {path} does not give the training length; write lengths in tokens")
-    return int(found)
+    return int(length)
 
 
 def unpack(path: str, folder: str | Path, dtype: str = "auto") -> None:
@@ -375,13 +358,13 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _read(path: str, what: str, kind: Any, of_gguf: Callable[[str], Any]) -> Any:
+def _read(path: str | Path, what: str, read: Callable[..., Any], read_gguf: Callable[[Any], Any]) -> Any:
     local = Path(path).exists()
-    with _one_line(path, what):
-        if is_gguf(path):
-            return of_gguf(path)
+    with _one_error(path, {}, f"the {what} of ", _ONE_LINE):
+        if kind_of_checkpoint(path) == "gguf":
+            return read_gguf(path)
         make_loadable(path, local_files_only=local)
-        return kind.from_pretrained(path, trust_remote_code=False, local_files_only=local)
+        return read(path, trust_remote_code=False, local_files_only=local)
 
 
 def _device(name: str) -> torch.device:
@@ -399,24 +382,3 @@ def _device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise EvaluationError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-
-
-@contextmanager
-def _one_line(path: str, what: str) -> Iterator[None]:
-    """Refuse invalid checkpoint folders before any slow step, and report problems in one line."""
-    folder = Path(path)
-    known = (folder.is_file() and is_gguf(path)) or any(
-        (folder / name).is_file() for name in ("config.json", "adapter_config.json")
-    )
-    if folder.exists() and not known:
-        kind = "a folder without config.json" if folder.is_dir() else "a file"
-        raise EvaluationError(f"{path} is no checkpoint folder: it is {kind}")
-    if not folder.exists() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
-        raise EvaluationError(f"{path} is no checkpoint folder: there is nothing of that name")
-    try:
-        yield
-    except MissingPackage:
-        raise
-    except Exception as error:  # loading raises many unrelated types, which all mean an invalid checkpoint
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise EvaluationError(f"cannot load {what} from {path}: {lines[0]}") from error

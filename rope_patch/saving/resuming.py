@@ -24,10 +24,8 @@ from rope_patch.mounting.entry import shorten
 from rope_patch.mounting.parameters import NAME, learned_parameters
 from rope_patch.mounting.plan import plan_mounts
 from rope_patch.patching import PatchHandle, find_handle, find_record, loaded, mount_scheme
+from rope_patch.saving.checkpoint_kind import OPTIONAL
 from rope_patch.schemes.registry import scheme_from_dict
-
-OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-"""Arguments with which `cached_file` returns None for a file that is not there."""
 
 
 def repatch(model: nn.Module | PatchHandle) -> PatchHandle:
@@ -64,7 +62,11 @@ def _unscaled(config: Any, record: dict[str, Any]) -> Iterator[None]:
 
 
 def resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
-    """Patch a loaded model with the scheme under which it was saved; None if its own positions were not saved."""
+    """Patch a loaded model with the scheme under which it was saved; None if its own positions were not saved.
+
+    Raises:
+        NotPatched: the record has another number of positions than the model can have.
+    """
     scheme = scheme_from_dict(record["scheme"])
     if "positions" not in record or find_handle(model) is not None:
         return mount_scheme(model, scheme)
@@ -113,10 +115,10 @@ def load_class(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:
     report = _UnlessOurs()
     logger.addFilter(report)
     try:
-        model, found = cls.from_pretrained(path, output_loading_info=True, **kwargs)
+        model, info = cls.from_pretrained(path, output_loading_info=True, **kwargs)
     finally:
         logger.removeFilter(report)
-    others = {what: rest for what, keys in found.items() if (rest := [key for key in keys if not _is_ours(key)])}
+    others = {what: rest for what, keys in info.items() if (rest := [key for key in keys if not _is_ours(key)])}
     if report.withheld and others:
         logger.warning("%s loaded from %s: %s", type(model).__name__, path, others)
     return model
@@ -156,12 +158,12 @@ def load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
         ) from error
     for name, value in wanted.items():
         # the model may have been saved inside another one, or without the model around it
-        found = next((key for key in saved if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")), None)
-        if found is None or saved[found].shape != value.shape:
+        key = next((key for key in saved if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")), None)
+        if key is None or saved[key].shape != value.shape:
             handle.remove()
             raise NotPatched(f"{path} has no {name} of shape {tuple(value.shape)}, which {handle.scheme} learns")
         with torch.no_grad():
-            value.copy_(saved[found])
+            value.copy_(saved[key])
 
 
 def _saved_parameters(path: str | Path, **places: Any) -> dict[str, torch.Tensor]:
@@ -171,8 +173,8 @@ def _saved_parameters(path: str | Path, **places: Any) -> dict[str, torch.Tensor
     if files == [None]:
         index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **optional)
         files = [] if index is None else get_checkpoint_shard_files(path, index, **places)[0]
-    found: dict[str, torch.Tensor] = {}
+    parameters: dict[str, torch.Tensor] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in filter(_is_ours, tensors.keys())}
-    return found
+            parameters |= {name: tensors.get_tensor(name) for name in filter(_is_ours, tensors.keys())}
+    return parameters

@@ -186,16 +186,24 @@ class Region:
         """d/2 if positions of queries or keys have a pair axis here; None if neither have."""
         return pairs_of(self.query_map) or pairs_of(self.key_map)
 
+    def rotated_positions(self, m: torch.Tensor, n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """phi_q(m) and phi_k(n), in the shapes of `m` and `n`, any; both with an additional last axis of length d/2, or
+        1, if the region has `pairs`.
+        """
+        query, key = self.query_map(m), self.key_map(n)
+        if self.pairs is None:
+            return query, key
+        query, key = (
+            positions if pairs_of(phi) else positions[..., None]
+            for phi, positions in ((self.query_map, query), (self.key_map, key))
+        )
+        return query, key
+
     def rotated_distance(self, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
         """phi_q(m) - phi_k(n), the broadcast shape of `m` and `n`; with d/2 as an additional last axis if the region
         has `pairs`.
         """
-        query, key = self.query_map(m), self.key_map(n)
-        if self.pairs is not None:
-            query, key = (
-                positions if pairs_of(phi) else positions[..., None]
-                for phi, positions in ((self.query_map, query), (self.key_map, key))
-            )
+        query, key = self.rotated_positions(m, n)
         return query - key
 
     @property

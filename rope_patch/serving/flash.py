@@ -17,16 +17,18 @@ from typing import Any, cast
 
 import torch
 
-from rope_patch.attention.memo import ForwardMemo
+from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.models.base import RotaryTables
-from rope_patch.mounting.late import STILL, LateAttention, LateCall
-from rope_patch.mounting.scoring import TurningCall, scaled_query
+from rope_patch.mounting.forward_call import ForwardCall
+from rope_patch.mounting.layer_state import UNROTATED, LayerState
+from rope_patch.mounting.rotated_call import RotatedCall
+from rope_patch.mounting.scoring import scaled_query
 
 Flash = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """vLLM's `flash_attn_varlen_func`, with paged keys and `return_softmax_lse`."""
 
 
-def applies(state: LateAttention) -> bool:
+def applies(state: LayerState) -> bool:
     """Whether a layer has only a near region and a far one with all keys at position 0."""
     if len(state.regions) != 2:
         return False
@@ -36,7 +38,7 @@ def applies(state: LateAttention) -> bool:
         and far.stop == math.inf
         and near.translation_invariant
         and far.translation_invariant
-        and far.key_map == STILL
+        and far.key_map == UNROTATED
         and not state.scheme.slots & {"bias", "values", "frequencies"}
         and cast(RotaryTables, state.layer.rotary).attention_scaling == 1
     )
@@ -60,7 +62,7 @@ class Batch:
     offsets: torch.Tensor
     near_start: torch.Tensor
     longest: int
-    memo: ForwardMemo
+    forward_cache: ForwardCache
 
     @classmethod
     def of(cls, metadata: Any, window: int, block_size: int) -> Batch:
@@ -77,7 +79,7 @@ class Batch:
             offsets=near % block_size,
             near_start=near_start.int(),
             longest=int(kept.max()),
-            memo=ForwardMemo(),
+            forward_cache=ForwardCache(),
         )
 
 
@@ -89,7 +91,7 @@ def _counted(first: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def attend(
-    state: LateAttention,
+    state: LayerState,
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     metadata: Any,
@@ -107,8 +109,8 @@ def attend(
     window, head_dim = int(near.stop), query.shape[-1]
     keys, values = kv_cache[batch.blocks, :, batch.offsets].split(head_dim, dim=-1)
     queries = query.transpose(0, 1)[None]
-    call = LateCall(state, batch.memo, queries, batch.position_ids, 0, past=batch.near, scattered=True)
-    turning = TurningCall(scaled_query(call, queries, {}), keys.transpose(0, 1)[None], batch.memo, call, {})
+    call = ForwardCall(state, batch.forward_cache, queries, batch.position_ids, 0, past=batch.near, scattered=True)
+    rotated = RotatedCall(scaled_query(call, queries, {}), keys.transpose(0, 1)[None], batch.forward_cache, call, {})
 
     def rows(states: torch.Tensor) -> torch.Tensor:
         return states[0].transpose(0, 1).contiguous()
@@ -123,8 +125,8 @@ def attend(
     }
     found = [
         flash(
-            rows(turning.query(near)),
-            rows(turning.key(near)),
+            rows(rotated.query(near)),
+            rows(rotated.key(near)),
             values.contiguous(),
             max_seqlen_k=batch.longest,
             cu_seqlens_k=batch.near_start,
@@ -136,7 +138,7 @@ def attend(
         key_cache, value_cache = kv_cache.transpose(1, 2).split(head_dim, dim=-1)
         found.append(
             flash(
-                rows(turning.query(far)),
+                rows(rotated.query(far)),
                 key_cache,
                 value_cache,
                 max_seqlen_k=metadata.max_seq_len - window,

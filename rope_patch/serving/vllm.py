@@ -34,14 +34,15 @@ from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_availa
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from rope_patch.attention.memo import ForwardMemo
+from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.base import RotaryTables
 from rope_patch.models.paged import Request
-from rope_patch.mounting.late import LateAttention, LateCall
+from rope_patch.mounting.forward_call import ForwardCall
+from rope_patch.mounting.layer_state import LayerState
 from rope_patch.mounting.scoring import late_attention
 from rope_patch.patching import patch
-from rope_patch.saving.export import refused_by_vllm
+from rope_patch.saving.readers import refused_by_vllm
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.serving import flash
 
@@ -50,7 +51,7 @@ if is_flash_attn_varlen_func_available():
 
 R = TypeVar("R")
 
-_UNTURNED = "rope_patch_unturned"
+_UNROTATED = "rope_patch_unrotated"
 """Attribute of a forward's context if vLLM's rotary modules did not rotate queries and keys."""
 
 
@@ -61,10 +62,10 @@ def register() -> None:
     for name, found in vars(rotary_embedding).items():
         known = name in op_registry_oot  # by this plugin, or by another that was first
         if not known and inspect.isclass(found) and issubclass(found, RotaryEmbeddingBase):
-            cast(Any, found).register_oot(type(name, (Unturned, found), {}), name=name)
+            cast(Any, found).register_oot(type(name, (Unrotated, found), {}), name=name)
 
 
-class Unturned(nn.Module):
+class Unrotated(nn.Module):
     """A rotary module of vLLM that does not rotate if the attention layers will.
 
     Attributes:
@@ -94,7 +95,7 @@ class Unturned(nn.Module):
                 f"{self.scheme} in vLLM: this attention backend is not supported; start it with --attention-backend "
                 "FLASH_ATTN, or on a CPU"
             )
-        setattr(context, _UNTURNED, True)
+        setattr(context, _UNROTATED, True)
         return query, key
 
 
@@ -148,13 +149,13 @@ class Scored:
             attend = cast(Any, super()).forward
             return attend(layer, query, key, value, kv_cache, attn_metadata, output, *more, **named)
         state = self.states[extract_layer_index(layer.layer_name)]
-        if not hasattr(get_forward_context(), _UNTURNED):
+        if not hasattr(get_forward_context(), _UNROTATED):
             raise UnsupportedModel(f"{state.scheme} in vLLM: {layer.layer_name} has no rotary module of vLLM")
         self._score(state, query, kv_cache, attn_metadata, output)
         return output
 
     def _score(
-        self, state: LateAttention, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
+        self, state: LayerState, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
     ) -> None:
         own = cast(Any, self)
         softcap, sinks = own.logits_soft_cap or None, own.sinks
@@ -162,9 +163,9 @@ class Scored:
             held = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[None, :, : request.kv_length]
             keys, values = held.chunk(2, dim=-1)
             queries = query[request.queries].transpose(0, 1)[None]
-            call = LateCall(
+            call = ForwardCall(
                 state,
-                request.memo,
+                request.forward_cache,
                 states=queries,  # no scheme that is served here reads the module's input
                 position_ids=request.position_ids,
                 query_start=request.start,
@@ -194,7 +195,7 @@ class FlashImpl(Scored, FlashAttentionImpl):
     """Attention on a GPU."""
 
     def _score(
-        self, state: LateAttention, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
+        self, state: LayerState, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
     ) -> None:
         if self.sinks is not None or not flash.applies(state):
             super()._score(state, query, kv_cache, metadata, output)
@@ -232,12 +233,12 @@ class _Causal(nn.Module):
 _CAUSAL = _Causal()
 
 
-def once(metadata: Any, state: LateAttention, compute: Callable[[], R]) -> R:
+def once(metadata: Any, state: LayerState, compute: Callable[[], R]) -> R:
     """What the layers under one scheme share in a forward; with a scheme by layer, each group of layers has its own."""
     known = vars(metadata).setdefault("rope_patch", {})
-    if state.memo not in known:
-        known[state.memo] = compute()
-    return cast(R, known[state.memo])
+    if state.forward_cache not in known:
+        known[state.forward_cache] = compute()
+    return cast(R, known[state.forward_cache])
 
 
 def requests_of(metadata: Any, block_size: int) -> list[tuple[Request, torch.Tensor]]:
@@ -247,13 +248,13 @@ def requests_of(metadata: Any, block_size: int) -> list[tuple[Request, torch.Ten
         queries = slice(begins[row], begins[row + 1])
         start = length - (queries.stop - queries.start)
         positions = torch.arange(start, length, device=metadata.seq_lens.device)[None]
-        request = Request(queries, slice(0, length), positions, ForwardMemo())
+        request = Request(queries, slice(0, length), positions, ForwardCache())
         if queries.start < queries.stop:
             found.append((request, metadata.block_table[row, : -(-length // block_size)].long()))
     return found
 
 
-def states_of(config: VllmConfig) -> dict[int, LateAttention]:
+def states_of(config: VllmConfig) -> dict[int, LayerState]:
     """The checkpoint's recorded scheme as state of each layer; empty if vLLM's own attention suffices.
 
     Raises:
@@ -265,7 +266,7 @@ def states_of(config: VllmConfig) -> dict[int, LateAttention]:
 
 
 @functools.cache
-def _states_of(path: str, revision: str | None) -> dict[int, LateAttention]:
+def _states_of(path: str, revision: str | None) -> dict[int, LayerState]:
     config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     record = getattr(config, "rope_patch", None)
     if record is None:
@@ -283,14 +284,9 @@ def _states_of(path: str, revision: str | None) -> dict[int, LateAttention]:
         return {}  # rope_parameters express the scheme, and vLLM reads them itself
     handle.remove()
     handle = patch(model, scheme, mount="late")
-    found = {
-        hook.layer.index: hook
-        for module in model.modules()
-        for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, LateAttention)
-    }
-    for hook in found.values():  # the model was read on the meta device, but these modules compute
-        cast(RotaryTables, hook.layer.rotary).module.to(current_platform.device_type)
+    found = {state.layer.index: state for state in handle.layer_states}
+    for state in found.values():  # the model was read on the meta device, but these modules compute
+        cast(RotaryTables, state.layer.rotary).module.to(current_platform.device_type)
     if missing := [layer.name for layer in handle.stack.layers if layer.index not in found]:
         raise UnsupportedModel(f"{scheme} in vLLM: it does not change {', '.join(missing)}, which is not supported")
     return found

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rope_patch.attention import kernels, oracle, segmented
+from rope_patch.attention import oracle, segmented, tile_kernels
 from rope_patch.attention.inputs import DistanceBias
-from rope_patch.attention.kernels import Dense, FlashCPU
 from rope_patch.attention.spans import find_spans
+from rope_patch.attention.tile_kernels import Dense, FlashCPU
 from rope_patch.attention.tiles import in_rows, tiles_of
 from tests.attention.test_segmented import gradients_of, in_double, inputs_of, pairs_of, region, run_segmented
 
@@ -101,7 +101,7 @@ def test_gradients_of_a_learned_bias_are_those_of_the_oracle(causal, rows, spec)
 def test_a_window_of_flash_on_cuda_is_the_band(region, length, rows):
     for tile in tiles_of(region, length, 0, band_rows=rows, causal=False):
         if tile.kind == "band":
-            window = kernels._window(tile)
+            window = tile_kernels._window(tile)
             queries, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
             beyond = torch.arange(keys)[None] - torch.arange(queries)[:, None] - (keys - queries)
             # a negative number would mean no bound

@@ -18,8 +18,8 @@ import torch
 import rope_patch
 from rope_patch import get_scheme, patch
 from rope_patch.attention import oracle
-from rope_patch.attention.fused import call as fused
-from rope_patch.attention.fused.call import Blocks, Fused
+from rope_patch.attention.fused import launch as fused
+from rope_patch.attention.fused.launch import Blocks, Fused
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
 from rope_patch.schemes.slots import ALL_PAIRS
 from tests.attention.test_segmented import ROWS, inputs_of
@@ -202,7 +202,7 @@ def errors_of(case: Case) -> dict[str, float]:
             query_start=torch.tensor(start, device=DEVICE) if case.start_in_memory else start,
             scaling=0.3,
             bias=bias(leaves),
-            sums=leaves.get("sums"),
+            running_bias=leaves.get("sums"),
             sinks=leaves.get("sinks"),
             softcap=case.softcap,
         )
@@ -428,5 +428,5 @@ def test_nothing_imports_triton_before_it_is_needed():
     for path in Path(rope_patch.__file__).parent.rglob("*.py"):
         body = ast.parse(path.read_text(encoding="utf-8")).body
         names = [ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
-        found = any("triton" in name or "attention.fused.kernels" in name for name in names)
-        assert not found or path.match("attention/fused/kernels.py"), path
+        found = any("triton" in name or "attention.fused.triton_kernels" in name for name in names)
+        assert not found or path.match("attention/fused/triton_kernels.py"), path

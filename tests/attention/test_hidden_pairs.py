@@ -10,11 +10,13 @@ import torch
 from transformers import DynamicCache
 
 from rope_patch import Scheme, patch
-from rope_patch.attention import chunked, decode, engine, kernels
+from rope_patch.attention import chunked, decode, engine
 from rope_patch.attention.bias import DiagonalTerm
 from rope_patch.attention.call import Call
+from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
-from rope_patch.attention.memo import ForwardMemo
+from rope_patch.attention.tile_kernels import Dense, FlashCPU, Work
+from rope_patch.attention.tiles import Tile
 from tests.families import build
 from tests.runs import left_padded, positions_of, tokens
 
@@ -42,7 +44,7 @@ def far(distance):
 def small_blocks(monkeypatch):
     monkeypatch.setattr(decode, "SMALL", 0)
     monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 300)
-    monkeypatch.setattr(kernels.Dense, "rows", 5)
+    monkeypatch.setattr(Dense, "rows", 5)
     monkeypatch.setattr(DiagonalTerm, "rows", 16)
 
 
@@ -91,12 +93,12 @@ def test_every_path_is_the_formula(bias, rows, q_length, dtype):
             continue
         inputs, states, seen, term = call_of(rows, bias, q_length, dtype, causal, kv_heads, masked)
         kept = (torch.tensor(ROWS[rows])[:, -q_length:] >= 0)[:, None, :, None]
-        found = engine.score(inputs, Call(*states[:2], ForwardMemo()), mode)[0]
+        found = engine.score(inputs, Call(*states[:2], ForwardCache()), mode)[0]
         expected = formula([x.double() for x in states], term, seen) * kept
         torch.testing.assert_close(found.double() * kept, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
         toward = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype) * kept
         leaves, doubles = ([x.to(of).requires_grad_() for x in states] for of in (dtype, torch.float64))
-        found = engine.score(dataclasses.replace(inputs, value=leaves[2]), Call(*leaves[:2], ForwardMemo()), mode)[0]
+        found = engine.score(dataclasses.replace(inputs, value=leaves[2]), Call(*leaves[:2], ForwardCache()), mode)[0]
         ours = torch.autograd.grad(found, leaves, toward)
         theirs = torch.autograd.grad(formula(doubles, term, seen), doubles, toward.double())
         for one, other in zip(ours, theirs, strict=True):
@@ -110,7 +112,7 @@ def test_a_small_call_by_the_attention_of_pytorch(bias):
             inputs, states, seen, term = call_of(rows, bias, LENGTH, torch.float32, True, 4, masked)
             kept = (torch.tensor(ROWS[rows]) >= 0)[:, None, :, None]
             leaves = [x.requires_grad_() for x in states]
-            found = engine.score(dataclasses.replace(inputs, value=leaves[2]), Call(*leaves[:2], ForwardMemo()))[0]
+            found = engine.score(dataclasses.replace(inputs, value=leaves[2]), Call(*leaves[:2], ForwardCache()))[0]
             torch.testing.assert_close(found * kept, formula(states, term, seen) * kept, atol=1e-5, rtol=1e-5)
             assert all(x.isfinite().all() for x in torch.autograd.grad((found * kept).sum(), leaves))
 
@@ -123,17 +125,17 @@ def test_one_query_in_a_graph(bias, length):
     inputs = dataclasses.replace(
         inputs, query_positions=torch.tensor([[length - 1]]), query_start=torch.tensor(length - 1), mask=seen
     )
-    found = decode.attend_in_graph(inputs, Call(*states[:2], ForwardMemo()))
+    found = decode.attend_in_graph(inputs, Call(*states[:2], ForwardCache()))
     expected = formula(states, bias(length - 1 - torch.arange(LENGTH))[:, None], seen & (torch.arange(LENGTH) < length))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", [kernels.Dense(), kernels.FlashCPU()], ids=lambda kernel: type(kernel).__name__)
+@pytest.mark.parametrize("kernel", [Dense(), FlashCPU()], ids=lambda kernel: type(kernel).__name__)
 def test_a_hidden_row_of_a_tile_weighs_nothing_beside_another_tile(kernel):
     query, key = torch.randn(2, 1, 2, 600, 16, generator=torch.Generator().manual_seed(0))
     mask = torch.zeros(1, 2, 600, 600)
     mask[:, 1, 100:200] = mask[:, :, 300, :550] = -torch.inf
-    out, lse = kernel.forward(kernels.Work(query, key, key, kernels.Tile(0, 600, 0, 600), 0.1, mask))
+    out, lse = kernel.forward(Work(query, key, key, Tile(0, 600, 0, 600), 0.1, mask))
     assert not out[:, 1, 100:200].any()
     assert (lse[:, 1, 100:200] == torch.finfo(torch.float32).min).all()
     torch.testing.assert_close(lse[:, :, 300], (query[:, :, 300:301] @ key[:, :, 550:].mT * 0.1).logsumexp(-1)[..., 0])

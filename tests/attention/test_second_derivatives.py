@@ -10,8 +10,8 @@ import torch
 from rope_patch import patch
 from rope_patch.attention import oracle, segmented
 from rope_patch.attention.inputs import Branch
+from rope_patch.attention.rotation import rotate
 from rope_patch.attention.spans import find_spans
-from rope_patch.attention.turning import turn
 from rope_patch.schemes.tools.rotary import half_split
 from rope_patch.training.chunked_loss import chunked_loss
 from tests.attention.test_bidirectional import bias_of
@@ -23,7 +23,12 @@ from tests.runs import tokens
 def twice(attend, inputs, kept, table=None):
     """The gradient of the square of the gradient of a sum, by everything that the call depends on."""
     bias = inputs.bias if table is None else bias_of(table)
-    given = [inputs.value, *(x for branch in inputs.branches for x in (branch.query, branch.key)), inputs.sums, table]
+    given = [
+        inputs.value,
+        *(x for branch in inputs.branches for x in (branch.query, branch.key)),
+        inputs.running_bias,
+        table,
+    ]
     leaves = [x.requires_grad_() for x in given if x is not None]
     out = attend(dataclasses.replace(inputs, bias=bias)) * kept[:, None, :, None]
     slopes = torch.autograd.grad(out.sum(), leaves, create_graph=True)
@@ -57,7 +62,9 @@ def test_regions_by_differences():
 def test_rotations_by_differences():
     x, angles = (torch.randn(1, 2, 3, dim, dtype=torch.float64) for dim in (6, 2))
     cos = half_split(4).wide(angles[:, :1].cos(), 6)
-    assert torch.autograd.gradgradcheck(lambda x: turn(half_split(4), x, cos, angles[:, :1].sin()), x.requires_grad_())
+    assert torch.autograd.gradgradcheck(
+        lambda x: rotate(half_split(4), x, cos, angles[:, :1].sin()), x.requires_grad_()
+    )
 
 
 def test_a_model_beyond_small_calls():

@@ -9,11 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rope_patch import get_scheme
-from rope_patch.attention import kernels, oracle, segmented
+from rope_patch.attention import oracle, segmented, tile_kernels
 from rope_patch.attention.bias import KeyTerm
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
-from rope_patch.attention.kernels import Dense, FlashCPU, agrees
 from rope_patch.attention.spans import Span, find_spans
+from rope_patch.attention.tile_kernels import Dense, FlashCPU, agrees
 from rope_patch.attention.tiles import Tile, in_rows, tiles_of
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import Identity
@@ -63,11 +63,11 @@ def test_every_visible_pair_of_a_region_is_in_one_tile(region, q_length, offset,
 @settings(max_examples=200, deadline=None)
 @given(REGIONS, st.integers(1, 50), st.integers(0, 30))
 def test_a_window_of_flash_on_cuda_is_the_band(region, q_length, offset):
-    for tile in tiles_of(region, q_length, offset, band_rows=kernels.FlashCUDA().band_rows(math.inf)):
+    for tile in tiles_of(region, q_length, offset, band_rows=tile_kernels.FlashCUDA().band_rows(math.inf)):
         if tile.kind != "band":
-            assert kernels._window(tile) == {}
+            assert tile_kernels._window(tile) == {}
             continue
-        window = kernels._window(tile)
+        window = tile_kernels._window(tile)
         rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
         # a negative number would mean no bound
         assert min(window.values()) >= 0
@@ -85,7 +85,7 @@ def test_flash_agrees_with_plain_products(dtype, head_dim):
 def test_a_kernel_is_tried_once_and_not_at_every_call():
     agrees.cache_clear()
     for _ in range(3):
-        agrees(kernels.FlashCUDA(), torch.device("cpu"), torch.bfloat16, 16)
+        agrees(tile_kernels.FlashCUDA(), torch.device("cpu"), torch.bfloat16, 16)
     assert agrees.cache_info().misses == 1
 
 
@@ -145,7 +145,7 @@ def inputs_of(
         0.3,
         bias,
         groups=groups,
-        sums=-states(heads, kv_length, 1)[..., 0].abs().double().cumsum(dim=-1) if has_sums else None,
+        running_bias=-states(heads, kv_length, 1)[..., 0].abs().double().cumsum(dim=-1) if has_sums else None,
     )
     return inputs, groups[:, start:] >= 0
 
@@ -170,13 +170,13 @@ SPECS = [
 
 def gradients_of(attend, inputs, kept, grad):
     leaves = [inputs.value, *(x for branch in inputs.branches for x in (branch.query, branch.key))]
-    leaves += [] if inputs.sums is None else [inputs.sums]
+    leaves += [] if inputs.running_bias is None else [inputs.running_bias]
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     branches = tuple(
         Branch(branch.region, leaves[2 * i + 1], leaves[2 * i + 2]) for i, branch in enumerate(inputs.branches)
     )
-    sums = None if inputs.sums is None else leaves[-1]
-    out = attend(dataclasses.replace(inputs, value=leaves[0], branches=branches, sums=sums))
+    running = None if inputs.running_bias is None else leaves[-1]
+    out = attend(dataclasses.replace(inputs, value=leaves[0], branches=branches, running_bias=running))
     (out * grad * kept[:, None, :, None]).sum().backward()
     return out.detach() * kept[:, None, :, None], [leaf.grad for leaf in leaves]
 
@@ -210,7 +210,7 @@ def test_output_and_gradients_are_those_of_the_oracle_in_float64(spec, q_length,
     expected, slopes = gradients_of(lambda x: oracle.attend(x)[0], in_double(inputs), kept, grad)
     found, ours = gradients_of(run_segmented, inputs, kept, grad)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
-    if inputs.bias is not None or inputs.sums is not None:
+    if inputs.bias is not None or inputs.running_bias is not None:
         tolerance = max(tolerance, 1e-5)  # a bias is computed in float32
     for one, other in zip([found, *ours], [expected, *slopes], strict=True):
         assert one is found or one.dtype == (torch.float64 if one.ndim == 3 else dtype)  # sums are float64

@@ -144,3 +144,19 @@ def test_without_the_parser_the_extra_is_named(tmp_path):
     assert done.returncode == 2
     assert 'pip install ".[cli]" in a checkout of rope_patch' in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_wheel_has_no_tools_and_answers_in_one_line(tmp_path, monkeypatch, capsys):
+    for command in ("plot", "checkpoint"):
+        monkeypatch.setitem(COMMANDS, command, tmp_path / COMMANDS[command].name)
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n  perplexity " in shown
+    assert "\n  plot " not in shown
+    for command in ("plot", "checkpoint"):
+        assert main([command, "--help"]) == 2
+        captured = capsys.readouterr()
+        assert captured.err == f"rope-patch: {command} comes with the repository; run it in a checkout of rope_patch\n"
+        assert captured.out == ""
+    assert main(["plt"]) == 2
+    assert "'plot'" not in capsys.readouterr().err

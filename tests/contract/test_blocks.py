@@ -4,7 +4,7 @@ import pytest
 
 from rope_patch import get_scheme
 from rope_patch.attention.bias import DiagonalTerm, KeyTerm
-from rope_patch.attention.kernels import Dense, FlashCPU
+from rope_patch.attention.tile_kernels import Dense, FlashCPU
 from tests.contract.test_definition import DEFINITIONS, patched
 from tests.definition import defined_logits
 from tests.families import build

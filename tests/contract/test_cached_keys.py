@@ -151,15 +151,14 @@ def test_every_head_of_every_layer_may_keep_keys_of_its_own(llama, spec):
 def test_layers_may_keep_keys_of_their_own(spec):
     deep = build()
     kept = ([0, 1, 2, 6, 7, 8, 9], [1, 3, 4, 5, 6, 8, 9])
-    patch(deep, spec, mount="late")
+    handle = patch(deep, spec, mount="late")
     cache = begun(deep)
     for layer, places in zip(cache.layers, kept, strict=True):
         layer.keys, layer.values = layer.keys[:, :, places], layer.values[:, :, places]
     positions = torch.arange(START, STOP)[None]
     found = go_on(deep, cache, positions)
-    for layer in deep.model.layers:  # the same where no layer shares anything with another
-        state = next(hook for hook in layer.self_attn._forward_pre_hooks.values() if hasattr(hook, "memo"))
-        state.memo = type(state.memo)()
+    for state in handle.layer_states:  # the same where no layer shares anything with another
+        state.forward_cache = type(state.forward_cache)()
     cache = begun(deep)
     for layer, places in zip(cache.layers, kept, strict=True):
         layer.keys, layer.values = layer.keys[:, :, places], layer.values[:, :, places]

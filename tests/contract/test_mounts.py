@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rope_patch import InvalidField, NothingToPatch, UnsupportedModel, get_scheme, patch, plan_mounts
-from rope_patch.attention.turning import turn
+from rope_patch.attention.rotation import rotate
 from rope_patch.models.find_stacks import read_stack
 from rope_patch.models.probe import measure_layout
 from rope_patch.schemes.tools.rotary import RotaryLayout
@@ -207,8 +207,8 @@ def test_every_layout_rotates_its_pairs(name):
     of_first = x[:, :, :1] @ layout.matrix(layout.wide(angle.cos(), 6), angle.sin())[:, :, 0]
     torch.testing.assert_close(of_first, expected[:, :, :1])
     few, tables = x[:, :, :2].requires_grad_(), (layout.wide(angle.cos(), 6)[:, :, :2], angle.sin()[:, :, :2])
-    assert torch.autograd.gradcheck(lambda states: turn(layout, states, *tables), few)
-    assert torch.autograd.gradgradcheck(lambda states: turn(layout, states, *tables), few)
+    assert torch.autograd.gradcheck(lambda states: rotate(layout, states, *tables), few)
+    assert torch.autograd.gradgradcheck(lambda states: rotate(layout, states, *tables), few)
 
 
 class Spoilt(nn.Module):

@@ -126,7 +126,7 @@ COMPLAINTS = {
     "length 8: a span of 6 tokens twice": {"lengths": "8"},
     "the longest of 3 has 110": {"lengths": "16,128"},
     "nowhere.txt": {"text": "nowhere.txt"},
-    "./nowhere is no checkpoint folder": {"model": "./nowhere"},
+    "there is no checkpoint './nowhere'": {"model": "./nowhere"},
     "length 64: the question of task 'passkey'": {"task": "passkey", "text": None, "lengths": "64"},
     "the filler of task 'passkey' is part of it": {"task": "passkey"},
 }

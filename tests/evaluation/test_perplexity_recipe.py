@@ -111,7 +111,7 @@ WRONG = {
     "device 'gpu7' cannot be used here": {"device": "gpu7"},
     "there is no text file at 'nowhere.txt'": {"text": "nowhere.txt"},
     "use only one of them": {"dataset": "another"},
-    "./nowhere is no checkpoint folder: there is nothing of that name": {"model": "./nowhere"},
+    "there is no checkpoint './nowhere': no folder or file has this name": {"model": "./nowhere"},
 }
 
 
@@ -127,10 +127,10 @@ def test_folders_that_are_no_checkpoint(words, tmp_path, capsys):
             (tmp_path / name / "config.json").write_text(config)
     (tmp_path / "file").write_text("x")
     for name, message in {
-        "empty": "is no checkpoint folder: it is a folder without config.json",
-        "file": "is no checkpoint folder: it is a file",
-        "broken": "cannot load a language model from",
-        "headless": "cannot load a language model from",
+        "empty": "the folder has no config.json",
+        "file": "is no checkpoint: it is neither a folder nor a GGUF file",
+        "broken": "cannot be loaded",
+        "headless": "cannot be loaded",
     }.items():
         assert run_recipe("perplexity", words(model=tmp_path / name)) == 2
         complaint = capsys.readouterr().err.strip().splitlines()[-1]

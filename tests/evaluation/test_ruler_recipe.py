@@ -109,7 +109,7 @@ COMPLAINTS = {
     "texts of RULER's tasks are part of them": {"text": "book.txt"},
     "niah_single_2": {"tasks": "niah_single_2"},
     "length 512: the shortest prompt of task 'fwe'": {"lengths": "512"},
-    "./nowhere is no checkpoint folder": {"model": "./nowhere"},
+    "there is no checkpoint './nowhere'": {"model": "./nowhere"},
 }
 
 

@@ -12,7 +12,7 @@ from rope_patch.cli.options import parse, recipes_folder
 from rope_patch.data.corpora import load_corpus
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.rows import Rows
-from rope_patch.saving.export import SERVERS, served_by
+from rope_patch.saving.readers import SERVERS, served_by
 from rope_patch.schemes import ReRoPE, get_scheme, list_schemes, scheme_class
 from rope_patch.schemes.base import Sweep
 from tests.recipes import load_recipe, run_recipe
@@ -167,7 +167,7 @@ def test_a_round_after_nothing_could_be_measured_is_empty():
         (["--schemes", "alibi"], "does not try 'alibi'"),
         (["--schemes", "pi"], "ask for it with --regime fine-tune"),
         (["--target", "four"], "target 'four' is not allowed"),
-        (["--model", "./nowhere"], "./nowhere is no checkpoint folder"),
+        (["--model", "./nowhere"], "there is no checkpoint './nowhere'"),
         (["--serve", "vlm"], "serve='vlm' is not allowed; allowed: config, llama.cpp, vLLM"),
     ],
 )

@@ -237,7 +237,7 @@ WRONG = {
     "what it learns has to be there from the first step on": {"scheme": ["kerple"], "warm_start_steps": 2},
     "needs liger_kernel": {"loss": "liger"},
     "there is no text file at": {"text": "nowhere.txt"},
-    "is no checkpoint folder": {"model": "./nowhere"},
+    "there is no checkpoint './nowhere'": {"model": "./nowhere"},
     "a row has 16 tokens": {"layout": "pose", "length": 8},
 }
 

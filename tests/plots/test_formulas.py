@@ -28,10 +28,11 @@ from rope_patch.schemes.slots import Checkpoint
 from rope_patch.schemes.tools.sinusoids import sinusoidal_rows
 from rope_patch.typing import RotarySpec
 from tests.families import build
-from tests.recipes import load_recipe
 from tests.runs import logits, tokens
+from tools import pictures
+from tools import position_matrices as matrices
+from tools import scores_by_distance as scores
 
-pictures, matrices, scores = map(load_recipe, ("pictures", "position_matrices", "scores_by_distance"))
 bias_matrices, rotated_distances = matrices.bias_matrices, matrices.rotated_distances
 layer_states, mean_by_distance, mean_scores = scores.layer_states, scores.mean_by_distance, scores.mean_scores
 SPEC = RotarySpec(16, 10000.0, 256)

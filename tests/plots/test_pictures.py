@@ -1,7 +1,8 @@
-"""The recipe of the pictures: what each shows, how it looks, what it refuses."""
+"""The tool of the pictures: what each shows, how it looks, what it refuses."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -12,12 +13,12 @@ import torch
 
 from rope_patch import InvalidField
 from tests.evaluation.conftest import checkpoint, documents  # noqa: F401  # a fixture
-from tests.recipes import load_recipe, run_recipe
+from tests.recipes import run_script
+from tools import pictures, position_matrices, scores_by_distance
 
 from .look import check_look, words_of
 
 ROOT = Path(__file__).parents[2]
-pictures = load_recipe("pictures")
 
 DRAWN = {
     "sinusoidal": {"length": 16, "dim": [32]},
@@ -75,45 +76,46 @@ def test_scores_of_a_checkpoint(checkpoint, tmp_path, capsys):  # noqa: F811
         (texts / f"{document['name']}.txt").write_text(document["text"])
     check_look(pictures.scores_by_distance(str(checkpoint), str(texts), layer=1))
     words = ["scores_by_distance", "--model", checkpoint, "--text", texts, "--layer", "1"]
-    assert run_recipe("pictures", [*words, "--scheme", "abf:base=50000", "--length", "32", "--output", path]) == 0
+    assert run_script(pictures, [*words, "--scheme", "abf:base=50000", "--length", "32", "--output", path]) == 0
     assert path.stat().st_size > 10_000
-    assert run_recipe("pictures", [*words, "--length", "1000"]) == 2
+    assert run_script(pictures, [*words, "--length", "1000"]) == 2
     assert "the longest of 3 has 80" in capsys.readouterr().err
 
 
 def test_mean_scores_are_printed_over_ranges_of_distances(checkpoint, tmp_path, capsys):  # noqa: F811
     (tmp_path / "text.txt").write_text(documents(70)[0]["text"])
     words = ["--model", checkpoint, "--text", tmp_path / "text.txt", "--length", "20", "--scheme", "rope"]
-    assert run_recipe("scores_by_distance", [*words, "--json"]) == 0
+    assert run_script(scores_by_distance, [*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     ranges = [[0, 0], [1, 1], [2, 3], [4, 7], [8, 15], [16, 19]]
     assert [(row["line"], row["distance"]) for row in found] == [(k, r) for k in ("checkpoint", "rope") for r in ranges]
-    scores = load_recipe("scores_by_distance")
-    means = scores.mean_scores(scores.read_layer(str(checkpoint), str(tmp_path / "text.txt"), 0, 20, 1))
+    means = scores_by_distance.mean_scores(
+        scores_by_distance.read_layer(str(checkpoint), str(tmp_path / "text.txt"), 0, 20, 1)
+    )
     assert found[3]["slow"] == pytest.approx(float(means["slow"][4:8].mean()))
     assert found[9]["slow"] == pytest.approx(found[3]["slow"], abs=1e-5)  # rope is what the checkpoint has
-    assert run_recipe("scores_by_distance", words) == 0
+    assert run_script(scores_by_distance, words) == 0
     assert "16 to 19" in capsys.readouterr().out
 
 
 def test_matrices_are_printed(capsys):
-    assert run_recipe("position_matrices", ["rerope:window=2", "--length", "4"]) == 0
+    assert run_script(position_matrices, ["rerope:window=2", "--length", "4"]) == 0
     assert [line.split() for line in capsys.readouterr().out.strip().splitlines()] == [
         ["0", "-", "-", "-"],
         ["1", "0", "-", "-"],
         ["2", "1", "0", "-"],
         ["2", "2", "1", "0"],
     ]
-    assert run_recipe("position_matrices", ["alibi", "--length", "2", "--heads", "2", "--json"]) == 0
+    assert run_script(position_matrices, ["alibi", "--length", "2", "--heads", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [[[0, None], [-slope, 0]] for slope in (1 / 16, 1 / 256)]
-    assert run_recipe("position_matrices", ["alibi", "--heads", "0"]) == 2
+    assert run_script(position_matrices, ["alibi", "--heads", "0"]) == 2
     assert "heads=0 is not allowed" in capsys.readouterr().err
 
 
 def test_the_same_picture_is_the_same_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["inner_product", "--dim", "8", "--length", "64"]
-    assert run_recipe("pictures", words) == run_recipe("pictures", [*words, "--output", "again.png"]) == 0
+    assert run_script(pictures, words) == run_script(pictures, [*words, "--output", "again.png"]) == 0
     assert capsys.readouterr().out.split() == ["inner_product.png", "again.png"]
     assert Path("inner_product.png").read_bytes() == Path("again.png").read_bytes()
     assert Path("again.png").read_bytes()[:4] == b"\x89PNG"
@@ -144,7 +146,7 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_input_is_one_clear_line(message, capsys):
-    assert run_recipe("pictures", WRONG[message].split()) == 2
+    assert run_script(pictures, WRONG[message].split()) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
@@ -166,5 +168,4 @@ def test_every_picture_is_in_the_documentation(name):
 def test_a_picture_needs_no_pyplot(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # what an import finds where it is not installed
     monkeypatch.delattr(matplotlib, "pyplot", raising=False)
-    monkeypatch.delitem(sys.modules, pictures.__name__)
-    load_recipe("pictures").sinusoidal()
+    importlib.reload(pictures).sinusoidal()

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from rope_patch import ALiBi, FoX, InvalidField, UnsupportedPositions, patch
-from rope_patch.mounting.sums import running_sums
+from rope_patch.mounting.running_bias import running_sums
 from rope_patch.schemes.slots import ModelShape
 from tests.definition import Definition, no_rotation
 from tests.families import build

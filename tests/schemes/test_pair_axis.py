@@ -38,8 +38,6 @@ WINDOW = 7
 STEPS, SIZES = (1, 2, 4, 3), (2, 1, 3, 2)
 """Steps of each group of pairs, in tokens, and how many of the 8 pairs it has."""
 
-CARRIED = pytest.mark.xfail(strict=True, reason="attention does not carry the pair axis yet")
-
 MODES = ["oracle", "chunked", "segmented", "auto"]
 
 
@@ -201,7 +199,6 @@ def padded_cached(model, ids):
 WAYS = [full, token_by_token, uneven_chunks, static_cache, padded, padded_cached]
 
 
-@CARRIED
 @pytest.mark.parametrize("family", ["llama", "llama_mha"])
 @pytest.mark.parametrize("attention", MODES)
 @pytest.mark.parametrize(("scheme", "rule"), RULES, ids=NAMES)
@@ -215,7 +212,6 @@ def test_logits_are_those_of_the_definition(family, attention, scheme, rule):
             assert_close(way(model, ids), expected, 1e-4)
 
 
-@CARRIED
 @pytest.mark.parametrize(("scheme", "rule"), RULES, ids=NAMES)
 def test_unrotated_keys_give_the_same(llama, scheme, rule):
     expected = defined_logits(llama, tokens(), Definition(distance=rule)).float()
@@ -224,7 +220,6 @@ def test_unrotated_keys_give_the_same(llama, scheme, rule):
             assert_close(way(llama, tokens()), expected, 1e-4)
 
 
-@CARRIED
 @pytest.mark.parametrize("beside", ["yarn:factor=4", "logn:training_length=8", "dynamic_ntk", "xpos:scale_base=8"])
 def test_beside_other_schemes(llama, beside):
     scheme, ids = Compose(GroupsOfPairs(), get_scheme(beside)), tokens(28, rows=2)
@@ -235,7 +230,6 @@ def test_beside_other_schemes(llama, beside):
             assert_close(way(llama, ids), expected, 1e-4)
 
 
-@CARRIED
 def test_equal_steps_are_self_extend(llama):
     ids = tokens()
     with patch(llama, "self_extend:group_size=4,window=7"):
@@ -246,7 +240,6 @@ def test_equal_steps_are_self_extend(llama):
         assert torch.equal(generated(llama, ids), words)
 
 
-@CARRIED
 @pytest.mark.parametrize("attention", MODES[1:])
 def test_gradients(llama, attention):
     with patch(llama, GroupsOfPairs(), attention="oracle", mount="late"):
@@ -255,7 +248,6 @@ def test_gradients(llama, attention):
         assert_same_gradients(gradients(llama, tokens(rows=2)), expected)
 
 
-@CARRIED
 @pytest.mark.parametrize("attention", MODES)
 def test_bfloat16(llama, attention):
     llama.bfloat16().float()  # its weights are rounded, so that only the arithmetic differs
@@ -266,7 +258,6 @@ def test_bfloat16(llama, attention):
             assert (found - expected).norm() / expected.norm() < 0.03
 
 
-@CARRIED
 def test_it_is_described(llama):
     with patch(llama, GroupsOfPairs()):
         assert "(128, 0): " in describe(llama)

@@ -28,8 +28,9 @@ from rope_patch.schemes import Checkpoint, scheme_class, scheme_from_dict
 from rope_patch.schemes.target import LONGEST, reached, takes_target
 from tests.families import TRAINING_LENGTH, build
 from tests.models import absolute_families
-from tests.recipes import load_recipe, run_recipe
+from tests.recipes import run_recipe
 from tests.runs import logits, tokens
+from tools import pictures
 
 TAKERS = {
     *("pi", "ntk", "ntk_by_parts", "ntk_mixed", "yarn", "llama3", "longrope", "proportional", "dynamic_ntk"),
@@ -238,7 +239,7 @@ def test_the_command_line_knows_the_word(tmp_path, capsys):
     exported = capsys.readouterr().out
     assert '"ntk:factor=4.0' in exported
     assert '"length": 128' in exported
-    assert load_recipe("pictures").name_of("yarn:target=128+logn") == "YaRN, target = 128, log-n"
+    assert pictures.name_of("yarn:target=128+logn") == "YaRN, target = 128, log-n"
     assert run_recipe("position_matrices", ["rerope:target=64", "--length", "40", "--training-length", "8"]) == 0
     assert capsys.readouterr().out.split()[-40] == "4"  # the distance from the last token to the first
 

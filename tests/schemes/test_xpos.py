@@ -35,7 +35,7 @@ def test_keys_after_the_last_query_stay_finite_in_float16():
         inputs, query_positions=torch.arange(20)[None], key_positions=10 * torch.arange(45)[None]
     )
     fading = Decay(half_split(16), torch.linspace(0, 0.2, 8))
-    assert decay._faded(inputs.branches[0], inputs, fading).key.isfinite().all()
+    assert decay._decayed(inputs.branches[0], inputs, fading).key.isfinite().all()
 
 
 def test_the_slowest_pair_hardly_fades_and_the_fastest_most():

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch.attention.memo import ForwardMemo
-from rope_patch.mounting.late import LateAttention, LateCall
+from rope_patch.attention.forward_cache import ForwardCache
+from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.scoring import late_attention
 from rope_patch.saving.loading import default_checkpoint
 from rope_patch.serving.flash import Batch, applies, attend
@@ -50,9 +50,7 @@ def dense_flash(
 
 def layer_under(spec, **fields):
     model = AutoModelForCausalLM.from_pretrained(default_checkpoint(), dtype=torch.float32, **fields)
-    rope_patch.patch(model, spec, mount="late")
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    return next(hook for hook in hooks if isinstance(hook, LateAttention)), model
+    return rope_patch.patch(model, spec, mount="late").layer_states[0], model
 
 
 @pytest.mark.parametrize(
@@ -87,7 +85,9 @@ def test_two_calls_are_the_attention_of_each_request_alone(spec, softcap):
         keys, values = cache[table[row].long()].transpose(0, 1).flatten(1, 2)[None, :, :length].chunk(2, dim=-1)
         positions = torch.arange(length - len(own), length)[None]
         states = own.transpose(0, 1)[None]
-        call = LateCall(state, ForwardMemo(), states, positions, length - len(own), kv_length=length, is_request=True)
+        call = ForwardCall(
+            state, ForwardCache(), states, positions, length - len(own), kv_length=length, is_request=True
+        )
         module = torch.nn.Module()
         module.is_causal = True
         arguments = {"softcap": softcap or None, "rope_patch": call}

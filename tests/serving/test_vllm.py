@@ -182,7 +182,7 @@ def test_an_fp8_cache_is_refused(tmp_path):
 
 
 def test_compilation_is_refused(tmp_path):
-    """A compiled forward would not tell attention that nothing was turned."""
+    """A compiled forward would not tell attention that nothing was rotated."""
     saved(tmp_path, "rerope:window=64")
     with pytest.raises(rope_patch.UnsupportedModel, match=r"compilation \(start it with --enforce-eager\) is not"):
         engine_of(tmp_path, enforce_eager=False)
@@ -192,13 +192,13 @@ def test_another_backend_is_refused(monkeypatch):
     """It would leave the scheme out."""
     from rope_patch.serving import vllm as plugin
 
-    turned = plugin.Unturned.__new__(plugin.Unturned)
-    torch.nn.Module.__init__(turned)
-    turned.scheme = rope_patch.ReRoPE(window=64)
+    rotary = plugin.Unrotated.__new__(plugin.Unrotated)
+    torch.nn.Module.__init__(rotary)
+    rotary.scheme = rope_patch.ReRoPE(window=64)
     layers = {"layer": type("Layer", (), {"impl": object()})}
     monkeypatch.setattr(plugin, "get_forward_context", lambda: type("Context", (), {"no_compile_layers": layers}))
     with pytest.raises(rope_patch.UnsupportedModel, match="--attention-backend FLASH_ATTN"):
-        turned(torch.arange(3), torch.zeros(3, 8), torch.zeros(3, 8))
+        rotary(torch.arange(3), torch.zeros(3, 8), torch.zeros(3, 8))
 
 
 def test_the_backend_of_gpus_is_in_place():

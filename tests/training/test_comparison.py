@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -12,9 +13,10 @@ from rope_patch.errors import InvalidField
 from rope_patch.training.checkpoints import SafeTrainer
 from tests.evaluation.conftest import documents
 from tests.plots.look import check_look
-from tests.recipes import load_recipe, run_recipe
+from tests.recipes import load_recipe, run_recipe, run_script
+from tools import encodings_table
 
-recipe, costs, shown = (load_recipe(name) for name in ("compare_encodings", "encodings_costs", "encodings_table"))
+recipe = load_recipe("compare_encodings")
 
 
 @pytest.fixture
@@ -276,6 +278,7 @@ def test_costs_are_relative_to_rope(compare, options, tmp_path):
     compare("--costs")
     compare()
     assert recipe.read(tmp_path / "out" / "costs.jsonl") == [rope, alibi]
+    assert run_script(encodings_table, ["--folder", tmp_path / "out"]) == 0
     assert "memory" in (tmp_path / "out" / "table.md").read_text()
 
 
@@ -286,7 +289,7 @@ def test_kept_bytes_count_a_storage_once_and_no_weights():
         y = layer(x)  # keeps x and the weight
         return (y * y).sum()  # keeps y, twice
 
-    assert costs.kept_for_backward(layer, loss) == 2 * 2 * 4 * 4
+    assert recipe.kept_for_backward(layer, loss) == 2 * 2 * 4 * 4
 
 
 WRONG = [
@@ -309,6 +312,25 @@ WRONG = [
 def test_what_is_wrong_is_named_before_training(compare, changed, message, monkeypatch):
     monkeypatch.setattr(recipe, "train_and_score", None)
     assert message in compare(**changed)
+
+
+def test_the_recipe_ends_with_means_and_spreads(options, tmp_path, capsys):
+    some(tmp_path)
+    rows = recipe.read(tmp_path / "results.jsonl")
+    recipe.report(rows, dataclasses.replace(options, output=str(tmp_path), encodings=("rope", "nope", "learned")))
+    printed = capsys.readouterr().out
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if "|" in line]
+    assert lines[0] == ["encoding", "slot", "new parameters", "1L", "2L"]
+    assert lines[2:] == [
+        ["`rope`", "frequencies", "0", "1.300* ± 0.361", "4.000"],
+        ["`nope`", "frequencies", "0", "2.000", "2.500*"],
+        ["`learned`", "embedding", "512", "2.100", "failed"],
+    ]
+    assert printed.splitlines()[-1] == "- learned: why"
+    assert (tmp_path / "table.md").read_text() == printed
+    cells = json.loads((tmp_path / "summary.json").read_text())["cells"]
+    assert [cell["seeds"] for cell in cells] == [3, 1, 1, 1, 1, 0]
+    assert (tmp_path / "comparison.png").stat().st_size > 10_000
 
 
 # --- the table and the chart -----------------------------------------------------------------------------------------
@@ -338,7 +360,7 @@ def some(folder):
 
 def test_means_and_spreads_by_hand(tmp_path, capsys):
     some(tmp_path)
-    assert run_recipe("encodings_table", ["--folder", tmp_path, "--json"]) == 0
+    assert run_script(encodings_table, ["--folder", tmp_path, "--json"]) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]
     rope = next(cell for cell in cells if (cell["encoding"], cell["length"]) == ("rope", 16))
     assert rope["mean"] == pytest.approx(1.3)
@@ -352,19 +374,19 @@ def test_the_table(tmp_path):
     some(tmp_path)
     row = {"encoding": "learned", "relative_speed": 0.5, "slowest": 0.4, "fastest": 0.6, "relative_memory": 1.5}
     recipe.append(tmp_path / "costs.jsonl", {**row, "device": "cpu", "threads": 1})
-    assert run_recipe("encodings_table", ["--folder", tmp_path]) == 0
+    assert run_script(encodings_table, ["--folder", tmp_path]) == 0
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert lines[0] == "| encoding | slot | new parameters | 1L | 2L | below nope at L | speed | memory |"
     assert lines[2] == "| `rope` | frequencies | 0 | 1.300* ± 0.361 | 4.000 | yes | - | - |"
     assert lines[3] == "| `nope` | frequencies | 0 | 2.000 | 2.500* | - | - | - |"
     assert lines[4] == "| `learned` | embedding | 512 | 2.100 | failed | no | 0.50x (0.40 to 0.60) | 1.50x |"
     assert lines[-1] == "- learned: why"
-    assert run_recipe("encodings_table", ["--folder", tmp_path, "--encodings", "learned", "nope"]) == 0
+    assert run_script(encodings_table, ["--folder", tmp_path, "--encodings", "learned", "nope"]) == 0
     assert [line.split("`")[1] for line in (tmp_path / "table.md").read_text().splitlines() if "`" in line] == [
         "nope",
         "learned",
     ]
-    assert run_recipe("encodings_table", ["--folder", tmp_path, "--encodings", "alibi"]) == 2
+    assert run_script(encodings_table, ["--folder", tmp_path, "--encodings", "alibi"]) == 2
 
 
 def test_twenty_encodings_in_a_chart(tmp_path, monkeypatch):
@@ -372,14 +394,14 @@ def test_twenty_encodings_in_a_chart(tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.evaluation.charts.write", lambda figure, path: figures.append(figure))
     rows = []
     for index in range(24):
-        slot = {"slots": [shown.PANELS[min(3, index // 5)]]}
+        slot = {"slots": [encodings_table.PANELS[min(3, index // 5)]]}
         name = ("rope", "nope")[index] if index < 2 else "alibi" if index == 5 else f"scheme_{index}:fields=many"
         for seed in (0, 1):
             for step, length in enumerate((16, 32, 64, 128)):
                 nll = 1.3 + 0.01 * index + 0.01 * seed + step * (1.5 if index % 7 == 1 else 0.05)
                 rows.append((name, seed, length, None if (index, length) == (9, 128) else nll, slot))
     write(tmp_path, *rows)
-    assert run_recipe("encodings_table", ["--folder", tmp_path]) == 0
+    assert run_script(encodings_table, ["--folder", tmp_path]) == 0
     check_look(figures[0])
     titles = [panel.get_title(loc="left") for panel in figures[0].axes]
     assert [title.partition(", ")[0] for title in dict.fromkeys(titles)][:1] == ["slot: frequencies"]
@@ -395,6 +417,6 @@ def test_twenty_encodings_in_a_chart(tmp_path, monkeypatch):
 
 def test_an_encoding_that_failed_throughout(tmp_path):
     write(tmp_path, ("rope", 0, 16, 1.0), ("t5", 0, 16, None))
-    assert run_recipe("encodings_table", ["--folder", tmp_path]) == 0
+    assert run_script(encodings_table, ["--folder", tmp_path]) == 0
     assert "failed" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "comparison.png").stat().st_size > 10_000

@@ -10,9 +10,9 @@ from torch import nn
 
 from rope_patch.attention import engine
 from rope_patch.attention.call import Call
+from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.attention.inputs import AttentionInputs
 from rope_patch.attention.masks import keys_seen, read_mask
-from rope_patch.attention.memo import ForwardMemo
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.models.paged import Request, attend_by_request
@@ -30,7 +30,7 @@ def alibi_attention_forward(
     position_ids: torch.Tensor | None = None,
     start: int | torch.Tensor = 0,
     positions: torch.Tensor | None = None,
-    shared: ForwardMemo | None = None,
+    shared: ForwardCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """softmax(q k^T scaling - slope_h (m - n)) v.
@@ -48,14 +48,19 @@ def alibi_attention_forward(
     Raises:
         UnsupportedPositions: the masks of the attention implementation are not supported.
     """
-    memo = ForwardMemo() if shared is None else shared
+    forward_cache = ForwardCache() if shared is None else shared
     if kwargs.get("cache") is not None:
 
         def attend(request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: Any) -> torch.Tensor:
-            others = {**others, "position_ids": request.position_ids, "start": request.start, "shared": request.memo}
+            others = {
+                **others,
+                "position_ids": request.position_ids,
+                "start": request.start,
+                "shared": request.forward_cache,
+            }
             return alibi_attention_forward(module, q, k, v, None, scaling, **others)[0]
 
-        row = {"position_ids": position_ids, "memo": memo}
+        row = {"position_ids": position_ids, "forward_cache": forward_cache}
         return attend_by_request(attend, module, query, key, value, **{**kwargs, **row})
     implementation = cast(Any, module.config)._attn_implementation.removeprefix("paged|")
     flash = "flash" in implementation
@@ -71,9 +76,9 @@ def alibi_attention_forward(
     of_keys, scattered = key_positions(position_ids, kv_length, start), False
     if positions is not None and (length := positions.shape[-1] - q_length):
         seen, past = keys_seen(mask, groups), positions[..., :length]
-        scattered = memo.derived("scattered", lambda: not bool(follow_on(past, position_ids, seen)), positions)
+        scattered = forward_cache.derived("scattered", lambda: not bool(follow_on(past, position_ids, seen)), positions)
         of_keys = joined(past, of_keys[:, length:]) if scattered else of_keys
-    bias = memo.bias(ALiBi(), query)
+    bias = forward_cache.bias(ALiBi(), query)
     inputs = AttentionInputs(
         branches=(),
         value=value,
@@ -89,6 +94,6 @@ def alibi_attention_forward(
         # in half precision
         bias=dataclasses.replace(bias, linear=bias.linear and torch.finfo(query.dtype).bits < 32),
     )
-    call = Call(query, key.plain() if isinstance(key, CachedKeys) else key, memo)  # of a static cache
+    call = Call(query, key.plain() if isinstance(key, CachedKeys) else key, forward_cache)  # of a static cache
     output, weights = engine.score(inputs, call, mode="oracle" if implementation == "eager" else "auto")
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)

@@ -22,8 +22,8 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
+from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.attention.inputs import wide
-from rope_patch.attention.memo import ForwardMemo
 from rope_patch.models.baichuan.alibi import alibi_attention_forward
 from rope_patch.models.baichuan.configuration import BaichuanConfig
 from rope_patch.models.cached_keys import known_positions, remember
@@ -64,7 +64,7 @@ class BaichuanAttention(LlamaAttention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`(batch, length, hidden)` to the same, and the attention weights if the attention function returns them;
-        `position_embeddings` are cos and sin, `(batch or 1, length, head_dim)`, or a `ForwardMemo` without rotation.
+        `position_embeddings` are cos and sin, `(batch or 1, length, head_dim)`, or a `ForwardCache` without rotation.
         """
         if self.config.fused_qkv:
             states = self.W_pack(hidden_states).chunk(3, dim=-1)
@@ -123,16 +123,16 @@ class BaichuanModel(BaichuanPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(BaichuanDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = _memo_instead_of_tables if config.uses_alibi else LlamaRotaryEmbedding(config=config)
+        self.rotary_emb = _forward_cache_instead_of_tables if config.uses_alibi else LlamaRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()
 
     forward = LlamaModel.forward
 
 
-def _memo_instead_of_tables(hidden_states: torch.Tensor, position_ids: torch.Tensor) -> ForwardMemo:
+def _forward_cache_instead_of_tables(hidden_states: torch.Tensor, position_ids: torch.Tensor) -> ForwardCache:
     """The values shared by the layers of one forward, for a stack without rotation."""
-    return ForwardMemo()
+    return ForwardCache()
 
 
 class NormHead(nn.Linear):

@@ -2,7 +2,7 @@
 
     rope-patch plot wavelengths --scheme yarn:factor=8
     rope-patch plot position_maps --scheme rerope:window=16 --scheme self_extend:group_size=4,window=16
-    python recipes/pictures.py scores_by_distance --documents 2
+    python -m tools.pictures scores_by_distance --documents 2
 
 The pictures: sinusoidal, inner_product, decay_bound, wavelengths, biases, position_maps and scores_by_distance. Each is
 a function of this file that returns a figure of Matplotlib and takes some of the options. What the last three draw
@@ -18,8 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.cli.options import Numbers, Positional, Specs, load_recipe, print_json, run
+from rope_patch.cli.options import Numbers, Positional, Specs, print_json, run
 from rope_patch.errors import InvalidField, did_you_mean
+from tools import position_matrices as matrices
+from tools import scores_by_distance as scores
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
 
     from rope_patch.schemes import Scheme
     from rope_patch.typing import RotarySpec
-
-matrices, scores = load_recipe("position_matrices"), load_recipe("scores_by_distance")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -358,7 +358,7 @@ def colour_bar(figure: Figure, image: Any, axes: Any, **settings: Any) -> Any:
 
     bar = figure.colorbar(image, ax=axes, **settings)
     bar.ax.tick_params(labelsize=SIZE)
-    bar.ax.yaxis.label.set_size(SIZE)
+    bar.ax.yaxis.label.set_fontsize(SIZE)
     return bar
 
 

@@ -21,7 +21,7 @@ Table = tuple[torch.Tensor, torch.Tensor]
 FAR = 2**30
 """Beyond all positions, and far from the end of the range of int32."""
 
-TURNED_STAGES = 2
+ROTATED_STAGES = 2
 """Maximum pipeline stages when the loaded states are rotated: tables of cosines and sines also need shared memory."""
 
 
@@ -124,7 +124,7 @@ def attend(inputs: AttentionInputs, call: Fused, blocks: tuple[Blocks, Blocks] |
         last = inputs.q_length if first < 0 else inputs.kv_length
         values = bias.values(0, 2).diff()[:, 0] if _is_slope(inputs, bias) else bias.values(first, last).contiguous()
     states = (_dense(x) for x in (call.queries, call.keys, inputs.value))
-    out: torch.Tensor = _Attention.apply(inputs, call, blocks, *states, values, inputs.sinks, inputs.sums)
+    out: torch.Tensor = _Attention.apply(inputs, call, blocks, *states, values, inputs.sinks, inputs.running_bias)
     return out
 
 
@@ -140,7 +140,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: AttentionInputs, call: Fused, blocks: tuple[Blocks, Blocks], *tensors: Any) -> Any:
-        from rope_patch.attention.fused import kernels
+        from rope_patch.attention.fused import triton_kernels
 
         query, _, value = tensors[:3]
         (batch, heads, length, _), (kv_heads, kv_length, value_dim) = query.shape, value.shape[1:]
@@ -161,19 +161,19 @@ class _Attention(torch.autograd.Function):
         parts, part_lse = (out, lse) if splits == 1 else results(splits, dtype=torch.float32)
         with torch.cuda.device_of(value):
             places = _states(parts.flatten(0, -4)), _numbers(part_lse.flatten(0, -3))
-            kernels.forward[row_blocks * splits, kv_heads, batch](
+            triton_kernels.forward[row_blocks * splits, kv_heads, batch](
                 given, *places, splits, span, how, num_warps=warps, num_stages=stages
             )
             if splits > 1:
                 some = 1 << (splits - 1).bit_length()
-                kernels.merge[length, heads, batch](_states(out), _numbers(lse), *places, splits, some, how)
+                triton_kernels.merge[length, heads, batch](_states(out), _numbers(lse), *places, splits, some, how)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.inputs, ctx.call, ctx.blocks = inputs, call, blocks[1]
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        from rope_patch.attention.fused import kernels
+        from rope_patch.attention.fused import triton_kernels
 
         if torch.is_grad_enabled():  # `once_differentiable` overlooks what depends on the inputs alone
             raise RuntimeError(
@@ -196,10 +196,10 @@ class _Attention(torch.autograd.Function):
         (batch, kv_heads, kv_length, _), length = key.shape, query.shape[2]
         with torch.cuda.device_of(value):
             shared = _states(grad), _numbers(lse), _numbers(delta)
-            kernels.query_gradients[-(-length * how.group // rows), kv_heads, batch](
+            triton_kernels.query_gradients[-(-length * how.group // rows), kv_heads, batch](
                 *(given, _states(out), *shared, _states(grad_q), grad_values, _numbers(at_queries), how), **launch
             )
-            kernels.key_gradients[-(-kv_length // keys), kv_heads, batch](
+            triton_kernels.key_gradients[-(-kv_length // keys), kv_heads, batch](
                 *(given, *shared, _states(grad_k), _states(grad_v), _numbers(at_keys), power_of_two(how.group)),
                 how._replace(stages=_stages(given, blocks, 0)),
                 **launch,
@@ -218,7 +218,7 @@ def _described(
     inputs: AttentionInputs, call: Fused, blocks: Blocks, tensors: Any, gradients: tuple[bool, ...]
 ) -> tuple[Any, Any]:
     """The inputs of the kernels, a `Given`, and their compile-time constants, a `How`."""
-    from rope_patch.attention.fused.kernels import Given, How
+    from rope_patch.attention.fused.triton_kernels import Given, How
 
     query, key, value, values, sinks, sums = tensors
     length, kv_length, start = query.shape[2], key.shape[2], inputs.query_start
@@ -273,12 +273,12 @@ def _described(
 def _stages(given: Any, blocks: Blocks, walked: int) -> tuple[int, ...]:
     """Pipeline stages per region, for a loop over queries (0) or keys (1)."""
     return tuple(
-        blocks.stages if table[walked] is None else min(blocks.stages, TURNED_STAGES) for table in given.tables
+        blocks.stages if table[walked] is None else min(blocks.stages, ROTATED_STAGES) for table in given.tables
     )
 
 
 def _area(region: Region) -> Any:
-    from rope_patch.attention.fused.kernels import Area
+    from rope_patch.attention.fused.triton_kernels import Area
 
     far = FAR // region.chunk
     start, stop = (int(min(max(bound, -far), far)) for bound in (region.start, region.stop))
@@ -291,14 +291,14 @@ def _table(table: Table | None, like: torch.Tensor) -> Any:
 
 def _states(x: torch.Tensor) -> Any:
     """A tensor `(batch, heads, length, dim)` as the kernels expect it."""
-    from rope_patch.attention.fused.kernels import States
+    from rope_patch.attention.fused.triton_kernels import States
 
     return States(x, *x.stride()[:3])
 
 
 def _numbers(x: torch.Tensor | None) -> Any:
     """A number for each token, `(batch or 1, length)` or `(batch or 1, heads, length or 1)`."""
-    from rope_patch.attention.fused.kernels import States
+    from rope_patch.attention.fused.triton_kernels import States
 
     if x is None:
         return None
@@ -341,9 +341,9 @@ def _tried(
     )
     tables = tuple(of_queries), tuple(of_keys)
     call = Fused(*leaves[:2], regions, (tables[0],) * 2, (tables[1], None), partner)
-    turned = [x * cos + x[..., partner] * sin for x, (cos, sin) in zip(leaves, tables, strict=False)]
+    rotated = [x * cos + x[..., partner] * sin for x, (cos, sin) in zip(leaves, tables, strict=False)]
     branches = tuple(
-        Branch(region, turned[0], key) for region, key in zip(regions, (turned[1], leaves[1]), strict=True)
+        Branch(region, rotated[0], key) for region, key in zip(regions, (rotated[1], leaves[1]), strict=True)
     )
     found, expected = (
         (out, *torch.autograd.grad(out, leaves, grad))

@@ -129,7 +129,7 @@ def _store(x, value, batch, heads, tokens, inside, dim: tl.constexpr, width: tl.
 
 
 @triton.jit
-def _turned(x, heads, tokens, given, how: tl.constexpr, r: tl.constexpr, side: tl.constexpr, back: tl.constexpr):
+def _rotated(x, heads, tokens, given, how: tl.constexpr, r: tl.constexpr, side: tl.constexpr, back: tl.constexpr):
     """R x, or its transpose: x cos + x[partner] sin, with the sign in the sine; x itself without rotation."""
     if given.tables[r][side] is not None:
         dims, batch = tl.arange(0, how.width), tl.program_id(2)
@@ -173,17 +173,17 @@ def _keys(first, given, how: tl.constexpr):
 
 
 @triton.jit
-def _turned_queries(queries, given, how: tl.constexpr, r: tl.constexpr):
+def _rotated_queries(queries, given, how: tl.constexpr, r: tl.constexpr):
     _, token, head, _, _, _ = queries
     q = _vectors(given.q, tl.program_id(2), head, token, how.head_dim, how.width)
-    return _turned(q, head, token, given, how, r, 0, False)
+    return _rotated(q, head, token, given, how, r, 0, False)
 
 
 @triton.jit
-def _turned_keys(keys, given, how: tl.constexpr, r: tl.constexpr):
+def _rotated_keys(keys, given, how: tl.constexpr, r: tl.constexpr):
     _, head, slot, _, _ = keys
     k = _vectors(given.k, tl.program_id(2), head, slot, how.head_dim, how.width)
-    return _turned(k, head, slot, given, how, r, 1, False)
+    return _rotated(k, head, slot, given, how, r, 1, False)
 
 
 @triton.jit
@@ -312,7 +312,7 @@ def _softmax_step(state, q, first, queries, given, how: tl.constexpr, r: tl.cons
     """Output, sum of weights and largest score of each row, after another block of keys."""
     out, total, most = state
     keys = _keys(first, given, how)
-    scores, _ = _scores(q, _turned_keys(keys, given, how, r), queries, keys, given, how, r, masked)
+    scores, _ = _scores(q, _rotated_keys(keys, given, how, r), queries, keys, given, how, r, masked)
     largest = tl.maximum(most, tl.max(scores, 1))
     base = tl.where(largest == NONE, 0.0, largest)
     weights, fade = tl.exp2(scores - base[:, None]), tl.exp2(most - base)
@@ -339,7 +339,7 @@ def forward(given, out, lse, splits, span, how: tl.constexpr):
         most, total = tl.where(split == 0, sink, most), tl.where(split == 0, 1.0, total)
     state = tl.full((how.rows, how.value_width), 0.0, tl.float32), total, most
     for r in tl.static_range(len(how.areas)):
-        q = _turned_queries(queries, given, how, r)
+        q = _rotated_queries(queries, given, how, r)
         blocks = _blocks(_keys_of(queries, given, how, r), split * span, (split + 1) * span, how.keys, given, how)
         for index in tl.range(blocks[3], num_stages=how.stages[r]):
             state = _softmax_step(state, q, _edge(index, blocks, how.keys), queries, given, how, r, True)
@@ -393,7 +393,7 @@ def _query_step(
 ):
     grad_q, of_sums = state
     keys = _keys(first, given, how)
-    k = _turned_keys(keys, given, how, r)
+    k = _rotated_keys(keys, given, how, r)
     v = _vectors(given.v, tl.program_id(2), keys[1], keys[2], how.value_dim, how.value_width)
     _, inner, product = _score_gradients(q, k, v, *rest, queries, keys, given, how, r, masked)
     if how.bias_gradient:
@@ -416,7 +416,7 @@ def query_gradients(given, out, grad, lse, delta, grad_q, table_gradient, sums_g
     rest = of_out, _norms(queries, lse), dots
     total, of_sums = tl.full((how.rows, how.width), 0.0, tl.float32), dots * 0
     for r in tl.static_range(len(how.areas)):
-        q = _turned_queries(queries, given, how, r)
+        q = _rotated_queries(queries, given, how, r)
         blocks = _blocks(_keys_of(queries, given, how, r), 0, ANYWHERE, how.keys, given, how)
         state = tl.full((how.rows, how.width), 0.0, tl.float32), of_sums
         for index in tl.range(blocks[3], num_stages=how.stages[r]):
@@ -425,7 +425,7 @@ def query_gradients(given, out, grad, lse, delta, grad_q, table_gradient, sums_g
         for first in tl.range(blocks[1], blocks[2], how.keys, num_stages=how.stages[r]):
             state = _query_step(state, q, rest, first, queries, given, table_gradient, how, r, False)
         of_sums = state[1]
-        total += _turned(state[0], head, token, given, how, r, 0, True)
+        total += _rotated(state[0], head, token, given, how, r, 0, True)
     _store(grad_q, total * given.scale, batch, head, token, inside, how.head_dim, how.width)
     if how.sums_gradient:
         tl.store(_places(sums_gradient, batch, head, token), of_sums, mask=inside)
@@ -438,7 +438,7 @@ def _key_step(
     grad_k, grad_v, of_sums = state
     queries = _queries(first // how.rows, given, how)
     _, token, head, _, _, _ = queries
-    q = _turned_queries(queries, given, how, r)
+    q = _rotated_queries(queries, given, how, r)
     of_out = _vectors(grad, tl.program_id(2), head, token, how.value_dim, how.value_width)
     norm, dots = _norms(queries, lse), _numbers(delta, head, token)
     weights, inner, product = _score_gradients(q, k, v, of_out, norm, dots, queries, keys, given, how, r, masked)
@@ -463,7 +463,7 @@ def key_gradients(given, grad, lse, delta, grad_k, grad_v, sums_gradient, some: 
     of_values = tl.full((how.keys, how.value_width), 0.0, tl.float32)
     of_sums = tl.full((some, how.keys), 0.0, tl.float32)
     for r in tl.static_range(len(how.areas)):
-        k = _turned_keys(keys, given, how, r)
+        k = _rotated_keys(keys, given, how, r)
         blocks = _blocks(_rows_of(keys, given, how, r), 0, ANYWHERE, how.rows, given, how)
         state = tl.full((how.keys, how.width), 0.0, tl.float32), of_values, of_sums
         for index in tl.range(blocks[3], num_stages=how.stages[r]):
@@ -472,7 +472,7 @@ def key_gradients(given, grad, lse, delta, grad_k, grad_v, sums_gradient, some: 
         for first in tl.range(blocks[1], blocks[2], how.rows, num_stages=how.stages[r]):
             state = _key_step(state, k, v, first, keys, given, grad, lse, delta, how, r, False)
         of_values, of_sums = state[1], state[2]
-        total += _turned(state[0], kv_head, slot, given, how, r, 1, True)
+        total += _rotated(state[0], kv_head, slot, given, how, r, 1, True)
     _store(grad_k, total * given.scale, batch, kv_head, slot, inside, how.head_dim, how.width)
     _store(grad_v, of_values, batch, kv_head, slot, inside, how.value_dim, how.value_width)
     if how.sums_gradient:

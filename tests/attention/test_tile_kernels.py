@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from rope_patch.attention import kernels, oracle, products, segmented
+from rope_patch.attention import oracle, products, segmented, tile_kernels
 from rope_patch.attention.inputs import Branch
-from rope_patch.attention.kernels import Dense, FlashCPU, Merged, Work
 from rope_patch.attention.spans import Span, find_spans
+from rope_patch.attention.tile_kernels import Dense, FlashCPU, Merged, Work
 from rope_patch.attention.tiles import Tile, tiles_of
 from tests.attention.test_bidirectional import bias_of
 from tests.attention.test_segmented import (
@@ -118,8 +118,8 @@ def test_a_bias_of_few_heads_at_a_time_gets_the_gradient_of_all(causal, kv_heads
 
     expected = gradients(lambda x: oracle.attend(x)[0], in_double(inputs))
     monkeypatch.setattr(segmented, "LARGE", 100)
-    monkeypatch.setattr(kernels, "LEAST_ROWS", 4)
-    monkeypatch.setattr(kernels, "SCORES_IN_CACHE", 45 * 8 * 11)
+    monkeypatch.setattr(tile_kernels, "LEAST_ROWS", 4)
+    monkeypatch.setattr(tile_kernels, "SCORES_IN_CACHE", 45 * 8 * 11)
     for one, other in zip(gradients(run_segmented, inputs), expected, strict=True):
         assert (one.double() - other).norm() / other.norm() < 2e-5
 

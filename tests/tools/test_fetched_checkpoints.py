@@ -1,6 +1,6 @@
 """The checkpoints of `rope-patch checkpoint`, fetched for real: hundreds of megabytes, so only where that is asked for.
 
-    ROPE_PATCH_NETWORK=1 pytest tests/evaluation/test_checkpoints_fetched.py
+    ROPE_PATCH_NETWORK=1 pytest tests/tools/test_fetched_checkpoints.py
 
 `ROPE_PATCH_CHECKPOINTS=DIR` keeps them there, and takes what is there already.
 """

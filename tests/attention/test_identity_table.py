@@ -7,9 +7,9 @@ from transformers.models.cohere import modeling_cohere
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 
-from rope_patch.mounting.still import Still
+from rope_patch.mounting.identity_table import IdentityTable
 
-ONE, ZERO = Still.of(torch.ones(1, 7, 8), 1), Still.of(torch.zeros(1, 7, 8), 0)
+ONE, ZERO = IdentityTable.of(torch.ones(1, 7, 8), 1), IdentityTable.of(torch.zeros(1, 7, 8), 0)
 
 
 class Products(TorchDispatchMode):
@@ -47,5 +47,5 @@ def test_what_is_not_spared_is_computed_with_the_numbers():
 
 def test_numbers_stay_known_through_what_shapes_them():
     for made in (ONE.unsqueeze(1), ONE[..., :4], ONE.to(torch.float64), *ONE.chunk(2, dim=-1)):
-        assert isinstance(made, Still)
+        assert isinstance(made, IdentityTable)
         assert made.number == 1

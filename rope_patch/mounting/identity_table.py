@@ -16,7 +16,7 @@ _SHAPING = {"__getitem__", "unsqueeze", "squeeze", "expand", "view", "reshape", 
 _SHAPING |= {"bfloat16", "type", "chunk", "split", "contiguous", "repeat_interleave", "narrow"}
 
 
-class Still(torch.Tensor):
+class IdentityTable(torch.Tensor):
     """A tensor full of ones, the cosines of an identity rotation, or of zeros, its sines.
 
     Attributes:
@@ -26,8 +26,8 @@ class Still(torch.Tensor):
     number: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, number: int) -> Still:
-        """`tensor`, of any shape and full of one `number`, as a `Still`."""
+    def of(cls, tensor: torch.Tensor, number: int) -> IdentityTable:
+        """`tensor`, of any shape and full of one `number`, as an `IdentityTable`."""
         found = tensor.as_subclass(cls)
         found.number = number
         return found
@@ -47,11 +47,11 @@ class Still(torch.Tensor):
 
 def _spared(name: str, *args: Any) -> torch.Tensor | None:
     """The result of a product or a sum without computing it; None if it must be computed."""
-    if len(args) != 2 or not all(isinstance(x, torch.Tensor) for x in args) or isinstance(args[0], Still):
+    if len(args) != 2 or not all(isinstance(x, torch.Tensor) for x in args) or isinstance(args[0], IdentityTable):
         return None
-    x, still = args
-    if torch.result_type(x, still) != x.dtype or torch.broadcast_shapes(x.shape, still.shape) != x.shape:
+    x, table = args
+    if torch.result_type(x, table) != x.dtype or torch.broadcast_shapes(x.shape, table.shape) != x.shape:
         return None
-    if still.number == (1 if name in _PRODUCTS else 0):
+    if table.number == (1 if name in _PRODUCTS else 0):
         return x
-    return Still.of(still.as_subclass(torch.Tensor).expand(x.shape), 0) if name in _PRODUCTS else None
+    return IdentityTable.of(table.as_subclass(torch.Tensor).expand(x.shape), 0) if name in _PRODUCTS else None

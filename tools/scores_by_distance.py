@@ -1,6 +1,6 @@
 """Print the mean attention score of a layer by distance, and how much fast and slow pairs of dimensions add to it.
 
-    python recipes/scores_by_distance.py --layer 5 --scheme yarn:factor=4
+    python -m tools.scores_by_distance --layer 5 --scheme yarn:factor=4
     rope-patch plot scores_by_distance --layer 5 --scheme yarn:factor=4
 
 A rotation turns each pair of dimensions by itself, so its share of the mean score at a distance is known for any
@@ -53,7 +53,7 @@ def main(options: Options) -> None:
     lines = {"checkpoint": mean_scores(states)}
     lines |= {spec: mean_scores(states, get_scheme(spec)) for spec in schemes}
     edges = [0, *(2**power for power in range(math.ceil(math.log2(length)))), length]
-    found = [
+    found: list[dict[str, Any]] = [
         {"line": line, "distance": [start, stop - 1], **{part: float(s[start:stop].mean()) for part, s in of.items()}}
         for line, of in lines.items()
         for start, stop in pairwise(edges)

@@ -9,7 +9,7 @@ import torch
 from rope_patch.schemes.tools.rotary import RotaryLayout
 
 
-def turn(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`layout.turned`; unless the tables need gradients, backward rotates the gradient back.
 
     Shape:
@@ -18,11 +18,11 @@ def turn(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.Te
     """
     learned = cos.requires_grad or sin.requires_grad
     if torch.is_grad_enabled() and x.requires_grad and not learned and not torch.compiler.is_compiling():
-        return cast(torch.Tensor, _Turn.apply(x, cos, sin, layout))
+        return cast(torch.Tensor, _Rotation.apply(x, cos, sin, layout))
     return layout.turned(x, cos, sin)
 
 
-class _Turn(torch.autograd.Function):
+class _Rotation(torch.autograd.Function):
     """A rotation whose gradient is rotated back by the same angles."""
 
     @staticmethod
@@ -34,4 +34,4 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return turn(ctx.layout, grad, cos, -sin), None, None, None
+        return rotate(ctx.layout, grad, cos, -sin), None, None, None

@@ -15,7 +15,7 @@ from rope_patch.schemes.slots import Region
 _SAMPLES = 1025
 
 
-def caution(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str:
+def scheme_warning(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str:
     """A sentence without a full stop, for a warning and for `describe`; empty where nothing is wrong.
 
     Args:
@@ -36,7 +36,7 @@ def caution(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str:
 
 def changes_nothing(mounted: Sequence[tuple[Stack, Plan]], longest: int) -> bool:
     """Whether a model computes what it would without a patch, in texts of up to `longest` tokens; the parts of the
-    model are `mounted` as in `caution`.
+    model are `mounted` as in `scheme_warning`.
     """
     return all(_is_idle(stack, plan, longest) for stack, plan in _by_scheme(mounted))
 
@@ -72,13 +72,13 @@ def _is_idle(stack: Stack, plan: Plan, longest: int) -> bool:
         return False
     positions = torch.linspace(0, longest - 1, _SAMPLES).long()
     return (
-        ("frequencies" not in scheme.slots or _turn_alike(scheme, own, stack, plan, longest))
+        ("frequencies" not in scheme.slots or _rotate_alike(scheme, own, stack, plan, longest))
         and ("segments" not in scheme.slots or _keep_distances(scheme.segments(), positions))
         and ("query_scale" not in scheme.slots or bool((scheme.query_scale(positions, 1) == 1).all()))
     )
 
 
-def _turn_alike(scheme: Scheme, other: Scheme, stack: Stack, plan: Plan, length: int) -> bool:
+def _rotate_alike(scheme: Scheme, other: Scheme, stack: Stack, plan: Plan, length: int) -> bool:
     """Whether two schemes have the same frequencies in a text of this length."""
     for spec in {layer.spec for layer in plan.touched(stack)}:
         ours, theirs = (each.frequencies_on(spec, torch.tensor([length])) for each in (scheme, other))
@@ -92,6 +92,7 @@ def _keep_distances(regions: Sequence[Region], positions: torch.Tensor) -> bool:
     """Whether the last position sees all of these at their true distances."""
     m, kept = positions[-1:], torch.zeros_like(positions, dtype=torch.bool)
     for region in regions:
-        alike = region.query_map(m) - region.key_map(positions) == m - positions
+        moved, distance = region.rotated_distance(m, positions), m - positions
+        alike = moved == distance if region.pairs is None else (moved == distance[:, None]).all(dim=-1)
         kept |= region.contains(m, positions) & alike
     return bool(kept.all())

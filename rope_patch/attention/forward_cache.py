@@ -19,7 +19,7 @@ def wants_gradient(weights: Weights) -> bool:
     return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values())
 
 
-class ForwardMemo:
+class ForwardCache:
     """Values shared by the layers of one forward, which see the same mask and the same positions.
 
     While compiling nothing is remembered: the compiler itself shares equal expressions, and a graph must not depend on
@@ -81,27 +81,27 @@ class ForwardMemo:
         return self.derived(("bias", heads), lambda: DistanceBias(bias, scheme.linear, table), *weights.values())
 
 
-class StackMemo(threading.local):
-    """The `ForwardMemo` of a stack's current forward.
+class StackForwardCache(threading.local):
+    """The `ForwardCache` of a stack's current forward.
 
     Each thread has its own, so that several threads can run one model.
     """
 
     def __init__(self) -> None:
         self._position_ids: torch.Tensor | None = None
-        self._forward = ForwardMemo()
+        self._forward = ForwardCache()
 
     def forget(self) -> None:
         """Start a forward."""
-        self._position_ids, self._forward = None, ForwardMemo()
+        self._position_ids, self._forward = None, ForwardCache()
 
-    def of(self, position_ids: torch.Tensor) -> ForwardMemo:
-        """The memo for this positions tensor (by identity), `(batch or 1, length)`."""
+    def of(self, position_ids: torch.Tensor) -> ForwardCache:
+        """The cache for this positions tensor (by identity), `(batch or 1, length)`."""
         if torch.compiler.is_compiling():
-            return ForwardMemo()
+            return ForwardCache()
         if self._position_ids is not position_ids:
-            self._position_ids, self._forward = position_ids, ForwardMemo()
+            self._position_ids, self._forward = position_ids, ForwardCache()
         return self._forward
 
-    def __reduce__(self) -> tuple[type[StackMemo], tuple[()]]:
-        return StackMemo, ()  # a copy of a model remembers nothing
+    def __reduce__(self) -> tuple[type[StackForwardCache], tuple[()]]:
+        return StackForwardCache, ()  # a copy of a model remembers nothing

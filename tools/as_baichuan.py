@@ -1,6 +1,6 @@
 """Write the small Llama as a folder in the layout of Baichuan-7B: the same function under other names.
 
-    python recipes/as_baichuan.py runs/tiny-baichuan
+    python -m tools.as_baichuan runs/tiny-baichuan
     rope-patch perplexity --model runs/tiny-baichuan --scheme yarn:target=auto --lengths 256,1024 --targets 128
 
 Queries, keys and values become one `W_pack`, and the config becomes one of Baichuan. Perplexities are those of the
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rope_patch.cli.options import Positional, run
+from rope_patch.shipped import recipes_folder
 
 if TYPE_CHECKING:
     import torch
 
-LLAMA = Path(__file__).parent / "assets" / "tiny-llama"
+LLAMA = recipes_folder() / "assets" / "tiny-llama"
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,7 @@
 """Print what a scheme does to each pair of a query and a key, as numbers: no model is needed.
 
-    python recipes/position_matrices.py rerope:window=4 --length 10
-    python recipes/position_matrices.py alibi --heads 4 --length 8
+    python -m tools.position_matrices rerope:window=4 --length 10
+    python -m tools.position_matrices alibi --heads 4 --length 8
 
 Rows are queries, columns are keys; "-" is not attended. A scheme with a bias by distance shows what is added to the
 scores, a matrix for each head; any other the distance by which a pair is rotated. The pictures of the same numbers are

@@ -1,8 +1,9 @@
 """The table and the chart of a comparison of encodings, from its rows.
 
-    python recipes/encodings_table.py --folder docs/results/encodings
+    python -m tools.encodings_table --folder docs/results/encodings
 
-`compare_encodings.py` ends with this. It writes `table.md`, `summary.json` and `comparison.png` beside the rows.
+`recipes/compare_encodings.py` wrote the rows. Beside them this writes `table.md`, with a column for what `--costs`
+measured, `summary.json`, and `comparison.png`, in which every slot has a panel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pretrain the small Llama that the demo patches: byte-level BPE, 256 tokens of context, Python source.
 
-    python recipes/pretrain_tiny.py recipes/configs/pretrain_tiny.yaml
-    python recipes/pretrain_tiny.py recipes/configs/pretrain_gpu.yaml     # 112 million parameters, on a GPU
+    python -m tools.pretrain_tiny tools/configs/pretrain_tiny.yaml
+    python -m tools.pretrain_tiny tools/configs/pretrain_gpu.yaml     # 112 million parameters, on a GPU
 
 Run the same command again to resume from the last checkpoint. The learning rate warms up, stays, and falls to zero over
 the last `decay_steps`: while it stays, you may change `steps` between two starts. Some sequences carry a span twice,
@@ -108,7 +108,7 @@ def pretrain(
 
     drawn = functools.lru_cache(maxsize=2)(batch_at)
 
-    class Batches(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    class Batches(torch.utils.data.Dataset):
         """The sequences of all steps, one after another, each drawn when it is asked for."""
 
         def __len__(self) -> int:

@@ -1,6 +1,6 @@
 """Pretrain the small T5 of the repository: 256 tokens of context, spans of Python source to be filled in.
 
-    python recipes/pretrain_tiny_t5.py recipes/configs/pretrain_tiny_t5.yaml
+    python -m tools.pretrain_tiny_t5 tools/configs/pretrain_tiny_t5.yaml
 
 The text, the schedule and the checkpoints are those of `pretrain_tiny.py`. The tokenizer is that of the small Llama
 with sentinels for hidden spans.
@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rope_patch.cli.options import load_recipe, run
+from rope_patch.cli.options import run
+from tools import pretrain_tiny as pretraining
 
-pretraining = load_recipe("pretrain_tiny")
 SENTINELS = 64
 
 
 @dataclass(kw_only=True)
-class Options(pretraining.Schedule):  # type: ignore[misc,name-defined]
+class Options(pretraining.Schedule):
     tokenizer: str  # folder of the tokenizer that is given sentinels
     hidden_size: int
     intermediate_size: int

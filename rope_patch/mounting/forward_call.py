@@ -1,0 +1,177 @@
+"""One forward of one attention module, as its hook passes it to the attention function."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from transformers import Cache
+
+from rope_patch.attention.forward_cache import ForwardCache
+from rope_patch.attention.masks import keys_seen, read_mask
+from rope_patch.models.cached_keys import is_static, positions_in, positions_in_graph, remember
+from rope_patch.models.paged import Request
+from rope_patch.mounting.layer_state import LayerState
+from rope_patch.schemes.tools.positions import follow_on, joined, key_positions
+from rope_patch.typing import Frequencies, PositionMap, Weights
+
+
+@dataclass(eq=False)
+class ForwardCall:
+    """One forward of one attention module.
+
+    Attributes:
+        states: the module's input, `(batch, q_len, hidden)`.
+        position_ids: `(batch or 1, q_len)`, positions of the queries.
+        query_start: slot of the first query among the keys; None without a cache.
+        anchor: the position map by which the module already rotated queries and keys, `UNROTATED` for no rotation; None
+            if it applied neither a rotation nor the attention factor.
+        tokens: `(batch or 1, kv_len)`, false on pads; None without known pads.
+        kv_length: number of keys that the cache will return.
+        past: positions of the keys before the first query, `(batch or 1, start)` or `(batch, kv_heads, start)`; None
+            if there are none, or if they are not needed.
+        scattered: whether the distance of some visible key differs from its difference of slots.
+        seen: true on keys that some query can see, `(batch or 1, kv_len)`; None for all of them.
+        added: what each slot adds to the running sums of the scheme's bias, `(batch, kv_len, heads)`; None without such
+            a bias.
+        looks_ahead: whether a query may see keys after it.
+        is_request: whether it is one request in a row of continuous batching.
+    """
+
+    state: LayerState
+    forward_cache: ForwardCache
+    states: torch.Tensor
+    position_ids: torch.Tensor
+    query_start: int | torch.Tensor | None
+    anchor: PositionMap | None = None
+    tokens: torch.Tensor | None = None
+    cache: Cache | None = None
+    kv_length: int | None = None
+    past: torch.Tensor | None = None
+    scattered: bool = False
+    seen: torch.Tensor | None = None
+    added: torch.Tensor | None = None
+    looks_ahead: bool = False
+    is_request: bool = False
+
+    @property
+    def start(self) -> int | torch.Tensor:
+        """Slot of the first query among the keys."""
+        return 0 if self.query_start is None else self.query_start
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Length of each row in tokens, without pads on either side, `(batch or 1,)`."""
+        positions = None if self.tokens is None else self.key_positions(self.tokens.shape[-1])
+        if positions is None or positions.ndim == 3:
+            return self.position_ids.amax(dim=-1) + 1
+        return torch.where(cast(torch.Tensor, self.tokens), positions, 0).amax(dim=-1) + 1
+
+    @property
+    def shareable(self) -> bool:
+        """Whether layers can share key positions; a static cache counts in a separate tensor per layer."""
+        return not isinstance(self.query_start, torch.Tensor)
+
+    def of_request(self, request: Request) -> ForwardCall:
+        """The part of this call for one request in a row of continuous batching."""
+        return dataclasses.replace(
+            self,
+            forward_cache=request.forward_cache,
+            states=self.states[:, request.queries],
+            position_ids=request.position_ids,
+            query_start=request.start,
+            kv_length=request.kv_length,
+            is_request=True,
+        )
+
+    def frequencies(self, learned: Weights, own: bool = False) -> Frequencies:
+        """f of the layer for the rows of this call, with its `learned` parameters; of the scheme alone, with its decay,
+        if `own`.
+        """
+        state, device = self.state, self.position_ids.device
+        lengths = self.lengths if state.scheme.length_dependent else None
+        if own:
+            return state.own_frequencies(lengths, learned, device)
+        return state.frequencies_of(lengths, learned, device, anchored=self.anchor is not None)
+
+    def key_positions(self, kv_length: int) -> torch.Tensor:
+        """`(batch or 1, kv_len)`, or `(batch, kv_heads, kv_len)` if heads keep different keys; shared by the layers of
+        one forward if possible.
+        """
+        start, place = self.query_start, ("keys", kv_length)
+
+        def counted() -> torch.Tensor:
+            return key_positions(self.position_ids, kv_length, start)
+
+        if self.scattered:
+            past = cast(torch.Tensor, self.past)
+            return self.forward_cache.derived(place, lambda: joined(past, counted()[:, past.shape[-1] :]), past)
+        return self.forward_cache.once((*place, start), counted) if self.shareable else counted()
+
+    def look_back(self, cache: Cache, mask: Any) -> None:
+        """Set what follows from a cache, not yet updated: the number of keys, and the positions of cached ones. `mask`
+        is the one that the module receives, if any.
+        """
+        state, index, q_length = self.state, self.state.layer.index, self.states.shape[1]
+        self.cache, self.kv_length = cache, cache.get_mask_sizes(q_length, index)[0]
+        kv_length = self.kv_length
+        is_first = isinstance(self.start, int) and self.start == 0
+        if not state.follows_positions or (is_first and not is_static(cache, index)):
+            return
+
+        def look() -> torch.Tensor | None:
+            if not isinstance(mask, torch.Tensor):
+                return None  # the module chooses its own mask; all keys count as visible
+            return keys_seen(*read_mask(mask, self.position_ids, q_length, kv_length, self.start, state.config))
+
+        self.seen = self.forward_cache.derived(("seen", kv_length), look, mask)
+        if is_first:
+            return
+        if torch.compiler.is_compiling():
+            self._look_back_in_graph(cache)
+            return
+        start = int(self.start)
+        if start == 0:
+            return
+        past = positions_in(cache, index, start, state.layer.name)
+        self.past = past = self.forward_cache.same(("past", start), past)
+        self.scattered = self.forward_cache.derived(
+            ("scattered", start), lambda: not bool(follow_on(past, self.position_ids, self.seen)), past
+        )
+
+    def _look_back_in_graph(self, cache: Cache) -> None:
+        """`look_back` without access to values: the graph asserts that positions have no gap."""
+        index, name = self.state.layer.index, self.state.layer.name
+        if is_static(cache, index):
+            self.past = positions_in_graph(cache, index, self.position_ids, name)
+            self.scattered = self.past is not None
+            return
+        self.past = positions_in(cache, index, cast(int, self.start), name)
+        self.scattered = self.past.ndim == 3
+        if not self.scattered:
+            follows = follow_on(self.past, self.position_ids, self.seen)
+            torch._assert_async(follows, "rope_patch: a gap before position_ids; run eagerly")
+
+    def remember(self) -> None:
+        """Store positions on the keys in the cache after its update."""
+        if self.cache is None or not self.state.follows_positions:
+            return
+        shared, index, past, positions = self.forward_cache, self.state.layer.index, self.past, self.position_ids
+        static = is_static(self.cache, index)
+        if static and torch.compiler.is_compiling():
+            return
+        if past is not None:
+            positions = shared.derived("all", lambda: joined(past, self.position_ids), past)
+        in_order = True
+        if static:
+            in_order = shared.derived("in order", lambda: self._in_order(positions), positions)
+        remember(self.cache, index, positions, in_order)
+
+    def _in_order(self, positions: torch.Tensor) -> bool:
+        """Whether, in every row, the next token is expected one position after the last slot."""
+        if positions.ndim == 3:
+            return False
+        ends_in_tokens = self.seen is None or bool(self.seen[:, positions.shape[-1] - 1].all())
+        return ends_in_tokens and bool(follow_on(positions, positions[:, -1:] + 1, self.seen))

@@ -1,0 +1,210 @@
+"""The late mount: pre-hooks of a stack and of its attention modules.
+
+The hook of an attention module gives it an identity rotation (cos 1, sin 0) and one small object, a `ForwardCall`, in
+the keyword arguments, which Transformers passes to the attention function. There queries and keys are rotated and
+scored, so every region may use other positions.
+
+If the rotation of far keys depends only on each key's own position (its anchor), the hook requests that rotation
+instead of the identity. The cache then holds keys rotated for the far region, and a decoding step rotates only the few
+keys of the near window, by the difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import Cache, QuantizedCache
+from transformers.generation.continuous_batching import PagedAttentionCache
+
+from rope_patch.attention.forward_cache import StackForwardCache
+from rope_patch.attention.masks import Groups, groups_of_documents, groups_of_pads
+from rope_patch.errors import UnsupportedModel, UnsupportedPositions
+from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions, tokens_of
+from rope_patch.models.base import RotaryTables, is_causal
+from rope_patch.models.cached_keys import CACHE_TAG, CacheTagging, cache_in
+from rope_patch.mounting.forward_call import ForwardCall
+from rope_patch.mounting.identity_table import IdentityTable
+from rope_patch.mounting.layer_state import UNROTATED, LayerState
+from rope_patch.mounting.registration import Registration, scores_here
+from rope_patch.mounting.running_bias import contributions
+from rope_patch.mounting.stack_positions import PASSED
+from rope_patch.schemes.tools.positions import query_start
+
+LONG = 64
+"""From this many tokens on, `IdentityTable` saves more than it costs."""
+
+
+@dataclass(eq=False)
+class StackHook:
+    """Pre-hook of the stack: a new forward shares nothing with the last one, and pads need no mask of all pairs.
+
+    Attributes:
+        scorers: the attention modules, if they cover every layer of the stack and read groups; else empty.
+        counts: whether this hook must count tokens, because the stack has no positions.
+    """
+
+    forward_caches: tuple[StackForwardCache, ...]
+    scorers: tuple[nn.Module, ...]
+    counts: bool = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """The arguments with pads and packed documents as groups, one number per key.
+
+        Transformers would build a mask with a number per pair of tokens.
+        """
+        kwargs = by_name(module, args, kwargs)
+        check_tokens(module, kwargs)
+        changed = {}
+        if self.counts and kwargs.get("position_ids") is None:
+            changed["position_ids"] = counted_positions(kwargs)
+        if torch.compiler.is_compiling():
+            return ((), {**kwargs, **changed}) if changed else None
+        for forward_cache in self.forward_caches:
+            forward_cache.forget()
+        chosen = cast(Any, module.config)._attn_implementation == "sdpa" and all(map(scores_here, self.scorers))
+        groups = None
+        if self.scorers and chosen:
+            causal = is_causal(self.scorers[0], kwargs.get("is_causal"))
+            groups = _groups(kwargs, cast(Any, module.config), causal)
+        if groups is not None:
+            changed["attention_mask"] = Groups.of(groups)
+        return ((), {**kwargs, **changed}) if changed else None
+
+
+def _groups(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Tensor | None:
+    """Groups of the keys of a forward, if Transformers would otherwise build a mask."""
+    tokens = tokens_of(kwargs)
+    if tokens is None or tokens.shape[1] == 1:
+        return None
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if isinstance(positions, torch.Tensor) and positions.ndim == 3:
+        positions = positions[0]  # of the text, see `OneAxis`
+    if isinstance(mask, torch.Tensor):
+        return groups_of_pads(mask) if mask.ndim == 2 and not mask.all() else None
+    if not causal:
+        return None  # in both directions Transformers does not separate documents
+    use_cache = getattr(config, "use_cache", False) if kwargs.get("use_cache") is None else kwargs["use_cache"]
+    without_cache = kwargs.get("past_key_values") is None and not use_cache
+    if mask is None and without_cache and isinstance(positions, torch.Tensor) and positions.ndim == 2:
+        documents = groups_of_documents(positions)
+        return documents if documents.any() else None
+    return None
+
+
+@dataclass(eq=False)
+class LayerHook:
+    """Pre-hook of one attention module: makes a `ForwardCall` of its arguments.
+
+    Attributes:
+        registration: keeps the attention function registered for as long as this hook, or a copy of it, lives.
+    """
+
+    state: LayerState
+    registration: Registration
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """The arguments with the module's rotation replaced, and with the `ForwardCall`."""
+        kwargs, state = by_name(module, args, kwargs), self.state
+        paged = isinstance(kwargs.get("cache"), PagedAttentionCache)
+        if paged:
+            self._check_paged(module, kwargs["cache"])
+        if not scores_here(module):
+            return None  # the user chose another attention for this module, which needs its own positions
+        cache = self._tagged(cache_in(kwargs))
+        hidden = kwargs["hidden_states"]
+        start = None if cache is None else query_start(cache, state.layer.index, hidden.shape[1])
+        position_ids = self._positions(kwargs, start)
+        anchor = state.anchor_for(keeps_keys=paged or cache is not None)
+        call = ForwardCall(state, state.forward_cache.of(position_ids), hidden, position_ids, start, anchor)
+        if cache is not None:
+            call.look_back(cache, kwargs.get("attention_mask"))
+        if "running_bias" in state.methods:
+            added = state.scheme.running_bias(hidden, state.weights())
+            slots = hidden.shape[1] if call.kv_length is None else call.kv_length
+            call.added = contributions(added, cache, state.layer.index, state.num_layers, slots)
+        if state.rotates and state.layer.rotary is not None:
+            kwargs["position_embeddings"] = _first_rotation(kwargs["position_embeddings"], call)
+        kwargs["rope_patch"] = call
+        return (), kwargs
+
+    def _check_paged(self, module: nn.Module, cache: PagedAttentionCache) -> None:
+        """Refuse a row of continuous batching that the scheme would not score.
+
+        Raises:
+            UnsupportedModel: the module now has another attention implementation.
+            UnsupportedPositions: another scheme wrote keys to the cache, or the scheme needs more than keys.
+        """
+        state = self.state
+        if not scores_here(module):
+            raise UnsupportedModel(
+                f"{state.layer.name} now has attn_implementation={cast(Any, module.config)._attn_implementation!r}, "
+                f"which would bypass {state.scheme}; set auto_switch_to_flash=False in the ContinuousBatchingConfig"
+            )
+        if "running_bias" in state.methods:
+            raise UnsupportedPositions(f"{state.scheme}: a paged cache cannot keep its sums over earlier tokens")
+        tag = vars(cache).setdefault(CACHE_TAG, state.cache_tag)
+        if tag != state.cache_tag:
+            raise UnsupportedPositions(
+                f"the paged cache holds keys written under {tag}, which {state.cache_tag} would misread; "
+                "create a new manager"
+            )
+
+    def _tagged(self, cache: Cache | None) -> Cache | None:
+        """The cache of a call, which now has the tag of the scheme; None without a cache.
+
+        Raises:
+            UnsupportedPositions: it has another tag, or it is quantised.
+        """
+        if cache is not None:
+            CacheTagging(self.state.layer.index, self.state.cache_tag).tag(cache)
+        if isinstance(cache, QuantizedCache):
+            raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
+        return cache
+
+    def _positions(self, kwargs: dict[str, Any], start: int | torch.Tensor | None) -> torch.Tensor:
+        """Positions of the queries, `(batch or 1, q_len)`; without any, slots are counted from `start`.
+
+        Raises:
+            UnsupportedPositions: none arrive, or they have other axes.
+        """
+        layer, hidden = self.state.layer, kwargs["hidden_states"]
+        passed = kwargs.pop(PASSED, None)
+        position_ids = kwargs.get("position_ids") if passed is None else passed
+        if position_ids is None and not layer.gets_positions:
+            raise UnsupportedPositions(f"{layer.name} does not receive position_ids")
+        if position_ids is None:
+            return (torch.arange(hidden.shape[1], device=hidden.device) + (start or 0))[None]
+        if position_ids.ndim != 2:
+            raise UnsupportedPositions(
+                f"{layer.name}: position_ids of shape {tuple(position_ids.shape)}; (batch, length) is allowed"
+            )
+        return cast(torch.Tensor, position_ids)
+
+
+def _first_rotation(given: Any, call: ForwardCall) -> Any:
+    """The tables that the module itself applies to both queries and keys, in the form of those `given`."""
+    state, hidden, anchor = call.state, call.states, call.anchor
+    if anchor is None or anchor == UNROTATED:
+        return call.forward_cache.derived("identity", lambda: _identity(given, hidden.device.type), given)
+    rotary = cast(RotaryTables, state.layer.rotary)
+    return call.forward_cache.once(
+        ("anchor", state.tables, anchor, hidden.dtype),
+        lambda: rotary.compute(anchor(call.position_ids), like=hidden),
+    )
+
+
+def _identity(given: Any, device_type: str) -> Any:
+    """Identity tables in the form of those `given`."""
+    if isinstance(given, torch.Tensor):  # cos + i sin
+        return torch.ones_like(given)
+    cos, sin = given
+    dtype = cos.dtype
+    if torch.is_autocast_enabled(device_type):  # otherwise the cache would hold float32 keys with values that are not
+        dtype = torch.get_autocast_dtype(device_type)
+    one, zero = torch.ones_like(cos, dtype=dtype), torch.zeros_like(sin, dtype=dtype)
+    if torch.compiler.is_compiling() or cos.shape[-2] < LONG:
+        return one, zero
+    return IdentityTable.of(one, 1), IdentityTable.of(zero, 0)

@@ -1,0 +1,112 @@
+"""The data of one layer under a scheme, which its hook, its calls, servers and `describe` read. It knows no hook."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+
+from rope_patch.attention.forward_cache import StackForwardCache
+from rope_patch.attention.inputs import AttentionMode
+from rope_patch.models.base import AttentionLayer, RotaryTables
+from rope_patch.models.cached_keys import OWN_ROTATION, cache_tag
+from rope_patch.mounting.parameters import LearnedWeights
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.slots import Region
+from rope_patch.schemes.tools.positions import Constant, pairs_of
+from rope_patch.typing import Frequencies, Lengths, PositionMap, Weights
+
+UNROTATED = Constant(0)
+"""The position of states without rotation."""
+
+Rotation = Literal["module", "late", "anchored"]
+"""Where queries and keys are rotated: in the attention module, in the attention function, or in both. In the last case
+the module uses the positions of the farthest region, which the cache keeps, and the function adds the difference."""
+
+
+@dataclass(eq=False)
+class LayerState:
+    """One layer under a scheme, as plain data that is copied and pickled with the model.
+
+    Attributes:
+        scheme: with its defaults filled in.
+        layer: the facts about its attention module.
+        rotation: where queries and keys are rotated.
+        frequencies: `late` if the scheme's frequencies are computed in the attention function, `model` if the model's
+            tables are read.
+        weights: the locations of its learned parameters.
+        attention: how to score.
+        forward_cache: what it shares with the other layers of its group.
+        config: the model's config, with its current attention implementation.
+        num_layers: number of the stack's layers that keep keys in a cache.
+        cache_tag: marks a cache with the writer of its keys; one for all layers of a stack.
+        both_ways, regions: the regions of the scheme, and those of them that a causal call can see.
+        anchor: the position map of the keys in the cache; None if they are unrotated, or rotated by the model itself.
+        kept: the rotation of the keys in the cache, as text.
+        rotates: whether queries and keys are rotated in the attention function.
+        tables: names the rotary tables, which layers may share.
+        scores: whether the attention function scores, instead of delegating to the one before.
+    """
+
+    scheme: Scheme
+    layer: AttentionLayer
+    rotation: Rotation
+    frequencies: Literal["model", "late"]
+    weights: LearnedWeights
+    attention: AttentionMode
+    forward_cache: StackForwardCache
+    config: Any
+    num_layers: int
+
+    def __post_init__(self) -> None:
+        slots = self.scheme.slots
+        self.both_ways: tuple[Region, ...] = self.scheme.segments() if "segments" in slots else ()
+        # regions of negative distance contain only keys after the query, which a causal call never sees
+        self.regions = tuple(region for region in self.both_ways if region.stop > 0)
+        self.rotates = self.rotation != "module"
+        self.anchor = self._farthest_keys() if self.rotation == "anchored" else None
+        kept = "unrotated" if self.anchor is None else f"rotated by {self.anchor}"
+        self.kept = kept if self.rotates else OWN_ROTATION
+        self.cache_tag = cache_tag(self.scheme, self.kept)
+        self.follows_positions = bool(self.rotates or self.regions or slots & {"bias", "values"} or self.scheme.decays)
+        rotary = self.layer.rotary
+        self.tables = None if rotary is None else (rotary.layer_type, id(rotary.module))
+        # properties that every call needs
+        self.methods, self.decays, self.scales = self.scheme.methods, self.scheme.decays, "query_scale" in slots
+        self.scores = bool(slots & {"segments", "bias", "values"}) or self.decays or self.attention != "auto"
+
+    def _farthest_keys(self) -> PositionMap | None:
+        """The map of the keys that are farthest from their queries; None if it has a pair axis, because the model's own
+        tables have one position for all pairs.
+        """
+        if not self.regions:
+            return None
+        farthest = max(self.regions, key=lambda region: region.start).key_map
+        return farthest if pairs_of(farthest) is None else None
+
+    @property
+    def reads_groups(self) -> bool:
+        """Whether pads and documents may be passed as groups of keys instead of a mask."""
+        return self.scores and self.layer.sliding_window is None
+
+    def anchor_for(self, keeps_keys: bool) -> PositionMap | None:
+        """The rotation that the module should apply. Without a cache, no rotation is the least work."""
+        if self.anchor is None or (keeps_keys and self.anchor != UNROTATED):
+            return self.anchor
+        return UNROTATED if cast(RotaryTables, self.layer.rotary).attention_scaling == 1 else None
+
+    def frequencies_of(self, lengths: Lengths, weights: Weights, device: torch.device, anchored: bool) -> Frequencies:
+        """f of this layer, with arguments as of `own_frequencies`. If queries and keys are `anchored`, the model's own
+        factor was already applied to them.
+        """
+        if self.frequencies == "late":
+            return self.own_frequencies(lengths, weights, device)
+        rotary = cast(RotaryTables, self.layer.rotary)
+        return Frequencies(rotary.inv_freq, 1.0 if anchored else rotary.attention_scaling)
+
+    def own_frequencies(self, lengths: Lengths, weights: Weights, device: torch.device) -> Frequencies:
+        """f of the scheme itself on a `device`, with its decay and learned `weights`, for rows of these `lengths`."""
+        found = self.scheme.frequencies_on(self.layer.spec, lengths, weights)
+        return dataclasses.replace(found, inv_freq=found.inv_freq.to(device))

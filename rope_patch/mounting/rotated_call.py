@@ -1,0 +1,201 @@
+"""A call as the engine reads it: queries and keys that are rotated for each region when they are needed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from rope_patch.attention.call import EVERY, Call
+from rope_patch.attention.decay import Decay
+from rope_patch.attention.forward_cache import wants_gradient
+from rope_patch.attention.fused.launch import Fused
+from rope_patch.attention.rotation import rotate
+from rope_patch.mounting.forward_call import ForwardCall
+from rope_patch.schemes.slots import ALL_PAIRS, Region
+from rope_patch.schemes.tools.positions import pairs_of
+from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
+from rope_patch.typing import PositionMap, Weights
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(eq=False)
+class RotatedCall(Call):
+    """A call whose queries and keys are rotated for each region, if the mount rotates them here.
+
+    Attributes:
+        learned: the scheme's learned parameters of this layer.
+        rotated_keys: rotated keys of all slots, shared by regions with the same rotation.
+    """
+
+    late: ForwardCall
+    learned: Weights
+    rotated_keys: dict[Any, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> RotaryLayout:
+        """How the layer pairs dimensions."""
+        return cast(RotaryLayout, self.late.state.layer.layout)
+
+    @property
+    def differentiable(self) -> bool:
+        """See `Call`."""
+        return wants_gradient({**self.learned, "queries": self.queries})
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """See `Call`."""
+        state = self.late.state
+        return (state.both_ways if self.late.looks_ahead else state.regions) or (ALL_PAIRS,)
+
+    def query(self, region: Region) -> torch.Tensor:
+        """See `Call`."""
+        if not self.late.state.rotates:
+            return self.queries
+        if self.queries.shape[2] == 1 and self.late.state.regions and not torch.compiler.is_compiling():
+            return self._one_query[self.regions.index(region)]
+        return self._rotated(self.queries, self.late.position_ids, region.query_map, place=("q",))
+
+    @functools.cached_property
+    def _one_query(self) -> tuple[torch.Tensor, ...]:
+        """The only query rotated for each region, by one product with all rotations."""
+        queries, positions = self.queries, self.late.position_ids
+
+        def rotations() -> torch.Tensor:
+            """`(batch or 1, head_dim, regions * head_dim)`."""
+            moved = [self._moved(positions, region.query_map) for region in self.regions]
+            by_pair = any(x.ndim == 3 for x in moved)
+            if by_pair:
+                pairs = len(self.layout.first)
+                moved = [x if x.ndim == 3 else x[..., None].expand(*x.shape, pairs) for x in moved]
+            cos, sin = self._computed(torch.cat(moved, dim=1), queries.dtype, by_pair)
+            matrix = self.layout.matrix(self.layout.wide(cos, queries.shape[-1]), sin)
+            return matrix[:, 0].transpose(1, 2).flatten(2)
+
+        found = self._shared(("one query", self.late.state.tables, queries.dtype), rotations)
+        rotated = queries[:, :, 0] @ (found[0] if len(found) == 1 else found)
+        return rotated.unflatten(-1, (-1, queries.shape[-1]))[:, :, None].unbind(dim=3)
+
+    def key(self, region: Region, slots: slice | torch.Tensor = EVERY, rows: slice = EVERY) -> torch.Tensor:
+        """See `Call`."""
+        if not self.rotates_keys(region):
+            return super().key(region, slots, rows)
+        if not isinstance(slots, slice) or slots.stop is not None or rows != EVERY:
+            return self._rotated_key(region.key_map, slots, rows)
+        known, name = self.rotated_keys, (region.key_map, slots.start or 0)
+        if name not in known:
+            known[name] = self._rotated_key(region.key_map, slots, rows)
+        return known[name]
+
+    def _rotated_key(self, key_map: PositionMap, slots: slice | torch.Tensor, rows: slice) -> torch.Tensor:
+        late = self.late
+        positions = late.key_positions(self.keys.shape[2])
+        positions = (positions if len(positions) == 1 else positions[rows])[..., slots]
+        place: tuple[Any, ...] | None = None
+        if late.shareable and not isinstance(slots, torch.Tensor):
+            # layers may keep different keys; the forward cache keeps `past` alive, see `ForwardCall.key_positions`
+            kept = id(late.past) if late.scattered and not torch.compiler.is_compiling() else None
+            place = ("k", self.keys.shape[2], late.query_start, kept, slots.start, slots.stop, rows.start, rows.stop)
+        return self._rotated(self.keys[rows, :, slots], positions, key_map, place)
+
+    def rotates_keys(self, region: Region) -> bool:
+        """See `Call`."""
+        return self.late.state.rotates and region.key_map != self.late.anchor
+
+    def fused(self, in_order: bool) -> Fused:
+        """See `Call`."""
+        state, late = self.late.state, self.late
+        if not state.rotates:
+            return super().fused(in_order)
+        layout, head_dim = self.layout, self.queries.shape[-1]
+
+        def tables(positions: torch.Tensor, position_map: PositionMap, place: Any) -> Tables | None:
+            if position_map == late.anchor:
+                return None
+
+            def compute() -> Tables:
+                cos, sin = self._computed(
+                    self._moved(positions, position_map), self.queries.dtype, _has_pairs(position_map)
+                )
+                return layout.wide(cos, head_dim), layout.signed(sin, head_dim)
+
+            return cast(Tables, self._shared((place, position_map, state.tables, "fused"), compute))
+
+        keys = late.key_positions(self.keys.shape[2])
+        device = self.queries.device
+        return Fused(
+            self.queries,
+            self.keys,
+            self.regions,
+            query_tables=tuple(tables(late.position_ids, region.query_map, "q") for region in self.regions),
+            key_tables=tuple(tables(keys, region.key_map, ("k", id(keys))) for region in self.regions),
+            partner=self.forward_cache.once("partners", lambda: torch.tensor(layout.partners(head_dim), device=device)),
+            in_order=in_order,
+        )
+
+    def decay(self) -> Decay | None:
+        """See `Call`."""
+        if not self.late.state.decays:
+            return None
+
+        def compute() -> Decay:
+            rate = self.late.frequencies(self.learned, own=True).decay
+            return Decay(self.layout, cast(torch.Tensor, rate))
+
+        return cast(Decay, self._shared(("decay", self.late.state.tables), compute))
+
+    def _rotated(
+        self, x: torch.Tensor, positions: torch.Tensor, position_map: PositionMap, place: tuple[Any, ...] | None
+    ) -> torch.Tensor:
+        """R_f(phi(positions)) x."""
+        if position_map == self.late.anchor:
+            return x
+        cos, sin = self._tables(positions, position_map, place, x)
+        return rotate(self.layout, x, cos, sin) if self._fast else self.layout.rotate(x, cos, sin)
+
+    @property
+    def _fast(self) -> bool:
+        """Whether to rotate with the fewest kernels. Without regions, results are bit for bit those of the attention
+        module, unless every token rotates all cached keys again, which no module does.
+        """
+        state = self.late.state
+        return bool(state.regions) or (state.scheme.length_dependent and self.queries.shape[2] == 1)
+
+    def _tables(
+        self, positions: torch.Tensor, position_map: PositionMap, place: tuple[Any, ...] | None, like: torch.Tensor
+    ) -> Tables:
+        """The tables that rotate states `like`; layers with the same tables share them under the key `place`. For
+        regions, cos is `wide`.
+        """
+
+        def tables() -> Tables:
+            cos, sin = self._computed(self._moved(positions, position_map), like.dtype, _has_pairs(position_map))
+            return self.layout.wide(cos, like.shape[-1]) if self._fast else cos, sin
+
+        if place is None:
+            return tables()
+        return cast(Tables, self._shared((place, position_map, self.late.state.tables, like.dtype), tables))
+
+    def _moved(self, positions: torch.Tensor, position_map: PositionMap) -> torch.Tensor:
+        """The remaining rotation of states at these positions, with d/2 as a last axis if the map has pairs."""
+        anchor = self.late.anchor
+        if anchor is None:
+            return position_map(positions)
+        done = anchor(positions)
+        return position_map(positions) - (done[..., None] if _has_pairs(position_map) else done)
+
+    def _computed(self, moved: torch.Tensor, dtype: torch.dtype, by_pair: bool) -> Tables:
+        found = self.late.frequencies(self.learned)
+        return rotation_tables(moved, found.inv_freq, found.attention_scaling, dtype, by_pair)
+
+    def _shared(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """A value that layers compute once, unless their frequencies are learned."""
+        return compute() if self.late.state.scheme.learned_frequencies else self.forward_cache.once(key, compute)
+
+
+def _has_pairs(position_map: PositionMap) -> bool:
+    return pairs_of(position_map) is not None
