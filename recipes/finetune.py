@@ -11,7 +11,6 @@ the plain checkpoint, and attention cut at its training length L. Run the same c
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -86,10 +85,9 @@ def main(options: Options) -> None:
     from accelerate import PartialState
 
     from rope_patch.errors import MissingPackage
-    from rope_patch.evaluation.lines import REFERENCES, with_references
-    from rope_patch.evaluation.rows import Rows
+    from rope_patch.evaluation.row import Rows
+    from rope_patch.evaluation.scheme_specs import REFERENCES, with_references
     from rope_patch.saving.loading import default_checkpoint, load_tokenizer, quiet_transformers
-    from rope_patch.training.callbacks import Point
 
     with_references(options.schemes)  # a misspelled scheme is known before anything is loaded
     PartialState(cpu=options.device == "cpu")
@@ -103,7 +101,7 @@ def main(options: Options) -> None:
         if is_main():  # others measure and train as well, but write nothing
             stack.enter_context(alone_in(output))
             claim(output, options, text, corpus)
-            rows, points = Rows(output / "perplexity.jsonl"), Rows(output / "finetune.jsonl", Point)
+            rows, points = Rows(output / "perplexity.jsonl"), Rows(output / "finetune.jsonl")
         say(f"perplexity is measured on {text}")
         scored = ("targets", "documents", "windows_per_document", "seed")
         measured = {name: getattr(options, name) for name in scored} | {"name": options.model or "tiny-llama"}
@@ -112,7 +110,7 @@ def main(options: Options) -> None:
             finetune(options, spec, documents, measured, points)
         if points is not None:
             found = [point for point in points.rows if point.line in (*REFERENCES, *options.schemes)]
-            print_json([dataclasses.asdict(point) for point in found]) if options.json else print(table(found))
+            print_json([json.loads(point.to_json()) for point in found]) if options.json else print(table(found))
             try:
                 draw(found, options)
             except MissingPackage as error:
@@ -199,7 +197,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
 
     from rope_patch.data import pose
     from rope_patch.errors import EvaluationError
-    from rope_patch.evaluation.lines import REFERENCES, scheme_at
+    from rope_patch.evaluation.scheme_specs import REFERENCES, scheme_at
     from rope_patch.models.find_stacks import read_stacks
     from rope_patch.models.head import find_language_model
     from rope_patch.patching import find_handle, mount_scheme, unpatch
@@ -375,7 +373,7 @@ def errors(points: list[Any]) -> dict[str, float]:
 
 def table(points: list[Any]) -> str:
     """NLL before, during and after, by context length; the best of each column has a star, unless all are equal."""
-    from rope_patch.evaluation.lines import display_name
+    from rope_patch.evaluation.scheme_specs import display_name
 
     lengths, width = sorted({point.length for point in points}), max(len(display_name(point.line)) for point in points)
     columns = {n: sorted((f"{point.nll:.3f}" for point in points if point.length == n), key=float) for n in lengths}
@@ -396,7 +394,8 @@ def table(points: list[Any]) -> str:
 
 def draw(points: list[Any], options: Options) -> None:
     """Loss against length: dotted before, solid after the training."""
-    from rope_patch.evaluation import charts, lines
+    from rope_patch.evaluation import charts
+    from rope_patch.evaluation.scheme_specs import display_name
 
     trained, lengths = points[0].training_length, sorted({point.length for point in points})
     multiples = [length / trained for length in lengths]
@@ -415,7 +414,7 @@ def draw(points: list[Any], options: Options) -> None:
             colour = colours.get(line, charts.INK if line == "window" else charts.FAINT)
             values = [(cell.nll, error[cell.key()]) for cell in cells.values()]
             at = [length / trained for length in cells]
-            name = lines.display_name(line) + (f", {step} steps" if step else ", before" if line in colours else "")
+            name = display_name(line) + (f", {step} steps" if step else ", before" if line in colours else "")
             look = {"color": colour, "linestyle": style, "marker": "o" if line in colours else None, "markersize": 4}
             drawn[name] = charts.plot_band(chart, at, values, **look)
     chart.axvline(options.length / trained, color=charts.FAINT, linewidth=1, linestyle=":")

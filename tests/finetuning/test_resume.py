@@ -117,7 +117,7 @@ def test_a_finished_run_is_left_alone_and_measures_nothing(finetune, monkeypatch
     chosen = finetune()
     before = {path: path.stat().st_mtime_ns for path in checkpoint_of(chosen).rglob("*")}
     monkeypatch.setattr(SafeTrainer, "train", None)
-    monkeypatch.setattr(callbacks, "measure", None)
+    monkeypatch.setattr(callbacks, "run", None)
     shown = capsys.readouterr().out
     finetune()
     assert {path: path.stat().st_mtime_ns for path in checkpoint_of(chosen).rglob("*")} == before
@@ -128,8 +128,8 @@ def test_a_finished_run_is_left_alone_and_measures_nothing(finetune, monkeypatch
 
 def test_more_steps_and_another_scheme_go_on(finetune, monkeypatch, tmp_path):
     finetune()
-    measured, measure = [], callbacks.measure
-    monkeypatch.setattr(callbacks, "measure", lambda *a, **k: measured.append(measure(*a, **k)) or measured[-1])
+    measured, run = [], callbacks.run
+    monkeypatch.setattr(callbacks, "run", lambda *a, **k: measured.append(run(*a, **k)) or measured[-1])
     chosen = finetune(steps=6, scheme=["yarn:factor=2", "pi:factor=2"])
     steps = [(row["line"], row["step"]) for row in rows(chosen) if row["length"] == 16]
     assert steps == [

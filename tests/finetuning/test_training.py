@@ -10,13 +10,13 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 
 import rope_patch
 from rope_patch import patch
-from rope_patch.evaluation.lines import display_name
+from rope_patch.evaluation.row import Row
+from rope_patch.evaluation.scheme_specs import display_name
 from rope_patch.patching import find_handle
-from rope_patch.training import callbacks
 from rope_patch.training.adapters import make_trainable
 from rope_patch.training.checkpoints import SafeTrainer
 from rope_patch.training.chunked_loss import chunked_loss
-from tests.evaluation.conftest import byte_tokenizer, tiny_llama
+from tests.evaluation.conftest import byte_tokenizer, measure, tiny_llama
 
 from .conftest import SCHEME, checkpoint_of, losses, rows, weights
 
@@ -132,7 +132,7 @@ def test_what_is_measured_after_the_training_is_what_is_saved(finetune, capsys):
     chosen = finetune(precision="bfloat16", merge=True, method="lora", learning_rate=1e-2)
     model = rope_patch.from_pretrained(checkpoint_of(chosen) / "checkpoint")
     corpus = [{"name": "held out", "text": chosen["eval_text"].read_text()}]
-    found = callbacks.measure(model, byte_tokenizer(), corpus, [SCHEME], [16, 32], targets=8)
+    found = measure(model, byte_tokenizer(), corpus, [SCHEME], [16, 32], targets=8)
     wanted = [row["nll"] for row in rows(chosen) if row["step"] == 4]
     assert [row.nll for row in found] == pytest.approx(wanted, abs=1e-5)
 
@@ -189,7 +189,7 @@ def test_several_schemes_tell_one_story(finetune, options, capsys):
     assert [(point["line"], point["step"]) for point in points if point["length"] == 64] == [
         *[("plain", 0), ("window", 0), (SCHEME, 0), (SCHEME, 2), (SCHEME, 4), ("plain", 2), ("plain", 4)]
     ]
-    table = load_recipe("finetune").table([callbacks.Point(**point) for point in points]).splitlines()
+    table = load_recipe("finetune").table([Row(**point) for point in points]).splitlines()
     named = [*["plain checkpoint"] * 3, "attention cut at L", *[display_name(SCHEME)] * 3]
     assert [line.replace("*", " ").rsplit(maxsplit=7)[:2] for line in table[1:-1]] == [
         [name, step] for name, step in zip(named, "0240024", strict=True)
@@ -204,7 +204,7 @@ def test_errors_are_paired_with_attention_cut_at_the_training_length():
     shared = {"length": 64, "perplexity": 1.0, "training_length": 32, "scored_tokens": 8, "documents": 2, "weights": ""}
     losses = {("window", 0): [1.0, 5.0], (SCHEME, 0): [2.0, 5.0], (SCHEME, 4): [1.5, 5.5], ("old", 0): []}
     points = [
-        callbacks.Point(line=line, step=step, nll=sum(found) / 2, nll_by_document=found, **shared)
+        Row(line=line, step=step, nll=sum(found) / 2, nll_by_document=found, **shared)
         for (line, step), found in losses.items()
     ]
     found = [load_recipe("finetune").errors(points)[point.key()] for point in points]
