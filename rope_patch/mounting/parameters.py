@@ -53,6 +53,13 @@ class LearnedWeights:
             found |= getattr(module, NAME)(names)
         return found
 
+    def at_rest(self) -> dict[str, torch.Tensor]:
+        """The same, detached and on the CPU, without a call of a module: offloaded ones stay on the meta device."""
+        found = {} if self.table is None else {"relative_attention_bias": self.table.weight}
+        for module, _ in self.holders:  # what adapters train comes last
+            found |= {path.rpartition(".")[2]: value for path, value in getattr(module, NAME).named_parameters()}
+        return {name: value if value.is_meta else value.detach().cpu() for name, value in found.items()}
+
 
 def _rows(table: nn.Embedding) -> torch.Tensor:
     """The weights of a table; if accelerate offloaded them, a call of the table fetches them."""
