@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rope_patch.evaluation.rows import provenance
+from rope_patch.evaluation.row import provenance
 
 _ENVIRONMENT = (
     "GLIBC_TUNABLES",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison import Comparison, Figure, Shape
-from rope_patch.evaluation.rows import provenance
+from rope_patch.evaluation.row import provenance
 
 SCHEMA = 2
 """Raised when the meaning of a field changes; a file of another schema is never added to."""

@@ -21,7 +21,7 @@ from benchmarks.catalogue import growth_makers, growth_shapes, rows
 from benchmarks.comparison import Comparison, Figure, Shape
 from benchmarks.measure import Patience, in_turn, matmul_tflops, peak_bytes
 from benchmarks.results import Point, ResultFile, Row, describe_error
-from rope_patch.evaluation.rows import provenance
+from rope_patch.evaluation.row import provenance
 
 PICTURES = {"cpu": Path("docs/images/growth.png"), "cuda": Path("docs/images/growth-cuda.png")}
 QUICK = Path("runs/benchmarks")

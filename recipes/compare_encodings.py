@@ -191,7 +191,7 @@ def train_and_score(
     import torch
 
     from rope_patch.evaluation.nll import chunked_nll
-    from rope_patch.evaluation.rows import provenance
+    from rope_patch.evaluation.row import provenance
 
     scheme, windows, began, failure = scheme_of(spec), texts["windows"], time.monotonic(), None
     model, learned = build(spec, seed, options)
@@ -362,7 +362,7 @@ def cost_of(spec: str, stream: Any, options: Options) -> dict[str, Any]:
     """The row of one encoding: medians of the ratios to rope, with their quartiles."""
     import torch
 
-    from rope_patch.evaluation.rows import provenance
+    from rope_patch.evaluation.row import provenance
 
     def forward(model: Any, step: int) -> torch.Tensor:
         batch = torch.utils.data.default_collate(draw(stream, 0, step, options))

@@ -117,7 +117,7 @@ def check_room(tasks: set[str], length: int, tokenizer: Any) -> None:
     from lm_eval.tasks.ruler import vt_utils
 
     from rope_patch.errors import EvaluationError
-    from rope_patch.evaluation.ruler import Ruler
+    from rope_patch.evaluation.tasks.ruler import Ruler
 
     for name in ("niah_single_1", "cwe", "fwe"):
         if tasks & {"ruler", name, f"ruler_{name}"}:

@@ -46,32 +46,25 @@ class Options(Measured):
 def main(options: Options) -> None:
     """Train and measure seed by seed, so that an early end leaves whole tables."""
     from rope_patch.errors import MissingPackage
-    from rope_patch.evaluation.rows import Rows
+    from rope_patch.evaluation.row import Rows
     from rope_patch.saving.loading import quiet_transformers
-    from rope_patch.training.callbacks import Point
+    from rope_patch.training.checkpoints import claim
 
     output = Path(options.output)
-    rows, points = Rows[Any](output / "perplexity.jsonl"), Rows(output / "longlora.jsonl", Point)
-    claim(output, options)
+    rows, points = Rows(output / "perplexity.jsonl"), Rows(output / "longlora.jsonl")
+    more = ("methods", "learning_rates", "seeds", "lengths", "output", "json")  # may be added to
+    claim(output, {name: value for name, value in asdict(options).items() if name not in more})
     with quiet_transformers():
         for rate, seed, method in itertools.product(options.learning_rates, options.seeds, options.methods):
             train(options, method, rate, seed, rows, points)
-    print_json([asdict(point) for point in points.rows]) if options.json else print(table(points.rows, rows.rows))
+    if options.json:
+        print_json([json.loads(point.to_json()) for point in points.rows])
+    else:
+        print(table(points.rows, rows.rows))
     try:
         draw(points.rows, output / "longlora.png")
     except MissingPackage as error:
         say(str(error))
-
-
-def claim(output: Path, options: Options) -> None:
-    """Record the settings of this folder, and refuse to resume with others."""
-    from rope_patch.errors import EvaluationError
-
-    more = ("methods", "learning_rates", "seeds", "lengths", "output", "json")  # may be added to
-    path, ours = output / "options.json", {name: value for name, value in asdict(options).items() if name not in more}
-    if path.exists() and json.loads(path.read_text()) != ours:
-        raise EvaluationError(f"{output} holds other runs, see its options.json; choose another output")
-    path.write_text(json.dumps(ours, indent=2) + "\n")
 
 
 def train(options: Options, method: str, rate: float, seed: int, rows: Any, points: Any) -> None:
@@ -80,7 +73,7 @@ def train(options: Options, method: str, rate: float, seed: int, rows: Any, poin
     from transformers import TrainingArguments, default_data_collator, set_seed
 
     from rope_patch.data.corpora import load_text, name_of_text
-    from rope_patch.evaluation.lines import REFERENCES, scheme_at
+    from rope_patch.evaluation.scheme_specs import REFERENCES, scheme_at
     from rope_patch.models.find_stacks import read_stacks
     from rope_patch.patching import mount_scheme
     from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer

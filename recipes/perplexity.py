@@ -13,7 +13,7 @@ processes divide the windows and write the rows of one.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json, run, say
@@ -38,41 +38,39 @@ def main(options: Options) -> None:
     from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.errors import MissingPackage, counted
     from rope_patch.evaluation import charts
-    from rope_patch.evaluation.lines import with_references
-    from rope_patch.evaluation.measured_model import take_off
-    from rope_patch.evaluation.perplexity import measure
-    from rope_patch.evaluation.protocols import check_request
-    from rope_patch.evaluation.rows import Row, Rows
+    from rope_patch.evaluation.measured_model import pop_scheme
+    from rope_patch.evaluation.row import Rows
+    from rope_patch.evaluation.run import run as run_task
+    from rope_patch.evaluation.scheme_specs import with_references
     from rope_patch.evaluation.tables import print_table, shortfalls
+    from rope_patch.evaluation.tasks.perplexity import Perplexity
     from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
 
     # what can be wrong is found before anything slow
-    asked = {
-        "protocol": options.protocol,
-        "targets": options.targets,
-        "stride": options.stride,
-        "tokens_per_document": options.tokens_per_document,
-        "documents": options.documents,
-        "windows_per_document": options.windows_per_document,
-        "seed": options.seed,
-    }
-    check_request(lengths=options.lengths, **asked)
-    lines = with_references(options.schemes, options.references)
-    results = Rows(Path(options.output) / "perplexity.jsonl", Row)
+    task = Perplexity(
+        protocol=options.protocol,
+        targets=options.targets,
+        stride=options.stride,
+        tokens_per_document=options.tokens_per_document,
+        documents=options.documents,
+        windows_per_document=options.windows_per_document,
+        seed=options.seed,
+        text=name_of_text(options.text, options.dataset, options.split),
+    )
+    task.check(options.lengths)
+    schemes = with_references(options.schemes, options.references)
+    results = Rows(Path(options.output) / "perplexity.jsonl")
 
     checkpoint = options.model or default_checkpoint()
     with quiet_transformers():
         model = load_model(checkpoint, dtype=options.dtype, device=options.device, attention=options.attention)
         tokenizer = load_tokenizer(checkpoint)
-    learned = take_off(model, say)
+    trained = pop_scheme(model, say)
     corpus = load_text(options.text, options.dataset, split=options.split, column=options.column)
     lengths = ", ".join(map(str, options.lengths))
-    say(f"measuring {counted(len(lines), 'scheme')} at {lengths} tokens of {counted(len(corpus), 'document')}")
-    named = {
-        "name": options.model or "tiny-llama",
-        "text": name_of_text(options.text, options.dataset, options.split),
-    }
-    rows = measure(model, tokenizer, corpus, lines, options.lengths, **asked, **named, results=results, trained=learned)
+    say(f"measuring {counted(len(schemes), 'scheme')} at {lengths} tokens of {counted(len(corpus), 'document')}")
+    task, name = replace(task, tokenizer=tokenizer, corpus=corpus), options.model or "tiny-llama"
+    rows = run_task(model, task, schemes, options.lengths, results, name=name, trained=trained)
 
     if not is_main():
         return

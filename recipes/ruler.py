@@ -12,12 +12,11 @@ again to resume.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from rope_patch.cli.options import Lengths, Measured, Specs, is_main, load_recipe, print_json, run, say
+from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json, run, say
 
 
 @dataclass(kw_only=True)
@@ -35,100 +34,56 @@ class Options(Measured):
 def main(options: Options) -> None:
     """Ask every scheme the same questions at every length."""
     from rope_patch.errors import EvaluationError, MissingPackage, counted
-    from rope_patch.evaluation.lines import check_lengths, display_name, with_references
-    from rope_patch.evaluation.measured_model import take_off
-    from rope_patch.evaluation.rows import Rows
-    from rope_patch.evaluation.ruler import Ruler, RulerRow, failed_within, measure_ruler
-    from rope_patch.saving import loading
+    from rope_patch.evaluation import charts
+    from rope_patch.evaluation.measured_model import pop_scheme
+    from rope_patch.evaluation.row import Rows
+    from rope_patch.evaluation.run import run as run_task
+    from rope_patch.evaluation.scheme_specs import check_lengths, with_references
+    from rope_patch.evaluation.tables import failed_within, print_table
+    from rope_patch.evaluation.tasks.ruler import Ruler
+    from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
 
     # what can be wrong is found before anything slow
-    lines = with_references(options.schemes, options.references)
+    schemes = with_references(options.schemes, options.references)
     check_lengths(options.lengths)
     if options.samples < 1:
         raise EvaluationError(f"samples={options.samples}: at least 1 is needed, and 2 for a standard error")
     if text := options.text or options.dataset:
         raise EvaluationError(f"text {text!r}: the texts of RULER's tasks are part of them")
-    path = Path(options.output) / "ruler.jsonl"
-    results = Rows(path, RulerRow)
+    results = Rows(Path(options.output) / "ruler.jsonl")
 
-    checkpoint = options.model or loading.default_checkpoint()
-    settings = {"dtype": options.dtype, "device": options.device, "attention": options.attention}
-    with loading.quiet_transformers():
-        ruler = Ruler(loading.load_tokenizer(checkpoint), options.samples, options.seed, options.chat)
-        for task in options.tasks:
-            ruler.draw(task, options.lengths[0])  # is there room in the shortest length?
-        model = loading.load_model(checkpoint, **settings)
-        learned = take_off(model, say)
-        cells = f"{counted(len(lines), 'scheme')} at {counted(len(options.lengths), 'length')}"
+    checkpoint = options.model or default_checkpoint()
+    with quiet_transformers():
+        task = Ruler(load_tokenizer(checkpoint), options.samples, options.tasks, options.seed, options.chat)
+        task.cells(options.lengths[0])  # is there room in the shortest length?
+        model = load_model(checkpoint, dtype=options.dtype, device=options.device, attention=options.attention)
+        trained = pop_scheme(model, say)
+        cells = f"{counted(len(schemes), 'scheme')} at {counted(len(options.lengths), 'length')}"
         say(f"{counted(len(options.tasks), 'task')}: {cells}")
-        asked: dict[str, Any] = {"name": options.model or "tiny-llama", "results": results, "trained": learned}
-        rows = measure_ruler(model, ruler, options.tasks, lines, options.lengths, **asked)
+        name = options.model or "tiny-llama"
+        rows = run_task(model, task, schemes, options.lengths, results, name=name, trained=trained)
+
     if not is_main():
         return
-    trained, failed = rows[0].training_length, failed_within(rows)
-    found = {(display_name(row.line), row.task, row.length): row for row in rows}
-    headline = f"{Path(rows[0].model).name}, L = {trained}: RULER, percent of the answers given"
     if options.json:
         print_json([json.loads(row.to_json()) for row in rows])
     else:
-        print_table(found, options.lengths, failed, f"{headline}, ± standard error of {options.samples} samples")
+        print_table(rows, what=f"{task.what}, ± standard error of {options.samples} samples")
     try:
-        draw(found, options.lengths, failed, trained, headline, path.with_suffix(".png"))
+        charts.save(rows, results.path.with_suffix(".png"), what=task.what)
     except MissingPackage as error:
         say(str(error))
-    if options.lengths[0] > trained:
-        say(f"no length within L = {trained} was measured: nobody knows whether this checkpoint can do the tasks")
-    for task, score in failed.items():
+    if options.lengths[0] > rows[0].training_length:
         say(
-            f"task {task} means nothing here: within its training length this checkpoint gives {score:.0%} of the "
+            f"no length within L = {rows[0].training_length} was measured: nobody knows whether this checkpoint can do "
+            "the tasks"
+        )
+    for name, score in failed_within(rows).items():
+        say(
+            f"task {name} means nothing here: within its training length this checkpoint gives {score:.0%} of the "
             "answers under the best scheme; it cannot do the task"
         )
     say(f"wrote {options.output}")
-
-
-def print_table(found: Mapping[Any, Any], lengths: Sequence[int], failed: Mapping[str, float], headline: str) -> None:
-    """Scores with their standard errors, task by task."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("task", "scheme", *map(str, lengths), title=headline)
-    lines = list(dict.fromkeys(line for line, _, _ in found))
-    for task in dict.fromkeys(task for _, task, _ in found):
-        for line in lines:
-            rows = [found[line, task, length] for length in lengths]
-            error = ["" if row.error is None else f" ± {100 * row.error:.0f}" for row in rows]
-            cells = [f"{100 * row.score:.0f}{each}" for row, each in zip(rows, error, strict=True)]
-            table.add_row(label(task, failed), line, *cells)
-        table.add_section()
-    Console().print(table)
-
-
-def draw(
-    found: Mapping[Any, Any],
-    lengths: Sequence[int],
-    failed: Mapping[str, float],
-    trained: int,
-    headline: str,
-    path: Path,
-) -> None:
-    """A heat map for each scheme: task down, length across."""
-    import numpy as np
-
-    from rope_patch.evaluation.charts import write
-
-    tasks = list(dict.fromkeys(task for _, task, _ in found))
-    percents = {
-        line: np.array([[100 * found[line, task, length].score for length in lengths] for task in tasks])
-        for line in dict.fromkeys(line for line, _, _ in found)
-    }
-    note = "A task that the checkpoint cannot do within L means nothing." if failed else ""
-    labels = [label(task, failed) for task in tasks]
-    write(load_recipe("passkey").heat_maps(percents, lengths, labels, trained, headline, note), path)
-
-
-def label(task: str, failed: Mapping[str, float]) -> str:
-    """The task, and whether its row means anything."""
-    return f"{task}\n(means nothing)" if task in failed else task
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -58,21 +58,27 @@ def main(options: Options) -> None:
     from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.errors import MissingPackage, RopePatchError, counted
     from rope_patch.evaluation import charts
-    from rope_patch.evaluation.lines import CUT, REFERENCES
-    from rope_patch.evaluation.measured_model import take_off
-    from rope_patch.evaluation.perplexity import measure
-    from rope_patch.evaluation.processes import in_turn, on_main
-    from rope_patch.evaluation.rows import Row, Rows
+    from rope_patch.evaluation.measured_model import MeasuredModel, pop_scheme
+    from rope_patch.evaluation.processes import on_main
+    from rope_patch.evaluation.row import Rows
+    from rope_patch.evaluation.run import run as run_task
+    from rope_patch.evaluation.scheme_specs import CUT, REFERENCES
     from rope_patch.evaluation.standard_errors import paired_difference
     from rope_patch.evaluation.tables import shortfalls
+    from rope_patch.evaluation.tasks.perplexity import Perplexity
     from rope_patch.models.config import training_length
-    from rope_patch.saving import loading
+    from rope_patch.saving.loading import (
+        default_checkpoint,
+        load_config,
+        load_model,
+        load_tokenizer,
+        quiet_transformers,
+    )
 
     # the plan, before anything slow
     swept = schemes_to_sweep(options.regime, options.schemes)
-    checkpoint = options.model or loading.default_checkpoint()
-    tokenizer = Remembering(loading.load_tokenizer(checkpoint))
-    config = loading.load_config(checkpoint)
+    checkpoint = options.model or default_checkpoint()
+    config = load_config(checkpoint)
     trained = training_length(config)
     lengths = lengths_up_to(options.target, trained)
     wants = partial(is_served, server_named(options.serve), config)
@@ -86,17 +92,21 @@ def main(options: Options) -> None:
         return
 
     # the model and the text
-    results = Rows(Path(options.output) / "sweep.jsonl", Row)
-    corpus = list(load_text(options.text, options.dataset, split=options.split, column=options.column))
-    settings = {"dtype": options.dtype, "device": options.device, "attention": options.attention}
-    with loading.quiet_transformers():
-        model = loading.load_model(checkpoint, **settings)
-    learned = take_off(model, say)
+    results = Rows(Path(options.output) / "sweep.jsonl")
+    with quiet_transformers():
+        tokenizer = load_tokenizer(checkpoint)
+        corpus = load_text(options.text, options.dataset, split=options.split, column=options.column)
+        model = load_model(checkpoint, dtype=options.dtype, device=options.device, attention=options.attention)
+    learned = pop_scheme(model, say)
     say(f"trying {counted(len(swept), 'scheme')} at {', '.join(map(str, lengths))} tokens, best guesses first")
     asked: dict[str, Any] = {"targets": options.targets, "documents": options.documents, "seed": options.seed}
-    asked |= {"windows_per_document": options.windows_per_document, "name": options.model or "tiny-llama"}
+    asked["windows_per_document"] = options.windows_per_document
     asked["text"] = name_of_text(options.text, options.dataset, options.split)
-    measured = partial(measure, model, tokenizer, corpus, lengths=lengths, **asked, results=results, trained=learned)
+    task = Perplexity(tokenizer, corpus, **asked).resolve(
+        MeasuredModel(model), lengths
+    )  # one choice of windows for all
+    name = options.model or "tiny-llama"
+    measured = partial(run_task, model, task, lengths=lengths, rows=results, name=name, trained=learned)
 
     # round after round; what follows depends on nothing but what was measured
     rows = {line: measured(schemes=[line]) for line in REFERENCES}
@@ -110,7 +120,7 @@ def main(options: Options) -> None:
         spelled = {each.line(trained, lengths[-1]): each for each in candidates(number, swept, known)}
         wanted = {line: candidate for line, candidate in spelled.items() if wants(line)}
         say(f"round {number} of {len(ROUNDS)}: {aim} ({len(wanted)} lines)")
-        for line, candidate in in_turn(wanted.items()):
+        for ahead, (line, candidate) in zip(reversed(range(len(wanted))), wanted.items(), strict=True):
             if line in rows or line in refused:
                 continue  # two values may be spelled alike once they are rounded
             wanted_rows = len(results.rows) - before + len(lengths)  # those of an earlier run cost nothing
@@ -118,7 +128,7 @@ def main(options: Options) -> None:
                 stopped = f"the budget of {budget} was used up in round {number} of {len(ROUNDS)}"
                 break
             try:
-                rows[line] = measured(schemes=[line])
+                rows[line] = measured(schemes=[line], ahead=ahead)
                 if not math.isnan(rows[line][-1].nll):
                     tried[line] = candidate
             except RopePatchError as reason:
@@ -140,7 +150,7 @@ def main(options: Options) -> None:
         found |= {"difference": difference, "standard_error": error, "refused": refused, "stopped": stopped}
         print_json({**found, "rows": [json.loads(row.to_json()) for line in by_target for row in rows[line]]})
     else:
-        print_table({line: rows[line] for line in by_target}, best)
+        print_table({line: rows[line] for line in by_target}, best, config)
         print(stopped, *(f"not tried, {line}: {reason}" for line, reason in refused.items()), words, sep="\n")
     best_of_each = {tried[line].scheme: line for line in reversed(ranked)}
     shown = (*REFERENCES, *sorted(best_of_each.values(), key=ranked.index)[:SHOWN])
@@ -244,10 +254,15 @@ def server_named(name: str | None) -> str | None:
 
 def is_served(server: str | None, config: Any, line: str) -> bool:
     """Whether a server can compute the scheme of a line; without one every scheme is wanted."""
-    from rope_patch.saving.readers import served_by
-    from rope_patch.schemes import get_scheme
+    return server is None or any(name.startswith(server) for name in servers_of(line, config))
 
-    return server is None or any(name.startswith(server) for name in served_by(get_scheme(line), config))
+
+def servers_of(line: str, config: Any) -> list[str]:
+    """Other programs that can compute the scheme of a line."""
+    from rope_patch.evaluation.scheme_specs import scheme_at
+    from rope_patch.saving.readers import served_by
+
+    return served_by(scheme_at(line, 1), config)
 
 
 def used_up(options: Options, seconds: float, measurements: int) -> str | None:
@@ -280,7 +295,7 @@ def recommend(rows: Mapping[str, Sequence[Any]], best: str | None, difference: f
     below 8 windows there are `too few` to tell.
     """
     from rope_patch.errors import counted
-    from rope_patch.evaluation.lines import display_name
+    from rope_patch.evaluation.scheme_specs import display_name
     from rope_patch.evaluation.standard_errors import FEW, pairs_of
 
     if best is None:
@@ -310,41 +325,30 @@ def recommend(rows: Mapping[str, Sequence[Any]], best: str | None, difference: f
     return "noise", f"{sentence} More documents, or more windows of each, would tell them apart."
 
 
-def print_table(rows: Mapping[str, Sequence[Any]], best: str | None) -> None:
-    """The lines from best to worst at the target, references among them."""
+def print_table(rows: Mapping[str, Sequence[Any]], best: str | None, config: Any) -> None:
+    """The lines from best to worst at the target, references among them, and other programs that can compute each."""
     from rich.console import Console
     from rich.table import Table
 
-    from rope_patch.evaluation.tables import SERVED, Grid, signed
+    from rope_patch.evaluation.tables import Grid, signed
 
     grid, (first, *middle, target) = Grid.of([row for line in rows.values() for row in line]), rows["window"]
     headers = [str(target.length), "minus cut", f"minus plain at {first.length}", *(str(row.length) for row in middle)]
     title = f"{target.model}: NLL in nats per token, L = {first.length}, best first"
     table = Table("scheme", *headers, "served by", title=title)
-    for line, found in rows.items():
-        at_first = signed(found[0].nll - rows["plain"][0].nll)
-        apart = "0" if line == target.line else grid.below(line, target.length)
-        cells = [f"{found[-1].nll:.3f}", apart, at_first]
-        cells += [*(f"{row.nll:.3f}" for row in found[1:-1]), grid.served(line)]
-        table.add_row(grid.name(line), *cells, style="bold green" if line == best else None)
+    for series in grid.series:
+        measured = rows[series.line]
+        at_first = signed(measured[0].nll - rows["plain"][0].nll)
+        apart = "0" if series.line == target.line else grid.below(series, target.length)
+        cells = [f"{measured[-1].nll:.3f}", apart, at_first, *(f"{row.nll:.3f}" for row in measured[1:-1])]
+        served = ", ".join(servers_of(series.line, config)) or "this library"
+        table.add_row(grid.name(series), *cells, served, style="bold green" if series.line == best else None)
     errors = (
         "minus cut: loss minus that of attention cut at L, ± the standard error of this difference; minus plain: loss "
         "minus that of the plain checkpoint"
     )
-    Console().print(table, errors, *grid.notes(), SERVED, sep="\n")
-
-
-class Remembering:
-    """A tokenizer that spells every text once: a sweep measures the same documents many times."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._spelled = tokenizer, cache(lambda text, **settings: tokenizer(text, **settings))
-
-    def __call__(self, text: str, **settings: Any) -> Any:  # noqa: D102  it is called as the tokenizer is
-        return self._spelled(text, **settings)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
+    servers = "served by: config is any server that reads Transformers' rope_parameters, see rope-patch export"
+    Console().print(table, errors, *grid.notes(), servers, sep="\n")
 
 
 if __name__ == "__main__":

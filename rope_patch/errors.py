@@ -132,14 +132,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def nearest(name: str, known: Iterable[str], number: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The `number` closest of the known names, best first; `cutoff`, from 0 to 1, leaves out what is less alike."""
-    return difflib.get_close_matches(name[:80], known, number, cutoff)  # comparing takes the square of the length
+def nearest(name: str, allowed: Iterable[str], number: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The `number` closest of the allowed names, best first; `cutoff`, from 0 to 1, leaves out what is less alike."""
+    return difflib.get_close_matches(name[:80], allowed, number, cutoff)  # comparing takes the square of the length
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The tail of a message: the closest known name, if any is close, and all that are allowed."""
-    known = sorted(known)
-    close = nearest(name, known)
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """The tail of a message: the closest allowed name, if any is close, and all that are allowed."""
+    allowed = sorted(allowed)
+    close = nearest(name, allowed)
     suggestion = f"did you mean {close[0]!r}? " if close else ""
-    return f"{suggestion}allowed: {', '.join(known) or 'none'}"
+    return f"{suggestion}allowed: {', '.join(allowed) or 'none'}"

@@ -22,12 +22,7 @@ from rope_patch.errors import (
 from rope_patch.models.base import Stack
 from rope_patch.models.find_stacks import check_loaded, find_around, find_enclosing, find_stacks, read_stacks
 from rope_patch.models.paged import forget_managers
-from rope_patch.models.rope_parameters import (
-    export_rope_parameters,
-    scheme_of_parameters,
-    stated_length,
-    tells_all,
-)
+from rope_patch.models.rope_parameters import scheme_of_parameters, stated_length, stated_parameters
 from rope_patch.mounting.layer_state import LayerState
 from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
 from rope_patch.mounting.saved import Notice, install_saving
@@ -163,12 +158,12 @@ def patch(
         raise InvalidField(f"attention={attention!r}: {did_you_mean(str(attention), get_args(AttentionMode))}")
     model = loaded(model)
     with torch.device("cpu"):  # whatever the default is, as within `with torch.device("meta")`
-        scheme = _asked(model, schemes, fields)
+        scheme = _requested(model, schemes, fields)
         if (same := _same_patch(model, scheme, (mount, attention))) is not None:
             return same
         scheme, mounted = _planned(model, scheme, mount)
-        if words := scheme_warning(scheme, mounted):
-            warn(words, stacklevel=2)
+        if warning := scheme_warning(scheme, mounted):
+            warn(warning, stacklevel=2)
         return _mount(model, scheme, mounted, mount, attention)
 
 
@@ -184,12 +179,12 @@ def loaded(model: nn.Module | PatchHandle) -> nn.Module:
     Raises:
         UnsupportedModel: it is neither.
     """
-    found = model.model if isinstance(model, PatchHandle) else model
-    check_loaded(found)
-    return found
+    inner = model.model if isinstance(model, PatchHandle) else model
+    check_loaded(inner)
+    return inner
 
 
-def _asked(model: nn.Module, schemes: Sequence[Any], fields: dict[str, Any]) -> Scheme:
+def _requested(model: nn.Module, schemes: Sequence[Any], fields: dict[str, Any]) -> Scheme:
     """What `patch` was asked for; a dict is read with the config of the model."""
     try:
         if any(isinstance(scheme, dict) for scheme in schemes):
@@ -276,8 +271,8 @@ def find_handle(model: nn.Module) -> PatchHandle | None:
 
 def find_handles(model: nn.Module) -> tuple[PatchHandle, ...]:
     """All of them: an encoder and a decoder may carry a scheme each."""
-    found = [vars(module)[_HANDLE] for module in model.modules() if _HANDLE in vars(module)]
-    return tuple(dict.fromkeys(found))
+    handles = [vars(module)[_HANDLE] for module in model.modules() if _HANDLE in vars(module)]
+    return tuple(dict.fromkeys(handles))
 
 
 def find_record(model: Any) -> Any:
@@ -296,31 +291,25 @@ def _name_in_config(holders: Sequence[nn.Module], scheme: Scheme, mounted: Mount
     """
     stack, plan = mounted[0]
     native = copy.deepcopy(getattr(stack.config, "rope_parameters", None))
-    exported, length = native, None
-    is_stated = plan.embedding == "rows"
-    if _says_it_all(scheme, stack, plan):
-        is_stated = True
-        exported = export_rope_parameters(scheme, stack.config)
-        length = stated_length(scheme, exported, stack.config)
+    is_static, has_rows = bool(plan.rotary) and not plan.late, plan.embedding == "rows"
+    exported = stated_parameters(scheme, stack, plan.rotary) if is_static else None
+    length = None if exported is None else stated_length(scheme, exported, stack.config)
     record: dict[str, Any] = {"scheme": scheme.to_dict()}
     if native is not None:
         record["rope_parameters"] = native
     if length is not None:
         record["max_position_embeddings"] = stack.config.max_position_embeddings
-    if plan.embedding == "rows":
+    if has_rows:
         record["positions"] = stack.training_length  # the weights hold the longer table
     for config in changes.fork_configs(holders):
         config.rope_patch = copy.deepcopy(record)
     if native is not None:
-        stack.config.rope_parameters = exported
+        stack.config.rope_parameters = native if exported is None else exported
     if length is not None:
         stack.config.max_position_embeddings = length
     changes.settle_configs()
     is_native = all(
         each.native and its_plan.scheme == each.native.resolve(each.checkpoint) for each, its_plan in mounted
     )
+    is_stated = has_rows or exported is not None
     return Notice(record, str(scheme), str(stack.native or "its own positions"), is_native, is_stated)
-
-
-def _says_it_all(scheme: Scheme, stack: Stack, plan: Plan) -> bool:
-    return bool(plan.rotary) and not plan.late and tells_all(scheme, stack, plan.rotary)

@@ -20,7 +20,7 @@ import yaml
 
 import rope_patch
 from rope_patch import get_scheme, list_schemes
-from rope_patch.evaluation.lines import scheme_at
+from rope_patch.evaluation.scheme_specs import scheme_at
 from rope_patch.schemes import scheme_class
 
 ROOT = Path(__file__).parents[1]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rope_patch.evaluation.lines import display_name
-from rope_patch.evaluation.rows import Row, Rows
+from rope_patch.evaluation.row import Row, Rows
+from rope_patch.evaluation.scheme_specs import display_name
 from rope_patch.evaluation.standard_errors import paired_difference, standard_error
 
 DOCS = Path(__file__).parents[1] / "docs"

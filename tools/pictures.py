@@ -390,7 +390,7 @@ def number(value: float) -> str:
 
 def name_of(scheme: str | Scheme) -> str:
     """The name of a scheme as tables write it, cut where it is long."""
-    from rope_patch.evaluation.lines import display_name
+    from rope_patch.evaluation.scheme_specs import display_name
 
     name = display_name(as_scheme(scheme))
     return name if len(name) < 60 else f"{name[:57]}..."

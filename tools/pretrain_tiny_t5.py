@@ -72,7 +72,7 @@ def draw_batch(stream: Any, tokenizer: Any, options: Options, seed: int) -> list
     """Sources and targets: spans of equal number and length in all, so that nothing is padded."""
     import torch
 
-    from rope_patch.evaluation.hidden_spans import corrupt, draw_spans, sentinels_of
+    from rope_patch.data.hidden_spans import corrupt, draw_spans, sentinels_of
 
     random = torch.Generator().manual_seed(seed)
     pairs = []

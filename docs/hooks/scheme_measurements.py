@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from rope_patch.evaluation.lines import CUT, display_name
+from rope_patch.evaluation.scheme_specs import CUT, display_name
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 MULTIPLES = (1, 2, 4, 8)

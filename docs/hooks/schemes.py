@@ -64,6 +64,12 @@ def example(name: str) -> str:
     return FACTS[name].get("use", f'"{name}", target=8192' if takes_target(scheme_class(name)) else f'"{name}"')
 
 
+def _fields(scheme: dict[str, Any]) -> str:
+    """What each field may be, by the rule in its annotation."""
+    rows = [f"| `{field}` | {scheme['fields'][field]} | {words} |" for field, words in scheme["allowed"].items()]
+    return "\n".join(["| field | default | allowed |", "|---|---|---|", *rows]) if rows else ""
+
+
 def _with_facts(path: str) -> str:
     scheme = schemes()[path]
     name, facts, drawn = scheme["name"], FACTS[scheme["name"]], draw(scheme["name"])
@@ -75,6 +81,7 @@ def _with_facts(path: str) -> str:
             f"```math\n{facts['equation'].strip()}\n```",
             f"![{drawn[0]}]({name}.svg){{ loading=lazy }}" if drawn else "",
             f"```python\npatch(model, {example(name)})\n```",
+            _fields(scheme),
             f"**Use it when** {facts['when']}",
             f"**Measured.** {table(name)}",
             f"**Fills** {slots}. **Needs:** {scheme['needs']}.",

@@ -69,6 +69,7 @@ def _in_full(scheme: dict[str, Any]) -> str:
         "fields": ", ".join(
             f"{name}={value}".replace("=required", " (required)") for name, value in scheme["fields"].items()
         ),
+        "allowed": "; ".join(f"{name}: {words}" for name, words in scheme["allowed"].items()),
         "equation": scheme["equation"],
         "source": f"{scheme['source']} ({scheme['year']}) {scheme['link']}",
         "code": scheme["code"],
@@ -89,7 +90,9 @@ def _markdown(schemes: list[dict[str, Any]]) -> str:
 def _entry(cls: Any) -> dict[str, Any]:
     from rope_patch.schemes.base import SLOTS, Scheme
     from rope_patch.schemes.names import other_names
+    from rope_patch.schemes.rules import rules_of
 
+    fields, rules = dataclasses.fields(cls), rules_of(cls)
     slots = [slot for name, slot in SLOTS.items() if getattr(cls, name) is not getattr(Scheme, name)]
     encodes = cls.causal_only is not True and not cls.decays  # T5's encoder looks in both directions
     fills_table = cls.rows is not Scheme.rows  # models with a table of positions take rows alone
@@ -102,9 +105,9 @@ def _entry(cls: Any) -> dict[str, Any]:
         "needs": cls.regime,
         "families": ["Llama", "Baichuan", *["T5"] * encodes, *["BERT"] * fills_table],
         "fields": {
-            field.name: "required" if field.default is dataclasses.MISSING else field.default
-            for field in dataclasses.fields(cls)
+            field.name: "required" if field.default is dataclasses.MISSING else field.default for field in fields
         },
+        "allowed": {field.name: rules[field.name].allowed() for field in fields if field.name in rules},
         "equation": cls.equation,
         "year": cls.source.year,
         "source": cls.source.title,

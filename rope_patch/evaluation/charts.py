@@ -1,4 +1,4 @@
-"""The family that all pictures belong to, and loss against length as one of them."""
+"""The family that all pictures belong to, and among them loss against length, and heat maps of answers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.errors import require
-from rope_patch.evaluation.lines import CUT, REFERENCES
-from rope_patch.evaluation.rows import Row
+from rope_patch.evaluation.row import Row
+from rope_patch.evaluation.scheme_specs import CUT, REFERENCES, display_name
 from rope_patch.evaluation.standard_errors import standard_error
-from rope_patch.evaluation.tables import Grid
+from rope_patch.evaluation.tables import Grid, Series, failed_within, headline, label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,43 +67,51 @@ def write(figure: Figure, path: str | Path) -> Path:
     return Path(path)
 
 
-def save(rows: Sequence[Row], path: str | Path) -> Path:
+def save(rows: Sequence[Row], path: str | Path, **settings: Any) -> Path:
     """Draw `figure(rows)` into a PNG."""
-    return write(figure(rows), path)
+    return write(figure(rows, **settings), path)
 
 
-def figure(rows: Sequence[Row]) -> Figure:
-    """The chart: x is the context length in multiples of L (log 2), y the loss, and bands are its standard errors.
-
-    Below it, where attention cut at L is among the lines, NLL minus that of the cut with the errors of this difference:
-    beneath zero, what lies beyond L helps to predict the same tokens.
+def figure(rows: Sequence[Row], **settings: Any) -> Figure:
+    """`loss_lines` of rows, or `heat_maps` where a task has answers.
 
     Raises:
         EvaluationError: the rows are not of one model, text and protocol.
         MissingPackage: there is no matplotlib.
     """
+    draw: Any = loss_lines if not rows or math.isnan(rows[0].share) else heat_maps
+    return draw(rows, **settings)
+
+
+def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") -> Figure:
+    """The chart: x is the context length in multiples of L (log 2), y the loss, and bands are its standard errors.
+
+    Below it, where attention cut at L is among the lines, NLL minus that of the cut with the errors of this difference:
+    beneath zero, what lies beyond L helps to predict the same tokens. Of a training, the first measurement of a scheme
+    is dotted, and of the others the last is shown.
+    """
     grid = Grid.of(rows)
-    trained, close_up = grid.any.training_length, CUT in grid.lines and len(grid.lines) > 1
+    trained, close_up = grid.any.training_length, any(one.line == CUT for one in grid.series) and len(grid.series) > 1
+    shown = [one for one in grid.series if one.step is None or one.step in {0, *grid.steps(one.line)[-1:]}]
     bands = "bands: ± one standard error" + ", in the lower panel of the difference" * close_up
     notes = [f"Model: {Path(grid.any.model).name}, trained at L = {trained}", *grid.notes()]
     notes += [bands] if grid.any.nll_by_document[1:] else []
+    notes += ["dotted: before the training"] if any(one.step for one in shown) else []
     caption = ". ".join(note[:1].upper() + note[1:] for note in notes) + "."
-    heights = [max(2.6, 0.17 * len(grid.lines) + 0.6), *([1.7] if close_up else [])]
+    heights = [max(2.6, 0.17 * len(shown) + 0.6), *([1.7] if close_up else [])]
     panels: dict[str, Any] = {"sharex": True, "height_ratios": heights}
-    drawn, *axes = sheet("Loss against context length", caption, sum(heights), len(heights), **panels)
+    drawn, *axes = sheet(title, caption, sum(heights), len(heights), **panels)
     multiples = [length / trained for length in grid.lengths]
     names, closest, apart = {}, {}, {}
-    for line in grid.lines:
-        found = [grid.rows.get((line, n)) for n in grid.lengths]
-        losses = [(row.nll, standard_error(row.nll_by_document) or 0) if row else (math.nan, 0) for row in found]
-        names[grid.name(line)] = plot_band(axes[0], multiples, losses, **_style(line, grid.lines))
+    for one in shown:
+        cells = [grid.row(one, length) for length in grid.lengths]
+        losses = [(row.nll, standard_error(row.nll_by_document) or 0) if row else (math.nan, 0) for row in cells]
+        names[grid.name(one)] = plot_band(axes[0], multiples, losses, **_style(one, grid))
         if close_up:
-            apart[line] = [
-                (difference, error or 0) for difference, error in (grid.apart(line, n) for n in grid.lengths)
-            ]
-            closest[grid.name(line)] = plot_band(axes[1], multiples, apart[line], **_style(line, grid.lines))
+            apart[one] = [(difference, error or 0) for difference, error in (grid.apart(one, n) for n in grid.lengths)]
+            closest[grid.name(one)] = plot_band(axes[1], multiples, apart[one], **_style(one, grid))
     if close_up:
-        low, high = close_range(apart)
+        low, high = close_range({one: pairs for one, pairs in apart.items() if one.line != CUT})
         axes[1].set_ylim(low, high)
         axes[1].set_ylabel("nats above the cut")
         axes[1].axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
@@ -115,6 +123,56 @@ def figure(rows: Sequence[Row]) -> Figure:
     if 0 < len(within) <= NAMED:
         name_lines(axes[1], within)
     return drawn
+
+
+def heat_maps(rows: Sequence[Row], what: str = "the answers") -> Figure:
+    """A heat map for each scheme: percent of correct answers, depth or task down, length across.
+
+    The control with nothing hidden is below the depths, and steps show where what is hidden is farther than L.
+    """
+    import numpy as np
+
+    failed, trained = failed_within(rows), rows[0].training_length
+    lines, lengths = list(dict.fromkeys(row.line for row in rows)), sorted({row.length for row in rows})
+    cells = {(row.line, row.length, row.task, row.depth): row for row in rows}
+    down = list(dict.fromkeys((task, depth) for _, _, task, depth in cells))
+    labels = [label(task, failed) if depth is None else f"{depth:.0%}" for task, depth in down]
+    control = any(row.control_accuracy is not None for row in rows)
+    labels += ["nothing hidden"] * control
+    notes = ["Dashed: the training length L."]
+    notes += ["Above the steps, what is hidden is farther than L from the question."] * (down[0][1] is not None)
+    notes += ["A task that the checkpoint cannot do within L means nothing."] * (failed != {} and down[0][1] is None)
+    wide = min(2, len(lines))
+    high = -(-len(lines) // wide)
+    caption = " ".join([f"{headline(rows, what)}.", *notes])
+    picture, *axes = sheet(
+        "Answers by context length", caption, (0.8 + 0.24 * len(labels)) * high, high, wide, sharey=True
+    )
+    for panel, line in zip(axes, lines, strict=False):
+        found = [[cells.get((line, length, *place)) for length in lengths] for place in down]
+        shares = [[row.share if row else math.nan for row in across] for across in found]
+        shares += [[row.control_accuracy if row else math.nan for row in found[0]]] * control
+        percents = 100 * np.array(shares, dtype=float)
+        panel.set_title(display_name(line), loc="left", size=SIZE)
+        panel.grid(False)
+        panel.imshow(percents, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+        for (row, column), percent in np.ndenumerate(percents):
+            ink = "white" if percent > 55 else "black"
+            text = f"{percent:.0f}".replace("nan", "-")
+            panel.text(column, row, text, ha="center", va="center", color=ink, size=SIZE)
+        if down[0][1] is not None:
+            far = [
+                sum(bool(row and (row.distance or 0) >= trained) for row in column)
+                for column in zip(*found, strict=True)
+            ]
+            edges = np.arange(len(lengths) + 1) - 0.5
+            panel.stairs(np.array(far) - 0.5, edges, baseline=None, color=COLOURS[1], linewidth=2)
+        panel.set_xticks(range(len(lengths)), [f"{length / trained:g}L\n{length}" for length in lengths])
+        panel.set_yticks(range(len(labels)), labels)
+        panel.axvline(sum(length <= trained for length in lengths) - 0.5, color="grey", linestyle="--")
+    for spare in axes[len(lines) :]:
+        picture.delaxes(spare)
+    return picture
 
 
 def name_lines(chart: Any, lines: Mapping[str, Any]) -> None:
@@ -148,18 +206,17 @@ def name_lines(chart: Any, lines: Mapping[str, Any]) -> None:
         chart.annotate(name, (x, min(max(y, low), high)), size=SIZE, color=colour, arrowprops=leader, **place)
 
 
-def close_range(apart: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[float, float]:
+def close_range(apart: Mapping[Series, Sequence[tuple[float, float]]]) -> tuple[float, float]:
     """From where to where the close-up shows differences from the cut: zero, every gain, and the closest lines whole.
 
     Args:
-        apart: the differences and their errors by line.
+        apart: the differences and their errors by series, without the cut.
     """
-    known = {line: [pair for pair in pairs if math.isfinite(pair[0])] for line, pairs in apart.items() if line != CUT}
-    others = [line for line in known if known[line] and line not in REFERENCES] or [
-        line for line in known if known[line]
-    ]
-    closest = sorted(others, key=lambda line: max(abs(difference) for difference, _ in known[line]))[:CLOSEST]
-    whole = [difference + side * error for line in closest for difference, error in known[line] for side in (-1, 1)]
+    known = {one: [pair for pair in pairs if math.isfinite(pair[0])] for one, pairs in apart.items()}
+    measured = [one for one in known if known[one]]
+    others = [one for one in measured if one.line not in REFERENCES] or measured
+    closest = sorted(others, key=lambda one: max(abs(difference) for difference, _ in known[one]))[:CLOSEST]
+    whole = [difference + side * error for one in closest for difference, error in known[one] for side in (-1, 1)]
     low = min([0.0, *whole, *(difference - error for pairs in known.values() for difference, error in pairs)])
     high = max([-low / 2, *whole])
     margin = max(0.08 * (high - low), 0.005)
@@ -199,10 +256,13 @@ def plot_band(chart: Any, at: Sequence[float], values: Sequence[tuple[float, flo
     return line
 
 
-def _style(line: str, lines: Sequence[str]) -> dict[str, Any]:
-    """The references are dashed without markers, and no two of the others alike."""
-    if line in REFERENCES:
-        return {"color": INK if line == CUT else "#8A8A8A", "linestyle": "--", "linewidth": 1.6, "zorder": 2}
-    turn, look = divmod([each for each in lines if each not in REFERENCES].index(line), len(COLOURS))
+def _style(series: Series, grid: Grid) -> dict[str, Any]:
+    """The references are dashed without markers, and no two of the others alike; before a training they are dotted."""
+    if series.line in REFERENCES:
+        return {"color": INK if series.line == CUT else "#8A8A8A", "linestyle": "--", "linewidth": 1.6, "zorder": 2}
+    others = list(dict.fromkeys(one.line for one in grid.series if one.line not in REFERENCES))
+    turn, look = divmod(others.index(series.line), len(COLOURS))
     dashes = (0, (turn, 1)) if turn else "-"
+    if series.step == 0 and any(grid.steps(series.line)):
+        dashes = ":"
     return {"color": COLOURS[look], "marker": MARKERS[look], "linestyle": dashes, "linewidth": 1.8, "markersize": 4.5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from rope_patch.errors import AlreadyPatched, EvaluationError
-from rope_patch.evaluation.rows import provenance, weights_fingerprint
+from rope_patch.evaluation.row import provenance
 from rope_patch.models.find_stacks import read_stacks
 from rope_patch.models.head import find_language_model
 from rope_patch.mounting.parameters import learned_parameters
@@ -28,7 +29,7 @@ class Learned:
     weights: str  # fingerprint of the checkpoint, its learned parameters included
 
 
-def take_off(model: nn.Module, say: Callable[[str], None]) -> Learned | None:
+def pop_scheme(model: nn.Module, say: Callable[[str], None]) -> Learned | None:
     """Remove the scheme under which a checkpoint was saved, report it to `say`, and return its learned parameters."""
     handle = find_handle(model)
     if handle is None:
@@ -100,7 +101,7 @@ class MeasuredModel:
         }
 
     @contextmanager
-    def under(self, scheme: Scheme | None) -> Iterator[None]:
+    def patched_with(self, scheme: Scheme | None) -> Iterator[None]:
         """Run the model under a scheme, with its learned parameters and without dropout; restore it afterwards."""
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
@@ -114,3 +115,15 @@ class MeasuredModel:
         finally:
             for module, training in modes.items():
                 module.training = training
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """A cheap hash of a sample of every parameter, which distinguishes a retrained checkpoint from the previous one."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        values = parameter.detach()
+        if hasattr(values, "full_tensor"):  # sharded over processes, all of which run this
+            values = values.full_tensor()
+        sample = values.flatten()[:: max(1, values.numel() // 64)].float().cpu()
+        digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 
 from rope_patch.errors import EvaluationError, counted
-from rope_patch.evaluation.rows import Row
+from rope_patch.evaluation.row import Row
 
 FEW = 8  # with fewer documents windows are counted; with fewer windows an error means little
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from rope_patch.errors import EvaluationError, counted
-from rope_patch.evaluation.lines import CUT, PLAIN, REFERENCES, display_name
-from rope_patch.evaluation.protocols import PROTOCOLS
-from rope_patch.evaluation.rows import Row
+from rope_patch.evaluation.row import Row
+from rope_patch.evaluation.scheme_specs import CUT, PLAIN, REFERENCES, display_name
 from rope_patch.evaluation.standard_errors import FEW, paired_difference, pairs_of, standard_error
+from rope_patch.evaluation.tasks.perplexity import PROTOCOLS
 
 _REGIMES = {
     "fine-tune": ("†", "made to be fine-tuned; measured here without"),
@@ -25,17 +27,45 @@ _REGIMES = {
 }
 
 WIDE = 120  # columns of a table without a terminal
+NEAR_NOTHING = 0.1  # with a lower score within the training length, the checkpoint cannot do the task
 
-SERVED = "served by: config is any server that reads Transformers' rope_parameters, see rope-patch export"
+
+def print_table(rows: Sequence[Row], console: Console | None = None, what: str = "the answers") -> None:
+    """Print `table(rows)`."""
+    console = console or Console(width=None if sys.stdout.isatty() else WIDE)
+    console.print(table(rows, console.width, what))
+
+
+def table(rows: Sequence[Row], width: int = WIDE, what: str = "the answers") -> RenderableType:
+    """Schemes by lengths, for `rich` to print: losses, or shares of correct answers where a task has them.
+
+    Args:
+        width: in columns.
+        what: of which a task gives the share, `Task.what`.
+
+    Raises:
+        EvaluationError: there are no rows, or they do not belong together.
+    """
+    return losses(rows, width) if not rows or math.isnan(rows[0].share) else answers(rows, what)
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+class Series(NamedTuple):
+    """A line of a table: a scheme, and after how many steps of a training, if there is one."""
+
+    line: str
+    step: int | None
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows by scheme and length, checked to belong together."""
+    """Losses by series and length, checked to belong together."""
 
-    lines: tuple[str, ...]  # schemes in the order of the rows
+    series: tuple[Series, ...]  # lines in the order of the rows, the steps of each ascending
     lengths: tuple[int, ...]  # ascending, in tokens
-    rows: dict[tuple[str, int], Row]  # without missing measurements
+    rows: dict[tuple[Series, int], Row]  # without missing measurements
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Grid:
@@ -47,59 +77,68 @@ class Grid:
         if not rows:
             raise EvaluationError("there are no rows to show")
         shared = {name: name for name in ("protocol", "model", "weights", "texts", "dtype")}
-        if targets := PROTOCOLS[rows[0].protocol].shared_targets:
-            shared["targets"] = targets
+        if rows[0].step is not None:
+            del shared["weights"]  # a training changes them
+        protocol = PROTOCOLS.get(rows[0].protocol or "")
+        if protocol and protocol.shared_targets:
+            shared["targets"] = protocol.shared_targets
         for field, name in shared.items():
             if len(values := sorted({str(getattr(row, field)) for row in rows})) > 1:
                 raise EvaluationError(
                     f"rows with different {name} cannot share a table or a picture: {', '.join(values)}"
                 )
-        by_cell = {(row.line, row.length): row for row in rows}
-        return cls(tuple(dict.fromkeys(row.line for row in rows)), tuple(sorted({n for _, n in by_cell})), by_cell)
+        cells = {(Series(row.line, row.step), row.length): row for row in rows}
+        lines = list(dict.fromkeys(row.line for row in rows))
+        series = sorted({one for one, _ in cells}, key=lambda one: (lines.index(one.line), one.step or 0))
+        return cls(tuple(series), tuple(sorted({length for _, length in cells})), cells)
 
     @property
     def any(self) -> Row:
         """Any row, for the fields that all rows share."""
         return next(iter(self.rows.values()))
 
-    def nll(self, line: str, length: int) -> float:
-        """NLL of one cell, NaN if it is missing."""
-        row = self.rows.get((line, length))
-        return row.nll if row else math.nan
+    def row(self, series: Series | str, length: int) -> Row | None:
+        """The row of one cell, if it was measured; of a line without its step, the row before any training."""
+        if isinstance(series, str):
+            series = next((one for one in self.series if one.line == series), Series(series, None))
+        return self.rows.get((series, length))
 
-    def cell(self, line: str, length: int) -> str:
+    def cell(self, series: Series, length: int) -> str:
         """NLL of one cell with three decimals, starred if it is the best of its column and not all are equal."""
-        known = [nll for each in self.lines if not math.isnan(nll := self.nll(each, length))]
-        shown, best = f"{self.nll(line, length):.3f}".replace("nan", "-"), f"{min(known, default=0):.3f}"
-        return f"{shown}*" if shown == best != f"{max(known):.3f}" else f"{shown} "
+        column = [row.nll for one in self.series if (row := self.row(one, length)) and not math.isnan(row.nll or 0)]
+        row, best = self.row(series, length), f"{min(column, default=0):.3f}"
+        shown = f"{row.nll:.3f}".replace("nan", "-") if row else "-"
+        return f"{shown}*" if shown == best != f"{max(column):.3f}" else f"{shown} "
 
-    def apart(self, line: str, length: int) -> tuple[float, float | None]:
+    def apart(self, series: Series, length: int) -> tuple[float, float | None]:
         """NLL minus that of attention cut at L, and the standard error of the difference; NaN if one is missing."""
-        row, cut = self.rows.get((line, length)), self.rows.get((CUT, length))
+        row, cut = self.row(series, length), self.row(CUT, length)
         return paired_difference(row, cut) if row and cut else (math.nan, None)
 
-    def below(self, line: str, length: int, between: str = " ") -> str:
+    def below(self, series: Series, length: int, between: str = " ") -> str:
         """The text below a cell: the difference from the cut with its error; for the cut, the error of its loss."""
-        row, (difference, error) = self.rows.get((line, length)), self.apart(line, length)
+        row, (difference, error) = self.row(series, length), self.apart(series, length)
         if row is None:
             return ""
-        if line == CUT or math.isnan(difference):
+        if series.line == CUT or math.isnan(difference):
             return plus_minus(standard_error(row.nll_by_document))
         return f"{signed(difference)}{between}{plus_minus(error)}"
 
-    def served(self, line: str) -> str:
-        """Other programs that can compute the scheme of a line."""
-        served = next(row.served for (of, _), row in self.rows.items() if of == line)
-        return "-" if served is None else ", ".join(served) or "this library"
+    def steps(self, line: str) -> list[int]:
+        """After how many steps a line was measured, ascending."""
+        return [one.step for one in self.series if one.line == line and one.step is not None]
 
-    def name(self, line: str) -> str:
-        """The display name of a line, with a dagger if the scheme needs training."""
-        regime = next(row.regime for (of, _), row in self.rows.items() if of == line)
-        return " ".join([display_name(line), *_REGIMES.get(regime, ())[:1]])
+    def name(self, series: Series) -> str:
+        """The name of a series, with its step, and with a dagger if the scheme needs a training that it had not."""
+        if series.step:
+            return f"{display_name(series.line)}, {counted(series.step, 'step')}"
+        regime = next(row.regime for (one, _), row in self.rows.items() if one == series)
+        name = " ".join([display_name(series.line), *_REGIMES.get(regime, ())[:1]])
+        return f"{name}, before" if len(self.steps(series.line)) > 1 else name
 
     def _lost_first_tokens(self) -> list[str]:
         """A sentence if attention cut at L is not a valid reference for this checkpoint."""
-        cut, trained = self.rows.get((CUT, self.lengths[-1])), self.rows.get((PLAIN, self.any.training_length))
+        cut, trained = self.row(CUT, self.lengths[-1]), self.row(PLAIN, self.any.training_length)
         if not cut or not trained or (cut.texts, cut.protocol) != (trained.texts, trained.protocol):
             return []
         difference, error = paired_difference(cut, trained)
@@ -113,11 +152,15 @@ class Grid:
     def notes(self) -> list[str]:
         """The notes below a table, one sentence each."""
         row = max(self.rows.values(), key=lambda row: row.length)
-        scored = PROTOCOLS[row.protocol].sentence.format(targets=row.targets, windows=counted(row.windows, "window"))
-        regimes = {row.regime for row in self.rows.values()}
+        protocol = PROTOCOLS.get(row.protocol or "")
+        sentence = protocol.sentence if protocol else "NLL of the same {tokens} tokens"
+        windows = counted(row.windows or 0, "window")
+        scored = sentence.format(targets=row.targets, windows=windows, tokens=row.scored_tokens)
+        known = [row.dtype, *([f"protocol {row.protocol}"] if protocol else [])]
+        regimes = {row.regime for row in self.rows.values() if not row.step}
         return [
-            f"{f'text: {row.text}; ' if row.text else ''}{scored} from {counted(row.documents, 'document')}, "
-            f"{row.dtype}, protocol {row.protocol}",
+            f"{f'text: {row.text}; ' if row.text else ''}{scored} from "
+            + ", ".join(filter(None, [counted(row.documents or 0, "document"), *known])),
             *([f"standard errors over {pairs_of(row)}"] if row.nll_by_document[1:] else []),
             *shortfalls(row),
             *self._lost_first_tokens(),
@@ -127,12 +170,13 @@ class Grid:
 
 def shortfalls(row: Row) -> list[str]:
     """The reasons for an uncertain answer, one sentence each: missing or too short documents, or too few windows."""
-    asked, short = row.asked or 0, counted(row.short_documents, "document")
+    asked, documents, windows = row.asked or 0, row.documents or 0, row.windows or FEW
+    short = counted(row.short_documents or 0, "document")
     sentences = {
-        f"asked for {counted(asked, 'document')}, found {row.documents}": row.documents < asked,
-        f"{short} too short for {row.length} tokens and left out": row.short_documents > 0,
-        f"only {counted(row.windows, 'window')}: below {FEW} a standard error means little; a longer text, more"
-        " documents or fewer targets give more windows": row.windows < FEW,
+        f"asked for {counted(asked, 'document')}, found {documents}": documents < asked,
+        f"{short} too short for {row.length} tokens and left out": bool(row.short_documents),
+        f"only {counted(windows, 'window')}: below {FEW} a standard error means little; a longer text, more"
+        " documents or fewer targets give more windows": windows < FEW,
     }
     return [sentence for sentence, holds in sentences.items() if holds]
 
@@ -147,45 +191,86 @@ def plus_minus(error: float | None) -> str:
     return "±?" if error is None else f"±{error:.3f}"
 
 
-def table(rows: Sequence[Row], width: int = WIDE) -> Group:
-    """Schemes by lengths, for `rich` to print: NLL in nats per token, with the best of each column starred, and below
-    it the difference from attention cut at L with its standard error, on two lines if `width` columns are too few.
-
-    Raises:
-        EvaluationError: the rows differ in model, text or protocol.
+def losses(rows: Sequence[Row], width: int = WIDE) -> Group:
+    """NLL in nats per token, with the best of each column starred, and below it the difference from attention cut at L
+    with its standard error, on two lines if `width` columns are too few.
     """
     grid = Grid.of(rows)
     trained = grid.any.training_length
-    known = any(row.served is not None for row in rows)
     shown = Table(box=box.SIMPLE_HEAD)
-    shown.add_column("scheme\nserved by" if known else "scheme", overflow="fold")
+    shown.add_column("scheme", overflow="fold")
     between = " " if 30 + 16 * len(grid.lengths) <= width else "\n"
     for length in grid.lengths:
         shown.add_column(f"{length}\n{length / trained:g}L", justify="right", overflow="fold")
     starred = False
-    for line in grid.lines:
+    for series in grid.series:
         cells = []
         for length in grid.lengths:
-            cell = grid.cell(line, length)
+            cell = grid.cell(series, length)
             best = cell.endswith("*")
             starred |= best
             cells.append(
-                Text.assemble((cell, "bold green" if best else ""), "\n", (grid.below(line, length, between), "dim"))
+                Text.assemble((cell, "bold green" if best else ""), "\n", (grid.below(series, length, between), "dim"))
             )
-        served = f"\n{grid.served(line)}" if known else ""
-        name = Text.assemble((grid.name(line), "dim" if line in REFERENCES else ""), (served, "dim"))
-        shown.add_row(name, *cells)
+        shown.add_row(Text(grid.name(series), "dim" if series.line in REFERENCES else ""), *cells)
     title = f"{Path(grid.any.model).name}: NLL in nats per token by context length, L = {trained}"
     errors = "the standard error of each loss"
-    if CUT in grid.lines:
+    if grid.row(CUT, grid.lengths[0]):
         errors = "loss minus that of attention cut at L, ± the standard error of this difference"
     notes = [*(["* best of its column"] if starred else []), f"below each loss: {errors}", *grid.notes()]
-    if known:
-        notes.append(SERVED)
     return Group(Text(title, style="bold"), shown, *(Text(note, style="dim") for note in notes))
 
 
-def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Print `table(rows)`."""
-    console = console or Console(width=None if sys.stdout.isatty() else WIDE)
-    console.print(table(rows, console.width))
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def headline(rows: Sequence[Row], what: str) -> str:
+    """The title of a table or heat map of answers."""
+    return f"{Path(rows[0].model).name}, L = {rows[0].training_length}: percent of {what}"
+
+
+def failed_within(rows: Sequence[Row]) -> dict[str, float]:
+    """Tasks that no scheme can do at the longest length within the training length, with their best score."""
+    best: dict[str, tuple[int, float]] = {}
+    for row in rows:
+        if row.length <= row.training_length:
+            best[row.task] = max(best.get(row.task, (0, 0.0)), (row.length, row.share))
+    return {task: score for task, (_, score) in best.items() if score < NEAR_NOTHING}
+
+
+def label(task: str, failed: dict[str, float]) -> str:
+    """The task, and whether its rows mean anything."""
+    return f"{task}\n(means nothing)" if task in failed else task
+
+
+def answers(rows: Sequence[Row], what: str = "the answers") -> Table:
+    """Percent of correct answers. Where something is hidden at several depths: means over all of them, over those that
+    attention cut at L does not see, and of the control with nothing hidden; else task by task, ± the standard error.
+    """
+    sections: dict[str, Callable[[Row], float | None]]
+    failed, by_depth = failed_within(rows), rows[0].depth is not None
+    if by_depth:
+        sections = {
+            "all": lambda row: row.share,
+            "farther than L": lambda row: row.share if (row.distance or 0) >= row.training_length else None,
+            "nothing hidden": lambda row: row.control_accuracy,
+        }
+        if all(row.control_accuracy is None for row in rows):
+            del sections["nothing hidden"]
+    else:
+        sections = {
+            label(task, failed): lambda row, task=task: row.share if row.task == task else None  # type: ignore[misc]
+            for task in dict.fromkeys(row.task for row in rows)
+        }
+    lengths, lines = sorted({row.length for row in rows}), list(dict.fromkeys(row.line for row in rows))
+    shown = Table("depths" if by_depth else "task", "scheme", *map(str, lengths), title=headline(rows, what))
+    for title, share_of in sections.items():
+        for line in lines:
+            cells = []
+            for length in lengths:
+                cell = [row for row in rows if (row.line, row.length) == (line, length) and share_of(row) is not None]
+                error = f" ± {100 * cell[0].error:.0f}" if cell and cell[0].error is not None else ""
+                cells.append(f"{100 * fmean(share_of(row) or 0 for row in cell):.0f}{error}" if cell else "-")
+            shown.add_row(title, display_name(line), *cells)
+        shown.add_section()
+    return shown

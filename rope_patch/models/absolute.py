@@ -73,9 +73,9 @@ def _only_table(stack: PreTrainedModel) -> tuple[str, nn.Embedding]:
     (name, embedding), *_ = tables
     if embedding.weight.is_meta:
         _refuse(stack, f"the weights of {name} are on the meta device; load them before patching")
-    holders = [found for found, weight in stack.named_parameters(remove_duplicate=False) if weight is embedding.weight]
-    if len(holders) > 1:
-        _refuse(stack, f"{name} shares its weights ({', '.join(holders)})")
+    owners = [name for name, weight in stack.named_parameters(remove_duplicate=False) if weight is embedding.weight]
+    if len(owners) > 1:
+        _refuse(stack, f"{name} shares its weights ({', '.join(owners)})")
     return name, embedding
 
 
@@ -95,7 +95,7 @@ def _refuse_sinusoids(stack: PreTrainedModel, name: str, rows: torch.Tensor) -> 
 
 
 def _buffers(stack: PreTrainedModel, rows: int, reserved: int) -> tuple[tuple[nn.Module, str], ...]:
-    sizes, found = (rows, rows - reserved), []
+    sizes, of_rows = (rows, rows - reserved), []
     for path, module in stack.named_modules():
         for name, buffer in module.named_buffers(prefix=path, recurse=False):
             if buffer.ndim > 1 and buffer.shape[-1] == buffer.shape[-2] and buffer.shape[-1] in sizes:
@@ -105,8 +105,8 @@ def _buffers(stack: PreTrainedModel, rows: int, reserved: int) -> tuple[tuple[nn
             if buffer.shape in [(1, size) for size in sizes] and not buffer.is_floating_point():
                 if not torch.equal(buffer, lengthened(buffer, 0)):
                     _refuse(stack, f"{name} has a number per position, without a rule to extend it")
-                found.append((module, name.rpartition(".")[2]))
-    return tuple(found)
+                of_rows.append((module, name.rpartition(".")[2]))
+    return tuple(of_rows)
 
 
 def lengthened(buffer: torch.Tensor, growth: int) -> torch.Tensor:
@@ -123,8 +123,8 @@ def _measure_reserved(stack: PreTrainedModel, name: str, embedding: nn.Embedding
         tokens = torch.arange(middle, middle + 4, device=embedding.weight.device)
         with torch.no_grad(), _Lookup(embedding.weight):
             stack(input_ids=tokens[None])
-    except _Found as found:
-        rows = found.rows[: len(tokens)]
+    except _FirstLookup as lookup:
+        rows = lookup.rows[: len(tokens)]
     except Exception as error:  # models of other kinds may fail in any way
         raise UnsupportedModel(f"{type(stack).__name__} cannot read a text of four tokens: {error}") from error
     else:
@@ -134,7 +134,7 @@ def _measure_reserved(stack: PreTrainedModel, name: str, embedding: nn.Embedding
     return rows[0]
 
 
-class _Found(BaseException):  # not an Exception, so that no model catches it
+class _FirstLookup(BaseException):  # not an Exception, so that no model catches it
     def __init__(self, rows: list[int]) -> None:
         self.rows = rows
 
@@ -147,11 +147,11 @@ class _Lookup(TorchFunctionMode):
         self.weight = weight
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (*args, *(kwargs or {}).values())
-        if any(value is self.weight for value in given):
-            for value in given:
+        arguments = (*args, *(kwargs or {}).values())
+        if any(value is self.weight for value in arguments):
+            for value in arguments:
                 if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64):
-                    raise _Found(value.flatten().tolist())
+                    raise _FirstLookup(value.flatten().tolist())
         return func(*args, **(kwargs or {}))
 
 

@@ -67,7 +67,7 @@ class RotaryTables:
             getattr(self.module, self.attribute("attention_scaling")) if fixed is None else fixed.attention_scaling,
         )
 
-    def given(self, position_ids: torch.Tensor, like: torch.Tensor | None = None) -> Any:
+    def compute(self, position_ids: torch.Tensor, like: torch.Tensor | None = None) -> Any:
         """The tables that the module computes for attention.
 
         Args:
@@ -83,8 +83,8 @@ class RotaryTables:
 
     def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's own cos and sin at positions `(batch, length)`, `(batch, length, width)`."""
-        given = self.given(position_ids)
-        return (given.real, given.imag) if self.is_complex else given
+        tables = self.compute(position_ids)
+        return (tables.real, tables.imag) if self.is_complex else tables
 
     def joined(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         """cos and sin, `(batch, length, width)`, in the form that attention reads."""

@@ -66,11 +66,11 @@ class CachedKeys(torch.Tensor):
     @classmethod
     def of(cls, keys: torch.Tensor, positions: torch.Tensor) -> CachedKeys:
         """`keys`, in the same memory, with their `positions`, in the shapes above."""
-        found = keys.as_subclass(cls)
+        with_positions = keys.as_subclass(cls)
         if not torch.compiler.is_compiling():
-            vars(found).update(vars(keys))  # such as the mark that a static cache keeps its address
-        found.positions = positions
-        return found
+            vars(with_positions).update(vars(keys))  # such as the mark that a static cache keeps its address
+        with_positions.positions = positions
+        return with_positions
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -204,21 +204,21 @@ def positions_in(cache: Cache, index: int, start: int, name: str) -> torch.Tenso
             f"{name}: the {start} keys in past_key_values have lost their positions; slices, indices, index_select, "
             "gather and cat keep them, and rope_patch.CachedKeys.of(keys, positions) sets them again"
         )
-    known = keys.positions
-    if len(known) not in (1, len(keys)):
+    positions = keys.positions
+    if len(positions) not in (1, len(keys)):
         raise UnsupportedPositions(
-            f"{name}: past_key_values have {len(keys)} rows of keys, but {len(known)} rows of positions"
+            f"{name}: past_key_values have {len(keys)} rows of keys, but {len(positions)} rows of positions"
         )
-    missing = start - known.shape[-1]
+    missing = start - positions.shape[-1]
     if missing > 0:  # steps of a compiled model, whose graph asserts consecutive positions
         if not getattr(cast(Any, cache).layers[index], _WHEN_READ, (0, True))[1]:
             raise UnsupportedPositions(
                 f"{name}: a compiled model wrote {missing} keys in past_key_values behind pads; continue with the "
                 "compiled model, or fill a new cache"
             )
-        steps = torch.arange(1, missing + 1, device=known.device)
-        known = torch.cat([known, known[..., -1:] + steps], dim=-1)
-    return known if known.shape[-1] == start else known[..., -start:]
+        steps = torch.arange(1, missing + 1, device=positions.device)
+        positions = torch.cat([positions, positions[..., -1:] + steps], dim=-1)
+    return positions if positions.shape[-1] == start else positions[..., -start:]
 
 
 def known_positions(
@@ -278,10 +278,10 @@ def positions_in_graph(cache: Cache, index: int, position_ids: torch.Tensor, nam
     layer = cast(Any, cache).layers[index]
     if not isinstance(layer.keys, CachedKeys):
         return None  # written by the graph itself
-    known, (tokens, in_order) = layer.keys.positions, getattr(layer, _WHEN_READ)
+    positions, (tokens, in_order) = layer.keys.positions, getattr(layer, _WHEN_READ)
     offset = cache.get_query_offset(index)
-    if in_order and known.ndim == 2:
-        expected = known[:, -1] + 1 + (offset - tokens)
+    if in_order and positions.ndim == 2:
+        expected = positions[:, -1] + 1 + (offset - tokens)
         is_empty = 0 * expected + offset == 0  # after a reset; the offset is a number or a tensor
         torch._assert_async(
             (is_empty | (expected == position_ids[:, 0])).all(),
@@ -292,4 +292,4 @@ def positions_in_graph(cache: Cache, index: int, position_ids: torch.Tensor, nam
         raise UnsupportedPositions(
             f"{name}: a compiled model cannot use a sliding static cache whose keys have gaps in their positions"
         )
-    return known
+    return positions

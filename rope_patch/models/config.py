@@ -235,8 +235,8 @@ def scheme_of_entry(entry: dict[str, Any], nested: bool) -> Scheme | None:
             fields -= _UNREAD.get(rope_type, set())
             if nested:
                 fields.discard("truncate")  # ignored by Transformers in nested entries
-            given = {key: value for key, value in entry.items() if key in fields and value is not None}
+            values = {key: value for key, value in entry.items() if key in fields and value is not None}
             if "truncate" in fields and "truncate" in entry:
-                given["truncate"] = bool(entry["truncate"])  # None is False in Transformers
-            return scheme_from_dict({"name": cls.name, **given})
+                values["truncate"] = bool(entry["truncate"])  # None is False in Transformers
+            return scheme_from_dict({"name": cls.name, **values})
     return None

@@ -31,11 +31,11 @@ def read_stacks(model: nn.Module) -> tuple[Stack, ...]:
     Raises:
         UnsupportedModel: there is none, or a part of one is not supported; the message names the reason.
     """
-    found = find_stacks(model)
-    for _, module in found:
+    stacks = find_stacks(model)
+    for _, module in stacks:
         if wrong := wrong_field(vars(module.config)):
             raise UnsupportedModel(f"{type(module.config).__name__}: {wrong}")
-    return tuple(style.read(module) for style, module in found)
+    return tuple(style.read(module) for style, module in stacks)
 
 
 def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
@@ -45,20 +45,20 @@ def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
         UnsupportedModel: there is none, or an unsupported number of them.
     """
     check_loaded(model)
-    found = _recognised(model, STYLES) or _recognised(model, (absolute,))  # a model may have a rotation and a table
+    stacks = _recognised(model, STYLES) or _recognised(model, (absolute,))  # a model may have a rotation and a table
     if (advice := published_remote_code(model)) is not None:
         raise UnsupportedModel(advice)
-    if not found:
+    if not stacks:
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be patched: found no module of rotary frequencies (Llama), no relative "
             "bias (T5) and no position table (BERT)"
         )
-    if len(found) > 1:  # an image tower may have a rotary module, too
-        found = [(style, module) for style, module in found if hasattr(module.config, "vocab_size")] or found
-    if len(found) > 1 and any(style is not t5 for style, _ in found):
-        names = ", ".join(type(module).__name__ for _, module in found)
+    if len(stacks) > 1:  # an image tower may have a rotary module, too
+        stacks = [(style, module) for style, module in stacks if hasattr(module.config, "vocab_size")] or stacks
+    if len(stacks) > 1 and any(style is not t5 for style, _ in stacks):
+        names = ", ".join(type(module).__name__ for _, module in stacks)
         raise UnsupportedModel(f"{type(model).__name__} has several stacks ({names}); patch one of them directly")
-    return found
+    return stacks
 
 
 def check_loaded(model: Any) -> None:
@@ -79,7 +79,7 @@ def check_loaded(model: Any) -> None:
 
 def find_enclosing(model: nn.Module) -> list[PreTrainedModel]:
     """The Transformers models that contain a backbone and have no other stacks, as of `find_around`."""
-    return [found for found in find_around(model) if _stack_modules(found) == _stack_modules(model)]
+    return [outer for outer in find_around(model) if _stack_modules(outer) == _stack_modules(model)]
 
 
 def find_around(model: nn.Module) -> list[PreTrainedModel]:
@@ -89,7 +89,7 @@ def find_around(model: nn.Module) -> list[PreTrainedModel]:
     """
     if getattr(model, "base_model", None) is not model:
         return []
-    return [found for found in instances_of(PreTrainedModel) if found is not model and model in set(found.modules())]
+    return [outer for outer in instances_of(PreTrainedModel) if outer is not model and model in set(outer.modules())]
 
 
 def instances_of(cls: type[Any]) -> list[Any]:
@@ -104,9 +104,9 @@ def instances_of(cls: type[Any]) -> list[Any]:
 
 
 def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
-    for found in cls.__subclasses__():
-        yield found
-        yield from _subclasses(found)
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _stack_modules(model: nn.Module) -> list[PreTrainedModel]:

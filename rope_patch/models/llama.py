@@ -30,9 +30,9 @@ from rope_patch.models.config import (
     training_length,
 )
 from rope_patch.models.meta import filled
-from rope_patch.models.passed import passed_tables
+from rope_patch.models.module_state import unchanged
+from rope_patch.models.passed_tables import passed_tables
 from rope_patch.models.probe import Followed, Measuring, follows_buffers, measure_fixed, measure_tables
-from rope_patch.models.state import unchanged
 from rope_patch.schemes.base import Scheme
 
 
@@ -59,11 +59,11 @@ def read(stack: PreTrainedModel) -> Stack:
         )
         rotary = tuple(itertools.chain(*map(_tables_of, modules, configs)))
         passed, measuring = passed_tables(stack, rotary), Measuring()
-        found = (
+        read_layers = (
             _read_layer(name, module, index, rotary, passed, stack, checkpoint.training_length, measuring)
             for index, (name, module) in enumerate(_attention_modules(stack))
         )
-        layers = tuple(layer for layer in found if layer is not None)
+        layers = tuple(layer for layer in read_layers if layer is not None)
     if not layers:
         raise UnsupportedModel(
             f"{family} has no self-attention that takes `position_embeddings` through the attention interface"
@@ -94,8 +94,8 @@ def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
     for layer_type in types:
         if not entries.get(layer_type, {}).get("rope_theta"):
             raise UnsupportedModel(f"{type(config).__name__} has no `rope_theta` for layer type {layer_type!r}")
-    found = (measure_tables(RotaryTables(module, kind, entries[kind]["rope_theta"])) for kind in types)
-    return tuple(_compared(tables, config) for tables in found)
+    measured = (measure_tables(RotaryTables(module, kind, entries[kind]["rope_theta"])) for kind in types)
+    return tuple(_compared(tables, config) for tables in measured)
 
 
 def _compared(tables: RotaryTables, config: Any) -> RotaryTables:
@@ -134,20 +134,20 @@ def _attention_modules(stack: nn.Module) -> list[tuple[str, nn.Module]]:
     """The innermost modules that know their layer index and read `position_embeddings`, but not those inside a module
     that calls the attention interface: they may choose the keys that it sees.
     """
-    found = {
+    candidates = {
         name: module
         for name, module in stack.named_modules()
         if hasattr(module, "layer_idx") and "position_embeddings" in inspect.signature(module.forward).parameters
     }
-    scoring = {name for name, module in found.items() if not _misses_interface(module)}
+    scoring = {name for name, module in candidates.items() if not _misses_interface(module)}
 
     def inside(names: Iterable[str], outer: str) -> bool:
         return any(name.startswith(f"{outer}.") for name in names)
 
     return [
         (name, module)
-        for name, module in found.items()
-        if not inside(scoring if name in scoring else found, name)
+        for name, module in candidates.items()
+        if not inside(scoring if name in scoring else candidates, name)
         and (name in scoring or not any(name.startswith(f"{outer}.") for outer in scoring))
         and _reads_tables(module)
     ]
@@ -156,8 +156,8 @@ def _attention_modules(stack: nn.Module) -> list[tuple[str, nn.Module]]:
 def _reads_tables(module: nn.Module) -> bool:
     """Whether a forward that takes `position_embeddings` reads them; linear or cross-attention may only accept them."""
     name, code = "position_embeddings", inspect.unwrap(type(module).forward).__code__
-    loaded = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD"))
-    return any(name == found or (isinstance(found, tuple) and name in found) for found in loaded)
+    loaded = (step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
+    return any(name == each or (isinstance(each, tuple) and name in each) for each in loaded)
 
 
 def _misses_interface(module: nn.Module) -> str:
@@ -190,10 +190,10 @@ def _read_layer(
     layer_type = types[index] if types else getattr(module, "layer_type", None)
     around = [stack.get_submodule(name.rsplit(".", depth)[0]) for depth in range(1, name.count(".") + 1)]
     block = around[0] if around else stack
-    known = [passed[outer] for outer in around if outer in passed]
-    tables = known[0] if known else next((t for t in rotary if t.layer_type in (None, layer_type)), None)
-    if not known:
-        if (count := len({found.module for found in rotary})) > 1:
+    passed_here = [passed[outer] for outer in around if outer in passed]
+    tables = passed_here[0] if passed_here else next((t for t in rotary if t.layer_type in (None, layer_type)), None)
+    if not passed_here:
+        if (count := len({each.module for each in rotary})) > 1:
             raise UnsupportedModel(f"{family} has {count} rotary modules; it does not declare which one {name} uses")
         if tables is None:
             raise UnsupportedModel(f"{family}: no rotary tables for {name} of layer type {layer_type!r}")

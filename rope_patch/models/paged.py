@@ -103,7 +103,7 @@ def attend_by_request(
     key, value, key_bounds = _updated(cache, cast(Any, module).layer_idx, key, value, kwargs)
     bounds = kwargs["cu_seq_lens_q"], key_bounds
     requests = forward_cache.derived("requests", lambda: requests_of(position_ids, *bounds), *bounds)
-    others = {name: given for name, given in kwargs.items() if name not in ARGUMENTS}
+    others = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
     output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     for request in requests:
         states = query[:, :, request.queries], key[:, :, request.keys], value[:, :, request.keys]

@@ -110,7 +110,7 @@ class Measuring:
         device = _device_of(inner)
         copies = ProbeCopies(device or torch.device("cpu"))
         try:
-            found = measure(copies.of(outer), copies.of(inner))
+            measured = measure(copies.of(outer), copies.of(inner))
         except Exception as error:  # a copy cannot run everything that a family does
             if device is None:
                 raise UnsupportedModel(
@@ -118,8 +118,8 @@ class Measuring:
                 ) from error
             return measure(outer, inner)
         if not copies.index_was_read:  # else other layers of this kind may differ
-            self._found[kind] = found
-        return found
+            self._found[kind] = measured
+        return measured
 
 
 def measure_tables(rotary: RotaryTables) -> RotaryTables:
@@ -127,15 +127,17 @@ def measure_tables(rotary: RotaryTables) -> RotaryTables:
 
     def shape_of(axes: int) -> tuple[Any, tuple[int, ...]]:
         try:
-            given = dataclasses.replace(rotary, axes=axes).given(_PLACES)
+            computed = dataclasses.replace(rotary, axes=axes).compute(_PLACES)
         except Exception:  # any error means that it does not read this many axes
             return None, ()
-        return given, tuple((given[0] if isinstance(given, tuple) else given).shape[:2])
+        return computed, tuple((computed[0] if isinstance(computed, tuple) else computed).shape[:2])
 
     # a module that reads one axis returns a table per plane, or fails; with several axes it returns one table
     axes = next((axes for axes in _AXES if shape_of(axes)[1] == _PLACES.shape), 1)
-    given, _ = shape_of(axes)
-    return dataclasses.replace(rotary, axes=axes, is_complex=isinstance(given, torch.Tensor) and given.is_complex())
+    computed, _ = shape_of(axes)
+    return dataclasses.replace(
+        rotary, axes=axes, is_complex=isinstance(computed, torch.Tensor) and computed.is_complex()
+    )
 
 
 def follows_buffers(rotary: RotaryTables) -> bool:
@@ -234,7 +236,7 @@ def passes_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) 
     hidden = _hidden(module)
     handle = module.register_forward_pre_hook(_Reached.stop, with_kwargs=True)
     try:
-        tables = rotary.given(torch.arange(_TOKENS)[None], like=hidden)
+        tables = rotary.compute(torch.arange(_TOKENS)[None], like=hidden)
         with torch.no_grad():
             block.forward(**_arguments(block, hidden, tables))
     except _Reached as reached:
@@ -439,9 +441,9 @@ def _read_layout(name: str, states: torch.Tensor, rounded: bool) -> RotaryLayout
     """
     tolerance = _ULPS * torch.finfo(states.dtype).eps if rounded else 0.0
 
-    def alike(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    def alike(products: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
         """By channel, over `(heads * tokens, channels)`."""
-        return ((found - expected).abs() <= tolerance * expected.abs()).all(dim=0)
+        return ((products - expected).abs() <= tolerance * expected.abs()).all(dim=0)
 
     still, turned, *by_bit = states.cpu().flatten(1, 2)
     rotated = (~alike(turned, still)).nonzero().flatten().tolist()
@@ -452,8 +454,8 @@ def _read_layout(name: str, states: torch.Tensor, rounded: bool) -> RotaryLayout
     of_plus, of_minus = plus.int().argmax(dim=1), minus.int().argmax(dim=1)
     agrees = torch.where(minus.any(dim=1), alike(turned, -still[:, of_minus]), alike(turned, still[:, of_plus]))
     is_clear = ((plus.sum(dim=1) + minus.sum(dim=1) == 1) & agrees).tolist()
-    turns = [alike(found, turned).tolist() for found in by_bit]
-    stays = [alike(found, still).tolist() for found in by_bit]
+    turns = [alike(products, turned).tolist() for products in by_bit]
+    stays = [alike(products, still).tolist() for products in by_bit]
     firsts: dict[int, int] = {}
     seconds: dict[int, int] = {}
     for i in rotated:

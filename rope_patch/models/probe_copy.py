@@ -115,8 +115,8 @@ def part_of(module: nn.Module) -> tuple[Any, ...]:
     """`kind_of` without submodules."""
     if not _runs_its_class(module):
         return (id(module),)
-    known = {**_settings(module), **module._parameters, **module._buffers}
-    return type(module), frozenset((name, _frozen(value)) for name, value in known.items() if name != "layer_idx")
+    attributes = {**_settings(module), **module._parameters, **module._buffers}
+    return type(module), frozenset((name, _frozen(value)) for name, value in attributes.items() if name != "layer_idx")
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:

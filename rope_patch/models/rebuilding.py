@@ -42,7 +42,7 @@ def _numbers(layer: AttentionLayer, entries: dict[Any, Any]) -> dict[str, float]
     config = copy.copy(cast(Any, module.config))
     vars(config)["rope_parameters"] = entries.get(None, entries)
     needed = inspect.signature(type(module)).parameters.values()
-    given = {each.name: getattr(module, each.name) for each in needed if each.default is each.empty}
+    arguments = {each.name: getattr(module, each.name) for each in needed if each.default is each.empty}
     with torch.device("meta"):
-        made = type(module)(**{**given, "config": config})
+        made = type(module)(**{**arguments, "config": config})
     return {name: value for name, value in vars(made).items() if isinstance(value, float)}

@@ -161,9 +161,9 @@ def scheme_of_parameters(parameters: dict[str, Any], config: Any) -> Scheme:
     return PerLayer(schemes)
 
 
-def _scheme_given(given: dict[str, Any], own: dict[str, Any], config: Any, nested: bool) -> Scheme:
+def _scheme_given(parameters: dict[str, Any], own: dict[str, Any], config: Any, nested: bool) -> Scheme:
     """The scheme of one entry that replaces an entry of the checkpoint."""
-    entry = {name: value for name, value in given.items() if value is not None or name == "truncate"}
+    entry = {name: value for name, value in parameters.items() if value is not None or name == "truncate"}
     kind = entry.pop("type", "default")
     cls = scheme_class(entry.setdefault("rope_type", kind))
     if cls.rope_type is None:
@@ -201,7 +201,7 @@ def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
         return {layer_type: scheme for layer_type in entries if not _has_window(layer_type, config)}
     number = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * number
-    found: dict[str | None, Scheme] = {}
+    by_type: dict[str | None, Scheme] = {}
     schemes = scheme.of_layers(dict(enumerate(kinds)), number)
     for layer_type in entries:
         here = {schemes[index] for index, kind in enumerate(kinds) if layer_type in (None, kind)}
@@ -210,8 +210,8 @@ def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
                 f"{scheme}: {type(config).__name__} has one entry of rope_parameters for "
                 f"{'all layers' if layer_type is None else f'layers of the type {layer_type}'}, which differ here"
             )
-        found |= {layer_type: chosen for chosen in here if chosen is not None}  # noqa: B035 - one at most
-    return found
+        by_type |= {layer_type: chosen for chosen in here if chosen is not None}  # noqa: B035 - one at most
+    return by_type
 
 
 def _has_window(layer_type: str | None, config: Any) -> bool:
@@ -254,23 +254,18 @@ def _check_accepted(scheme: Scheme, exported: dict[str, Any], config: Any) -> No
         raise NotExpressible(f"{family} reads rope_parameters={exported} as {read}")
 
 
-def is_expressible(scheme: Scheme, config: Any) -> bool:
-    """Whether `export_rope_parameters` would succeed."""
-    try:
-        export_rope_parameters(scheme, config)
-    except NotExpressible:
-        return False
-    return True
-
-
-def tells_all(scheme: Scheme, stack: Stack, changed: Collection[str | None]) -> bool:
-    """Whether exported parameters would change the tables of the layer types `changed`, and no others."""
+def stated_parameters(scheme: Scheme, stack: Stack, changed: Collection[str | None]) -> dict[str, Any] | None:
+    """The `rope_parameters` that change the tables of the layer types `changed` as the scheme does, and no others; None
+    if there are none.
+    """
     if any(getattr(tables.module, "config", stack.config) is not stack.config for tables in stack.rotary):
-        return False  # the stack makes a config of its own for this rotary module
-    if not is_expressible(scheme, stack.config):
-        return False
-    exported = _by_entry(scheme.resolve(stack.checkpoint), stack.config)
-    return {layer.layer_type for layer in stack.layers if layer.rotates} & exported.keys() == set(changed)
+        return None  # the stack makes a config of its own for this rotary module
+    try:
+        exported = export_rope_parameters(scheme, stack.config)
+    except NotExpressible:
+        return None
+    stated = _by_entry(scheme.resolve(stack.checkpoint), stack.config).keys()
+    return exported if {layer.layer_type for layer in stack.layers if layer.rotates} & stated == set(changed) else None
 
 
 def native_scheme(model: nn.Module) -> Scheme:

@@ -192,7 +192,7 @@ def _first_rotation(given: Any, call: ForwardCall) -> Any:
     rotary = cast(RotaryTables, state.layer.rotary)
     return call.forward_cache.once(
         ("anchor", state.tables, anchor, hidden.dtype),
-        lambda: rotary.given(anchor(call.position_ids), like=hidden),
+        lambda: rotary.compute(anchor(call.position_ids), like=hidden),
     )
 
 

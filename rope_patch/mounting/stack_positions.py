@@ -19,7 +19,7 @@ from transformers import Cache
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.arguments import Arguments, by_name, counted_positions, tokens_of
 from rope_patch.models.base import Stack
-from rope_patch.models.passed import takes_text_axis
+from rope_patch.models.passed_tables import takes_text_axis
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 

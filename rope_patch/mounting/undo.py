@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.meta import EmptyTables, Refilling
-from rope_patch.models.state import ModuleState, remove_hook
+from rope_patch.models.module_state import ModuleState, remove_hook
 
 _HOOK, _STATE, _FORWARD = "(hook)", "(state)", "(forward)"
 """Entries of the log that are not attribute names."""

@@ -150,15 +150,15 @@ def export_checkpoint(
     return dataclasses.replace(serving, output=target)
 
 
-def _scheme(folder: Path, asked: str | Scheme | None, record: dict[str, Any] | None) -> Scheme:
+def _scheme(folder: Path, requested: str | Scheme | None, record: dict[str, Any] | None) -> Scheme:
     saved = None if record is None else scheme_from_dict(record.get("scheme", {}))
-    if asked is None:
+    if requested is None:
         if saved is None:
             raise NotExpressible(
                 f"{folder} was not saved under a scheme; name the one to export, such as --scheme yarn:factor=4"
             )
         return saved
-    scheme = asked if isinstance(asked, Scheme) else get_scheme(asked)
+    scheme = requested if isinstance(requested, Scheme) else get_scheme(requested)
     if saved is not None and saved != scheme:
         raise AlreadyPatched(
             f"{folder} was saved under {saved}, not {scheme}; omit the scheme to export {saved}, or load the folder "
@@ -186,18 +186,18 @@ def _parameters(scheme: Scheme, spelled: str, config: Any) -> dict[str, Any]:
     return parameters
 
 
-def _length(scheme: Scheme, spelled: str, parameters: dict[str, Any], config: Any, asked: int | None) -> int:
+def _length(scheme: Scheme, spelled: str, parameters: dict[str, Any], config: Any, requested: int | None) -> int:
     extended = stated_length(scheme, parameters, config)
-    if asked is not None and asked < 1:
-        raise NotExpressible(f"length={asked} is not allowed; it must be a number of tokens, at least 1")
-    if asked is None and extended is None:
+    if requested is not None and requested < 1:
+        raise NotExpressible(f"length={requested} is not allowed; it must be a number of tokens, at least 1")
+    if requested is None and extended is None:
         raise NotExpressible(f"{spelled} does not define a context length; set a length in tokens")
-    if asked not in (None, extended) and entry_of(parameters)["rope_type"] in _RATIO_TYPES:
+    if requested not in (None, extended) and entry_of(parameters)["rope_type"] in _RATIO_TYPES:
         raise NotExpressible(
-            f"length={asked} with {spelled}: some readers compute the factor as length / L, so the length must be "
+            f"length={requested} with {spelled}: some readers compute the factor as length / L, so the length must be "
             f"factor times L, {extended}; change the factor instead"
         )
-    return cast(int, asked or extended)
+    return cast(int, requested or extended)
 
 
 def _written(raw: dict[str, Any], kind: Any, parameters: dict[str, Any], trained: int, length: int) -> dict[str, Any]:
@@ -234,9 +234,9 @@ def _reads_as(kind: Any, written: dict[str, Any], parameters: dict[str, Any]) ->
 
 def _files(folder: Path) -> list[Path]:
     templates = folder / "additional_chat_templates"
-    found = [*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
+    files = [*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
     return sorted(
         file
-        for file in found
+        for file in files
         if file.is_file() and file.name != "config.json" and not file.name.startswith((".", *_OF_TRAINING))
     )

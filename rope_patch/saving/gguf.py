@@ -102,8 +102,8 @@ def _one_error(path: str | Path) -> Iterator[None]:
         raise NoCheckpoint(f"{path} is not a GGUF file, or truncated: {error}") from error
 
 
-def _config_of(path: str | Path, metadata: dict[str, Any], given: dict[str, Any]) -> Any:
-    """The config that a file states, with the fields among the `given` arguments, which are removed from them."""
+def _config_of(path: str | Path, metadata: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    """The config that a file states, with the fields among the `arguments`, which are removed from them."""
     config = AutoConfig.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
     architecture = metadata["general.architecture"]
     stated = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
@@ -117,14 +117,14 @@ def _config_of(path: str | Path, metadata: dict[str, Any], given: dict[str, Any]
             pattern = [(index + 1) % pattern != 0 for index in range(config.num_hidden_layers)]
         config.layer_types = ["sliding_attention" if slides else "full_attention" for slides in pattern]
     scalar = "query_pre_attn_scalar"
-    if getattr(config, scalar, None) not in (None, config.head_dim) and scalar not in given:
+    if getattr(config, scalar, None) not in (None, config.head_dim) and scalar not in arguments:
         if config.num_hidden_layers not in _SCALED_BY_WIDTH:
             raise UnsupportedModel(
                 f"{path} does not state {scalar}, and head_dim={config.head_dim} is not that of a published "
                 f"{architecture}; pass {scalar}=..., from the config of the checkpoint from which it was made"
             )
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
-    config.update({name: given.pop(name) for name in vars(config).keys() & given.keys() - {"dtype"}})
+    config.update({name: arguments.pop(name) for name in vars(config).keys() & arguments.keys() - {"dtype"}})
     _check_scaling(path, metadata, config)
     return config
 

@@ -112,27 +112,22 @@ def checked_record(record: Any, config: Any) -> dict[str, Any] | None:
 def load_class(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:
     """A model of the class, without a warning about learned parameters of schemes, which are loaded later."""
     logger = logging.getLogger("transformers.modeling_utils")
-    report = _UnlessOurs()
-    logger.addFilter(report)
+    withheld = []
+
+    def is_of_others(report: logging.LogRecord) -> bool:
+        if is_ours := f"{NAME}." in report.getMessage():
+            withheld.append(report)
+        return not is_ours
+
+    logger.addFilter(is_of_others)
     try:
-        model, found = cls.from_pretrained(path, output_loading_info=True, **kwargs)
+        model, info = cls.from_pretrained(path, output_loading_info=True, **kwargs)
     finally:
-        logger.removeFilter(report)
-    others = {what: rest for what, keys in found.items() if (rest := [key for key in keys if not _is_ours(key)])}
-    if report.withheld and others:
+        logger.removeFilter(is_of_others)
+    others = {what: rest for what, keys in info.items() if (rest := [key for key in keys if not _is_ours(key)])}
+    if withheld and others:
         logger.warning("%s loaded from %s: %s", type(model).__name__, path, others)
-    return model
-
-
-class _UnlessOurs(logging.Filter):
-    """Withholds a loading report that mentions learned parameters of schemes."""
-
-    withheld = False
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        ours = f"{NAME}." in record.getMessage()
-        self.withheld |= ours
-        return not ours
+    return cast(nn.Module, model)
 
 
 def _is_ours(key: Any) -> bool:
@@ -158,12 +153,12 @@ def load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
         ) from error
     for name, value in wanted.items():
         # the model may have been saved inside another one, or without the model around it
-        found = next((key for key in saved if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")), None)
-        if found is None or saved[found].shape != value.shape:
+        key = next((key for key in saved if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")), None)
+        if key is None or saved[key].shape != value.shape:
             handle.remove()
             raise NotPatched(f"{path} has no {name} of shape {tuple(value.shape)}, which {handle.scheme} learns")
         with torch.no_grad():
-            value.copy_(saved[found])
+            value.copy_(saved[key])
 
 
 def _saved_parameters(path: str | Path, **places: Any) -> dict[str, torch.Tensor]:
@@ -173,8 +168,8 @@ def _saved_parameters(path: str | Path, **places: Any) -> dict[str, torch.Tensor
     if files == [None]:
         index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **optional)
         files = [] if index is None else get_checkpoint_shard_files(path, index, **places)[0]
-    found: dict[str, torch.Tensor] = {}
+    parameters: dict[str, torch.Tensor] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in filter(_is_ours, tensors.keys())}
-    return found
+            parameters |= {name: tensors.get_tensor(name) for name in filter(_is_ours, tensors.keys())}
+    return parameters

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from rope_patch.errors import InvalidField, counted
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import NumbersAboveZero
 from rope_patch.schemes.slots import Checkpoint, ModelShape
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -40,15 +42,9 @@ class ALiBi(Scheme):
     linear = True
     shared = ("slopes",)
 
-    slopes: tuple[float, ...] | None = None
+    slopes: Annotated[tuple[float, ...], NumbersAboveZero("head")] | None = None
     symmetric: bool = False
     learned: bool = False
-
-    def __post_init__(self) -> None:
-        self._require("symmetric", bool, True, "True or False")
-        self._require("learned", bool, True, "True or False")
-        if self.slopes is not None:
-            object.__setattr__(self, "slopes", self._numbers("slopes", "head"))
 
     @property
     def learns(self) -> bool:

@@ -14,7 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import torch
 
-from rope_patch.errors import InvalidField, NotExpressible, did_you_mean
+from rope_patch.errors import NotExpressible
+from rope_patch.schemes.rules import rules_of
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs, Region, Target, Tokens
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, Regime, RotarySpec, Slot, Weights
 
@@ -148,6 +149,16 @@ class Scheme:
     by_layer: ClassVar[IfAny] = False
     sweep: ClassVar[Sweeps] = None
     composition: ClassVar[type[Scheme]]  # `Compose`, which is built on this class
+
+    def __post_init__(self) -> None:
+        """Check the fields by the rules in their annotations, see `rope_patch.schemes.rules`. A subclass that overrides
+        this calls it first, and then checks what depends on several fields.
+
+        Raises:
+            InvalidField: names the field, its value and what is allowed.
+        """
+        for rule in rules_of(type(self)).values():  # type: ignore[arg-type]
+            rule.check(self)
 
     def __add__(self, other: Scheme) -> Scheme:
         """Both side by side, as `Compose(self, other)`."""
@@ -387,57 +398,6 @@ class Scheme:
         values = ",".join(f"{key}={value}" for key, value in self.fields().items() if value is not None)
         return f"{self.name}:{values}" if values else self.name
 
-    # --- for the validation in subclasses -----------------------------------------------------------------------
-
-    def _require(self, field: str, kind: type, holds: bool, allowed: str) -> None:
-        """Check one field in `__post_init__`: its type, then a condition on its value."""
-        value = getattr(self, field)
-        right_type = isinstance(value, (int, float) if kind is float else kind) and (
-            kind is bool or not isinstance(value, bool)
-        )
-        if not (right_type and holds and _computable(value)):
-            bounds = "" if _computable(value) else f", and 0 or of a size from {1 / _LARGEST:g} to {_LARGEST:g}"
-            raise InvalidField(f"{self.name}: {field}={value!r} is not allowed; {field} must be {allowed}{bounds}")
-
-    def _at_least(self, field: str, minimum: float | str, kind: type, optional: bool = False) -> None:
-        """Check that a number is finite, of its kind and not below `minimum`, which may be another field; None passes
-        where `optional`.
-        """
-        value = getattr(self, field)
-        if optional and value is None:
-            return
-        bound: float = getattr(self, minimum) if isinstance(minimum, str) else minimum
-        least = f"{minimum}={bound:g}" if isinstance(minimum, str) else f"{bound:g}"
-        noun = "an integer" if kind is int else "a number"
-        comparable = isinstance(value, (int, float))
-        self._require(field, kind, comparable and value >= bound, f"{noun} of at least {least}")
-
-    def _above_zero(self, field: str, optional: bool = False) -> None:
-        """Check that a number is finite and positive; None passes where `optional`."""
-        value = getattr(self, field)
-        if optional and value is None:
-            return
-        self._require(field, float, isinstance(value, (int, float)) and value > 0, "a number above 0")
-
-    def _numbers(self, field: str, meaning: str) -> tuple[float, ...]:
-        """Check a field that is a list of finite positive numbers, `meaning` being what each is for."""
-        value = getattr(self, field)
-        numeric = isinstance(value, (tuple, list)) and all(
-            isinstance(item, (int, float)) and not isinstance(item, bool) and item > 0 and _computable(item)
-            for item in value
-        )
-        if not numeric or not value:
-            raise InvalidField(
-                f"{self.name}: {field}={value!r} is not allowed; {field} must be one number above 0 per {meaning}"
-            )
-        return tuple(float(item) for item in value)
-
-    def _one_of(self, field: str, allowed: tuple[str, ...]) -> None:
-        """Check a field that names a variant."""
-        value = getattr(self, field)
-        if value not in allowed:
-            raise InvalidField(f"{self.name}: {field}={value!r}: {did_you_mean(str(value), allowed)}")
-
 
 SLOTS: dict[str, Slot] = {
     "frequencies": "frequencies",
@@ -465,14 +425,6 @@ COMPOSED: dict[str, Composed] = {
     for rule in getattr(get_args(hint)[0], "__metadata__", ())
 }
 """The class attributes that a composition has of its parts, and how."""
-
-
-_LARGEST = 1e18
-
-
-def _computable(value: Any) -> bool:
-    """Whether float32 and the integers of torch hold a number, with room for what is computed from it."""
-    return not isinstance(value, (int, float)) or value == 0 or 1 / _LARGEST <= abs(value) <= _LARGEST
 
 
 def _plain(value: Any) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 
 from rope_patch.errors import InvalidField, UnsupportedPositions
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import Above
 from rope_patch.schemes.slots import ModelShape, Tokens
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -51,13 +53,8 @@ class ComplexOrder(Scheme):
     precise = ("frequencies", "phases")  # half precision leaves a large angle no digits
 
     shared_words: bool = False
-    start: str = "sinusoidal"
-    base: float = 10000.0
-
-    def __post_init__(self) -> None:
-        self._require("shared_words", bool, True, "True or False")
-        self._one_of("start", ("sinusoidal", "zeros"))
-        self._above_zero("base")
+    start: Literal["sinusoidal", "zeros"] = "sinusoidal"
+    base: Annotated[float, Above(0)] = 10000.0
 
     @property
     def reads_ids(self) -> bool:  # type: ignore[override]

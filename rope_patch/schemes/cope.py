@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import AtLeast
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -37,10 +39,7 @@ class CoPE(Scheme):
     regime = "from-scratch"
     causal_only = True
 
-    max_positions: int | None = None
-
-    def __post_init__(self) -> None:
-        self._at_least("max_positions", 2, int, optional=True)
+    max_positions: Annotated[int, AtLeast(2)] | None = None
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         return dataclasses.replace(self, max_positions=self.max_positions or max(2, checkpoint.training_length))

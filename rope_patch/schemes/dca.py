@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source, Sweep
+from rope_patch.schemes.rules import AtLeast
 from rope_patch.schemes.slots import Checkpoint, Region, Target
 from rope_patch.schemes.tools.positions import Constant, Periodic
 
@@ -43,14 +44,12 @@ class DualChunkAttention(Scheme):
     causal_only = True
     sweep = (Sweep("chunk_size", "L", (3 / 4, 1 / 2, 7 / 8)),)
 
-    chunk_size: int | None = None
-    local_window: int | None = None
-    constants: str = "released"
+    chunk_size: Annotated[int, AtLeast(2)] | None = None
+    local_window: Annotated[int, AtLeast(1)] | None = None
+    constants: Literal["released", "paper"] = "released"
 
     def __post_init__(self) -> None:
-        self._at_least("chunk_size", 2, int, optional=True)
-        self._at_least("local_window", 1, int, optional=True)
-        self._one_of("constants", ("released", "paper"))
+        super().__post_init__()
         given = self.chunk_size is not None and self.local_window is not None
         if given and self.constants == "released" and self.local_window >= self.chunk_size:  # type: ignore[operator]
             raise InvalidField(f"dca: local_window={self.local_window} must be below chunk_size={self.chunk_size}")

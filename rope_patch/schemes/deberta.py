@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import AtLeast, SomeOf
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs, Tokens
 from rope_patch.schemes.tools.buckets import signed_log_buckets
 from rope_patch.schemes.tools.tables import rows_at
@@ -58,26 +60,17 @@ class Disentangled(Scheme):
     regime = "from-scratch"
     shared = ("relative_embeddings", "absolute_positions")
 
-    max_distance: int | None = None
-    terms: tuple[str, ...] = _TERMS
-    buckets: int | None = None
+    max_distance: Annotated[int, AtLeast(1)] | None = None
+    terms: Annotated[tuple[str, ...], SomeOf(_TERMS)] = _TERMS
+    buckets: Annotated[int, AtLeast(4)] | None = None
     clamped: bool = True
     scaled: bool = True
     released: bool = True
-    absolute_layers: int = 0
-    num_positions: int | None = None
+    absolute_layers: Annotated[int, AtLeast(0)] = 0
+    num_positions: Annotated[int, AtLeast(1)] | None = None
 
     def __post_init__(self) -> None:
-        self._at_least("max_distance", 1, int, optional=True)
-        self._at_least("buckets", 4, int, optional=True)
-        self._at_least("absolute_layers", 0, int)
-        self._at_least("num_positions", 1, int, optional=True)
-        for field in ("clamped", "scaled", "released"):
-            self._require(field, bool, True, "True or False")
-        found = sorted(self.terms, key=str) if isinstance(self.terms, (tuple, list)) else []
-        if not found or found != [term for term in _TERMS if term in found]:
-            raise InvalidField(f"deberta: terms={self.terms!r} is not allowed; terms must be some of {list(_TERMS)}")
-        object.__setattr__(self, "terms", tuple(self.terms))
+        super().__post_init__()
         single = (self.buckets or 0) // 2
         if self.buckets and self.max_distance is not None and self.max_distance - 1 <= single:
             raise InvalidField(

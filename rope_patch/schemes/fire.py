@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import Above, AtLeast
 from rope_patch.schemes.slots import ModelShape, Pairs
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -48,16 +50,10 @@ class FIRE(Scheme):
     absolute = True
     causal_only = True
 
-    width: int = 32
-    threshold: float = 512.0
-    initial_scale: float = 0.01
+    width: Annotated[int, AtLeast(1)] = 32
+    threshold: Annotated[float, Above(0)] = 512.0
+    initial_scale: Annotated[float, Above(0)] = 0.01
     per_layer: bool = True
-
-    def __post_init__(self) -> None:
-        self._at_least("width", 1, int)
-        self._above_zero("threshold")
-        self._above_zero("initial_scale")
-        self._require("per_layer", bool, True, "True or False")
 
     @property
     def shared(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 
 from rope_patch.errors import require
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import Above, AtLeast
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Tokens
 from rope_patch.schemes.tools.tables import rows_at
 from rope_patch.typing import NO_WEIGHTS, Weights
@@ -59,18 +61,11 @@ class FLOATER(Scheme):
     shared = ("initial_positions", "dynamics_in", "dynamics_in_bias", "dynamics_out", "dynamics_out_bias")
     sweep = None  # learned: there is nothing to measure before it is trained
 
-    width: int | None = None
-    solver: str = "rk4"
-    stride: float = 0.01
+    width: Annotated[int, AtLeast(1)] | None = None
+    solver: Literal["euler", "midpoint", "rk4", "dopri5"] = "rk4"
+    stride: Annotated[float, Above(0)] = 0.01
     blocks: bool = False
-    initial_std: float = 0.0001
-
-    def __post_init__(self) -> None:
-        self._at_least("width", 1, int, optional=True)
-        self._one_of("solver", ("euler", "midpoint", "rk4", "dopri5"))
-        self._above_zero("stride")
-        self._require("blocks", bool, True, "True or False")
-        self._above_zero("initial_std")
+    initial_std: Annotated[float, Above(0)] = 0.0001
 
     @property
     def every_block(self) -> bool:  # type: ignore[override]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import AtLeast
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -47,10 +49,7 @@ class FoPECut(Scheme):
     refines = True
     sweep = None  # needs training
 
-    training_length: int | None = None
-
-    def __post_init__(self) -> None:
-        self._at_least("training_length", 1, int, optional=True)
+    training_length: Annotated[int, AtLeast(1)] | None = None
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import AtLeast
 from rope_patch.schemes.slots import ModelShape
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -45,12 +47,8 @@ class FoX(Scheme):
     causal_only = True
     precise = ("gate_offset",)  # a long horizon depends on the last digits of a gate near 1
 
-    horizon: float | None = None
-    initial_std: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._at_least("horizon", 1, float, optional=True)
-        self._at_least("initial_std", 0, float)
+    horizon: Annotated[float, AtLeast(1)] | None = None
+    initial_std: Annotated[float, AtLeast(0)] = 0.0
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         rate = 1 / (self.horizon or shape.training_length)

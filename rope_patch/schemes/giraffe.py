@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
+from rope_patch.schemes.rules import Above, AtLeast
 from rope_patch.schemes.slots import Target
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
@@ -40,10 +41,7 @@ class TruncatedBasis(Scheme):
     regime = "fine-tune"
     sweep = (Sweep("cutoff_length", "L", (1, 1 / 2)),)
 
-    cutoff_length: int
-
-    def __post_init__(self) -> None:
-        self._at_least("cutoff_length", 1, int)
+    cutoff_length: Annotated[int, AtLeast(1)]
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:
@@ -77,10 +75,7 @@ class PowerScaling(Scheme):
     refines = True
     sweep = None  # its authors chose the exponent by training
 
-    power: float
-
-    def __post_init__(self) -> None:
-        self._above_zero("power")
+    power: Annotated[float, Above(0)]
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import AtLeast, Between
 from rope_patch.schemes.slots import ModelShape, Target, Tokens
 from rope_patch.schemes.tools.tables import require_positions
 from rope_patch.typing import NO_WEIGHTS, Weights
@@ -49,15 +50,9 @@ class Hierarchical(Scheme):
     shared = ("base_positions",)
     sweep = None  # for position tables, where attention cut at L is not a reference
 
-    alpha: float = 0.4
-    num_positions: int | None = None
-    initial_std: float = 0.0
-
-    def __post_init__(self) -> None:
-        between = isinstance(self.alpha, (int, float)) and 0 < self.alpha < 1 and self.alpha != 0.5
-        self._require("alpha", float, between, "a number above 0 and below 1, and not 0.5")
-        self._at_least("num_positions", 1, int, optional=True)
-        self._at_least("initial_std", 0, float)
+    alpha: Annotated[float, Between(0, 1, excluded=0.5)] = 0.4
+    num_positions: Annotated[int, AtLeast(1)] | None = None
+    initial_std: Annotated[float, AtLeast(0)] = 0.0
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import Above, AtLeast
 from rope_patch.schemes.slots import ModelShape, Pairs
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -46,18 +48,11 @@ class Inkling(Scheme):
     regime = "from-scratch"  # without `RoPE()`, a checkpoint loses all positions it knows
     causal_only = True
 
-    extent: int = 1024
-    rank: int = 16
-    scale: float = 0.1
-    floor: int | None = None
-    initial_scale: float = 0.01
-
-    def __post_init__(self) -> None:
-        self._at_least("extent", 1, int)
-        self._at_least("rank", 1, int)
-        self._at_least("scale", 0, float)
-        self._at_least("floor", 1, int, optional=True)
-        self._above_zero("initial_scale")
+    extent: Annotated[int, AtLeast(1)] = 1024
+    rank: Annotated[int, AtLeast(1)] = 16
+    scale: Annotated[float, AtLeast(0)] = 0.1
+    floor: Annotated[int, AtLeast(1)] | None = None
+    initial_scale: Annotated[float, Above(0)] = 0.01
 
     @property
     def methods(self) -> frozenset[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import Above
 from rope_patch.schemes.slots import ModelShape
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -44,14 +46,9 @@ class KERPLE(Scheme):
     )
     regime = "from-scratch"
 
-    variant: str = "log"
-    initial_scale: float = 0.01
+    variant: Literal["log", "power"] = "log"
+    initial_scale: Annotated[float, Above(0)] = 0.01
     per_layer: bool = True
-
-    def __post_init__(self) -> None:
-        self._one_of("variant", ("log", "power"))
-        self._above_zero("initial_scale")
-        self._require("per_layer", bool, True, "True or False")
 
     @property
     def shared(self) -> tuple[str, ...]:  # type: ignore[override]

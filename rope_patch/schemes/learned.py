@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import AtLeast
 from rope_patch.schemes.slots import ModelShape, Target, Tokens
 from rope_patch.schemes.tools.tables import rows_at
 from rope_patch.typing import NO_WEIGHTS, Weights
@@ -51,16 +52,13 @@ class Learned(Scheme):
     shared = ("position_embeddings",)
     sweep = None  # learned: there is nothing to measure before it is trained
 
-    num_positions: int | None = None
-    extend: int | None = None
-    seed: int = 0
-    initial_std: float = 0.0
+    num_positions: Annotated[int, AtLeast(1)] | None = None
+    extend: Annotated[int, AtLeast(1)] | None = None
+    seed: Annotated[int, AtLeast(0)] = 0
+    initial_std: Annotated[float, AtLeast(0)] = 0.0
 
     def __post_init__(self) -> None:
-        self._at_least("num_positions", 1, int, optional=True)
-        self._at_least("extend", 1, int, optional=True)
-        self._at_least("seed", 0, int)
-        self._at_least("initial_std", 0, float)
+        super().__post_init__()
         if self.num_positions is not None and self.extend is not None:
             raise InvalidField(
                 f"learned: num_positions={self.num_positions} and extend={self.extend} exclude each other: "

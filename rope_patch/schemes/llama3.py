@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source, Sweep
+from rope_patch.schemes.rules import Above, AtLeast
 from rope_patch.schemes.slots import Target
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
@@ -35,20 +36,17 @@ class Llama3Scaling(Scheme):
     rope_type = "llama3"
     sweep = (Sweep("factor", "target", (1, 2)),)
 
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int | None = None
+    factor: Annotated[float, AtLeast(1)]
+    low_freq_factor: Annotated[float, Above(0)] = 1.0
+    high_freq_factor: Annotated[float, Above(0)] = 4.0
+    original_max_position_embeddings: Annotated[int, AtLeast(1)] | None = None
 
     def __post_init__(self) -> None:
-        self._at_least("factor", 1, float)
-        self._above_zero("low_freq_factor")
-        self._above_zero("high_freq_factor")
+        super().__post_init__()
         if self.high_freq_factor <= self.low_freq_factor:
             raise InvalidField(
                 f"llama3: high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}"
             )
-        self._at_least("original_max_position_embeddings", 1, int, optional=True)
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
+from rope_patch.schemes.rules import AtLeast
 from rope_patch.schemes.slots import Region, Target
 from rope_patch.schemes.tools.positions import Constant, Identity
 
@@ -32,12 +33,8 @@ class LMInfinite(Scheme):
     causal_only = True
     sweep = (Sweep("local_window", "L", (1, 3 / 4, 1 / 2)),)
 
-    local_window: int
-    n_global: int = 10
-
-    def __post_init__(self) -> None:
-        self._at_least("local_window", 1, int)
-        self._at_least("n_global", 0, int)
+    local_window: Annotated[int, AtLeast(1)]
+    n_global: Annotated[int, AtLeast(0)] = 10
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import Above, AtLeast
 from rope_patch.schemes.slots import Checkpoint
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -54,18 +56,14 @@ class LogN(Scheme):
     absolute = True
     sweep = None  # joins the best schemes in the second round of every sweep
 
-    training_length: int | None = None
+    training_length: Annotated[int, AtLeast(2)] | None = None
     clip: bool = True
-    form: str = "clip"
-    scale: float | None = None
-    floor: int | None = None
+    form: Literal["clip", "llama4", "mistral", "inkling"] = "clip"
+    scale: Annotated[float, Above(0)] | None = None
+    floor: Annotated[int, AtLeast(1)] | None = None
 
     def __post_init__(self) -> None:
-        self._at_least("training_length", 2, int, optional=True)
-        self._require("clip", bool, True, "True or False")
-        self._one_of("form", tuple(_FIELDS))
-        self._above_zero("scale", optional=True)
-        self._at_least("floor", 1, int, optional=True)
+        super().__post_init__()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name != "form" and field.name not in _FIELDS[self.form] and value != field.default:

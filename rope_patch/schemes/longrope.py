@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from rope_patch.errors import InvalidField, NotExpressible
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import Above, AtLeast, NumbersAboveZero
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Target
 from rope_patch.schemes.tools.rotary import periods
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
@@ -45,26 +46,20 @@ class LongRoPE(Scheme):
     precise = ("short_factor", "long_factor")
     sweep = None  # its authors search for a factor per pair, which no sweep does
 
-    short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]
-    factor: float | None = None
-    attention_factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    length: int | None = None
+    short_factor: Annotated[tuple[float, ...], NumbersAboveZero("pair")]
+    long_factor: Annotated[tuple[float, ...], NumbersAboveZero("pair")]
+    factor: Annotated[float, AtLeast(1)] | None = None
+    attention_factor: Annotated[float, Above(0)] | None = None
+    original_max_position_embeddings: Annotated[int, AtLeast(2)] | None = None
+    length: Annotated[int, AtLeast(1)] | None = None
     learned: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("short_factor", "long_factor"):
-            object.__setattr__(self, name, self._numbers(name, "pair"))
+        super().__post_init__()
         if len(self.short_factor) != len(self.long_factor):
             raise InvalidField(
                 f"longrope: short_factor has {len(self.short_factor)} numbers, long_factor {len(self.long_factor)}"
             )
-        self._at_least("factor", 1, float, optional=True)
-        self._above_zero("attention_factor", optional=True)
-        self._at_least("original_max_position_embeddings", 2, int, optional=True)
-        self._at_least("length", 1, int, optional=True)
-        self._require("learned", bool, True, "True or False")
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import AtLeast
 from rope_patch.schemes.slots import ModelShape, Target, Tokens
 from rope_patch.schemes.tools.tables import rows_at
 from rope_patch.typing import NO_WEIGHTS, Weights
@@ -40,10 +41,7 @@ class Multiplicative(Scheme):
     shared = ("position_factors",)
     sweep = None  # learned: there is nothing to measure before it is trained
 
-    num_positions: int | None = None
-
-    def __post_init__(self) -> None:
-        self._at_least("num_positions", 1, int, optional=True)
+    num_positions: Annotated[int, AtLeast(1)] | None = None
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:

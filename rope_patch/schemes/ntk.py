@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
 from rope_patch.errors import InvalidField, NotExpressible
 from rope_patch.schemes.base import Scheme, Source, Sweep
+from rope_patch.schemes.rules import Above, AtLeast
 from rope_patch.schemes.slots import Target
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
@@ -41,12 +42,8 @@ class NTKScaling(Scheme):
     aliases = ("ntk_aware",)
     sweep = (Sweep("factor", "target", (2, 1, 1.5, 3)),)
 
-    factor: float
-    variant: str = "fixed"
-
-    def __post_init__(self) -> None:
-        self._at_least("factor", 1, float)
-        self._one_of("variant", ("fixed", "old"))
+    factor: Annotated[float, AtLeast(1)]
+    variant: Literal["fixed", "old"] = "fixed"
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:
@@ -84,10 +81,7 @@ class AdjustedBase(Scheme):
     regime = "fine-tune"
     sweep = None  # every checkpoint needs its own base; `ntk` tries those that follow from a factor
 
-    base: float
-
-    def __post_init__(self) -> None:
-        self._above_zero("base")
+    base: Annotated[float, Above(0)]
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return Frequencies(inverse_frequencies(rotary.dim, self.base))
@@ -123,14 +117,9 @@ class DynamicNTK(Scheme):
     rope_type = "dynamic"
     sweep = (Sweep("factor", "one", (1, 2, 4)),)
 
-    factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    length: int | None = None
-
-    def __post_init__(self) -> None:
-        self._at_least("factor", 1, float)
-        self._at_least("original_max_position_embeddings", 1, int, optional=True)
-        self._at_least("length", 1, int, optional=True)
+    factor: Annotated[float, AtLeast(1)] = 1.0
+    original_max_position_embeddings: Annotated[int, AtLeast(1)] | None = None
+    length: Annotated[int, AtLeast(1)] | None = None
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
+from rope_patch.schemes.rules import Above, AtLeast
 from rope_patch.schemes.slots import Target
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
@@ -38,12 +39,8 @@ class NTKMixed(Scheme):
     )
     sweep = (Sweep("factor", "target", (1, 2, 1.5)),)
 
-    factor: float
-    exponent: float = 0.625
-
-    def __post_init__(self) -> None:
-        self._at_least("factor", 1, float)
-        self._above_zero("exponent")
+    factor: Annotated[float, AtLeast(1)]
+    exponent: Annotated[float, Above(0)] = 0.625
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
+from rope_patch.schemes.rules import AtLeast
 from rope_patch.schemes.slots import Target
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
@@ -33,10 +34,7 @@ class PositionInterpolation(Scheme):
     rope_type = "linear"
     sweep = (Sweep("factor", "target", (1,)),)
 
-    factor: float
-
-    def __post_init__(self) -> None:
-        self._at_least("factor", 1, float)
+    factor: Annotated[float, AtLeast(1)]
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:

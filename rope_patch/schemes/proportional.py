@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import Above, AtLeast, AtMost
 from rope_patch.schemes.slots import Target
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
@@ -33,16 +33,8 @@ class Proportional(Scheme):
     rope_type = "proportional"
     chooses_pairs = True
 
-    partial_rotary_factor: float = 1.0
-    factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        self._above_zero("partial_rotary_factor")
-        if self.partial_rotary_factor > 1:
-            raise InvalidField(
-                f"proportional: partial_rotary_factor={self.partial_rotary_factor} is not allowed; it must be at most 1"
-            )
-        self._at_least("factor", 1, float)
+    partial_rotary_factor: Annotated[float, Above(0), AtMost(1)] = 1.0
+    factor: Annotated[float, AtLeast(1)] = 1.0
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import Above, AtLeast
 from rope_patch.schemes.slots import ModelShape, Tokens
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -49,12 +51,8 @@ class Recurrent(Scheme):
     shared = ("gru_input", "gru_hidden", "gru_input_bias", "gru_hidden_bias", "gru_output")
     sweep = None  # learned: there is nothing to measure before it is trained
 
-    width: int | None = None
-    initial_std: float = 0.001
-
-    def __post_init__(self) -> None:
-        self._at_least("width", 1, int, optional=True)
-        self._above_zero("initial_std")
+    width: Annotated[int, AtLeast(1)] | None = None
+    initial_std: Annotated[float, Above(0)] = 0.001
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         d, width = shape.hidden_size, self.width or shape.hidden_size

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
+from rope_patch.schemes.rules import AtLeast
 from rope_patch.schemes.slots import Region, Target
 from rope_patch.schemes.tools.positions import Constant, Identity, Interpolated
 
@@ -34,10 +35,7 @@ class ReRoPE(Scheme):
     source = _POST
     sweep = (Sweep("window", "L", (1 / 2, 3 / 8, 5 / 8, 1 / 4)),)
 
-    window: int
-
-    def __post_init__(self) -> None:
-        self._at_least("window", 1, int)
+    window: Annotated[int, AtLeast(1)]
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:
@@ -69,12 +67,8 @@ class LeakyReRoPE(Scheme):
     source = _POST
     sweep = (Sweep("factor", "target", (2, 1, 4), window=1 / 2),)
 
-    window: int
-    factor: float
-
-    def __post_init__(self) -> None:
-        self._at_least("window", 1, int)
-        self._at_least("factor", 1, float)
+    window: Annotated[int, AtLeast(1)]
+    factor: Annotated[float, AtLeast(1)]
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:

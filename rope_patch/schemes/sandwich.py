@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import Above, EvenFrom
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -37,13 +39,8 @@ class Sandwich(Scheme):
     )
     regime = "from-scratch"
 
-    embedding_dim: int = 128
-    base: float = 10000.0
-
-    def __post_init__(self) -> None:
-        even = isinstance(self.embedding_dim, int) and self.embedding_dim in range(2, _WIDEST + 1, 2)
-        self._require("embedding_dim", int, even, f"an even integer from 2 to {_WIDEST}")
-        self._above_zero("base")
+    embedding_dim: Annotated[int, EvenFrom(2, _WIDEST)] = 128
+    base: Annotated[float, Above(0)] = 10000.0
 
     def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         inv_freq = inverse_frequencies(self.embedding_dim, self.base).to(distance.device)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
+from rope_patch.schemes.rules import AtLeast
 from rope_patch.schemes.slots import Region, Target
 from rope_patch.schemes.tools.positions import Grouped, Identity
 
@@ -42,14 +43,9 @@ class SelfExtend(Scheme):
         Sweep("group_size", "target", (1, 1.5, 2), window=1 / 4),
     )
 
-    group_size: int
-    window: int
-    shift: str = "floor"
-
-    def __post_init__(self) -> None:
-        self._at_least("group_size", 1, int)
-        self._at_least("window", 1, int)
-        self._one_of("shift", ("floor", "fractional"))
+    group_size: Annotated[int, AtLeast(1)]
+    window: Annotated[int, AtLeast(1)]
+    shift: Literal["floor", "fractional"] = "floor"
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:

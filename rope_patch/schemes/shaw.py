@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import AtLeast
 from rope_patch.schemes.slots import ModelShape, Pairs
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -39,15 +41,10 @@ class ShawRelative(Scheme):
     )
     regime = "from-scratch"
 
-    max_distance: int = 16
+    max_distance: Annotated[int, AtLeast(1)] = 16
     values: bool = True
     shared_heads: bool = True
     per_layer: bool = True
-
-    def __post_init__(self) -> None:
-        self._at_least("max_distance", 1, int)
-        for field in ("values", "shared_heads", "per_layer"):
-            self._require(field, bool, True, "True or False")
 
     @property
     def methods(self) -> frozenset[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import Above, AtLeast
 from rope_patch.schemes.slots import Target, Tokens
 from rope_patch.schemes.tools.sinusoids import sinusoidal_rows
 from rope_patch.typing import NO_WEIGHTS, Weights
@@ -46,18 +47,11 @@ class Sinusoidal(Scheme):
     regime = "from-scratch"
     absolute = True
 
-    base: float = 10000.0
-    num_positions: int | None = None
-    layout: str = "interleaved"
-    amplitude: float = 1.0
-    grid_width: int | None = None
-
-    def __post_init__(self) -> None:
-        self._above_zero("base")
-        self._at_least("num_positions", 1, int, optional=True)
-        self._one_of("layout", ("interleaved", "split"))
-        self._above_zero("amplitude")
-        self._at_least("grid_width", 1, int, optional=True)
+    base: Annotated[float, Above(0)] = 10000.0
+    num_positions: Annotated[int, AtLeast(1)] | None = None
+    layout: Literal["interleaved", "split"] = "interleaved"
+    amplitude: Annotated[float, Above(0)] = 1.0
+    grid_width: Annotated[int, AtLeast(1)] | None = None
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:

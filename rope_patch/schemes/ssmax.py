@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import Above
 from rope_patch.schemes.slots import ModelShape
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -34,10 +36,7 @@ class SSMax(Scheme):
     sweep = None  # learned: there is nothing to measure before it is trained
     causal_only = True  # m + 1 is the number of visible keys only if later keys are masked
 
-    initial_scale: float | None = None
-
-    def __post_init__(self) -> None:
-        self._above_zero("initial_scale", optional=True)
+    initial_scale: Annotated[float, Above(0)] | None = None
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         length = max(2, shape.training_length)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import Above, AtLeast, AtMost
 from rope_patch.schemes.slots import Checkpoint, Region
 from rope_patch.schemes.tools.positions import Identity, Interpolated
 from rope_patch.typing import NO_WEIGHTS, Weights
@@ -45,16 +46,9 @@ class STRING(Scheme):
     )
     sweep = None  # works within the trained length; a sweep measures beyond it
 
-    shift: int | None = None
-    window: int | None = None
-    attention_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        self._at_least("shift", 1, int, optional=True)
-        self._at_least("window", 0, int, optional=True)
-        self._above_zero("attention_factor")
-        if self.shift is not None and self.window is not None and self.window > self.shift:
-            raise InvalidField(f"string: window={self.window} is not allowed; it must be at most shift={self.shift}")
+    shift: Annotated[int, AtLeast(1)] | None = None
+    window: Annotated[int, AtLeast(0), AtMost("shift")] | None = None
+    attention_factor: Annotated[float, Above(0)] = 1.0
 
     @property
     def methods(self) -> frozenset[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import AtLeast
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Target
 from rope_patch.schemes.tools.buckets import relative_buckets
 from rope_patch.typing import NO_WEIGHTS, Weights
@@ -48,19 +49,11 @@ class T5Bias(Scheme):
     regime = "fine-tune"
     sweep = None  # learned: there is nothing to measure before it is trained
 
-    num_buckets: int | None = None
-    max_distance: int | None = None
+    num_buckets: Annotated[int, AtLeast(4)] | None = None
+    max_distance: Annotated[int, AtLeast(2)] | None = None
     bidirectional: bool | None = None
-    interpolation: float = 1.0
+    interpolation: Annotated[float, AtLeast(1)] = 1.0
     per_layer: bool = False
-
-    def __post_init__(self) -> None:
-        self._at_least("num_buckets", 4, int, optional=True)
-        self._at_least("max_distance", 2, int, optional=True)
-        if self.bidirectional is not None:
-            self._require("bidirectional", bool, True, "True, False or None")
-        self._at_least("interpolation", 1, float)
-        self._require("per_layer", bool, True, "True or False")
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:

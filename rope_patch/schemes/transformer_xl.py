@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import Above, AtLeast
 from rope_patch.schemes.slots import ModelShape, Pairs
 from rope_patch.schemes.tools.sinusoids import sinusoidal_rows
 from rope_patch.typing import NO_WEIGHTS, Weights
@@ -45,13 +47,8 @@ class TransformerXL(Scheme):
     regime = "from-scratch"
 
     untied: bool = False
-    initial_std: float = 0.001
-    clamp_len: int | None = None
-
-    def __post_init__(self) -> None:
-        self._require("untied", bool, True, "True or False")
-        self._above_zero("initial_std")
-        self._at_least("clamp_len", 1, int, optional=True)
+    initial_std: Annotated[float, Above(0)] = 0.001
+    clamp_len: Annotated[int, AtLeast(1)] | None = None
 
     @property
     def shared(self) -> tuple[str, ...]:  # type: ignore[override]

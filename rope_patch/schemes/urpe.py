@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import AtLeast
 from rope_patch.schemes.slots import Checkpoint, ModelShape
 from rope_patch.schemes.tools.buckets import relative_buckets
 from rope_patch.typing import NO_WEIGHTS, Weights
@@ -43,14 +45,12 @@ class URPE(Scheme):
     regime = "fine-tune"
     sweep = None  # learned: there is nothing to measure before it is trained
 
-    max_distance: int | None = None
-    num_buckets: int | None = None
+    max_distance: Annotated[int, AtLeast(1)] | None = None
+    num_buckets: Annotated[int, AtLeast(4)] | None = None
     per_layer: bool = False
 
     def __post_init__(self) -> None:
-        self._at_least("max_distance", 1, int, optional=True)
-        self._at_least("num_buckets", 4, int, optional=True)
-        self._require("per_layer", bool, True, "True or False")
+        super().__post_init__()
         single = (self.num_buckets or 0) // 4
         if self.max_distance is not None and self.max_distance <= single:
             raise InvalidField(

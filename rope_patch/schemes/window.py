@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import AtLeast
 from rope_patch.schemes.slots import Checkpoint, Region, Target
 from rope_patch.schemes.tools.positions import Identity
 
@@ -26,10 +27,7 @@ class SlidingWindow(Scheme):
     source = Source("Longformer: The Long-Document Transformer", 2020, "https://arxiv.org/abs/2004.05150")
     sweep = None  # the other reference
 
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        self._at_least("window", 1, int, optional=True)
+    window: Annotated[int, AtLeast(1)] | None = None
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:

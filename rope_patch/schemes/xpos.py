@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.rules import Above
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -37,12 +39,8 @@ class XPos(Scheme):
     decays = True
     causal_only = True
 
-    scale_base: float = 512.0
-    gamma: float = 0.4
-
-    def __post_init__(self) -> None:
-        self._above_zero("scale_base")
-        self._above_zero("gamma")
+    scale_base: Annotated[float, Above(0)] = 512.0
+    gamma: Annotated[float, Above(0)] = 0.4
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         zeta = (torch.arange(0, rotary.dim, 2).float() / rotary.dim + self.gamma) / (1 + self.gamma)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 
 from rope_patch.errors import NotExpressible
 from rope_patch.schemes.base import Scheme, Source, Sweep, Sweeps
+from rope_patch.schemes.rules import Above, AtLeast
 from rope_patch.schemes.slots import Target
 from rope_patch.schemes.tools.rotary import periods
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
@@ -51,26 +52,15 @@ class YaRN(Scheme):
     rope_type: ClassVar[str | None] = "yarn"
     sweep: ClassVar[Sweeps] = (Sweep("factor", "target", (1, 1.5, 2)),)
 
-    factor: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
+    factor: Annotated[float, AtLeast(1)]
+    beta_fast: Annotated[float, AtLeast("beta_slow")] = 32.0
+    beta_slow: Annotated[float, Above(0)] = 1.0
+    attention_factor: Annotated[float, Above(0)] | None = None
     truncate: bool = True
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    original_max_position_embeddings: int | None = None
-    ramp: str = "index"
-
-    def __post_init__(self) -> None:
-        self._at_least("factor", 1, float)
-        self._above_zero("beta_slow")
-        self._at_least("beta_fast", "beta_slow", float)
-        self._above_zero("attention_factor", optional=True)
-        self._require("truncate", bool, True, "True or False")
-        self._above_zero("mscale", optional=True)
-        self._above_zero("mscale_all_dim", optional=True)
-        self._at_least("original_max_position_embeddings", 1, int, optional=True)
-        self._one_of("ramp", ("index", "rotations"))
+    mscale: Annotated[float, Above(0)] | None = None
+    mscale_all_dim: Annotated[float, Above(0)] | None = None
+    original_max_position_embeddings: Annotated[int, AtLeast(1)] | None = None
+    ramp: Literal["index", "rotations"] = "index"
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:
@@ -146,14 +136,9 @@ class NTKByParts(Scheme):
     source = _PAPER
     sweep = (Sweep("factor", "target", (1, 1.5, 2)),)
 
-    factor: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-
-    def __post_init__(self) -> None:
-        self._at_least("factor", 1, float)
-        self._above_zero("beta_slow")
-        self._at_least("beta_fast", "beta_slow", float)
+    factor: Annotated[float, AtLeast(1)]
+    beta_fast: Annotated[float, AtLeast("beta_slow")] = 32.0
+    beta_slow: Annotated[float, Above(0)] = 1.0
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:
@@ -187,12 +172,8 @@ class DynamicYaRN(YaRN):
     rope_type = None
     sweep = (Sweep(),)
 
-    factor: float = 1.0
-    length: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._at_least("length", 1, int, optional=True)
+    factor: Annotated[float, AtLeast(1)] = 1.0
+    length: Annotated[int, AtLeast(1)] | None = None
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,36 +13,13 @@ from transformers import TrainerCallback
 
 from rope_patch.data.corpora import load_text
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.lines import check_lengths
-from rope_patch.evaluation.perplexity import measure
-from rope_patch.evaluation.rows import JsonRow, Rows
+from rope_patch.evaluation.row import Row, Rows
+from rope_patch.evaluation.run import run
+from rope_patch.evaluation.scheme_specs import check_lengths
+from rope_patch.evaluation.tasks.perplexity import Perplexity
 from rope_patch.models.head import find_language_model
 from rope_patch.patching import find_handle, mount_scheme
 from rope_patch.schemes import PositionInterpolation, Scheme
-
-
-@dataclass(frozen=True)
-class Point(JsonRow):
-    """What was measured of `line`, such as `yarn:target=auto`, after `step` steps, from contexts of `length` tokens.
-
-    `nll` is the mean in nats of `scored_tokens` tokens of so many `documents` of `text`, `nll_by_document` as in
-    a row of `measure`, `perplexity` its exponential, and `training_length` is L. The fingerprint of the `weights` finds
-    the full row among those of `measure`.
-    """
-
-    KEY = ("line", "step", "length")
-
-    line: str
-    step: int
-    length: int
-    nll: float
-    perplexity: float
-    training_length: int
-    scored_tokens: int
-    documents: int
-    weights: str
-    text: str = ""
-    nll_by_document: list[float] = field(default_factory=list)
 
 
 class PerplexityCallback(TrainerCallback):
@@ -60,12 +37,14 @@ class PerplexityCallback(TrainerCallback):
             trainer evaluates or saves, which makes `eval_perplexity_512` a `metric_for_best_model`; None for the last
             step alone.
         start: measure before the first step too.
-        points: the file to which the points are appended as lines of JSON, or the `Rows` of it; default
-            `perplexity.jsonl` in the `output_dir` of the trainer.
+        points: the file to which rows with their `step` are appended, or the `Rows` of it; default `perplexity.jsonl`
+            in the `output_dir` of the trainer.
         log: what else is told the numbers, such as `trainer.log`, which sends them to the trainer's trackers.
         tokenizer: default that of the trainer, its `processing_class`.
-        line: the name of the model in the points; default that of its scheme.
-        settings: others of `measure`, such as `targets`, `documents` and `windows_per_document`.
+        line: the name of the scheme in the rows; default as it is spelled.
+        name: of the model in the rows.
+        results: rows of earlier runs, which are not measured again, and to which new ones are appended.
+        settings: others of `Perplexity`, such as `targets`, `documents` and `windows_per_document`.
 
     Raises:
         EvaluationError: an argument is not allowed, or the texts are too short; before anything is computed.
@@ -82,10 +61,12 @@ class PerplexityCallback(TrainerCallback):
         *,
         every: int | Literal["eval", "save"] | None = None,
         start: bool = True,
-        points: str | Path | Rows[Point] | None = None,
+        points: str | Path | Rows | None = None,
         log: Callable[[dict[str, float]], None] | None = None,
         tokenizer: Any = None,
         line: str | None = None,
+        name: str | None = None,
+        results: Rows | None = None,
         **settings: Any,
     ) -> None:
         allowed = every is None or every in ("eval", "save") or (isinstance(every, int) and every >= 1)
@@ -95,7 +76,7 @@ class PerplexityCallback(TrainerCallback):
         rows = load_text(str(corpus)) if isinstance(corpus, (str, Path)) else corpus
         self.corpus = [_document(number, row) for number, row in enumerate(rows)]
         self.lengths, self.every, self.start, self.points, self.log = lengths, every, start, points, log
-        self.tokenizer, self.line, self.settings = tokenizer, line, settings
+        self.tokenizer, self.line, self.name, self.results, self.settings = tokenizer, line, name, results, settings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Measure before the first step."""
@@ -125,7 +106,7 @@ class PerplexityCallback(TrainerCallback):
         if self.tokenizer is None:
             self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
         if state.is_world_process_zero and not isinstance(self.points, Rows):
-            self.points = Rows(self.points or Path(args.output_dir) / "perplexity.jsonl", Point)
+            self.points = Rows(self.points or Path(args.output_dir) / "perplexity.jsonl")
         handle = find_handle(model)
         found = self.measure(model, "plain" if handle is None else handle.scheme, state.global_step)
         numbers = {f"eval_perplexity_{point.length}": point.perplexity for point in found}
@@ -135,23 +116,28 @@ class PerplexityCallback(TrainerCallback):
             control.should_log = due
         return numbers
 
-    def measure(self, model: nn.Module, scheme: str | Scheme, step: int, line: str | None = None) -> list[Point]:
+    def measure(self, model: nn.Module, scheme: str | Scheme, step: int, line: str | None = None) -> list[Row]:
         """Measure a model now: without a scheme, or under this one."""
         if self.tokenizer is None and any("text" in row for row in self.corpus):
             raise EvaluationError("tokenizer=None: texts need one, here or as the processing_class of the trainer")
         language_model = find_language_model(model)
+        task = Perplexity(self.tokenizer, self.corpus, **self.settings)
         # weights that adapters leave in bfloat16 meet norms that are trained in float32
         mixed = len({parameter.dtype for parameter in language_model.parameters()}) > 1
         with torch.autocast(language_model.device.type, torch.bfloat16, enabled=mixed):
-            rows = measure(model, self.tokenizer, self.corpus, [scheme], self.lengths, **self.settings)
-        named = {"line": line or self.line or str(scheme), "step": step}
-        found = []
-        for row in rows:
-            shared: dict[str, Any] = {field.name: getattr(row, field.name, None) for field in fields(Point)}
-            found.append(point := Point(**{**shared, **named}))
-            if isinstance(self.points, Rows) and self.points.find(point.key()) != point:
-                self.points.append(point)
-        return found
+            measured = run(model, task, [scheme], self.lengths, self.results, name=self.name)
+        points = [replace(row, line=line or self.line or str(scheme), step=step) for row in measured]
+        if isinstance(self.points, Rows):
+            for point in points:
+                if self.points.find(point.key()) != point:
+                    self.points.append(point)
+        return points
+
+
+def completed(rows: Sequence[Row]) -> list[Row]:
+    """Rows of one training; those of an older version, which wrote fewer fields, get the others from the newest row."""
+    names = ("model", "dtype", "protocol", "targets", "texts")
+    return [replace(row, **{name: getattr(row, name) or getattr(rows[-1], name) for name in names}) for row in rows]
 
 
 def _document(number: int, row: str | Mapping[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,9 @@ def test_list_names_every_scheme(capsys):
         assert line.split()[:2] == [entry["name"], entry["class"]]
         assert len(entry["summary"].split()) > 3
         assert line.endswith(entry["summary"])
-        assert len(line) <= 120
+        assert len(line) <= 120, f"the summary of {entry['name']} is too long for a line of the list"
+        assert entry["allowed"].keys() == entry["fields"].keys()
+        assert all(f"{field}: {words}" in table for field, words in entry["allowed"].items())
         assert entry["slots"]
         assert entry["equation"] in table
         assert entry["link"] in table
@@ -91,6 +93,8 @@ def test_list_names_every_scheme(capsys):
     yarn = next(entry for entry in entries if entry["name"] == "yarn")
     assert yarn["fields"]["factor"] == "required"
     assert yarn["class"] == "YaRN"
+    assert yarn["allowed"]["factor"] == "a number of at least 1"
+    assert yarn["allowed"]["beta_fast"] == "a number of at least beta_slow"
 
 
 def test_the_table_of_schemes_in_the_reference_is_the_one_the_command_prints():

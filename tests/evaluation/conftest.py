@@ -6,9 +6,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import rope_patch
+from rope_patch.evaluation.run import run
+from rope_patch.evaluation.tasks.perplexity import Perplexity
 from rope_patch.mounting.parameters import learned_parameters
 
 TRAINING_LENGTH = 16
+
+
+def measure(model, tokenizer, corpus, schemes, lengths, results=None, name=None, trained=None, **settings):
+    """Rows of perplexity."""
+    task = Perplexity(tokenizer, corpus, **settings)
+    return run(model, task, schemes, lengths, results, name=name, trained=trained)
 
 
 def byte_tokenizer(bos: bool = False) -> PreTrainedTokenizerFast:

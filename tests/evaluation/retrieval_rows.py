@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rope_patch.evaluation.retrieval import RetrievalRow
+from rope_patch.evaluation.row import Row
 
 
-def row(**changed: Any) -> RetrievalRow:
+def row(**changed: Any) -> Row:
     fields: dict[str, Any] = {
         "task": "spans",
         "model": "folder/tiny",
@@ -36,4 +36,4 @@ def row(**changed: Any) -> RetrievalRow:
         "versions": {"python": "3"},
         "commit": None,
     }
-    return RetrievalRow(**{**fields, **changed})
+    return Row(**{**fields, **changed})

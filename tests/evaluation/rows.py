@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rope_patch.evaluation.rows import Row
+from rope_patch.evaluation.row import Row
 
 
 def row(**changed: Any) -> Row:

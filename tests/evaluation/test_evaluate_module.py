@@ -5,9 +5,8 @@ import pytest
 
 from rope_patch import patch
 from rope_patch.evaluation import perplexity_vs_length
-from rope_patch.evaluation.perplexity import measure
 
-from .conftest import documents
+from .conftest import documents, measure
 
 CORPUS = documents(70, 80, 20)
 TEXTS = [document["text"] for document in CORPUS]
@@ -21,7 +20,7 @@ def metric(tmp_path, monkeypatch):
     return evaluate.load(perplexity_vs_length.PATH, cache_dir=str(tmp_path))
 
 
-def test_the_module_gives_the_figures_of_measure(metric, model, tokenizer):
+def test_the_module_gives_the_figures_of_run(metric, model, tokenizer):
     schemes, settings = ["plain", "pi:target=auto"], {"protocol": "sliding", "stride": 8}
     expected = measure(model, tokenizer, CORPUS, schemes, [16, 32], **settings)
     found = metric.compute(

@@ -12,18 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rope_patch import patch
+from rope_patch.data.hidden_spans import corrupt, draw_spans, sentinels_of
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation import perplexity
-from rope_patch.evaluation.hidden_spans import HiddenSpans, corrupt, draw_spans, sentinels_of
-from rope_patch.evaluation.rows import Rows
+from rope_patch.evaluation.row import Rows
+from rope_patch.evaluation.tasks.perplexity import Perplexity, SpanCorruption
 from tests.evaluation.conftest import byte_tokenizer, documents
+from tests.evaluation.conftest import measure as measured
 from tests.models.t5_families import build
 from tests.recipes import run_recipe
 
 CORPUS = documents(150, 170, 20)
 SENTINELS = 16
 
-measure = partial(perplexity.measure, windows_per_document=1)
+measure = partial(measured, windows_per_document=1)
 
 
 def t5_tokenizer():
@@ -118,9 +119,9 @@ def test_what_cannot_be_hidden_is_said():
     with pytest.raises(EvaluationError, match="<extra_id_0>"):
         sentinels_of(byte_tokenizer())
     with pytest.raises(EvaluationError, match=r"needs 21 sentinels.*has 16"):
-        HiddenSpans(t5_tokenizer(), targets=400, seed=0)
+        SpanCorruption(Perplexity(t5_tokenizer(), targets=400), [400], 512)
     with pytest.raises(EvaluationError, match="too few"):
-        HiddenSpans(t5_tokenizer(), targets=2, seed=0)
+        SpanCorruption(Perplexity(t5_tokenizer(), targets=2), [400], 512)
 
 
 def test_spans_of_another_seed_are_another_measurement(tmp_path):

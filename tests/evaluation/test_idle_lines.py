@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rope_patch import RopePatchWarning
 from rope_patch.cli import main
-from rope_patch.evaluation.perplexity import measure
+
+from .conftest import measure
 
 
 @pytest.fixture(scope="module")

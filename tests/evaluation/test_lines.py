@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rope_patch import InvalidField, LogN, PositionInterpolation, ReRoPE, RoPE, T5Bias, UnknownScheme, YaRN, get_scheme
-from rope_patch.evaluation.lines import display_name, scheme_at
+from rope_patch.evaluation.scheme_specs import display_name, scheme_at
 from rope_patch.schemes import Checkpoint, list_schemes
 
 TRAINED = [Checkpoint(training_length=256, num_heads=4, max_length=256)]

@@ -11,8 +11,9 @@ from torch import nn
 
 from rope_patch import patch
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation import passkey
-from rope_patch.evaluation.passkey import Passkey
+from rope_patch.evaluation.tasks import passkey
+from rope_patch.evaluation.tasks import task as tasks
+from rope_patch.evaluation.tasks.passkey import Passkey
 
 from .conftest import byte_tokenizer
 
@@ -30,7 +31,7 @@ LENGTH = len(OF_THE_PAPER) + passkey.NEW_TOKENS
 
 @pytest.fixture
 def task(tokenizer):
-    return Passkey(tokenizer, trials=3)
+    return Passkey(tokenizer, depths=[0.5], trials=3)
 
 
 def texts(task, tokenizer, length, depth):
@@ -78,7 +79,7 @@ def test_depth_is_the_place_of_the_key(task, tokenizer):
 
 def test_keys_are_a_function_of_seed_length_depth_and_trial(tokenizer):
     def keys(seed, length, depth):
-        return [key_of(prompt) for prompt in Passkey(tokenizer, trials=4, seed=seed).prompts(length, depth)]
+        return [key_of(prompt) for prompt in Passkey(tokenizer, [0.5], 4, seed=seed).prompts(length, depth)]
 
     assert keys(0, 500, 0.5) == keys(0, 500, 0.5)
     drawn = [key for where in ((0, 500, 0.5), (1, 500, 0.5), (0, 600, 0.5), (0, 500, 0.25)) for key in keys(*where)]
@@ -87,15 +88,15 @@ def test_keys_are_a_function_of_seed_length_depth_and_trial(tokenizer):
 
 
 def test_a_tokenizer_with_a_start_has_it_once_and_one_with_an_end_has_none(tokenizer):
-    assert Passkey(tokenizer, trials=1).prompts(500, 0.5)[0].tokens[0] != 0
-    start = Passkey(byte_tokenizer(bos=True), trials=1).prompts(500, 0.5)[0].tokens
+    assert Passkey(tokenizer, depths=[0.5], trials=1).prompts(500, 0.5)[0].tokens[0] != 0
+    start = Passkey(byte_tokenizer(bos=True), depths=[0.5], trials=1).prompts(500, 0.5)[0].tokens
     assert start.tolist().count(0) == 1
     assert start[0] == 0
     closing = byte_tokenizer()
     closing.eos_token = "<s>"
     closing.backend_tokenizer.post_processor = TemplateProcessing(single="$A <s>", special_tokens=[("<s>", 0)])
     assert closing("a")["input_ids"][-1] == 0
-    assert 0 not in Passkey(closing, trials=1).prompts(500, 0.5)[0].tokens
+    assert 0 not in Passkey(closing, depths=[0.5], trials=1).prompts(500, 0.5)[0].tokens
 
 
 def test_a_length_without_room_for_the_question_is_refused(task):
@@ -132,9 +133,9 @@ class Speaker:
     ],
 )
 def test_an_answer_is_the_five_digits_and_no_others(said, right, tokenizer, monkeypatch):
-    task = Passkey(tokenizer, trials=1)
+    task = Passkey(tokenizer, depths=[0.5], trials=1)
     prompts = task.prompts(500, 0.5)
-    monkeypatch.setattr(passkey, "find_language_model", lambda model: model)
+    monkeypatch.setattr(tasks, "find_language_model", lambda model: model)
     answers, losses = task.answer(Speaker(said.format(key=key_of(prompts[0])), tokenizer), prompts)
     assert (answers.tolist(), losses) == ([[right]], None)
 
@@ -153,7 +154,7 @@ def greedy_digits(model, tokenizer, tokens):
 @pytest.mark.parametrize("together", [1, 3])
 def test_the_answer_is_that_of_greedy_decoding_without_a_cache(scheme, together, model, tokenizer):
     digits_alone(model)
-    task = Passkey(tokenizer, trials=3)
+    task = Passkey(tokenizer, depths=[0.5], trials=3)
     asked = task.prompts(400, 0.5)[:together]
     with patch(model, scheme):
         spoken = [
@@ -166,7 +167,7 @@ def test_the_answer_is_that_of_greedy_decoding_without_a_cache(scheme, together,
 
 def test_decoding_is_greedy_whatever_the_checkpoint_says_about_sampling(model, tokenizer):
     digits_alone(model)
-    task = Passkey(tokenizer, trials=1)
+    task = Passkey(tokenizer, depths=[0.5], trials=1)
     (prompt,) = task.prompts(400, 0.5)
     greedy = [dataclasses.replace(prompt, answer=greedy_digits(model, tokenizer, prompt.tokens))]
     assert task.answer(model, greedy)[0].item()

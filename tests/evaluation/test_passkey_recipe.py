@@ -8,9 +8,10 @@ import shutil
 import numpy as np
 import pytest
 
-from rope_patch.cli.options import parse, recipes_folder
-from rope_patch.evaluation.charts import blank
-from rope_patch.evaluation.retrieval import grids
+from rope_patch.cli.options import parse
+from rope_patch.evaluation import charts
+from rope_patch.evaluation.tables import print_table
+from rope_patch.shipped import recipes_folder
 from tests.recipes import load_recipe, refuse, run_recipe
 
 from .conftest import LEARNED, folder_of_texts
@@ -181,26 +182,17 @@ def rows(lines=("plain", "window", "yarn:target=auto"), control=0.25):
 
 def test_means_are_over_the_depths_that_the_table_names(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    recipe.print_table(grids(rows()), (256, 1024), "headline")
+    print_table(rows(), what="tokens")
     text = capsys.readouterr().out
-    assert "headline" in text
-    shown = [line.replace("│", " ").split()[-2:] for line in text.splitlines() if " plain " in line]
+    assert "tiny, L = 256: percent of tokens" in text
+    shown = [line.replace("│", " ").split()[-2:] for line in text.splitlines() if " plain checkpoint " in line]
     assert shown == [["60", "30"], ["-", "15"], ["25", "25"]]
 
 
-def drawn(monkeypatch, found, path, lengths=(256, 1024), depths=(0.0, 0.5, 1.0)):
-    figures = []
-    monkeypatch.setattr(
-        "rope_patch.evaluation.charts.blank", lambda *a, **k: figures.append(blank(*a, **k)) or figures[0]
-    )
-    recipe.draw(found, lengths, depths, 256, "headline", path)
-    return figures[0]
-
-
 @pytest.mark.parametrize("control", [0.25, None])
-def test_every_cell_of_every_map_is_named(monkeypatch, tmp_path, control):
-    figure = drawn(monkeypatch, grids(rows(control=control)), tmp_path / "map.png")
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["plain", "window", "yarn:target=auto"]
+def test_every_cell_of_every_map_is_named(control):
+    figure = charts.figure(rows(control=control), what="tokens")
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["plain checkpoint", "attention cut at L", "YaRN"]
     shown = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert shown == ["0%", "50%", "100%", *(["nothing hidden"] if control else [])]
     below = ["25", "25"] if control else []
@@ -214,9 +206,10 @@ def test_every_cell_of_every_map_is_named(monkeypatch, tmp_path, control):
         assert axes.lines[0].get_xdata()[0] == 0.5  # L is the first of the two lengths
 
 
-def test_many_schemes_stay_inside_the_picture(monkeypatch, tmp_path):
+def test_many_schemes_stay_inside_the_picture():
     lines = ("plain", "window", *(f"rerope:window={w}" for w in (32, 64, 96, 128, 160)))
-    figure = drawn(monkeypatch, grids(rows(lines=lines)), tmp_path / "map.png")
+    figure = charts.figure(rows(lines=lines), what="tokens")
+    figure.draw_without_rendering()
     for axes in figure.axes:
         place = axes.get_position()
         assert 0 <= place.x0 < place.x1 <= 1

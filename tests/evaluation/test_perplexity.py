@@ -10,11 +10,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import rope_patch
 from rope_patch import AlreadyPatched, InvalidField, NothingToPatch, patch
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation import measured_model, perplexity
-from rope_patch.evaluation.perplexity import measure
-from rope_patch.evaluation.rows import Rows
+from rope_patch.evaluation import measured_model
+from rope_patch.evaluation.row import Rows
+from rope_patch.evaluation.tasks import perplexity
 
-from .conftest import TRAINING_LENGTH, documents
+from .conftest import TRAINING_LENGTH, documents, measure
 
 CORPUS = documents(70, 80, 20)
 SCHEMES = ["plain", "window", "pi:target=auto", "rerope:window=8+logn"]
@@ -304,10 +304,10 @@ def test_rows_keep_what_a_paired_error_needs(model, tokenizer):
     assert len(few.nll_by_document) == few.windows == 3
 
 
-def test_rows_name_the_text_the_documents_that_were_asked_for_and_the_servers(model, tokenizer, tmp_path, monkeypatch):
+def test_rows_name_the_text_and_the_documents_that_were_asked_for(model, tokenizer, tmp_path, monkeypatch):
     results = Rows(tmp_path / "rows.jsonl")
     (old,) = go(model, tokenizer, ["pi:factor=2"], [16], results=results)
-    assert (old.text, old.asked, old.served) == ("", None, ["config", "vLLM", "llama.cpp"])
+    assert (old.text, old.asked) == ("", None)
     monkeypatch.setattr(perplexity, "chunked_nll", None)  # what is called otherwise is not measured again
     (row,) = go(model, tokenizer, ["pi:factor=2"], [16], results=results, text="book.txt", documents=8)
     assert (row.text, row.asked, row.documents, row.nll) == ("book.txt", 8, 3, old.nll)

@@ -12,9 +12,9 @@ import torch
 
 import rope_patch
 from rope_patch.cli.options import parse
-from rope_patch.evaluation import perplexity
-from rope_patch.evaluation.lines import scheme_at, with_references
-from rope_patch.evaluation.measured_model import MeasuredModel, take_off
+from rope_patch.evaluation.measured_model import MeasuredModel, pop_scheme
+from rope_patch.evaluation.scheme_specs import scheme_at, with_references
+from rope_patch.evaluation.tasks import perplexity
 from tests.recipes import load_recipe, refuse, run_recipe
 from tests.runs import logits, tokens
 
@@ -69,7 +69,7 @@ def test_perplexity_from_end_to_end(words, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert run_recipe("perplexity", words()) == 0
     said = capsys.readouterr()
-    for name in ("plain checkpoint", "attention cut at L", "ReRoPE, w = 8, log-n", "text: texts; ", "±", "served by"):
+    for name in ("plain checkpoint", "attention cut at L", "ReRoPE, w = 8, log-n", "text: texts; ", "±"):
         assert name in said.out
     assert str(tmp_path / "out" / "perplexity.png") in said.err
     assert "1 document too short for 64 tokens" in said.out
@@ -171,9 +171,9 @@ def test_what_a_checkpoint_learned_is_measured_with_its_scheme(words, checkpoint
     assert abs(measured(trained) - measured(checkpoint)) > 1e-3
 
     model, loaded, said = rope_patch.from_pretrained(trained), rope_patch.from_pretrained(trained), []
-    learned = take_off(loaded, said.append)
+    learned = pop_scheme(loaded, said.append)
     assert len(said) == 1
     with rope_patch.patch(loaded, LEARNED):
         assert not torch.equal(logits(loaded, tokens()), logits(model, tokens()))
-    with MeasuredModel(loaded, learned).under(rope_patch.get_scheme(LEARNED)):
+    with MeasuredModel(loaded, learned).patched_with(rope_patch.get_scheme(LEARNED)):
         assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))

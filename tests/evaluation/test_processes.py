@@ -14,14 +14,14 @@ from torch import distributed
 
 from rope_patch import patch
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation import perplexity
-from rope_patch.evaluation.perplexity import measure
+from rope_patch.evaluation.measured_model import weights_fingerprint
 from rope_patch.evaluation.processes import joined
-from rope_patch.evaluation.rows import Rows, weights_fingerprint
+from rope_patch.evaluation.row import Rows
+from rope_patch.evaluation.tasks import perplexity
 from rope_patch.saving import loading
 
 from ..processes import run_two
-from .conftest import byte_tokenizer, documents, tiny_llama
+from .conftest import byte_tokenizer, documents, measure, tiny_llama
 
 CORPUS = documents(45, 50, 37, 20)
 SCHEMES = ["plain", "pi:target=auto", "rerope:window=8+logn"]

@@ -9,12 +9,11 @@ import torch
 
 from rope_patch import patch
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation import perplexity
-from rope_patch.evaluation.perplexity import measure
-from rope_patch.evaluation.protocols import PROTOCOLS, check_request, slide
-from rope_patch.evaluation.rows import Rows
+from rope_patch.evaluation.row import Rows
+from rope_patch.evaluation.tasks import perplexity
+from rope_patch.evaluation.tasks.perplexity import PROTOCOLS, Perplexity, slide
 
-from .conftest import byte_tokenizer, documents
+from .conftest import byte_tokenizer, documents, measure
 
 CORPUS = documents(37, 45, 20)
 LENGTHS = (16, 24)
@@ -182,8 +181,7 @@ def test_another_stride_is_another_measurement(model, tokenizer, tmp_path, monke
 
 def test_the_stride_is_256_where_the_shortest_length_allows_it(model, tokenizer):
     assert {row.targets for row in go(model, tokenizer, "sliding")} == {16}
-    request = check_request("sliding", [512, 1024])
-    assert PROTOCOLS["sliding"](request, tokenizer, 16).stride_at(512) == 256
+    assert PROTOCOLS["sliding"](Perplexity(tokenizer), [512, 1024], 16).targets_at(512) == 256
 
 
 REFUSED = {
@@ -216,7 +214,7 @@ def test_settings_that_mean_nothing_are_refused(message, model, tokenizer, monke
 
 def test_every_protocol_says_what_it_scores():
     for name, kind in PROTOCOLS.items():
-        assert name == kind.name
+        assert name == kind.protocol
         assert kind.scores
         assert kind.__doc__
-        assert check_request(name, [16]).protocol == name
+        Perplexity(protocol=name).check([16])

@@ -12,10 +12,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 import rope_patch
 from rope_patch import AlreadyPatched, InvalidField, patch
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.passkey import Passkey
-from rope_patch.evaluation.retrieval import RetrievalRow, grids, measure_retrieval
-from rope_patch.evaluation.rows import Rows
-from rope_patch.evaluation.spans import Spans
+from rope_patch.evaluation.row import Row, Rows
+from rope_patch.evaluation.run import run
+from rope_patch.evaluation.tasks.passkey import Passkey
+from rope_patch.evaluation.tasks.repeated_spans import RepeatedSpans
 
 from .conftest import TRAINING_LENGTH, byte_tokenizer, documents
 from .retrieval_rows import row
@@ -25,14 +25,15 @@ SCHEMES = ["plain", "window", "pi:target=auto", "rerope:window=8+logn"]
 
 
 def make(**settings):
-    return Spans(byte_tokenizer(), CORPUS, **{"longest": 64, "span": 6, "trials": 2, **settings})
+    given = {"longest": 64, "span": 6, "depths": (0.0, 1.0), "trials": 2, **settings}
+    return RepeatedSpans(byte_tokenizer(), CORPUS, **given)
 
 
-def go(model, schemes=SCHEMES, lengths=(16, 64), depths=(0.0, 1.0), task=None, **settings):
-    return measure_retrieval(model, task or make(), schemes, lengths, depths, **settings)
+def go(model, schemes=SCHEMES, lengths=(16, 64), task=None, **settings):
+    return run(model, task or make(), schemes, lengths, **settings)
 
 
-class Counting(Spans):
+class Counting(RepeatedSpans):
     """The task, counting its questions and interrupted where the test asks for it."""
 
     calls = 0
@@ -46,7 +47,7 @@ class Counting(Spans):
 
 
 def counting(stop_at=None):  # of two prompts at a time
-    task = Counting(byte_tokenizer(), CORPUS, longest=64, span=6, trials=2)
+    task = Counting(byte_tokenizer(), CORPUS, longest=64, span=6, depths=(0.0, 1.0), trials=2, batch_size=2)
     task.stop_at = stop_at
     return task
 
@@ -70,7 +71,7 @@ def test_every_cell_is_the_loss_of_its_prompts_under_its_scheme(model):
 
 
 def test_a_row_says_everything(model):
-    said = json.loads(go(model, ["window"], (64,), (0.0,), task=make(seed=3), name="tiny")[0].to_json())
+    said = json.loads(go(model, ["window"], (64,), task=make(seed=3, depths=(0.0,)), name="tiny")[0].to_json())
     expected = {
         "task": "spans",
         "model": "tiny",
@@ -91,28 +92,15 @@ def test_a_row_says_everything(model):
     }
     assert {key: said[key] for key in expected} == expected
     assert said["versions"]["rope_patch"] == rope_patch.__version__
-    measured = {"accuracy", "exact", "nll", "control_accuracy", "control_exact", "control_nll", "seconds"}
-    assert measured | {"weights", "prompts", "commit"} == set(said) - set(expected) - {"regime", "versions"}
+    measured = {"accuracy", "exact", "nll", "control_accuracy", "control_exact", "control_nll"}
+    measured |= {"seconds", "tokens_per_second", "weights", "prompts"}
+    assert measured == set(said) - set(expected) - {"regime", "versions", "commit", "text", "nll_by_document"}
 
 
 def test_a_row_survives_the_file():
     for found in (row(), row(nll=None, control_accuracy=None, span=None)):
-        assert RetrievalRow.from_json(found.to_json()) == found
+        assert Row.from_json(found.to_json()) == found
     assert '"nll": null' in row(nll=math.inf).to_json()
-
-
-def test_grids_are_depths_by_lengths(model):
-    rows = go(model, ["plain", "rerope:window=8"], (16, 64), (0.0, 0.5, 1.0))
-    for line, (accuracy, far, control) in grids(rows).items():
-        cells = {(r.depth, r.length): r for r in rows if r.line == line}
-        assert accuracy.shape == far.shape == (3, 2)
-        for down, depth in enumerate((0.0, 0.5, 1.0)):
-            for across, length in enumerate((16, 64)):
-                cell = cells[depth, length]
-                assert (accuracy[down, across], control[across]) == (cell.accuracy, cell.control_accuracy)
-                assert far[down, across] == (cell.distance >= TRAINING_LENGTH)
-        assert far.any()
-        assert not far.all()
 
 
 def test_prompts_of_unequal_length_are_never_answered_together(model):
@@ -126,7 +114,7 @@ def test_prompts_of_unequal_length_are_never_answered_together(model):
         def prompts(self, length, depth):
             return [] if depth is None else [*super().prompts(length, depth), *super().prompts(length - 40, depth)]
 
-    go(model, ["plain"], (400,), (0.5,), task=Listening(byte_tokenizer(), 3), batch_size=2)
+    go(model, ["plain"], (400,), Listening(byte_tokenizer(), [0.5], 3, batch_size=2))
     assert sorted(len(batch) for batch in asked) == [1, 1, 2, 2]
     assert all(len(set(batch)) == 1 for batch in asked)
 
@@ -135,29 +123,29 @@ def test_an_interrupted_run_goes_on_where_it_stopped(model, tmp_path):
     path = tmp_path / "rows.jsonl"
     whole = [(r.accuracy, r.nll, r.control_nll) for r in go(model)]
     with pytest.raises(KeyboardInterrupt):
-        go(model, task=counting(stop_at=6), batch_size=2, results=Rows(path, RetrievalRow))
+        go(model, task=counting(stop_at=6), rows=Rows(path))
     kept = path.read_text()
     assert kept.count("\n") == 3  # the third question of a column of three is the sixth in all
 
     path.write_text(kept + kept.splitlines()[0][:100])  # killed while writing
     task = counting()
-    rows = go(model, task=task, batch_size=2, results=Rows(path, RetrievalRow))
+    rows = go(model, task=task, rows=Rows(path))
     assert task.calls == 2 + 6 * 3  # a control and a depth, then the other columns
     assert [(r.accuracy, r.nll, r.control_nll) for r in rows] == whole
     assert path.read_text().startswith(kept)
     assert path.read_text().count("\n") == len(rows)
 
     task = counting()
-    assert go(model, task=task, batch_size=2, results=Rows(path, RetrievalRow)) == rows
+    assert go(model, task=task, rows=Rows(path)) == rows
     assert task.calls == 0
 
 
 def test_other_weights_prompts_or_dtype_are_measured_anew(model, tmp_path):
-    results = Rows(tmp_path / "rows.jsonl", RetrievalRow)
+    results = Rows(tmp_path / "rows.jsonl")
 
-    def measured(batch_size=1, **settings):
+    def measured(**settings):
         before = len(results.path.read_text().splitlines())
-        go(model, ["plain"], (16,), (0.0,), task=make(**settings), batch_size=batch_size, results=results)
+        go(model, ["plain"], (16,), task=make(depths=(0.0,), **settings), rows=results)
         return len(results.path.read_text().splitlines()) - before
 
     assert measured() == 1
@@ -180,7 +168,7 @@ def test_half_precision_asks_the_same_questions(model):
     assert {r.dtype for r in half} == {"bfloat16"}
     for a, b in zip(half, single, strict=True):
         assert a.nll == pytest.approx(b.nll, rel=0.1)
-    (key,) = go(model, ["rerope:window=8"], (400,), (0.5,), task=Passkey(byte_tokenizer(), 2), batch_size=2)
+    (key,) = go(model, ["rerope:window=8"], (400,), Passkey(byte_tokenizer(), [0.5], 2, batch_size=2))
     assert (key.task, key.span, key.nll, key.control_accuracy) == ("passkey", None, None, None)
     assert 380 <= key.prompt_tokens < 400
 
@@ -198,10 +186,11 @@ def test_modes_weights_and_patches_are_as_before_also_after_an_error(model):
 
 
 def test_a_patched_model_is_measured_as_it_is(model, monkeypatch):
-    (alone,) = go(model, ["rerope:window=8"], (64,), (0.5,))
+    middle = make(depths=(0.5,))
+    (alone,) = go(model, ["rerope:window=8"], (64,), middle)
     with patch(model, "rerope:window=8"):
         monkeypatch.setattr("rope_patch.evaluation.measured_model.mount_scheme", None)  # never taken apart
-        (carried,) = go(model, ["rerope:window=8"], (64,), (0.5,))
+        (carried,) = go(model, ["rerope:window=8"], (64,), middle)
     assert (carried.nll, carried.mount, carried.scheme) == (alone.nll, alone.mount, alone.scheme)
 
 
@@ -209,9 +198,6 @@ REFUSED = {
     "lengths 32, 16: they must ascend": {"lengths": (32, 16)},
     "every length must be a whole number": {"lengths": (0, 16)},
     "no lengths were given": {"lengths": ()},
-    "depths 0, 1.5: shares of the context from 0 to 1": {"depths": (0.0, 1.5)},
-    "depths 0.5, 0.5: shares of the context from 0 to 1, in ascending order": {"depths": (0.5, 0.5)},
-    "depths : shares of the context": {"depths": ()},
     "length 8: a span of 6 tokens twice": {"lengths": (8, 16)},
     "no schemes were given": {"schemes": []},
     "scheme 'plain' is listed twice": {"schemes": ["plain", "plain"]},
@@ -222,6 +208,19 @@ REFUSED = {
 def test_what_cannot_be_measured_is_refused_before_anything_runs(message, model):
     with pytest.raises(EvaluationError, match=message):
         go(model, task=counting(stop_at=1), **REFUSED[message])
+
+
+@pytest.mark.parametrize(
+    ("depths", "message"),
+    [
+        ((0.0, 1.5), "depths 0, 1.5: shares of the context from 0 to 1"),
+        ((0.5, 0.5), "depths 0.5, 0.5: shares of the context from 0 to 1, in ascending order"),
+        ((), "depths : shares of the context"),
+    ],
+)
+def test_depths_that_are_none_are_refused(depths, message):
+    with pytest.raises(EvaluationError, match=message):
+        make(depths=depths)
 
 
 def test_schemes_and_models_that_do_not_fit_are_refused_before_anything_runs(model):

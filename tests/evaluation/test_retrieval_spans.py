@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from rope_patch import patch
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.spans import Spans
+from rope_patch.evaluation.tasks.repeated_spans import RepeatedSpans
 
 from .conftest import TRAINING_LENGTH, byte_tokenizer, documents
 
@@ -19,7 +19,8 @@ SPAN = 8
 
 
 def make(tokenizer=None, **settings):
-    return Spans(tokenizer or byte_tokenizer(), CORPUS, **{"longest": 64, "span": SPAN, "trials": 4, **settings})
+    given = {"longest": 64, "span": SPAN, "depths": [0.5], "trials": 4, **settings}
+    return RepeatedSpans(tokenizer or byte_tokenizer(), CORPUS, **given)
 
 
 def text(tokens):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.rows import Rows
+from rope_patch.evaluation.row import Rows
 from rope_patch.evaluation.standard_errors import paired_difference, pairs_of
 
 from .rows import row

@@ -12,9 +12,11 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation import ruler
-from rope_patch.evaluation.rows import Rows
-from rope_patch.evaluation.ruler import NEW_TOKENS, Ruler, RulerRow, Sample, failed_within, measure_ruler
+from rope_patch.evaluation.row import Row, Rows
+from rope_patch.evaluation.run import run
+from rope_patch.evaluation.tables import failed_within
+from rope_patch.evaluation.tasks import ruler
+from rope_patch.evaluation.tasks.ruler import NEW_TOKENS, Question, Ruler, Sample
 from rope_patch.patching import find_handle
 from rope_patch.saving.loading import default_checkpoint, load_tokenizer
 
@@ -166,7 +168,7 @@ def test_decoding_stops_where_no_answer_is_missing(model):
     for said, score, most in ((spoken[:2], 1, 8), ("never said", 0, 50)):
         steps.clear()
         sample = Sample("abc", "", (said,))
-        assert asked.answer(model, "fwe", sample, asked.read(sample)) == score
+        assert asked.score(model, Question("fwe", sample, asked.read(sample))) == score
         assert len(steps) <= most
         assert score or len(steps) > 8
 
@@ -195,9 +197,9 @@ def spoken(monkeypatch):
 
 
 def test_rows_are_scores_under_their_scheme_with_errors_and_are_measured_once(model, spoken, tmp_path):
-    results = Rows(tmp_path / "rows.jsonl", RulerRow)
-    asked = Ruler(byte_tokenizer(), samples=4)
-    rows = measure_ruler(model, asked, ["fwe"], SCHEMES, [1024], name="tiny", results=results)
+    results = Rows(tmp_path / "rows.jsonl")
+    asked = Ruler(byte_tokenizer(), samples=4, tasks=["fwe"])
+    rows = run(model, asked, SCHEMES, [1024], results, name="tiny")
     assert [row.line for row in rows] == SCHEMES
     assert [name.partition(":")[0] for name, _, _ in spoken] == [n for n in ("plain", "window", "pi") for _ in range(4)]
     assert {new for _, _, new in spoken} == {50}
@@ -208,19 +210,18 @@ def test_rows_are_scores_under_their_scheme_with_errors_and_are_measured_once(mo
     assert window.error == pytest.approx(statistics.stdev([0, 1 / 3, 0, 1 / 3]) / 2)
     assert (window.model, window.task, window.seed, window.chat) == ("tiny", "fwe", 42, False)
     spoken.clear()
-    kept = Rows(tmp_path / "rows.jsonl", RulerRow)
-    again = measure_ruler(model, asked, ["fwe"], SCHEMES, [1024], name="tiny", results=kept)
+    kept = Rows(tmp_path / "rows.jsonl")
+    again = run(model, asked, SCHEMES, [1024], kept, name="tiny")
     assert [row.scores for row in again] == [row.scores for row in rows]
     assert not spoken
-    more = Ruler(byte_tokenizer(), samples=3)  # other samples are another measurement
-    assert len(measure_ruler(model, more, ["fwe"], ["plain"], [1024], results=results)[0].scores) == 3
+    more = Ruler(byte_tokenizer(), samples=3, tasks=["fwe"])  # other samples are another measurement
+    assert len(run(model, more, ["plain"], [1024], results)[0].scores) == 3
     assert json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])["line"] == "plain"
     assert find_handle(model) is None
 
 
 def row(**changed):
-    fields = dict.fromkeys(RulerRow.__dataclass_fields__)
-    fields |= {
+    fields = {
         "line": "plain",
         "task": "vt",
         "length": 8,
@@ -228,7 +229,7 @@ def row(**changed):
         "scores": [],
         "score": 0.0,
     }
-    return RulerRow(**fields | changed)
+    return Row(**fields | changed)
 
 
 def test_a_task_that_no_scheme_can_do_within_the_training_length_means_nothing():
@@ -247,4 +248,4 @@ def test_a_task_that_no_scheme_can_do_within_the_training_length_means_nothing()
 def test_an_encoder_with_a_decoder_is_refused():
     model = T5ForConditionalGeneration(T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
     with pytest.raises(EvaluationError, match="is an encoder with a decoder"):
-        measure_ruler(model, Ruler(byte_tokenizer(), samples=1), ["fwe"], ["plain"], [1024])
+        run(model, Ruler(byte_tokenizer(), samples=1), ["plain"], [1024])

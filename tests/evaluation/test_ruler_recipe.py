@@ -7,7 +7,11 @@ import sys
 
 import pytest
 
-from rope_patch.cli.options import parse, recipes_folder
+from rope_patch.cli.options import parse
+from rope_patch.evaluation import charts
+from rope_patch.evaluation.row import Row
+from rope_patch.evaluation.tasks import ruler
+from rope_patch.shipped import recipes_folder
 from tests.recipes import load_recipe, refuse, run_recipe
 
 from .conftest import byte_tokenizer, tiny_llama
@@ -72,26 +76,22 @@ def test_beyond_the_training_length_alone_nothing_is_known(words, checkpoint, ca
     assert "│ 0    │" in captured.out  # one sample has no standard error
 
 
-def test_the_heat_map_names_every_cell_and_what_means_nothing(monkeypatch, tmp_path):
-    figures = []
-    passkey = load_recipe("passkey")
-    made = passkey.heat_maps
-    monkeypatch.setattr(passkey, "heat_maps", lambda *a: figures.append(made(*a)) or figures[0])
-
-    class Row:
-        def __init__(self, score):
-            self.score = score
-
-    scores = {("plain", "vt", 8): 0.01, ("plain", "vt", 32): 0.0, ("plain", "cwe", 8): 0.4, ("plain", "cwe", 32): 0.25}
-    recipe.draw(
-        {cell: Row(score) for cell, score in scores.items()}, (8, 32), {"vt": 0.01}, 16, "headline", tmp_path / "x.png"
-    )
-    (axes,) = figures[0].axes
+def test_the_heat_map_names_every_cell_and_what_means_nothing():
+    scores = {("vt", 8): 0.01, ("vt", 32): 0.0, ("cwe", 8): 0.4, ("cwe", 32): 0.25}
+    rows = [
+        Row(line="plain", model="folder/tiny", training_length=16, task=task, length=length, score=score)
+        for (task, length), score in scores.items()
+    ]
+    figure = charts.figure(rows, what="the answers to RULER's tasks")
+    (axes,) = figure.axes
+    assert axes.get_title(loc="left") == "plain checkpoint"
     assert [text.get_text() for text in axes.texts] == ["1", "0", "40", "25"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["vt\n(means nothing)", "cwe"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0.5L\n8", "2L\n32"]
     assert axes.lines[0].get_xdata()[0] == 0.5
-    assert "cannot do within L means nothing" in figures[0]._supxlabel.get_text().replace("\n", " ")
+    caption = figure._supxlabel.get_text().replace("\n", " ")
+    assert "cannot do within L means nothing" in caption
+    assert caption.startswith("tiny, L = 16: percent of the answers to RULER's tasks.")
 
 
 @pytest.mark.parametrize("name", ["ruler", "ruler_smollm2"])
@@ -123,13 +123,6 @@ def test_what_is_missing_is_found_before_the_model_is_loaded(words, capsys, monk
     assert main([*words(), "--chat"]) == 2
     assert "no chat template" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "wonderwords", None)
-    monkeypatch.setattr("rope_patch.evaluation.ruler._words", load_words_anew())
+    monkeypatch.setattr(ruler, "_words", ruler._words.__wrapped__)  # without what an earlier test read
     assert main(words(tasks="cwe")) == 2
     assert 'needs wonderwords: pip install ".[ruler]" in a checkout of rope_patch' in capsys.readouterr().err
-
-
-def load_words_anew():
-    """Without what an earlier test read."""
-    from rope_patch.evaluation import ruler
-
-    return ruler._words.__wrapped__

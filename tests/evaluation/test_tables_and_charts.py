@@ -111,15 +111,6 @@ def test_the_text_is_named_and_what_is_too_little_is_told():
             assert sentence in shown.lower()
 
 
-def test_the_table_tells_who_serves_a_scheme_where_that_is_known():
-    assert "served by" not in printed(ROWS)
-    rows = [row(line="yarn:factor=4", served=["config", "vLLM"]), row(line="rerope:window=8", served=[]), row()]
-    text = printed(rows, width=200)
-    assert "config, vLLM" in line_of(text, "YaRN, factor = 4", below=1)
-    assert "this library" in line_of(text, "ReRoPE, w = 8", below=1)
-    assert line_of(text, "plain checkpoint", below=1).split()[0] == "-"
-
-
 @pytest.mark.parametrize("width", [40, 60, 200])
 def test_the_table_keeps_to_its_width(width):
     assert max(map(len, printed(ROWS, width=width).splitlines())) <= width

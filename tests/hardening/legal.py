@@ -1,23 +1,21 @@
 """Strategies of what is allowed: every registered scheme with any legal fields, and compositions of them.
 
-Nothing here knows a scheme. What a field may be follows from its type and from the value that it usually has, and what
-else its scheme asks for is found by trying.
+Nothing here knows a scheme. What a field may be follows from the rule in its annotation, near the value that it usually
+has; only what a scheme asks of several fields together is found by trying.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import typing
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from rope_patch import Compose, InvalidField, RopePatchError, Scheme, get_scheme, list_schemes
+from rope_patch import Compose, RopePatchError, Scheme, get_scheme, list_schemes
 from rope_patch.schemes import Checkpoint
+from rope_patch.schemes.rules import NumbersAboveZero, OneOf, SomeOf, TrueOrFalse, rules_of
 from rope_patch.schemes.slots import ModelShape, Tokens
 from rope_patch.typing import RotarySpec
 from tests.cases import CASES, VARIANTS, what_is_missing
@@ -31,6 +29,8 @@ WIDTH = 24
 
 TRIES = 30
 """How often a value is drawn anew when a scheme refuses it."""
+
+_EXAMPLE = "`window: Annotated[int, AtLeast(1)]` (rope_patch.schemes.rules)"
 
 _OWNED = {"frequencies", "segments", "values", "embedding"}
 """Slots that one scheme of a composition has for itself."""
@@ -117,7 +117,7 @@ def fitting(name: str, fields: dict[str, Any], pairs: int, heads: int) -> Scheme
 
 
 def values_of(usual: Scheme, field: dataclasses.Field[Any], size: int) -> SearchStrategy[Any]:
-    """What a field may be by its type, around the value that it usually has; and its default.
+    """What a field may be by its rule, around the value that it usually has; and its default.
 
     Args:
         usual: a scheme that has it.
@@ -125,35 +125,27 @@ def values_of(usual: Scheme, field: dataclasses.Field[Any], size: int) -> Search
         size: of a list of numbers.
     """
     value = getattr(usual, field.name)
-    typed = _typed(usual, field.name, value, size)
-    return typed if field.default in (dataclasses.MISSING, value) else typed | st.just(field.default)
+    near = _by_rule(usual, field.name, value, size)
+    return near if field.default in (dataclasses.MISSING, value) else near | st.just(field.default)
 
 
-def _typed(usual: Scheme, field: str, value: Any, size: int) -> SearchStrategy[Any]:
-    kind = typing.get_type_hints(type(usual))[field]
-    if type(None) in typing.get_args(kind):
-        (kind,) = set(typing.get_args(kind)) - {type(None)}
-    if kind is bool:
+def _by_rule(usual: Scheme, field: str, value: Any, size: int) -> SearchStrategy[Any]:
+    rule = rules_of(type(usual)).get(field)
+    assert rule is not None, f"{usual.name}: {field} has no rule; write one into its annotation, such as {_EXAMPLE}"
+    first = rule.rules[0]
+    if isinstance(first, TrueOrFalse):
         return st.booleans()
-    if kind is int:
-        return st.integers(value // 4, 4 * value) if value else st.integers(0, 4) | st.integers(0, 2 * LONGEST)
-    if kind is float:
-        return st.floats((value or 1) / 4, 4 * (value or 1))
-    if kind is str:
-        return st.sampled_from(_words(usual, field))
-    if kind == tuple[float, ...]:
+    if isinstance(first, OneOf):
+        return st.sampled_from(first.words)
+    if isinstance(first, SomeOf):
+        return st.lists(st.sampled_from(first.words), min_size=1, unique=True)
+    if isinstance(first, NumbersAboveZero):
         return st.lists(st.floats(0.1, 2), min_size=size, max_size=size)
-    if kind == tuple[str, ...]:
-        return st.lists(st.sampled_from(value), min_size=1, unique=True)
-    raise AssertionError(f"{usual.name}: nothing is known of the values of {field}, which are of type {kind}")
-
-
-@functools.cache
-def _words(usual: Scheme, field: str) -> list[str]:
-    """The values that a field may have, as listed by the error that refuses another."""
-    with pytest.raises(InvalidField, match="allowed: ") as refused:
-        dataclasses.replace(usual, **{field: ""})  # type: ignore[type-var]
-    return str(refused.value).partition("allowed: ")[2].split(", ")
+    if rule.kind is int:
+        near = st.integers(value // 4, 4 * value) if value else st.integers(0, 4) | st.integers(0, 2 * LONGEST)
+    else:
+        near = st.floats((value or 1) / 4, 4 * (value or 1))
+    return near.filter(lambda value: rule.broken(value, usual) is None)
 
 
 def is_cached_exactly(scheme: Scheme, length: int) -> bool:

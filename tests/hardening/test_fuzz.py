@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rope_patch import RopePatchError, export_rope_parameters, get_scheme, list_schemes, native_scheme, patch, repatch
 from rope_patch.cli import load, main
 from rope_patch.cli.options import parse
-from rope_patch.evaluation.lines import scheme_at
+from rope_patch.evaluation.scheme_specs import scheme_at
 from rope_patch.schemes import Checkpoint, scheme_class, scheme_from_dict
 from tests.cases import ALL, CASES
 from tests.families import build, config_of

@@ -10,7 +10,9 @@ import datasets
 import evaluate
 from torch import nn
 
-from rope_patch.evaluation.perplexity import measure
+from rope_patch.evaluation.row import Rows
+from rope_patch.evaluation.run import run
+from rope_patch.evaluation.tasks.perplexity import Perplexity
 from rope_patch.saving.loading import load_model, load_tokenizer
 from rope_patch.schemes import Scheme
 
@@ -26,13 +28,15 @@ Args:
     tokenizer: its tokenizer; only needed for a loaded model.
     lengths: context lengths in tokens, ascending.
     schemes: such as "plain", "window" (attention cut at the training length) or "yarn:target=auto".
-    **settings: others of `rope_patch.evaluation.perplexity.measure`, such as protocol, targets and documents.
+    name: of the model in the rows.
+    results: `rope_patch.evaluation.row.Rows` on disk; rows of an earlier run in it are not measured again.
+    **settings: others of `rope_patch.evaluation.tasks.perplexity.Perplexity`, such as protocol, targets and documents.
 Returns:
     perplexities and nll: by scheme and length; rows: all data behind each figure.
 Examples:
     >>> metric = evaluate.load(rope_patch.evaluation.perplexity_vs_length.PATH)
-    >>> found = metric.compute(predictions=[book], model="DIR", lengths=[256, 1024], schemes=["plain", "yarn:factor=4"])
-    >>> found["perplexities"]["yarn:factor=4"][1024]
+    >>> figures = metric.compute(predictions=[book], model="DIR", lengths=[256], schemes=["plain", "yarn:factor=4"])
+    >>> figures["perplexities"]["yarn:factor=4"][256]
 """
 
 CITATION = """\
@@ -42,7 +46,7 @@ Su 2023, ReRoPE, kexue.fm/archives/9708.
 
 
 class PerplexityVsLength(evaluate.Metric):
-    """`measure` as a metric."""
+    """Perplexity against length as a metric."""
 
     def _info(self) -> evaluate.MetricInfo:
         features = datasets.Features({"predictions": datasets.Value("string")})
@@ -55,6 +59,8 @@ class PerplexityVsLength(evaluate.Metric):
         lengths: Sequence[int],
         tokenizer: Any = None,
         schemes: Sequence[str | Scheme] = ("plain", "window"),
+        name: str | None = None,
+        results: Rows | None = None,
         **settings: Any,
     ) -> dict[str, Any]:
         if isinstance(model, str):
@@ -63,9 +69,9 @@ class PerplexityVsLength(evaluate.Metric):
         elif tokenizer is None:
             raise ValueError("tokenizer=None: a loaded model needs its tokenizer")
         corpus = [{"name": f"predictions[{i}]", "text": text} for i, text in enumerate(predictions)]
-        rows = measure(model, tokenizer, corpus, schemes, lengths, **settings)
-        found: dict[str, Any] = {"perplexities": {}, "nll": {}, "rows": [json.loads(row.to_json()) for row in rows]}
+        rows = run(model, Perplexity(tokenizer, corpus, **settings), schemes, lengths, results, name=name)
+        figures: dict[str, Any] = {"perplexities": {}, "nll": {}, "rows": [json.loads(row.to_json()) for row in rows]}
         for row in rows:
-            found["perplexities"].setdefault(row.line, {})[row.length] = row.perplexity
-            found["nll"].setdefault(row.line, {})[row.length] = row.nll
-        return found
+            figures["perplexities"].setdefault(row.line, {})[row.length] = row.perplexity
+            figures["nll"].setdefault(row.line, {})[row.length] = row.nll
+        return figures

@@ -59,18 +59,18 @@ def passed_tables(stack: PreTrainedModel, rotary: Sequence[RotaryTables]) -> dic
     """The tables that each block receives, or None if it receives none; blocks without a clear answer are missing."""
     owners = {(tables.module, tables.layer_type): tables for tables in rotary}
     blocks = _blocks(stack)
-    found: dict[nn.Module, RotaryTables | None] = {}
+    passed: dict[nn.Module, RotaryTables | None] = {}
     for answer in (_states, lambda *args, **kwargs: (_states(*args, **kwargs), None)):  # as a block may return
         calls = _calls(stack, {**dict.fromkeys(blocks, answer), **{module: module for module, _ in owners}})
         made = [(owners[place], call.result) for call in calls if (place := call.place) in owners]
         for call in calls:
-            given = call.named.get("position_embeddings", ...)
-            if call.module in blocks and given is None:
-                found[call.module] = None
-            found.update((call.module, tables) for tables, result in made if result is given)
-        if len(found) == len(blocks):
+            received = call.named.get("position_embeddings", ...)
+            if call.module in blocks and received is None:
+                passed[call.module] = None
+            passed.update((call.module, tables) for tables, result in made if result is received)
+        if len(passed) == len(blocks):
             break
-    return found
+    return passed
 
 
 def takes_text_axis(stack: PreTrainedModel, rotary: RotaryTables) -> bool:
@@ -82,7 +82,7 @@ def takes_text_axis(stack: PreTrainedModel, rotary: RotaryTables) -> bool:
 
 def _blocks(stack: nn.Module) -> set[nn.Module]:
     lists = (child for child in stack.modules() if isinstance(child, nn.ModuleList))
-    return {block for found in lists for block in found if "position_embeddings" in _parameters(block)}
+    return {block for blocks in lists for block in blocks if "position_embeddings" in _parameters(block)}
 
 
 def _calls(
@@ -92,13 +92,13 @@ def _calls(
     calls: list[Call] = []
     device = next((weight.device for weight in stack.parameters()), torch.device("cpu"))
     states = torch.zeros(1, _TOKENS, cast(Any, stack.config).hidden_size, dtype=stack.dtype, device=device)
-    given = {"inputs_embeds": states, "use_cache": False}
+    inputs = {"inputs_embeds": states, "use_cache": False}
     if "inputs_embeds" not in _parameters(stack):
-        given["input_ids"] = torch.zeros(1, _TOKENS, dtype=torch.long, device=device)
+        inputs["input_ids"] = torch.zeros(1, _TOKENS, dtype=torch.long, device=device)
     if positions is not None:
-        given["position_ids"] = positions.to(device)
+        inputs["position_ids"] = positions.to(device)
     with contextlib.suppress(Exception), torch.no_grad():
-        arguments = {name: value for name, value in given.items() if name in _parameters(stack)}
+        arguments = {name: value for name, value in inputs.items() if name in _parameters(stack)}
         type(stack).forward(cast(Any, _recording(stack, answers, calls)), **arguments)
     return calls
 

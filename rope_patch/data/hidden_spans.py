@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from rope_patch.errors import EvaluationError
 
@@ -63,40 +62,6 @@ def corrupt(
     return torch.tensor([*source, *ids[place:], end]), torch.tensor(target), torch.tensor([*text, False, False])
 
 
-class HiddenSpans:
-    """Hides the same spans among the same last T tokens from an encoder, for any length of its context.
-
-    Raises:
-        EvaluationError: T is too small for a span, or needs more sentinels than the tokenizer has.
-    """
-
-    def __init__(self, tokenizer: Any, targets: int, seed: int) -> None:
-        self.targets, self.seed = targets, seed
-        self.sentinels, self.end = sentinels_of(tokenizer), tokenizer.eos_token_id
-        spans, known = len(self.spans(0)), len(self.sentinels)
-        if spans + 1 > known:
-            raise EvaluationError(
-                f"targets={targets} hides {spans} spans, which needs {spans + 1} sentinels; "
-                f"{type(tokenizer).__name__} has {known}"
-            )
-
-    def spans(self, window: int) -> list[Span]:
-        """The spans of the window with this number, counted from the first target."""
-        return draw_spans(self.targets, torch.Generator().manual_seed(self.seed * 1_000_003 + window))
-
-    @torch.no_grad()
-    def nll(self, model: nn.Module, tokens: torch.Tensor, window: int) -> torch.Tensor:
-        """-ln p of every hidden token, given the rest of the context and the hidden tokens before it, `(hidden,)`.
-
-        The context, `(length,)`, ends with the last target of the window with this number.
-        """
-        offset = len(tokens) - self.targets
-        spans = [(offset + start, offset + stop) for start, stop in self.spans(window)]
-        source, target, hidden = (x.to(tokens.device) for x in corrupt(tokens, spans, self.sentinels, self.end))
-        logits = model(input_ids=source[None], labels=target[None]).logits[0]
-        return nn.functional.cross_entropy(logits[hidden].float(), target[hidden], reduction="none")
-
-
 def sentinels_of(tokenizer: Any) -> list[int]:
     """Ids of `<extra_id_0>`, `<extra_id_1>`, ..., up to the last that the tokenizer has.
 
@@ -104,8 +69,8 @@ def sentinels_of(tokenizer: Any) -> list[int]:
         EvaluationError: it has none, so the checkpoint was not trained on this task.
     """
     vocabulary = tokenizer.get_vocab()
-    found = list(itertools.takewhile(vocabulary.__contains__, map("<extra_id_{}>".format, itertools.count())))
-    if not found:
+    names = list(itertools.takewhile(vocabulary.__contains__, map("<extra_id_{}>".format, itertools.count())))
+    if not names:
         kind = type(tokenizer).__name__
         raise EvaluationError(f"{kind} has no <extra_id_0>: hiding spans needs the sentinels of T5's tokenizers")
-    return [vocabulary[name] for name in found]
+    return [vocabulary[name] for name in names]

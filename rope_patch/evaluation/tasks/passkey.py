@@ -10,15 +10,14 @@ import random
 import re
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.nll import find_language_model
+from rope_patch.evaluation.tasks.retrieval import Prompt, Retrieval
+from rope_patch.evaluation.tasks.task import greedy
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -31,32 +30,23 @@ QUESTION = "What is the pass key? The pass key is"
 NEW_TOKENS = 7  # of an answer: a space, five digits, and one more that shows whether the number ends
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """The model's input, `(tokens,)`, and the correct digits or tokens, `(answer,)`.
-
-    `distance` is the number of tokens from the end of the hidden text to the end of the question: at L or more,
-    attention cut at L does not see the hidden text. It is None if nothing is hidden.
-    """
-
-    tokens: torch.Tensor
-    answer: torch.Tensor
-    distance: int | None
-
-
-@dataclass(frozen=True)
-class Passkey:
+class Passkey(Retrieval):
     """The task: a new key is drawn for each length, depth and trial.
 
     A prompt and its answer are as long as whole sentences of filler allow. Five digits cannot be guessed without the
     key, so there is no control.
+
+    Args:
+        tokenizer: of the model.
+        settings: of `Retrieval`.
     """
 
-    tokenizer: Any
-    trials: int
-    seed: int = 0
     name = "passkey"
-    span = None
+    what = "five-digit keys"
+
+    def __init__(self, tokenizer: Any, depths: Sequence[float], trials: int, **settings: int) -> None:
+        super().__init__(depths, trials, **settings)
+        self.tokenizer = tokenizer
 
     def prompts(self, length: int, depth: float | None) -> list[Prompt]:
         """One prompt per trial, the same for every scheme; the control's prompts if depth is None."""
@@ -90,28 +80,6 @@ class Passkey:
         ids = self.tokenizer(text, verbose=False)["input_ids"]
         ends = len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id
         return ids[:-1] if ends else ids
-
-
-def greedy(model: nn.Module, tokenizer: Any, tokens: torch.Tensor, new_tokens: int, **settings: Any) -> list[str]:
-    """Continuations by greedy decoding, as texts, of prompts of equal length, `(prompts, tokens)`.
-
-    Args:
-        settings: of `generate`, such as `stopping_criteria`.
-    """
-    language_model = find_language_model(model)
-    tokens = tokens.to(language_model.device)
-    config = GenerationConfig(
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        max_new_tokens=new_tokens,
-        use_cache=True,
-        eos_token_id=language_model.generation_config.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    mask = torch.ones_like(tokens)
-    generated = language_model.generate(tokens, attention_mask=mask, generation_config=config, **settings)
-    return tokenizer.batch_decode(generated[:, tokens.shape[1] :], skip_special_tokens=True)
 
 
 def _around(sentences: int, depth: float, key: int) -> tuple[str, str]:

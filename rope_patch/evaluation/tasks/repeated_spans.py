@@ -19,17 +19,19 @@ from torch import nn
 
 from rope_patch.data.windows import select_windows
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.nll import find_language_model
-from rope_patch.evaluation.passkey import Prompt
+from rope_patch.evaluation.tasks.retrieval import Prompt, Retrieval
+from rope_patch.models.head import find_language_model
 
 CUE = 4  # the cue is the first quarter of a span
 
 
-class Spans:
+class RepeatedSpans(Retrieval):
     """The task: the same spans in the same fillers at every length and depth; only the first copy moves.
 
     Args:
         corpus: rows with `name` and `text`, at least two of them with `longest` tokens, the longest length.
+        span: tokens of a span.
+        settings: of `Retrieval`.
 
     Raises:
         EvaluationError: the span is too short for a cue, or there are too few or too short texts.
@@ -38,11 +40,19 @@ class Spans:
     name = "spans"
 
     def __init__(
-        self, tokenizer: Any, corpus: Iterable[Mapping[str, str]], longest: int, span: int, trials: int, seed: int = 0
+        self,
+        tokenizer: Any,
+        corpus: Iterable[Mapping[str, str]],
+        longest: int,
+        span: int,
+        depths: Sequence[float],
+        trials: int,
+        **settings: int,
     ) -> None:
+        super().__init__(depths, trials, **settings)
         if span < CUE:
             raise EvaluationError(f"span={span} is not allowed; a span and its cue need at least {CUE} tokens")
-        self.span, self.trials, self.seed = span, trials, seed
+        self.span, self.what = span, f"tokens of repeated spans of {span}, a synthetic task"
         windows = select_windows(
             corpus,
             tokenizer,
@@ -50,7 +60,7 @@ class Spans:
             targets=span,
             documents=max(2, trials),
             windows_per_document=trials,
-            seed=seed,
+            seed=self.seed,
         ).windows
         if len({window.document for window in windows}) < 2:
             name = windows[0].document
@@ -59,7 +69,7 @@ class Spans:
             )
         if len(windows) < trials:
             raise EvaluationError(f"trials={trials}: the texts have places for {len(windows)}; use more texts")
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(self.seed)
         self._drawn = []
         for index in torch.randperm(len(windows), generator=generator)[:trials].tolist():
             filler = windows[index]
@@ -94,8 +104,9 @@ class Spans:
         tokens = torch.stack([prompt.tokens for prompt in prompts]).to(language_model.device)
         answers = torch.stack([prompt.answer for prompt in prompts]).to(language_model.device)
         last = answers.shape[1]
-        known = inspect.signature(language_model.forward).parameters
-        few = {"logits_to_keep": last} if "logits_to_keep" in known else {}
+        few = (
+            {"logits_to_keep": last} if "logits_to_keep" in inspect.signature(language_model.forward).parameters else {}
+        )
         logits = language_model(input_ids=tokens, use_cache=False, **few).logits[:, -last:].float()
         losses = nn.functional.cross_entropy(logits.transpose(1, 2), answers, reduction="none")
         return (logits.argmax(-1) == answers).cpu(), losses.double().cpu()

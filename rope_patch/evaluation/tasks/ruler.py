@@ -6,13 +6,11 @@ same seed draws the same prompts there and here.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import random
 import statistics
 import string
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +23,7 @@ from torch import nn
 from transformers import StoppingCriteria
 
 from rope_patch.errors import EvaluationError, require
-from rope_patch.evaluation.lines import check_lengths, display_name, schemes_at_lengths
-from rope_patch.evaluation.measured_model import Learned, MeasuredModel
-from rope_patch.evaluation.passkey import greedy
-from rope_patch.evaluation.processes import Progress, on_main, over_processes
-from rope_patch.evaluation.rows import Measurement, Rows, recall
-from rope_patch.evaluation.standard_errors import standard_error
-from rope_patch.schemes import Scheme
+from rope_patch.evaluation.tasks.task import Cell, Task, fingerprint, greedy
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -70,8 +62,6 @@ FREQUENT_PREFIX = " Answer: According to the coded text above, the three most fr
 NEW_TOKENS = {"niah_single_1": 128, "vt": 30, "cwe": 120, "fwe": 50}
 """The tasks, with the maximum number of tokens in an answer."""
 
-NEAR_NOTHING = 0.1  # with a lower score within the training length, the checkpoint cannot do the task
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -87,10 +77,21 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Ruler:
+class Question:
+    """A sample of a task and the model's input, `(tokens,)`."""
+
+    task: str
+    sample: Sample
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Ruler(Task):
     """The tasks. Lengths are in tokens of the checkpoint's tokenizer and include the prompt and the longest answer.
 
     Args:
+        tasks: of `NEW_TOKENS`; a cell for each.
+        samples: questions of each task at each length.
         chat: put the question into the tokenizer's chat template; its answer begins with the prefix.
 
     Raises:
@@ -99,8 +100,11 @@ class Ruler:
 
     tokenizer: Any
     samples: int
+    tasks: Sequence[str] = tuple(NEW_TOKENS)
     seed: int = 42
     chat: bool = False
+    name = "ruler"
+    what = "the answers to RULER's tasks"
 
     def __post_init__(self) -> None:
         if self.chat and not self.tokenizer.chat_template:
@@ -117,6 +121,32 @@ class Ruler:
         found = _TASKS[task](_Draws(self, task, length, room))
         return list(itertools.islice(found, self.samples))
 
+    def cells(self, length: int) -> list[Cell]:
+        """One for each task."""
+        cells = []
+        for task in self.tasks:
+            questions = [Question(task, sample, self.read(sample)) for sample in self.draw(task, length)]
+            prompts = [question.tokens for question in questions]
+            fields = {
+                "task": task,
+                "chat": self.chat,
+                "seed": self.seed,
+                "prompts": fingerprint(prompts),
+                "prompt_tokens": statistics.fmean(map(len, prompts)),
+            }
+            cells.append(Cell([fields], questions, f", {task}"))
+        return cells
+
+    def size(self, item: Question) -> int:
+        """Tokens of the prompt."""
+        return len(item.tokens)
+
+    def score(self, model: nn.Module, item: Question) -> float:
+        """The score of greedy decoding, which stops once all answers are found."""
+        stop = _AllFound(self.tokenizer, item.sample, len(item.tokens))
+        (spoken,) = greedy(model, self.tokenizer, item.tokens[None], NEW_TOKENS[item.task], stopping_criteria=[stop])
+        return item.sample.score(spoken)
+
     def read(self, sample: Sample) -> torch.Tensor:
         """The model's input, `(tokens,)`."""
         text = self._text(sample)
@@ -128,12 +158,6 @@ class Ruler:
         """Tokens of the prompt, as RULER counts them, without special tokens of the tokenizer."""
         return len(self.tokenizer(self._text(sample), add_special_tokens=False, verbose=False)["input_ids"])
 
-    def answer(self, model: nn.Module, task: str, sample: Sample, tokens: torch.Tensor) -> float:
-        """The score of greedy decoding after `(tokens,)`; it stops once all answers are found."""
-        found = _Found(self.tokenizer, sample, len(tokens))
-        (spoken,) = greedy(model, self.tokenizer, tokens[None], NEW_TOKENS[task], stopping_criteria=[found])
-        return sample.score(spoken)
-
     def _text(self, sample: Sample) -> str:
         body = sample.body
         if self.chat:
@@ -142,7 +166,7 @@ class Ruler:
         return body + sample.prefix
 
 
-class _Found(StoppingCriteria):
+class _AllFound(StoppingCriteria):
     """Stops when all answers are found, since more text cannot change the score."""
 
     def __init__(self, tokenizer: Any, sample: Sample, read: int) -> None:
@@ -348,98 +372,3 @@ def _word_pair(rng: random.Random) -> str:
     place = rng.randrange(ends[-1])
     group = bisect_right(ends, place)
     return _with_nouns(alike[group])[place - ends[group]]
-
-
-# --- the measurement --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class RulerRow(Measurement):
-    """The score of a task under a scheme at a length; as in `Row`, and the score of each sample.
-
-    Attributes:
-        prompts: fingerprint of the questions.
-        score: mean share of correct answers, from 0 to 1.
-        error: its standard error, from the spread of the samples; None for a single one.
-    """
-
-    KEY = ("task", "model", "weights", "scheme", "length", "chat", "prompts", "dtype", "attention")
-
-    task: str
-    chat: bool
-    prompts: str
-    prompt_tokens: float
-    scores: list[float]
-    score: float
-    error: float | None
-
-
-def measure_ruler(
-    model: nn.Module,
-    ruler: Ruler,
-    tasks: Sequence[str],
-    schemes: Sequence[str | Scheme],
-    lengths: Sequence[int],
-    *,
-    name: str | None = None,
-    results: Rows[RulerRow] | None = None,
-    trained: Learned | None = None,
-) -> list[RulerRow]:
-    """Ask every scheme the same questions: one row per scheme, length and task, in this order.
-
-    Args:
-        tasks: of `NEW_TOKENS`.
-        lengths: of a prompt and its longest answer in tokens, ascending; the model never reads more.
-        trained: as all others, see `rope_patch.evaluation.perplexity.measure`.
-
-    Raises:
-        EvaluationError: a length is too short for a task, or the model is an encoder with a decoder.
-    """
-    check_lengths(lengths)
-    measured = MeasuredModel(model, trained)
-    measured.check_one_stack("RULER")
-    jobs = schemes_at_lengths(schemes, lengths, measured)
-    asked = {(task, length): ruler.draw(task, length) for length in lengths for task in tasks}
-    read = {cell: [ruler.read(sample) for sample in samples] for cell, samples in asked.items()}
-    shared = {**measured.facts(name), "chat": ruler.chat, "seed": ruler.seed}
-    rows: list[RulerRow] = []
-    with Progress(model, [list(map(len, read[task, job.length])) for job in jobs for task in tasks]) as bar:
-
-        def answer(task: str, sample: Sample, tokens: torch.Tensor) -> float:
-            score = ruler.answer(model, task, sample, tokens)
-            bar.update([len(tokens)])
-            return score
-
-        for job in jobs:
-            with measured.under(job.scheme):
-                for task in tasks:
-                    bar.begin(f"{display_name(job.line)} at {job.length}, {task}")
-                    samples, prompts = asked[task, job.length], read[task, job.length]
-                    spelled = b"".join(tokens.numpy().tobytes() for tokens in prompts)
-                    cell = {**shared, **job.facts, "task": task, "prompts": hashlib.sha256(spelled).hexdigest()[:16]}
-                    row = on_main(partial(recall, results, cell))
-                    if row is None:
-                        began = time.perf_counter()
-                        questions = [(task, sample, tokens) for sample, tokens in zip(samples, prompts, strict=True)]
-                        scores = over_processes(lambda question: answer(*question), questions, model)
-                        row = RulerRow(
-                            **cell,
-                            prompt_tokens=statistics.fmean(map(len, prompts)),
-                            scores=scores,
-                            score=statistics.fmean(scores),
-                            error=standard_error(scores),
-                            seconds=round(time.perf_counter() - began, 3),
-                        )
-                        if results:
-                            results.append(row)
-                    rows.append(row)
-    return rows
-
-
-def failed_within(rows: Sequence[RulerRow]) -> dict[str, float]:
-    """Tasks that no scheme can do at the longest length within the training length, with their best score."""
-    best: dict[str, tuple[int, float]] = {}
-    for row in rows:
-        if row.length <= row.training_length:
-            best[row.task] = max(best.get(row.task, (0, 0.0)), (row.length, row.score))
-    return {task: score for task, (_, score) in best.items() if score < NEAR_NOTHING}

@@ -1,0 +1,84 @@
+"""How far a measurement is, and about how much is left."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+
+from torch import nn
+from tqdm import tqdm
+
+from rope_patch.evaluation.processes import joined, sharded
+from rope_patch.models.head import find_language_model
+
+
+class Progress:
+    """A tqdm whose unit is the cost of a context, so that its estimate of the remaining time fits every length.
+
+        cost of l tokens = l + l^2 / (12 d)
+
+    is the ratio of multiplications in a Llama of width d: for each token and layer 12 d^2 for its weights, l d in its
+    causal attention.
+
+    The main process shows a bar on a terminal, and elsewhere a line per finished cell. If stderr was replaced, as in a
+    notebook, it shows nothing.
+
+    Args:
+        cells: the lengths of the contexts that each cell reads.
+        ahead: how many similar measurements follow.
+    """
+
+    def __init__(self, model: nn.Module, cells: Sequence[Sequence[int]], ahead: int = 0) -> None:
+        self._even = 12 * find_language_model(model).config.get_text_config().hidden_size
+        self._costs = [sum(map(self._cost, sizes)) for sizes in cells]
+        self._at_once = 1 if sharded(model) else joined().num_processes
+        self._number, self._name, self._measured = 0, "", False
+        main, terminal = joined().is_main_process, sys.stderr.isatty()
+        self._lines = main and not terminal and sys.stderr is sys.__stderr__
+        self._bar = tqdm(
+            total=(1 + ahead) * sum(self._costs),
+            bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}",
+            file=sys.stderr if main and terminal else io.StringIO(),
+            disable=False,  # also without a bar it measures the time
+            dynamic_ncols=True,
+            leave=False,
+            smoothing=0,
+        )
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._finish()
+        self._bar.close()
+
+    def begin(self, name: str) -> None:
+        """Finish the previous cell and begin the next."""
+        self._finish()
+        self._number, self._name, self._measured = self._number + 1, name, False
+        self._bar.set_description(name, refresh=False)
+
+    def skip(self) -> None:
+        """The cell is known from an earlier run."""
+        self._bar.total -= self._costs[self._number - 1]
+
+    def update(self, size: int) -> None:
+        """This process has read a context of the cell."""
+        self._measured = True
+        self._bar.update(min(self._at_once * self._cost(size), self._bar.total - self._bar.n))
+
+    def left(self) -> float:
+        """Estimate of the remaining seconds."""
+        done = self._bar.n
+        return max(0.0, self._bar.total - done) * self._bar.format_dict["elapsed"] / done if done else 0.0
+
+    def _cost(self, size: int) -> float:
+        return size + size**2 / self._even
+
+    def _finish(self) -> None:
+        if self._lines and self._measured:
+            elapsed, left = map(tqdm.format_interval, (self._bar.format_dict["elapsed"], self.left()))
+            place = f"{self._number} of {len(self._costs)}"
+            print(f"{place}: {self._name}; {elapsed} elapsed, about {left} left", file=sys.stderr, flush=True)

@@ -1,0 +1,156 @@
+"""The measuring loop: `run` measures every scheme at every length on one task, and every measurement is one `Row`.
+
+from rope_patch.evaluation.run import run
+from rope_patch.evaluation.row import Rows
+from rope_patch.evaluation.tasks.perplexity import Perplexity
+
+task = Perplexity(tokenizer, corpus)
+rows = run(model, task, ["plain", "window", "yarn:target=auto"], [256, 1024], Rows("runs/perplexity.jsonl"))
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.measured_model import Learned, MeasuredModel
+from rope_patch.evaluation.processes import on_main, over_processes
+from rope_patch.evaluation.progress import Progress
+from rope_patch.evaluation.row import Row, Rows
+from rope_patch.evaluation.scheme_specs import SchemeAtLength, check_lengths, display_name, schemes_at_lengths
+from rope_patch.evaluation.tasks.task import Cell, Task
+from rope_patch.models.config import rope_entries
+from rope_patch.schemes import Scheme
+
+
+def run(
+    model: nn.Module,
+    task: Task,
+    schemes: Sequence[str | Scheme],
+    lengths: Sequence[int],
+    rows: Rows | None = None,
+    *,
+    name: str | None = None,
+    trained: Learned | None = None,
+    ahead: int = 0,
+) -> list[Row]:
+    """Measure every scheme at every length: scheme by scheme, length by length, cell by cell of the task.
+
+    The model has no scheme before, between and after the measurements. A patched model is measured as it is, and only
+    under its own scheme.
+
+    With several processes (`torchrun`, `accelerate launch`), all of them must make the same call. The items of a cell
+    are divided over the processes, and all return the same rows as a single process.
+
+    Args:
+        model: a language model of Transformers, also inside PEFT or another wrapper.
+        task: what is measured, see `rope_patch.evaluation.tasks`.
+        schemes: scheme objects or strings; a string may be `plain`, and may contain `target=auto` (see `scheme_at`).
+        lengths: context lengths in tokens, ascending.
+        rows: file for new rows; rows of an earlier run in it are not measured again.
+        name: of the model in the rows; default `model.config.name_or_path`.
+        trained: learned parameters from `pop_scheme`, used for lines of their scheme.
+        ahead: how many similar calls follow, for the estimate of the remaining time.
+
+    Raises:
+        EvaluationError: lengths, settings or texts do not fit together.
+        AlreadyPatched: the model has another scheme than the requested one.
+        UnknownScheme, InvalidField, SlotConflict, UnsupportedModel, NothingToPatch: a scheme does not fit the model.
+            All errors are raised before anything is computed.
+    """
+    check_lengths(lengths)
+    measured = MeasuredModel(model, trained)
+    task = task.resolve(measured, lengths)
+    passes = schemes_at_lengths(schemes, task.passes(lengths), measured)
+    if task.one_pass:
+        _check_prefixes(passes, measured)
+    cells = {length: task.cells(length) for length in task.passes(lengths)}
+    facts = {**measured.facts(name), "task": task.name}
+    found: list[Row] = []
+    sizes = [new for one in passes for new in _new_sizes(task, cells[one.length])]
+    with Progress(model, sizes, ahead) as bar:
+        for one in passes:
+            scores: dict[int, Any] = {}
+            with measured.patched_with(one.scheme):
+                for cell in cells[one.length]:
+                    bar.begin(f"{display_name(one.line)} at {one.length}{cell.title}")
+                    wanted = [{**facts, **one.facts, **fields} for fields in cell.rows]
+                    known = on_main(partial(_recall, wanted, rows))
+                    if known is None:
+                        known = _measure(model, task, cell, wanted, scores, rows, bar)
+                    else:
+                        bar.skip()
+                    found += known
+    return found
+
+
+def _measure(
+    model: nn.Module,
+    task: Task,
+    cell: Cell,
+    wanted: Sequence[dict[str, Any]],
+    scores: dict[int, Any],
+    rows: Rows | None,
+    bar: Progress,
+) -> list[Row]:
+    """The rows of a cell, also written to `rows`; `scores` has what earlier cells of this pass share with it."""
+
+    def score(item: Any) -> Any:
+        scored = task.score(model, item)
+        bar.update(task.size(item))
+        return scored
+
+    began = time.perf_counter()
+    new = [item for item in cell.items if id(item) not in scores]
+    scores.update(zip(map(id, new), over_processes(score, new, model), strict=True))
+    seconds = time.perf_counter() - began
+    speed = {
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(sum(task.size(item) for item in new) / seconds, 1),
+    }
+
+    def write() -> list[Row]:
+        found = [
+            Row(**fields, **speed, **task.row(fields, cell.items, [scores[id(item)] for item in cell.items]))
+            for fields in wanted
+        ]
+        if rows is not None:
+            for row in found:
+                rows.append(row)
+        return found
+
+    return on_main(write)
+
+
+def _recall(wanted: Sequence[dict[str, Any]], rows: Rows | None) -> list[Row] | None:
+    """The rows of a cell, if an earlier run has all of them."""
+    known = [row for fields in wanted if rows is not None and (row := rows.recall(fields))]
+    return known if len(known) == len(wanted) else None
+
+
+def _new_sizes(task: Task, cells: Sequence[Cell]) -> list[list[int]]:
+    """The sizes of the items of each cell that no earlier cell has."""
+    seen: set[int] = set()
+    sizes = []
+    for cell in cells:
+        sizes.append([task.size(item) for item in cell.items if id(item) not in seen])
+        seen |= {id(item) for item in cell.items}
+    return sizes
+
+
+def _check_prefixes(passes: Sequence[SchemeAtLength], model: MeasuredModel) -> None:
+    """Refuse length-dependent schemes: one pass has the losses of every prefix only if nothing depends on length."""
+    types = {entry.get("rope_type") for entry in rope_entries(model.stacks[0].config).values()}
+    dynamic = model.stacks[0].rotary and not types.isdisjoint({"dynamic", "longrope"})
+    for one in passes:
+        scheme = one.scheme
+        if scheme.length_dependent if scheme is not None and "frequencies" in scheme.slots else dynamic:
+            raise EvaluationError(
+                f"{one.line} depends on the length of the text, so one pass at {one.length} tokens does not measure "
+                "shorter ones; use protocol 'last'"
+            )

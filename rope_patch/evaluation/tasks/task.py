@@ -1,0 +1,108 @@
+"""A task: its cells at a length, how an item of a cell is scored, and the row that follows from the scores.
+
+A task of your own is one class in one file; `docs/how-to/own-task.md` writes one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from rope_patch.evaluation.measured_model import MeasuredModel
+from rope_patch.evaluation.standard_errors import standard_error
+from rope_patch.models.head import find_language_model
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is scored in one go under a scheme: one row, or several that one pass fills.
+
+    Attributes:
+        rows: the fields of `Row` that each row has before it is scored; the ones of `row.KEY` identify it, such as
+            `prompts`, the fingerprint of the questions.
+        items: each is scored alone, and several processes divide them. An item that several cells of a length share is
+            scored once under each scheme.
+        title: follows the scheme and the length where progress is shown, such as `, depth 0.5`.
+    """
+
+    rows: Sequence[dict[str, Any]]
+    items: Sequence[Any]
+    title: str = ""
+
+
+class Task:
+    """What is measured. Override `name`, `cells` and `score`; the others have defaults.
+
+    Attributes:
+        name: `Row.task`, unless a cell names another.
+        what: of which `Row.score` is a share, in titles.
+        one_pass: the pass at the longest length fills the rows of all, so no scheme may depend on the length.
+    """
+
+    name: ClassVar[str]
+    what: str = "the answers"
+    one_pass: ClassVar[bool] = False
+
+    def cells(self, length: int) -> list[Cell]:
+        """What is scored in contexts of one length, in tokens: the same for every scheme."""
+        raise NotImplementedError
+
+    def score(self, model: nn.Module, item: Any) -> Any:
+        """What the model achieves on one item of a cell: a number from 0 to 1, or what `row` reads. On the CPU."""
+        raise NotImplementedError
+
+    def row(self, fields: dict[str, Any], items: Sequence[Any], scores: Sequence[Any]) -> dict[str, Any]:
+        """The further fields of `Row`, from the scores of all items; `fields` are those known before."""
+        return {"scores": list(scores), "score": statistics.fmean(scores), "error": standard_error(scores)}
+
+    def size(self, item: Any) -> int:
+        """Tokens that the model reads for an item, for the estimate of the remaining time."""
+        return len(item)
+
+    def passes(self, lengths: Sequence[int]) -> Sequence[int]:
+        """The lengths at which the model runs."""
+        return lengths
+
+    def resolve(self, model: MeasuredModel, lengths: Sequence[int]) -> Task:
+        """The task for this model and these lengths, with what depends on them filled in, before anything slow.
+
+        Raises:
+            EvaluationError: it does not fit them.
+        """
+        model.check_one_stack(self.name)
+        return self
+
+
+def fingerprint(prompts: Iterable[torch.Tensor]) -> str:
+    """A hash of prompts, each `(tokens,)`, for `Row.prompts`."""
+    return hashlib.sha256(b"".join(tokens.numpy().tobytes() for tokens in prompts)).hexdigest()[:16]
+
+
+def greedy(model: nn.Module, tokenizer: Any, tokens: torch.Tensor, new_tokens: int, **settings: Any) -> list[str]:
+    """Continuations by greedy decoding, as texts, of prompts of equal length, `(prompts, tokens)`.
+
+    Args:
+        new_tokens: the maximum length of a continuation.
+        settings: of `generate`, such as `stopping_criteria`.
+    """
+    language_model = find_language_model(model)
+    tokens = tokens.to(language_model.device)
+    config = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        max_new_tokens=new_tokens,
+        use_cache=True,
+        eos_token_id=language_model.generation_config.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    mask = torch.ones_like(tokens)
+    generated = language_model.generate(tokens, attention_mask=mask, generation_config=config, **settings)
+    return tokenizer.batch_decode(generated[:, tokens.shape[1] :], skip_special_tokens=True)

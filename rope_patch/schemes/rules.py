@@ -1,0 +1,332 @@
+"""What a field of a scheme may be. The rule is a part of its annotation: `window: Annotated[int, AtLeast(1)]`.
+
+It is read there by the check of every new scheme, by `describe` and `rope-patch list`, by the pages of the
+documentation, and by the random tests. A field without a rule is not checked, unless it is a `bool` or a `Literal`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from rope_patch.errors import InvalidField, did_you_mean
+
+LARGEST = 1e18
+"""A number is 0 or of a size from 1 / LARGEST to LARGEST: float32 and torch's integers hold it, and what is computed
+from it."""
+
+_WORDS = {int: "an integer", float: "a number"}
+
+
+class Rule:
+    """What a value has to be, beside its type. `scheme` is the one that holds it, for bounds that are other fields."""
+
+    def allowed(self, noun: str, scheme: Any = None) -> str:
+        """The rule in words, such as `an integer of at least 1`; with the values of other fields of a `scheme`.
+
+        Args:
+            noun: an integer, or a number.
+        """
+        raise NotImplementedError
+
+    def holds(self, value: Any, scheme: Any) -> bool:
+        """Whether a `value` of the right type is allowed."""
+        raise NotImplementedError
+
+    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
+        """Values of a `kind` just inside of what is allowed, and just outside: for tests."""
+        raise NotImplementedError
+
+    def refusal(self, field: str, value: Any, noun: str, scheme: Any) -> str:
+        """The error, behind the name of the scheme."""
+        return f"{field}={value!r} is not allowed; {field} must be {self.allowed(noun, scheme)}"
+
+
+@dataclass(frozen=True)
+class _Bound(Rule):
+    """A limit on one side: a number, or the name of another field, which may be open."""
+
+    bound: float | str
+
+    def _of(self, scheme: Any) -> float | None:
+        return getattr(scheme, self.bound) if isinstance(self.bound, str) else self.bound
+
+    def _said(self, scheme: Any) -> str:
+        if not isinstance(self.bound, str):
+            return f"{self.bound:g}"
+        return self.bound if scheme is None else f"{self.bound}={self._of(scheme):g}"
+
+
+class AtLeast(_Bound):
+    """A number from a bound on: `AtLeast(1)`, `AtLeast("beta_slow")`."""
+
+    def allowed(self, noun: str, scheme: Any = None) -> str:
+        return f"{noun} of at least {self._said(scheme)}"
+
+    def holds(self, value: Any, scheme: Any) -> bool:
+        return (bound := self._of(scheme)) is None or value >= bound
+
+    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
+        least = self._of(scheme) or 0
+        step = 1 if kind is int else 1e-3
+        return [kind(least), kind(least) + step], [least - step]
+
+
+class AtMost(_Bound):
+    """A number up to a bound; beside a rule that gives the lower one."""
+
+    def allowed(self, noun: str, scheme: Any = None) -> str:
+        return f"at most {self._said(scheme)}"
+
+    def holds(self, value: Any, scheme: Any) -> bool:
+        return (bound := self._of(scheme)) is None or value <= bound
+
+    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
+        if (most := self._of(scheme)) is None:
+            return [], []
+        return [kind(most)], [most + (1 if kind is int else 1e-3)]
+
+    def refusal(self, field: str, value: Any, noun: str, scheme: Any) -> str:
+        return f"{field}={value} is not allowed; it must be {self.allowed(noun, scheme)}"
+
+
+class Above(_Bound):
+    """A number beyond a bound: `Above(0)`."""
+
+    def allowed(self, noun: str, scheme: Any = None) -> str:
+        return f"{noun} above {self._said(scheme)}"
+
+    def holds(self, value: Any, scheme: Any) -> bool:
+        return (bound := self._of(scheme)) is None or value > bound
+
+    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
+        bound = self._of(scheme) or 0
+        return [bound + (1 if kind is int else 1e-3)], [bound, bound - 1]
+
+
+@dataclass(frozen=True)
+class Between(Rule):
+    """A number strictly between two others, and not `excluded`."""
+
+    low: float
+    high: float
+    excluded: float
+
+    def allowed(self, noun: str, scheme: Any = None) -> str:
+        return f"{noun} above {self.low:g} and below {self.high:g}, and not {self.excluded:g}"
+
+    def holds(self, value: Any, scheme: Any) -> bool:
+        return self.low < value < self.high and value != self.excluded
+
+    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
+        return [self.low + 1e-3, self.high - 1e-3, self.excluded + 1e-3], [self.low, self.high, self.excluded]
+
+
+@dataclass(frozen=True)
+class EvenFrom(Rule):
+    """An even integer within bounds, both included."""
+
+    low: int
+    high: int
+
+    def allowed(self, noun: str, scheme: Any = None) -> str:
+        return f"an even integer from {self.low} to {self.high}"
+
+    def holds(self, value: Any, scheme: Any) -> bool:
+        return value in range(self.low, self.high + 1, 2)
+
+    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
+        return [self.low, self.high], [self.low - 2, self.low + 1, self.high + 2]
+
+
+@dataclass(frozen=True)
+class TrueOrFalse(Rule):
+    """The rule of every `bool`; of `bool | None` where it is `optional`."""
+
+    optional: bool
+
+    def allowed(self, noun: str, scheme: Any = None) -> str:
+        return "True, False or None" if self.optional else "True or False"
+
+    def holds(self, value: Any, scheme: Any) -> bool:
+        return True
+
+    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
+        return [True, False], [0, 1, "true"]
+
+
+@dataclass(frozen=True)
+class OneOf(Rule):
+    """One of some words: the rule of a `Literal`."""
+
+    words: tuple[str, ...]
+
+    def allowed(self, noun: str, scheme: Any = None) -> str:
+        return f"one of {', '.join(map(repr, self.words))}"
+
+    def holds(self, value: Any, scheme: Any) -> bool:
+        return value in self.words
+
+    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
+        return list(self.words), ["", self.words[0] + "s", 0]
+
+    def refusal(self, field: str, value: Any, noun: str, scheme: Any) -> str:
+        return f"{field}={value!r}: {did_you_mean(str(value), self.words)}"
+
+
+@dataclass(frozen=True)
+class SomeOf(Rule):
+    """A list of one or more of some words, each at most once."""
+
+    words: tuple[str, ...]
+
+    def allowed(self, noun: str, scheme: Any = None) -> str:
+        return f"some of {list(self.words)}"
+
+    def holds(self, value: Any, scheme: Any) -> bool:
+        items = sorted(value, key=str)
+        return bool(items) and items == [word for word in sorted(self.words) if word in items]
+
+    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
+        words = self.words
+        return [(words[0],), words, words[::-1]], [(), (words[0], words[0]), (*words, "other"), words[0]]
+
+
+@dataclass(frozen=True)
+class NumbersAboveZero(Rule):
+    """A list with one positive number for each of something, such as `pair` or `head`."""
+
+    each: str
+
+    def allowed(self, noun: str, scheme: Any = None) -> str:
+        return f"one number above 0 per {self.each}"
+
+    def holds(self, value: Any, scheme: Any) -> bool:
+        return bool(value) and all(_is_of(item, float) and item > 0 and is_computable(item) for item in value)
+
+    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
+        return [(1e-3,), (1, 2.0)], [(), (0,), (1.0, -1), (1.0, True), ("1",), 1.0]
+
+
+@dataclass(frozen=True)
+class FieldRule:
+    """All that a field may be.
+
+    Attributes:
+        name: of the field.
+        kind: int, float, bool, str or tuple.
+        optional: whether None is allowed too.
+        rules: one at least; all of them must hold.
+    """
+
+    name: str
+    kind: Any
+    optional: bool
+    rules: tuple[Rule, ...]
+
+    def allowed(self) -> str:
+        """In words; other fields by their names."""
+        return ", ".join(rule.allowed(self._noun) for rule in self.rules)
+
+    def broken(self, value: Any, scheme: Any) -> Rule | None:
+        """The first rule that a value breaks beside the other fields of a scheme; None if it is allowed."""
+        if value is None and self.optional:
+            return None
+        is_right = _is_of(value, self.kind) and is_computable(value)
+        return next((rule for rule in self.rules if not (is_right and rule.holds(value, scheme))), None)
+
+    def check(self, scheme: Any) -> None:
+        """Check the field of a new scheme; a list becomes a tuple.
+
+        Raises:
+            InvalidField: names the field, its value and what is allowed.
+        """
+        value = getattr(scheme, self.name)
+        if (rule := self.broken(value, scheme)) is not None:
+            has_size = self.kind not in _WORDS or is_computable(value)
+            size = "" if has_size else f", and 0 or of a size from {1 / LARGEST:g} to {LARGEST:g}"
+            raise InvalidField(f"{scheme.name}: {rule.refusal(self.name, value, self._noun, scheme)}{size}")
+        if isinstance(value, list):
+            object.__setattr__(scheme, self.name, tuple(value))
+
+    def edges(self, scheme: Any) -> tuple[list[Any], list[Any]]:
+        """Values at the edge of what is allowed beside the other fields of a scheme, and values beyond: for tests."""
+        pairs = [rule.edges(self.kind, scheme) for rule in self.rules]
+        legal = [value for inside, _ in pairs for value in inside]
+        illegal = [value for _, outside in pairs for value in outside]
+        if self.kind in _WORDS:
+            illegal += [True, "1", (1,), float("nan"), float("inf"), 2 * LARGEST] + [0.5] * (self.kind is int)
+        legal = [value for value in legal if self.broken(value, scheme) is None]
+        return legal + [None] * self.optional, illegal + [None] * (not self.optional) + [object()]
+
+    @property
+    def _noun(self) -> str:
+        return _WORDS.get(self.kind, "")
+
+
+@functools.cache
+def rules_of(cls: type) -> dict[str, FieldRule]:
+    """The rules of a class of schemes by field; fields that bound others come first.
+
+    Raises:
+        NameError: the annotation of a rule needs a name that its module does not have.
+    """
+    hints = _annotations(cls)
+    read = {field.name: _read(field.name, hints[field.name]) for field in dataclasses.fields(cls)}
+    rules = {name: rule for name, rule in read.items() if rule is not None}
+    ordered: dict[str, FieldRule] = {}
+    for name, rule in rules.items():
+        for other in (each.bound for each in rule.rules if isinstance(each, _Bound) and each.bound in rules):
+            ordered.setdefault(str(other), rules[str(other)])
+        ordered.setdefault(name, rule)
+    return ordered
+
+
+def _annotations(cls: type) -> dict[str, Any]:
+    try:
+        return get_type_hints(cls, include_extras=True)
+    except (NameError, AttributeError):  # a name for type checkers alone, or of a function
+        hints = {field.name: field.type for field in dataclasses.fields(cls)}
+        if any(isinstance(hint, str) and "Annotated[" in hint for hint in hints.values()):
+            raise
+        return hints
+
+
+def _read(name: str, hint: Any) -> FieldRule | None:
+    hint, rules = _unwrapped(hint)
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kinds = [option for option in options if option is not types.NoneType]
+    if len(kinds) != 1:
+        return None
+    optional = len(options) > 1
+    kind, more = _unwrapped(kinds[0])
+    rules += more
+    if kind is bool:
+        rules += (TrueOrFalse(optional),)
+    if get_origin(kind) is Literal:
+        kind, rules = str, (*rules, OneOf(get_args(kind)))
+    return FieldRule(name, get_origin(kind) or kind, optional, rules) if rules else None
+
+
+def _unwrapped(hint: Any) -> tuple[Any, tuple[Rule, ...]]:
+    if get_origin(hint) is not Annotated:
+        return hint, ()
+    inner, *extras = get_args(hint)
+    return inner, tuple(extra for extra in extras if isinstance(extra, Rule))
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type. A bool is no number, an integer is one, and a list may be given for a tuple."""
+    if kind in _WORDS:
+        return isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
+    if kind is str:
+        return True  # the rule knows all words
+    return isinstance(value, (tuple, list) if kind is tuple else kind)
+
+
+def is_computable(value: Any) -> bool:
+    """Whether float32 and the integers of torch hold a number, with room for what is computed from it."""
+    return not isinstance(value, (int, float)) or value == 0 or 1 / LARGEST <= abs(value) <= LARGEST
