@@ -11,7 +11,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rope_patch import UnsupportedPositions, get_scheme, patch
 from rope_patch.attention import decode
-from rope_patch.mounting import late
+from rope_patch.mounting import hooks
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
 from tests.families import FAMILIES, FOLLOWING, LLAMA_AND_SCALED, PACKED_ROWS_MIX, RUN, SCALED, TRAINING_LENGTH, build
 from tests.runs import (
@@ -264,7 +264,7 @@ def test_no_mask_of_all_pairs_is_made_for_pads_and_documents(llama, spec, kind, 
         inputs = {"attention_mask": mask, "position_ids": positions_of(mask)}
     kept = inputs.get("attention_mask", torch.ones_like(ids)).bool()
     materialised = patch(llama, spec)
-    monkeypatch.setattr(late, "_groups", lambda *_: None)
+    monkeypatch.setattr(hooks, "_groups", lambda *_: None)
     expected = logits(llama, ids, **inputs)
     monkeypatch.undo()
 
