@@ -56,10 +56,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if runs(item)]
 
 
-def pytest_collection_finish() -> None:
-    """Thousands of collected tests stay to the end: whoever collects garbage need not walk through them every time."""
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_walk_through() -> None:
+    """Collected tests, imported modules and prototypes stay to the end: whoever collects garbage, or asks the collector
+    for the models around a backbone, need not walk through them every time.
+    """
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """What was kept from the collector goes with the process, without complaints of extensions that it leaks."""
+    gc.unfreeze()
 
 
 def _is_of(item: pytest.Item, scheme: str) -> bool:

@@ -30,9 +30,9 @@ from rope_patch.models.config import (
     training_length,
 )
 from rope_patch.models.meta import filled
-from rope_patch.models.passed import passed_tables
+from rope_patch.models.module_state import unchanged
+from rope_patch.models.passed_tables import passed_tables
 from rope_patch.models.probe import Followed, Measuring, follows_buffers, measure_fixed, measure_tables
-from rope_patch.models.state import unchanged
 from rope_patch.schemes.base import Scheme
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rope_patch.errors import UnsupportedModel
-from rope_patch.models.state import remove_hook
+from rope_patch.models.module_state import remove_hook
 
 
 class EmptyTables:

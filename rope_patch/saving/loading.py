@@ -13,7 +13,7 @@ import os
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from rope_patch.errors import (
     require,
 )
 from rope_patch.models import t5
-from rope_patch.models.baichuan import is_baichuan_folder, register_baichuan
+from rope_patch.models.baichuan import register_baichuan
 from rope_patch.models.config import restore_native, training_length, wrong_field
 from rope_patch.mounting.saved import ADAPTERS, RECORD
 from rope_patch.patching import find_handle, mount_scheme, unpatch
@@ -109,7 +109,7 @@ def _one_error(
             unknown = (f"unexpected keyword argument {name!r}" in str(error) for name in arguments)
             if isinstance(error, TypeError) and any(unknown):
                 raise
-            reason = _wrong_field(path, _places(arguments)) or f"{type(error).__name__}: {reason}"
+            reason = wrong_field(_fields_of(path, _places(arguments))) or f"{type(error).__name__}: {reason}"
         raise NoCheckpoint(f"{what}{str(path)!r} cannot be loaded: {reason}") from error
 
 
@@ -118,11 +118,11 @@ def _places(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: arguments[name] for name in _PLACES if name in arguments}
 
 
-def _wrong_field(path: str | Path, places: dict[str, Any], names: Container[str] | None = None) -> str:
-    """`wrong_field` of a config that no class has read yet; empty for a file that is no config."""
-    with suppress(Exception):  # Transformers names what is wrong with the file
-        return wrong_field(PreTrainedConfig.get_config_dict(path, **places)[0], names)
-    return ""
+def _fields_of(path: str | Path, places: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a config that no class has read yet; empty if Transformers cannot find or read the file."""
+    with suppress(Exception):  # loading it raises a better error
+        return dict(PreTrainedConfig.get_config_dict(path, **places)[0])
+    return {}
 
 
 def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
@@ -243,9 +243,10 @@ def make_loadable(path: str | Path, **places: Any) -> bool:
     Raises:
         NoCheckpoint: Transformers would build layers without end.
     """
-    if Path(path).is_dir() and (wrong := _wrong_field(path, places, ("num_hidden_layers",))):
+    fields = _fields_of(path, places)
+    if wrong := wrong_field(fields, ("num_hidden_layers",)):
         raise NoCheckpoint(f"{str(path)!r} cannot be loaded: {wrong}")
-    if not is_baichuan_folder(path, **places):
+    if fields.get("model_type") != "baichuan":
         return False
     register_baichuan()
     return True

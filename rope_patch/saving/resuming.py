@@ -112,27 +112,22 @@ def checked_record(record: Any, config: Any) -> dict[str, Any] | None:
 def load_class(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:
     """A model of the class, without a warning about learned parameters of schemes, which are loaded later."""
     logger = logging.getLogger("transformers.modeling_utils")
-    report = _UnlessOurs()
-    logger.addFilter(report)
+    withheld = []
+
+    def is_of_others(report: logging.LogRecord) -> bool:
+        if is_ours := f"{NAME}." in report.getMessage():
+            withheld.append(report)
+        return not is_ours
+
+    logger.addFilter(is_of_others)
     try:
         model, info = cls.from_pretrained(path, output_loading_info=True, **kwargs)
     finally:
-        logger.removeFilter(report)
+        logger.removeFilter(is_of_others)
     others = {what: rest for what, keys in info.items() if (rest := [key for key in keys if not _is_ours(key)])}
-    if report.withheld and others:
+    if withheld and others:
         logger.warning("%s loaded from %s: %s", type(model).__name__, path, others)
-    return model
-
-
-class _UnlessOurs(logging.Filter):
-    """Withholds a loading report that mentions learned parameters of schemes."""
-
-    withheld = False
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        ours = f"{NAME}." in record.getMessage()
-        self.withheld |= ours
-        return not ours
+    return cast(nn.Module, model)
 
 
 def _is_ours(key: Any) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from rope_patch.cli.options import parse, recipes_folder
+from rope_patch.cli.options import parse
 from rope_patch.data.corpora import load_corpus
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.row import Rows
@@ -16,6 +16,7 @@ from rope_patch.saving.loading import load_config
 from rope_patch.saving.readers import SERVERS, served_by
 from rope_patch.schemes import ReRoPE, get_scheme, list_schemes, scheme_class
 from rope_patch.schemes.base import Sweep
+from rope_patch.shipped import recipes_folder
 from tests.recipes import load_recipe, run_recipe
 
 from .conftest import documents

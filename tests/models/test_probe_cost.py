@@ -16,8 +16,8 @@ from transformers.models.llama import modeling_llama
 
 from rope_patch import UnsupportedModel, patch, unpatch
 from rope_patch.models.find_stacks import read_stack, read_stacks
+from rope_patch.models.module_state import unchanged
 from rope_patch.models.probe import measure_heads, measure_layout
-from rope_patch.models.state import unchanged
 from tests.families import RUN, build
 from tests.models import t5_families
 from tests.runs import logits, tokens

@@ -5,13 +5,9 @@ Importing this package registers nothing and imports no class; call `register_ba
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 from torch import nn
-from transformers import PreTrainedConfig
 
-__all__ = ["is_baichuan_folder", "published_remote_code", "register_baichuan"]
+__all__ = ["published_remote_code", "register_baichuan"]
 
 _REMOTE = "transformers_modules."
 
@@ -37,23 +33,6 @@ def register_baichuan() -> None:
     # by name, not by config class: otherwise AutoTokenizer prefers the code in the checkpoint folder
     for tokenizer in (BaichuanTokenizer, BaiChuanTokenizer):
         REGISTERED_TOKENIZER_CLASSES[tokenizer.__name__] = tokenizer
-
-
-def is_baichuan_folder(path: str | Path, **kwargs: Any) -> bool:
-    """Whether a checkpoint is of the model type `baichuan`.
-
-    Args:
-        path: a folder with a `config.json`, or a Hub ID.
-        **kwargs: for `PreTrainedConfig.get_config_dict` (`revision`, `token`, ...).
-
-    Returns:
-        False also without a readable config: loading the checkpoint raises a better error.
-    """
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and config.get("model_type") == "baichuan"
 
 
 def published_remote_code(module: nn.Module) -> str | None:
