@@ -1,3 +1,6 @@
+# /// script
+# dependencies = ["rope-patch[cli,plots,finetune]"]
+# ///
 """Fine-tune a checkpoint at a longer context under several schemes, and draw perplexity before and after.
 
     python recipes/finetune.py recipes/configs/finetune_tiny.yaml
@@ -12,9 +15,7 @@ the plain checkpoint, and attention cut at its training length L. Run the same c
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import math
 import os
 import sys
 from contextlib import ExitStack, nullcontext, redirect_stdout, suppress
@@ -85,14 +86,18 @@ def main(options: Options) -> None:
     from accelerate import PartialState
 
     from rope_patch.errors import MissingPackage
+    from rope_patch.evaluation import charts
     from rope_patch.evaluation.row import Rows
     from rope_patch.evaluation.scheme_specs import REFERENCES, with_references
+    from rope_patch.evaluation.tables import print_table
     from rope_patch.saving.loading import default_checkpoint, load_tokenizer, quiet_transformers
+    from rope_patch.training.callbacks import completed
+    from rope_patch.training.checkpoints import alone_in, claim
 
     with_references(options.schemes)  # a misspelled scheme is known before anything is loaded
     PartialState(cpu=options.device == "cpu")
     output = Path(options.output)
-    rows: Any = None
+    measurements: Any = None
     points: Any = None
     with ExitStack() as stack:
         stack.enter_context(quiet_transformers())
@@ -100,21 +105,24 @@ def main(options: Options) -> None:
         documents, corpus, text = texts(options, tokenizer)
         if is_main():  # others measure and train as well, but write nothing
             stack.enter_context(alone_in(output))
-            claim(output, options, text, corpus)
-            rows, points = Rows(output / "perplexity.jsonl"), Rows(output / "finetune.jsonl")
+            digest = hashlib.sha256("".join(document["text"] for document in corpus).encode()).hexdigest()[:8]
+            settings = {name: getattr(options, name) for name in KEPT.split()}
+            claim(output, {**settings, "measured on": f"{text} ({digest})"})  # held-out text is never trained on later
+            measurements, points = Rows(output / "perplexity.jsonl"), Rows(output / "finetune.jsonl")
         say(f"perplexity is measured on {text}")
         scored = ("targets", "documents", "windows_per_document", "seed")
         measured = {name: getattr(options, name) for name in scored} | {"name": options.model or "tiny-llama"}
-        measured |= {"tokenizer": tokenizer, "corpus": corpus, "text": text, "results": rows}
+        measured |= {"tokenizer": tokenizer, "corpus": corpus, "text": text, "results": measurements}
         for spec in options.schemes:
-            finetune(options, spec, documents, measured, points)
-        if points is not None:
-            found = [point for point in points.rows if point.line in (*REFERENCES, *options.schemes)]
-            print_json([json.loads(point.to_json()) for point in found]) if options.json else print(table(found))
-            try:
-                draw(found, options)
-            except MissingPackage as error:
-                say(str(error))
+            finetune(options, spec, documents, {**measured, "points": points})
+        if points is None:
+            return
+        rows = completed([row for row in points.rows if row.line in (*REFERENCES, *options.schemes)])
+        print_json([json.loads(row.to_json()) for row in rows]) if options.json else print_table(rows)
+        try:
+            charts.save(rows, output / "finetune.png", title="Before and after fine-tuning")
+        except MissingPackage as error:
+            say(str(error))
 
 
 def check(options: Options) -> None:
@@ -141,33 +149,6 @@ def check(options: Options) -> None:
         require("liger_kernel", "loss=liger", "finetune")
 
 
-def alone_in(output: Path) -> Any:
-    """Hold the folder: a second run on it ends at once, and a killed one lets it go."""
-    from filelock import FileLock, Timeout
-
-    from rope_patch.errors import EvaluationError
-
-    output.mkdir(parents=True, exist_ok=True)
-    try:
-        return FileLock(output / ".lock").acquire(timeout=0)
-    except Timeout:
-        raise EvaluationError(f"{output} is in use by another run; wait for it, or choose another output") from None
-
-
-def claim(output: Path, options: Options, text: str, corpus: Any) -> None:
-    """Record the settings of this folder, and refuse to resume with others."""
-    from rope_patch.errors import EvaluationError
-
-    path, ours = output / "options.json", {name: getattr(options, name) for name in KEPT.split()}
-    digest = hashlib.sha256("".join(document["text"] for document in corpus).encode()).hexdigest()[:8]
-    ours["measured on"] = f"{text} ({digest})"  # what was held out may not be trained on later
-    theirs = dict.fromkeys(ours) | json.loads(path.read_text()) if path.exists() else ours
-    changed = [f"{name} was {theirs[name]!r} and is {ours[name]!r}" for name in ours if theirs[name] != ours[name]]
-    if changed:
-        raise EvaluationError(f"{output} holds other runs ({'; '.join(changed)}); choose another output")
-    path.write_text(json.dumps(ours, indent=2) + "\n")
-
-
 def texts(options: Options, tokenizer: Any) -> tuple[Any, Any, str]:
     """The documents to train on, those to measure on, and what the latter are called."""
     from rope_patch.data.corpora import load_text, name_of_text
@@ -189,19 +170,17 @@ def texts(options: Options, tokenizer: Any) -> tuple[Any, Any, str]:
     return hold_out(documents, tokenizer, max(options.lengths, default=options.length), **asked)
 
 
-def finetune(options: Options, spec: str, documents: Any, measured: dict[str, Any], points: Any) -> None:
+def finetune(options: Options, spec: str, documents: Any, measured: dict[str, Any]) -> None:
     """One scheme, from the checkpoint to `<output>/<scheme>/checkpoint`."""
-    import torch
-    from accelerate import PartialState
-    from transformers import TrainingArguments, default_data_collator, set_seed
+    from transformers import default_data_collator, set_seed
 
-    from rope_patch.data import pose
+    from rope_patch.data.pose import PoSECollator
+    from rope_patch.data.training_rows import training_rows
     from rope_patch.errors import EvaluationError
     from rope_patch.evaluation.scheme_specs import REFERENCES, scheme_at
     from rope_patch.models.find_stacks import read_stacks
     from rope_patch.models.head import find_language_model
-    from rope_patch.patching import find_handle, mount_scheme, unpatch
-    from rope_patch.saving.loading import default_checkpoint, load_model
+    from rope_patch.patching import mount_scheme
     from rope_patch.training import adapters, callbacks, checkpoints, chunked_loss
 
     folder, facts = folder_of(options, spec), {"scheme": spec, "steps": options.steps, "merge": options.merge}
@@ -209,30 +188,24 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     if done.exists() and json.loads(done.read_text()) == facts:
         say(f"{spec}: trained before, {done.parent} is there")
         return
-    path = options.model or default_checkpoint()
-    path = str(Path(path).resolve()) if Path(path).exists() else path  # adapters name it
-    model: Any = load_model(path, dtype=options.dtype, device=options.device, attention=options.attention)
-    if hasattr(model, "peft_config"):
-        raise EvaluationError(f"{path} holds adapters; merge them before training on")
-    if (handle := find_handle(model)) is not None:
-        if handle.scheme.learns:
-            raise EvaluationError(f"{path} was saved under {handle.scheme}; training would lose what that learned")
-        say(f"the checkpoint was saved under {handle.scheme}; it is trained under {spec} instead")
-        unpatch(model)
+    model = load_plain(options, spec)
     language_model, stacks = find_language_model(model), read_stacks(model)
     trained = stacks[0].training_length
     if "flash" in language_model.config._attn_implementation and options.layout != "padded":
         raise EvaluationError("flash attention would misread where the documents of a row begin; use attention=sdpa")
-    row_length, tokenizer = trained if options.layout == "pose" else options.length, measured["tokenizer"]
-    data = training_rows(options, documents, tokenizer, language_model.config.vocab_size, row_length)
+    row_length = trained if options.layout == "pose" else options.length
+    buffer = options.shuffle_buffer if options.streaming else None
+    order = {"batch_size": options.batch_size, "seed": options.seed, "shuffle_buffer": buffer}
+    order |= {"pack": options.layout == "packed", "allow_short": options.allow_short}
+    rows = training_rows(documents, measured["tokenizer"], language_model.config.vocab_size, row_length, **order)
 
     scheme = scheme_at(spec, options.length, [stack.checkpoint for stack in stacks])
     doublings = [trained * 2**n for n in range(30) if trained * 2**n < options.length]
     lengths = options.lengths or (*doublings, options.length)
-    asked = {"every": options.evaluate_every, "start": False, "points": points, "line": spec}
-    perplexity = callbacks.PerplexityCallback(lengths=lengths, **asked, **measured)
-    for line in REFERENCES:
-        perplexity.measure(model, line, 0, line)
+    when = {"every": options.evaluate_every, "start": False}
+    perplexity = callbacks.PerplexityCallback(lengths=lengths, line=spec, **when, **measured)
+    for reference in REFERENCES:
+        perplexity.measure(model, reference, 0, reference)
     if scheme is not None:
         perplexity.measure(model, scheme, 0)
         mount_scheme(model, scheme)
@@ -245,15 +218,56 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     called: list[Any] = [perplexity]
     if options.warm_start_steps:
         called.append(callbacks.WarmStart(scheme, options.warm_start_steps, options.length / trained))
-    skipping = pose.PoSECollator(options.length, options.pose_chunks, options.seed)
-    collators = {"packed": default_data_collator, "padded": pose.PoSECollator(row_length, chunks=1), "pose": skipping}
+    collators = {"packed": default_data_collator, "padded": PoSECollator(row_length, chunks=1)}
+    collators["pose"] = PoSECollator(options.length, options.pose_chunks, options.seed)
+    arguments = training_arguments(options, folder / "trainer")
+    trainer = checkpoints.SafeTrainer(model, arguments, collators[options.layout], rows, callbacks=called)
+    chunked = chunked_loss.chunked_loss(model) if options.loss == "chunked" else nullcontext()
+    with chunked, redirect_stdout(sys.stderr):  # Trainer prints its log
+        trainer.resume()
+
+    if options.merge:
+        trainer.model = model = model.merge_and_unload()
+    with checkpoints.whole_folder(folder / "checkpoint") if is_main() else nullcontext(folder) as aside:
+        trainer.save_model(str(aside))  # where weights are spread, every process has to come here
+        if is_main():
+            find_language_model(model).config.save_pretrained(aside)  # beside adapters too: it names the scheme
+            measured["tokenizer"].save_pretrained(aside)
+            (aside / "training.json").write_text(json.dumps(facts))
+
+
+def load_plain(options: Options, spec: str) -> Any:
+    """The checkpoint without the scheme under which it may have been saved."""
+    from rope_patch.errors import EvaluationError
+    from rope_patch.patching import find_handle, unpatch
+    from rope_patch.saving.loading import default_checkpoint, load_model
+
+    path = options.model or default_checkpoint()
+    path = str(Path(path).resolve()) if Path(path).exists() else path  # adapters name it
+    model: Any = load_model(path, dtype=options.dtype, device=options.device, attention=options.attention)
+    if hasattr(model, "peft_config"):
+        raise EvaluationError(f"{path} holds adapters; merge them before training on")
+    if (handle := find_handle(model)) is not None:
+        if handle.scheme.learns:
+            raise EvaluationError(f"{path} was saved under {handle.scheme}; training would lose what that learned")
+        say(f"the checkpoint was saved under {handle.scheme}; it is trained under {spec} instead")
+        unpatch(model)
+    return model
+
+
+def training_arguments(options: Options, folder: Path) -> Any:
+    """The options in the words of `transformers.Trainer`."""
+    import torch
+    from accelerate import PartialState
+    from transformers import TrainingArguments
+
     schedule: dict[str, Any] = {"lr_scheduler_type": "constant_with_warmup"}
     if options.decay_steps:
         decay = {"num_decay_steps": options.decay_steps, "decay_type": "linear"}
         schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": decay}
     share = options.batch_size // PartialState().num_processes
     arguments = TrainingArguments(
-        output_dir=str(folder / "trainer"),
+        output_dir=str(folder),
         max_steps=options.steps,
         per_device_train_batch_size=options.micro_batch_size or share,
         gradient_accumulation_steps=share // (options.micro_batch_size or share),
@@ -274,153 +288,12 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
         remove_unused_columns=False,
     )
     arguments._n_gpu = min(1, arguments.n_gpu)  # of one process: nn.DataParallel copies patched layers wrongly
-    trainer = checkpoints.SafeTrainer(model, arguments, collators[options.layout], data, callbacks=called)
-    chunked = chunked_loss.chunked_loss(model) if options.loss == "chunked" else nullcontext()
-    with chunked, redirect_stdout(sys.stderr):  # Trainer prints its log
-        trainer.resume()
-    if options.merge:
-        trainer.model = model = model.merge_and_unload()
-    with checkpoints.whole_folder(folder / "checkpoint") if is_main() else nullcontext(folder) as aside:
-        trainer.save_model(str(aside))  # where weights are spread, every process has to come here
-        if is_main():
-            find_language_model(model).config.save_pretrained(aside)  # beside adapters too: it names the scheme
-            tokenizer.save_pretrained(aside)
-            (aside / "training.json").write_text(json.dumps(facts))
-
-
-def training_rows(options: Options, documents: Any, tokenizer: Any, vocabulary: int, length: int) -> Any:
-    """Documents as rows of tokens: a dataset, or an endless stream of one."""
-    from rope_patch.errors import EvaluationError
-
-    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-
-    def tokenise(batch: dict[str, list[str]]) -> dict[str, Any]:
-        found = [ids + end for ids in tokenizer(batch["text"], verbose=False)["input_ids"] if ids]
-        if (highest := max((max(ids) for ids in found), default=0)) >= vocabulary:
-            raise EvaluationError(f"token {highest} is beyond the model's {vocabulary}: another model's tokenizer")
-        return {"input_ids": found}
-
-    if options.streaming and not hasattr(documents, "n_shards"):
-        documents = documents.to_iterable_dataset()
-    buffer = {"buffer_size": options.shuffle_buffer} if options.streaming else {}
-    documents = documents.shuffle(seed=options.seed, **buffer)
-    tokens = documents.map(tokenise, batched=True, remove_columns=["name", "text"])
-    lay_out = partial(packed if options.layout == "packed" else cut, length=length)
-    rows = tokens.map(lay_out, batched=True, input_columns="input_ids", remove_columns="input_ids")
-    if options.streaming:
-        return rows.repeat(None)
-    longest = max(map(len, tokens["input_ids"]), default=0)
-    if not len(rows) or (longest < length and not options.allow_short):
-        raise EvaluationError(
-            f"no document fills a row of {length} tokens: without what is held out the longest of {len(tokens)} has "
-            f"{longest}; short ones teach nothing of long distances; give longer ones, less length, or allow_short=true"
-        )
-    rows = rows.repeat(-(-options.batch_size // len(rows)))
-    return rows.take(len(rows) // options.batch_size * options.batch_size)  # so that every step of an epoch is full
-
-
-def packed(documents: list[list[int]], length: int) -> dict[str, Any]:
-    """Documents behind one another in full rows. A document that is cut continues in the next row; `position_ids` start
-    again with each piece, by which attention keeps the pieces apart.
-    """
-    import numpy as np
-
-    tokens = np.array([token for document in documents for token in document], dtype=int)
-    places, begins = np.arange(len(tokens)), np.zeros(len(tokens), dtype=bool)
-    begins[np.cumsum([0, *map(len, documents)])[:-1]] = True
-    begins[::length] = True
-    columns = {
-        "input_ids": tokens,
-        "labels": np.where(begins, -100, tokens),
-        "position_ids": places - np.maximum.accumulate(np.where(begins, places, 0)),
-    }
-    full = len(tokens) // length * length
-    return {name: list(values[:full].reshape(-1, length)) for name, values in columns.items()}
-
-
-def cut(documents: list[list[int]], length: int) -> dict[str, Any]:
-    """Every piece of a document is a row of its own."""
-    return {"input_ids": [ids[at : at + length] for ids in documents for at in range(0, len(ids), length)]}
+    return arguments
 
 
 def folder_of(options: Options, spec: str) -> Path:
     """Where the results of a scheme are."""
     return Path(options.output, "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in spec))
-
-
-def stories(points: list[Any]) -> dict[tuple[str, int], dict[int, Any]]:
-    """Points by length, for each scheme and step, references first."""
-    found: dict[tuple[str, int], dict[int, Any]] = {}
-    for point in points:
-        found.setdefault((point.line, point.step), {})[point.length] = point
-    lines = list(dict.fromkeys(line for line, _ in found))
-    return dict(sorted(found.items(), key=lambda item: (lines.index(item[0][0]), item[0][1])))
-
-
-def errors(points: list[Any]) -> dict[str, float]:
-    """The standard error of each point's difference from attention cut at L, by key; of that, the error of its loss."""
-    from rope_patch.evaluation.standard_errors import standard_error
-
-    cut = {point.length: point.nll_by_document for point in points if point.line == "window"}
-    found = {}
-    for point in points:
-        own = point.nll_by_document
-        other = [0.0] * len(own) if point.line == "window" else cut.get(point.length, [])
-        error = standard_error([nll - at_cut for nll, at_cut in zip(own, other, strict=False)])
-        found[point.key()] = math.nan if error is None else error
-    return found
-
-
-def table(points: list[Any]) -> str:
-    """NLL before, during and after, by context length; the best of each column has a star, unless all are equal."""
-    from rope_patch.evaluation.scheme_specs import display_name
-
-    lengths, width = sorted({point.length for point in points}), max(len(display_name(point.line)) for point in points)
-    columns = {n: sorted((f"{point.nll:.3f}" for point in points if point.length == n), key=float) for n in lengths}
-    best = {length: found[0] for length, found in columns.items() if found[0] != found[-1]}
-    error = errors(points)
-    shown = [f"{'scheme':{width}}{'steps':>7}" + "".join(f"{length:>8}{'':8}" for length in lengths)]
-    for (line, step), cells in stories(points).items():
-        row = f"{display_name(line):{width}}{step:>7}"
-        for length in lengths:
-            nll = f"{cells[length].nll:.3f}" if length in cells else "-"
-            noise = f"±{error[cells[length].key()]:.3f}" if length in cells else ""
-            row += f"{nll:>8}{' *'[nll == best.get(length)]}{noise:7}"
-        shown.append(row.rstrip())
-    scored = f"NLL in nats per token, at every length of the same {points[0].scored_tokens} tokens of {points[0].text}"
-    noted = "± the standard error of the difference from attention cut at L, and of its own loss"
-    return "\n".join([*shown, f"{scored}; L = {points[0].training_length}; * best of its column; {noted}"])
-
-
-def draw(points: list[Any], options: Options) -> None:
-    """Loss against length: dotted before, solid after the training."""
-    from rope_patch.evaluation import charts
-    from rope_patch.evaluation.scheme_specs import display_name
-
-    trained, lengths = points[0].training_length, sorted({point.length for point in points})
-    multiples = [length / trained for length in lengths]
-    last, error = dict(stories(points).keys()), errors(points)  # the last step of every line
-    caption = (
-        f"NLL of the same tokens of {points[0].text}; trained at {trained} tokens, then at {options.length}. Dotted: "
-        "before; solid: after. Bands: ± one standard error, of the difference from attention cut at L."
-    )
-    named = list(dict.fromkeys(line for line, _ in stories(points)))
-    figure, chart = charts.sheet("Before and after fine-tuning", caption, max(3.2, 0.34 * len(named) + 0.4))
-    charts.scale_lengths(chart, multiples, [f"{m:g}L\n{n}" for m, n in zip(multiples, lengths, strict=True)])
-    colours, drawn = dict(zip(options.schemes, itertools.cycle(charts.COLOURS))), {}
-    for (line, step), cells in stories(points).items():
-        if step in (0, last[line]):
-            style = ("-" if step else ":") if line in colours else "--"
-            colour = colours.get(line, charts.INK if line == "window" else charts.FAINT)
-            values = [(cell.nll, error[cell.key()]) for cell in cells.values()]
-            at = [length / trained for length in cells]
-            name = display_name(line) + (f", {step} steps" if step else ", before" if line in colours else "")
-            look = {"color": colour, "linestyle": style, "marker": "o" if line in colours else None, "markersize": 4}
-            drawn[name] = charts.plot_band(chart, at, values, **look)
-    chart.axvline(options.length / trained, color=charts.FAINT, linewidth=1, linestyle=":")
-    chart.set(xlabel="context length (L, tokens)", ylabel="NLL, nats per token")
-    charts.name_lines(chart, drawn)
-    charts.write(figure, Path(options.output) / "finetune.png")
 
 
 if __name__ == "__main__":

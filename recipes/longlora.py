@@ -48,10 +48,12 @@ def main(options: Options) -> None:
     from rope_patch.errors import MissingPackage
     from rope_patch.evaluation.row import Rows
     from rope_patch.saving.loading import quiet_transformers
+    from rope_patch.training.checkpoints import claim
 
     output = Path(options.output)
     rows, points = Rows(output / "perplexity.jsonl"), Rows(output / "longlora.jsonl")
-    claim(output, options)
+    more = ("methods", "learning_rates", "seeds", "lengths", "output", "json")  # may be added to
+    claim(output, {name: value for name, value in asdict(options).items() if name not in more})
     with quiet_transformers():
         for rate, seed, method in itertools.product(options.learning_rates, options.seeds, options.methods):
             train(options, method, rate, seed, rows, points)
@@ -63,17 +65,6 @@ def main(options: Options) -> None:
         draw(points.rows, output / "longlora.png")
     except MissingPackage as error:
         say(str(error))
-
-
-def claim(output: Path, options: Options) -> None:
-    """Record the settings of this folder, and refuse to resume with others."""
-    from rope_patch.errors import EvaluationError
-
-    more = ("methods", "learning_rates", "seeds", "lengths", "output", "json")  # may be added to
-    path, ours = output / "options.json", {name: value for name, value in asdict(options).items() if name not in more}
-    if path.exists() and json.loads(path.read_text()) != ours:
-        raise EvaluationError(f"{output} holds other runs, see its options.json; choose another output")
-    path.write_text(json.dumps(ours, indent=2) + "\n")
 
 
 def train(options: Options, method: str, rate: float, seed: int, rows: Any, points: Any) -> None:

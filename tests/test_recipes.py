@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,8 @@ from rope_patch import native_scheme
 from rope_patch.cli.options import parse
 from rope_patch.data import corpora
 from rope_patch.data.corpora import load_text
+from rope_patch.evaluation.row import Rows
+from rope_patch.patching import find_handle
 from tests.recipes import load_recipe, run_script
 from tests.runs import assert_close, logits
 from tools import as_baichuan, pretrain_tiny, pretrain_tiny_t5
@@ -50,7 +54,8 @@ def test_pretraining_takes_a_step_and_writes_a_checkpoint(tool, tmp_path, monkey
     monkeypatch.setattr(corpora, "load_corpus", lambda split: load_text(str(TEXTS[split])))  # read in a second
     path = (TOOLS / "configs" / Path(tool.__file__).name).with_suffix(".yaml")
     config = yaml.safe_load(path.read_text())
-    config |= {"output": str(tmp_path), "steps": 2, "batch_size": 1, "evaluate_every": 2}
+    config |= {"output": str(tmp_path), "steps": 2, "batch_size": 1, "evaluate_every": 2, "context": 64}
+    config |= {"vocab_size": 512, "repeat_span": [4, 8]} if "vocab_size" in config else {}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     assert run_script(tool, [tmp_path / "config.yaml"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "checkpoint" / "training_log.jsonl").read_text().splitlines()]
@@ -60,6 +65,9 @@ def test_pretraining_takes_a_step_and_writes_a_checkpoint(tool, tmp_path, monkey
     assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint")("def f(x):").input_ids
     assert (tmp_path / "checkpoint" / "loss.png").is_file()
 
+
+OF_LIBRARY = {"passkey", "perplexity", "ruler"}
+"""Modules of the library that a recipe is named after."""
 
 RECIPE_OF = {"compare": "compare_encodings", "passkey": "passkey", "sweep": "sweep", "finetune": "finetune"}
 RECIPE_OF |= {"longlora": "longlora", "drope": "finetune", "ruler": "ruler"}
@@ -77,11 +85,41 @@ def test_every_config_is_one_of_its_tool(path):
     assert parse(TOOL_OF[path.stem].Options, [str(path)]).output.startswith("runs/")
 
 
+def test_the_smallest_fine_tuning_runs_as_it_is_wherever_it_is_copied(tmp_path):
+    assert len((RECIPES / "finetune_minimal.py").read_text().splitlines()) <= 60
+    copied = shutil.copy(RECIPES / "finetune_minimal.py", tmp_path)
+    shown = subprocess.run([sys.executable, copied], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert "YaRN, factor = 4, before" in shown
+    points = Rows(tmp_path / "runs" / "finetune_minimal" / "perplexity.jsonl").rows
+    losses = {(point.step, point.length): point.nll for point in points}
+    assert losses[6, 1024] < losses[0, 1024]
+    model = rope_patch.from_pretrained(tmp_path / "runs" / "finetune_minimal" / "checkpoint")
+    assert find_handle(model).scheme.name == "yarn"
+
+
+SCRIPTS = [*sorted(RECIPES.glob("*.py")), *sorted(TOOLS.glob("*.py"))]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_no_script_needs_a_recipe_beside_it(path):
+    """It imports no other recipe and loads none, so that a copy runs anywhere."""
+    imported, called = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Call):
+            called.add(ast.unparse(node.func).rpartition(".")[2])
+    parts = {part for name in imported for part in name.split(".")}
+    assert not parts & {"recipes", "importlib", "runpy", *(recipe.stem for recipe in RECIPES.glob("*.py"))} - OF_LIBRARY
+    assert not called & {"load_recipe", "exec", "__import__", "import_module"}
+    assert path.parent == TOOLS or "tools" not in {name.split(".")[0] for name in imported}
+
+
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.py")), ids=lambda path: path.stem)
 def test_every_recipe_is_read_from_top_to_bottom(path):
-    """One script of a length that is read; it imports no other recipe."""
+    """One script of a length that is read, with its commands at the top."""
     source = path.read_text()
     assert len(source.splitlines()) <= 500
     assert f"recipes/{path.name}" in source.partition('"""')[2].partition('"""')[0]
-    assert "import recipes" not in source
-    assert "from recipes" not in source

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import io
 import json
 import os
@@ -24,7 +23,6 @@ from typing import Annotated, Any, TypeVar
 import yaml
 
 from rope_patch.errors import EvaluationError, RopePatchError, RopePatchWarning, did_you_mean, require
-from rope_patch.shipped import recipes_folder
 
 require("tyro", "the command line", extra="cli")
 import tyro  # noqa: E402  what is missing was named
@@ -190,16 +188,6 @@ def print_json(document: Any) -> None:
     """Print one JSON document, once, however many processes measured."""
     if is_main():
         print(json.dumps(document, indent=2))
-
-
-def load_recipe(name: str) -> Any:
-    """The module of `recipes/NAME.py`."""
-    module = f"recipes.{name}"
-    if module not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module, recipes_folder() / f"{name}.py")
-        sys.modules[module] = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-        spec.loader.exec_module(sys.modules[module])  # type: ignore[union-attr]
-    return sys.modules[module]
 
 
 def _say_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:

@@ -134,6 +134,12 @@ class PerplexityCallback(TrainerCallback):
         return points
 
 
+def completed(rows: Sequence[Row]) -> list[Row]:
+    """Rows of one training; those of an older version, which wrote fewer fields, get the others from the newest row."""
+    names = ("model", "dtype", "protocol", "targets", "texts")
+    return [replace(row, **{name: getattr(row, name) or getattr(rows[-1], name) for name in names}) for row in rows]
+
+
 def _document(number: int, row: str | Mapping[str, Any]) -> dict[str, Any]:
     """A row of a corpus as `measure` reads it."""
     row = {"text": row} if isinstance(row, str) else row

@@ -1,7 +1,8 @@
-"""Folders that are written atomically, and a Trainer that saves its checkpoints this way."""
+"""Folders of runs: held by one, written atomically, and a Trainer that saves its checkpoints this way."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -10,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch import nn
 from transformers import Trainer
@@ -18,6 +20,34 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from rope_patch.errors import EvaluationError
 
 _ASIDE = "unfinished"
+
+
+def alone_in(folder: Path) -> Any:
+    """Hold a folder, as a context: a second run on it ends at once, and a killed one lets it go.
+
+    Raises:
+        EvaluationError: another run holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return FileLock(folder / ".lock").acquire(timeout=0)
+    except Timeout:
+        raise EvaluationError(f"{folder} is in use by another run; wait for it, or choose another output") from None
+
+
+def claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Record the settings of a folder in its `options.json`.
+
+    Raises:
+        EvaluationError: it was recorded with others.
+    """
+    path = folder / "options.json"
+    recorded = dict.fromkeys(settings) | json.loads(path.read_text()) if path.exists() else settings
+    changed = [name for name in settings if recorded[name] != settings[name]]
+    if changed:
+        changes = "; ".join(f"{name} was {recorded[name]!r} and is {settings[name]!r}" for name in changed)
+        raise EvaluationError(f"{folder} holds other runs ({changes}); choose another output")
+    path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 @contextmanager

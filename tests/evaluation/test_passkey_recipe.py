@@ -8,9 +8,10 @@ import shutil
 import numpy as np
 import pytest
 
-from rope_patch.cli.options import parse, recipes_folder
+from rope_patch.cli.options import parse
 from rope_patch.evaluation import charts
 from rope_patch.evaluation.tables import print_table
+from rope_patch.shipped import recipes_folder
 from tests.recipes import load_recipe, refuse, run_recipe
 
 from .conftest import LEARNED, folder_of_texts

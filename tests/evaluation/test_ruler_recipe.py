@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from rope_patch.cli.options import parse, recipes_folder
+from rope_patch.cli.options import parse
 from rope_patch.evaluation import charts
 from rope_patch.evaluation.row import Row
 from rope_patch.evaluation.tasks import ruler
+from rope_patch.shipped import recipes_folder
 from tests.recipes import load_recipe, refuse, run_recipe
 
 from .conftest import byte_tokenizer, tiny_llama

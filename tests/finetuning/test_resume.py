@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from rope_patch.data import training_rows
+from rope_patch.evaluation import charts
 from rope_patch.training import callbacks, checkpoints
-from rope_patch.training.checkpoints import SafeTrainer
+from rope_patch.training.checkpoints import SafeTrainer, alone_in
 from tests.evaluation.conftest import documents
 from tests.processes import run_one
-from tests.recipes import load_recipe, run_recipe
+from tests.recipes import run_recipe
 
 from .conftest import checkpoint_of, losses, rows, weights, words_of
 
@@ -47,7 +49,7 @@ def run_and_die(words, name, calls):
 
 
 def run_to_the_end(words):
-    load_recipe("finetune").draw = lambda *_: None
+    charts.save = lambda *_, **__: None
     sys.exit(run_recipe("finetune", words))
 
 
@@ -160,14 +162,13 @@ def test_an_output_of_other_options(changed, finetune, options, capsys):
 def test_the_same_end_of_a_text_is_held_out_again_and_no_other_can_be(finetune, given, tmp_path, capsys, monkeypatch):
     text = tmp_path / "mine.txt"
     text.write_text(documents(700)[0]["text"])
-    trained_on, recipe = [], load_recipe("finetune")
-    rows_of = recipe.training_rows
+    trained_on, rows_of = [], training_rows.training_rows
 
-    def watched(options, documents, *others):
+    def watched(documents, *others, **settings):
         trained_on.append(list(documents["text"]))
-        return rows_of(options, documents, *others)
+        return rows_of(documents, *others, **settings)
 
-    monkeypatch.setattr(recipe, "training_rows", watched)
+    monkeypatch.setattr(training_rows, "training_rows", watched)
     mine = {"text": text, "eval_text": None}
     chosen = finetune(**mine)
     shown = capsys.readouterr()
@@ -187,7 +188,7 @@ def test_the_same_end_of_a_text_is_held_out_again_and_no_other_can_be(finetune, 
 
 
 def test_a_second_run_on_one_folder_ends_at_once(finetune, options, capsys):
-    with load_recipe("finetune").alone_in(options()["output"]):
+    with alone_in(options()["output"]):
         chosen = finetune(2)
     assert capsys.readouterr().err == (
         f"rope-patch: {chosen['output']} is in use by another run; wait for it, or choose another output\n"

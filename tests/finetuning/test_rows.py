@@ -17,11 +17,21 @@ from rope_patch import patch
 from rope_patch.attention import chunked
 from rope_patch.data.corpora import load_text
 from rope_patch.data.pose import PoSECollator
+from rope_patch.data.training_rows import cut, packed, training_rows
 from rope_patch.errors import EvaluationError
 from tests.evaluation.conftest import byte_tokenizer, tiny_llama
 from tests.recipes import load_recipe
 
 RECIPE = load_recipe("finetune")
+
+
+def laid_out(options, documents, tokenizer, vocabulary, length):
+    """As the recipe asks for them."""
+    settings = {"pack": options.layout == "packed", "batch_size": options.batch_size, "seed": options.seed}
+    settings |= {"shuffle_buffer": options.shuffle_buffer if options.streaming else None}
+    return training_rows(documents, tokenizer, vocabulary, length, **settings, allow_short=options.allow_short)
+
+
 SCHEMES = [None, "yarn:factor=4", "rerope:window=8", "rerope:window=2", "alibi"]
 
 
@@ -36,7 +46,7 @@ def of_columns(columns):
 
 
 def packed_batch(documents, length):
-    return default_data_collator(of_columns(RECIPE.packed(documents, length)))
+    return default_data_collator(of_columns(packed(documents, length)))
 
 
 def test_packed_rows_are_full_and_start_again_with_every_document():
@@ -59,12 +69,12 @@ def test_every_token_within_a_row_that_has_one_before_it_is_a_target_once():
 
 
 def test_no_documents_make_no_rows():
-    assert RECIPE.packed([], 8) == {"input_ids": [], "labels": [], "position_ids": []}
-    assert RECIPE.cut([], 8) == {"input_ids": []}
+    assert packed([], 8) == {"input_ids": [], "labels": [], "position_ids": []}
+    assert cut([], 8) == {"input_ids": []}
 
 
 def test_padded_rows_hold_one_piece_each():
-    rows = of_columns(RECIPE.cut([[5, 6, 7], list(range(10, 19))], 8))
+    rows = of_columns(cut([[5, 6, 7], list(range(10, 19))], 8))
     found = PoSECollator(8, chunks=1)(rows)
     assert found["input_ids"].tolist() == [[5, 6, 7, 0, 0, 0, 0, 0], list(range(10, 18)), [18] + [0] * 7]
     assert found["labels"][0].tolist() == [5, 6, 7] + [-100] * 5
@@ -81,7 +91,7 @@ def test_a_piece_in_a_row_has_the_logits_that_it_has_alone(scheme, layout):
         patch(model, scheme)
     pieces = numbered(4, 3, 1, 6, 2)
     packed = layout == "packed"
-    batch = packed_batch(pieces, 16) if packed else PoSECollator(8, chunks=1)(of_columns(RECIPE.cut(pieces, 8)))
+    batch = packed_batch(pieces, 16) if packed else PoSECollator(8, chunks=1)(of_columns(cut(pieces, 8)))
     inputs = {name: values for name, values in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits
     for number, piece in enumerate(pieces):
@@ -184,7 +194,7 @@ def rows_of(options, **changed):
     chosen = {name: changed.get(name, value) for name, value in options().items() if name != "scheme"} | changed
     described = RECIPE.Options(schemes=("plain",), **{k: str(v) if "text" in k else v for k, v in chosen.items()})
     documents, _, _ = RECIPE.texts(described, byte_tokenizer())
-    return RECIPE.training_rows(described, documents, byte_tokenizer(), 257, described.length)
+    return laid_out(described, documents, byte_tokenizer(), 257, described.length)
 
 
 def write(path, *texts):
@@ -232,14 +242,14 @@ def test_a_tokenizer_of_another_model_is_found_out(options):
     described = RECIPE.Options(schemes=("plain",), length=32)
     documents = load_text(str(options()["text"]))
     with pytest.raises(EvaluationError, match=r"token \d+ is beyond the model's 60"):
-        RECIPE.training_rows(described, documents, byte_tokenizer(), 60, 32)
+        laid_out(described, documents, byte_tokenizer(), 60, 32)
 
 
 def test_documents_end_with_the_end_of_text(options):
     tokenizer = byte_tokenizer(bos=True)
     tokenizer.add_special_tokens({"eos_token": "</s>"})
     described = RECIPE.Options(schemes=("plain",), length=128, layout="padded", allow_short=True)
-    for row in RECIPE.training_rows(described, load_text(str(options()["text"])), tokenizer, 258, 128):
+    for row in laid_out(described, load_text(str(options()["text"])), tokenizer, 258, 128):
         assert (row["input_ids"][0], row["input_ids"][-1]) == (0, tokenizer.eos_token_id)
 
 
@@ -261,7 +271,7 @@ def test_nothing_that_is_measured_on_is_trained_on(source, layout, tmp_path):
     described = RECIPE.Options(schemes=("plain",), length=32, batch_size=1, layout=layout, **where)
     described.streaming = "stream" in source
     documents, corpus, _ = RECIPE.texts(described, byte_tokenizer())
-    rows = RECIPE.training_rows(described, documents, byte_tokenizer(), 257, 32)
+    rows = laid_out(described, documents, byte_tokenizer(), 257, 32)
     trained_on = [byte_tokenizer().decode(row["input_ids"]) for row in itertools.islice(rows, 400)]
     held_out = [document["text"] for document in corpus]
     assert len(pieces(trained_on)) > 300

@@ -12,13 +12,15 @@ import rope_patch
 from rope_patch import patch
 from rope_patch.evaluation.row import Row
 from rope_patch.evaluation.scheme_specs import display_name
+from rope_patch.evaluation.tables import print_table
 from rope_patch.patching import find_handle
 from rope_patch.training.adapters import make_trainable
 from rope_patch.training.checkpoints import SafeTrainer
 from rope_patch.training.chunked_loss import chunked_loss
 from tests.evaluation.conftest import byte_tokenizer, measure, tiny_llama
+from tests.recipes import run_recipe
 
-from .conftest import SCHEME, checkpoint_of, losses, rows, weights
+from .conftest import SCHEME, checkpoint_of, losses, rows, weights, words_of
 
 LEARNED = ("kerple", "rope+shaw:max_distance=8")
 METHODS = ("full", "lora", "lora_norms_embeddings")
@@ -181,45 +183,41 @@ def test_the_chunked_loss_serves_the_trainer_of_others(tmp_path):
 
 
 def test_several_schemes_tell_one_story(finetune, options, capsys):
-    from tests.recipes import load_recipe
-
     chosen = finetune(scheme=[SCHEME, "plain"], lengths="16,32,64", evaluate_every=2, json=True)
     points = json.loads(capsys.readouterr().out)
-    assert points == rows(chosen)
+    assert [{**row, **point} for row, point in zip(rows(chosen), points, strict=True)] == points
     assert [(point["line"], point["step"]) for point in points if point["length"] == 64] == [
         *[("plain", 0), ("window", 0), (SCHEME, 0), (SCHEME, 2), (SCHEME, 4), ("plain", 2), ("plain", 4)]
     ]
-    table = load_recipe("finetune").table([Row(**point) for point in points]).splitlines()
-    named = [*["plain checkpoint"] * 3, "attention cut at L", *[display_name(SCHEME)] * 3]
-    assert [line.replace("*", " ").rsplit(maxsplit=7)[:2] for line in table[1:-1]] == [
-        [name, step] for name, step in zip(named, "0240024", strict=True)
-    ]
+    print_table([Row(**point) for point in points])
+    table = capsys.readouterr().out
+    named = ["plain checkpoint, before", *[f"plain checkpoint, {n} steps" for n in (2, 4)], "attention cut at L"]
+    named += [f"{display_name(SCHEME)}, {when}" for when in ("before", "2 steps", "4 steps")]
+    places = [table.index(name) for name in named]
+    assert places == sorted(places)
     best = min(f"{point['nll']:.3f}" for point in points if point["length"] == 64)
-    assert sum(f"{best}*" in line for line in table) >= 1
+    assert f"{best}*" in table
 
 
-def test_errors_are_paired_with_attention_cut_at_the_training_length():
-    from tests.recipes import load_recipe
-
-    shared = {"length": 64, "perplexity": 1.0, "training_length": 32, "scored_tokens": 8, "documents": 2, "weights": ""}
-    losses = {("window", 0): [1.0, 5.0], (SCHEME, 0): [2.0, 5.0], (SCHEME, 4): [1.5, 5.5], ("old", 0): []}
-    points = [
-        Row(line=line, step=step, nll=sum(found) / 2, nll_by_document=found, **shared)
-        for (line, step), found in losses.items()
-    ]
-    found = [load_recipe("finetune").errors(points)[point.key()] for point in points]
-    assert found == pytest.approx([2.0, 0.5, 0.0, float("nan")], nan_ok=True)  # half the distance of the two documents
-    table = load_recipe("finetune").table([point for point in points if point.line != "old"])
-    assert "3.500 ±0.500" in table
+def test_rows_of_an_older_version_share_the_table(finetune, capsys):
+    """`finetune.jsonl` had fewer fields once."""
+    chosen = finetune()
+    lacking = ("model", "scheme", "task", "protocol", "targets", "texts", "dtype", "windows", "seed")
+    path = chosen["output"] / "finetune.jsonl"
+    for row in (old := rows(chosen)):
+        for name in lacking:
+            row.pop(name, None)
+    path.write_text("".join(json.dumps(row) + "\n" for row in old))
+    capsys.readouterr()
+    finetune(steps=6)
+    assert {row["step"] for row in rows(chosen)} == {0, 4, 6}
+    table = capsys.readouterr().out
+    assert all(f"{display_name(SCHEME)}, {when}" in table for when in ("before", "4 steps", "6 steps"))
 
 
 def test_the_picture(finetune, options, monkeypatch):
     monkeypatch.undo()  # the fixture leaves it out
     chosen = options()
-    from tests.recipes import run_recipe
-
-    from .conftest import words_of
-
     assert run_recipe("finetune", words_of(chosen)) == 0
     assert (chosen["output"] / "finetune.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,0 +1,83 @@
+"""Documents as rows of tokens to train on: packed behind one another, or every piece a row of its own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rope_patch.errors import EvaluationError
+
+
+def training_rows(
+    documents: Any,
+    tokenizer: Any,
+    vocabulary: int,
+    length: int,
+    *,
+    pack: bool = True,
+    batch_size: int = 1,
+    seed: int = 0,
+    shuffle_buffer: int | None = None,
+    allow_short: bool = False,
+) -> Any:
+    """A dataset of rows of up to `length` tokens, in whole batches, or an endless stream of them.
+
+    Args:
+        documents: a dataset or a stream with `name` and `text`; each document is closed by the end-of-text token.
+        vocabulary: how many tokens the model knows.
+        pack: fill every row, see `packed`; otherwise see `cut`.
+        seed: of the order of the documents.
+        shuffle_buffer: documents among which a stream is shuffled; None for a dataset.
+        allow_short: accept documents of which none fills a row.
+
+    Raises:
+        EvaluationError: a token is beyond the vocabulary, or no document fills a row.
+    """
+    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+
+    def tokenise(batch: dict[str, list[str]]) -> dict[str, Any]:
+        rows = [ids + end for ids in tokenizer(batch["text"], verbose=False)["input_ids"] if ids]
+        if (highest := max((max(ids) for ids in rows), default=0)) >= vocabulary:
+            raise EvaluationError(f"token {highest} is beyond the model's {vocabulary}: another model's tokenizer")
+        return {"input_ids": rows}
+
+    if shuffle_buffer is not None and not hasattr(documents, "n_shards"):
+        documents = documents.to_iterable_dataset()
+    documents = documents.shuffle(seed=seed, **({} if shuffle_buffer is None else {"buffer_size": shuffle_buffer}))
+    tokens = documents.map(tokenise, batched=True, remove_columns=["name", "text"])
+    lay_out = partial(packed if pack else cut, length=length)
+    rows = tokens.map(lay_out, batched=True, input_columns="input_ids", remove_columns="input_ids")
+    if shuffle_buffer is not None:
+        return rows.repeat(None)
+    longest = max(map(len, tokens["input_ids"]), default=0)
+    if not len(rows) or (longest < length and not allow_short):
+        raise EvaluationError(
+            f"no document fills a row of {length} tokens: without what is held out the longest of {len(tokens)} has "
+            f"{longest}; short ones teach nothing of long distances; give longer ones, less length, or allow_short=true"
+        )
+    rows = rows.repeat(-(-batch_size // len(rows)))
+    return rows.take(len(rows) // batch_size * batch_size)  # so that every step of an epoch is full
+
+
+def packed(documents: list[list[int]], length: int) -> dict[str, Any]:
+    """Documents behind one another in full rows. A document that is cut continues in the next row; `position_ids` start
+    again with each piece, by which attention keeps the pieces apart.
+    """
+    tokens = np.array([token for document in documents for token in document], dtype=int)
+    places, begins = np.arange(len(tokens)), np.zeros(len(tokens), dtype=bool)
+    begins[np.cumsum([0, *map(len, documents)])[:-1]] = True
+    begins[::length] = True
+    columns = {
+        "input_ids": tokens,
+        "labels": np.where(begins, -100, tokens),
+        "position_ids": places - np.maximum.accumulate(np.where(begins, places, 0)),
+    }
+    full = len(tokens) // length * length
+    return {name: list(values[:full].reshape(-1, length)) for name, values in columns.items()}
+
+
+def cut(documents: list[list[int]], length: int) -> dict[str, Any]:
+    """Every piece of a document is a row of its own."""
+    return {"input_ids": [ids[at : at + length] for ids in documents for at in range(0, len(ids), length)]}
