@@ -15,7 +15,8 @@ from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.config import BASE
 from rope_patch.models.find_stacks import find_stacks
 from rope_patch.models.rope_parameters import native_scheme_of
-from rope_patch.mounting.parameters import NAME, inventory
+from rope_patch.mounting.layer_state import LayerState
+from rope_patch.mounting.parameters import LearnedWeights, inventory
 from rope_patch.mounting.plan import Plan
 from rope_patch.mounting.scheme_warnings import lost_positions, scheme_warning
 from rope_patch.patching import PatchHandle, find_handles, find_record, loaded
@@ -74,19 +75,19 @@ def describe(model: nn.Module | PatchHandle) -> Description:
     """
     model = loaded(model)
     mounted = {
-        stack.module: _table(model, stack, handle.scheme, plan)
+        stack.module: _table(model, stack, handle.scheme, plan, handle.layer_states)
         for handle in find_handles(model)
         for stack, plan in handle.mounted
     }
     return Description.of(
         [
-            mounted.get(module) or _table(model, stack := style.read(module), native_scheme_of(stack), None)
+            mounted.get(module) or _table(model, stack := style.read(module), native_scheme_of(stack), None, ())
             for style, module in find_stacks(model)
         ]
     )
 
 
-def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> Rows:
+def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None, states: Sequence[LayerState]) -> Rows:
     part_of = f", {stack.part}" if stack.part else ""
     content = counted(len(stack.layers), "attention layer") if stack.layers else "a table of positions"
     rows = [
@@ -101,9 +102,9 @@ def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None) -> 
     for part, its_plan in plan.by_layer if plan else ():
         chosen = by_layer[part.layers[0].index] or its_plan.scheme
         rows.append((_numbered(layer.index for layer in part.layers), f"{chosen}, mounted {its_plan.mounts()}"))
-        rows += _under(chosen, part, its_plan)
+        rows += _under(chosen, part, its_plan, states)
     if not (plan and plan.by_layer):
-        rows += _under(resolved, stack, plan)
+        rows += _under(resolved, stack, plan, states)
     if plan:
         rows += [("left alone", line) for line in _by_reason(plan.left_alone)]
     unscored = {layer.index: layer.unscored for layer in stack.layers if layer.unscored}
@@ -127,8 +128,10 @@ def _unpatched(model: nn.Module, stack: Stack) -> str:
     return f"not patched; its config records {recorded}, which is not applied: use repatch(model)"
 
 
-def _under(scheme: Scheme, stack: Stack, plan: Plan | None) -> Iterable[tuple[str, str]]:
-    """The rows of layers under one scheme, whose defaults are filled in."""
+def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[LayerState]) -> Iterable[tuple[str, str]]:
+    """The rows of layers under one scheme, whose defaults are filled in; `states` are those of all patched layers."""
+    own = set(map(id, stack.layers))
+    states = [state for state in states if id(state.layer) in own]
     lost = plan is not None and lost_positions(stack, plan.scheme)
     for part in scheme.parts():
         training = "needed on this model, see the warning" if lost and part.regime == "training-free" else None
@@ -139,21 +142,25 @@ def _under(scheme: Scheme, stack: Stack, plan: Plan | None) -> Iterable[tuple[st
         yield "  source", f"{part.source.title} ({part.source.year}) {part.source.link}"
     if plan:
         yield from _own_positions(stack, scheme, plan)
-        if plan.embedding != "rows":
-            yield from (("learned", line) for line in inventory(plan.scheme, stack, plan.touched(stack)))
+        if states:
+            layers = [state.layer for state in states]
+            yield from (("learned", line) for line in inventory(plan.scheme, stack, layers))
     if stack.absolute:
         yield "table", counted(stack.absolute.capacity, "position")
     if stack.layers:
         full = [layer for layer in stack.layers if layer.kind == "full_attention"] or stack.layers
         with suppress(InvalidField):  # the first text names the fields that do not fit these heads
-            yield from _numbers(plan.scheme if plan else scheme, stack, (plan.touched(stack) if plan else full)[0])
+            if states:
+                yield from _numbers(states[0].scheme, stack, states[0].layer, states[0].weights.at_rest())
+            else:
+                yield from _numbers(scheme, stack, full[0], LearnedWeights(table=full[0].bias_table).at_rest())
         yield "positions", _position_map(scheme, stack.training_length)
 
 
 @torch.no_grad()
-def _numbers(scheme: Scheme, stack: Stack, layer: AttentionLayer) -> Iterable[tuple[str, str]]:
+def _numbers(scheme: Scheme, stack: Stack, layer: AttentionLayer, weights: Weights) -> Iterable[tuple[str, str]]:
     """What the slots of a scheme hold in a layer at a few pairs, heads, distances and positions."""
-    weights, trained = _weights(stack, layer), stack.training_length
+    trained = stack.training_length
     if any(value.is_meta for value in weights.values()):
         return
     places = torch.tensor([1, trained // 4, trained, 4 * trained])
@@ -171,15 +178,6 @@ def _numbers(scheme: Scheme, stack: Stack, layer: AttentionLayer) -> Iterable[tu
         states = torch.zeros(1, len(places), stack.config.hidden_size)
         added = scheme.embedding(Tokens(states, places[None]))[0, :, 0]
         yield "added", _listed("to the first dimension at position", places, added)
-
-
-def _weights(stack: Stack, layer: AttentionLayer) -> Weights:
-    """The learned parameters of a scheme in a layer, and the layer's own table of biases, on the CPU."""
-    found = {} if layer.bias_table is None else {"relative_attention_bias": layer.bias_table.weight}
-    for module in (stack.module, layer.module):
-        if NAME in module._modules:  # what adapters train comes last
-            found |= {path.rpartition(".")[2]: value for path, value in getattr(module, NAME).named_parameters()}
-    return {name: value if value.is_meta else value.detach().cpu() for name, value in found.items()}
 
 
 def _frequencies(scheme: Scheme, spec: RotarySpec, weights: Weights) -> Iterable[tuple[str, str]]:

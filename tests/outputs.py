@@ -53,7 +53,7 @@ SITUATIONS: dict[str, Callable[[PreTrainedModel], tuple[torch.Tensor, ...]]] = {
     "long": lambda model: (logits(model, tokens(LONG)),),
     "pads": lambda model: (_padded(model),),
     "cache": lambda model: (cached_logits(model, tokens(rows=2), [20, 1, 5, 1, 13]),),
-    "generate": lambda model: (generated(model, tokens(30, rows=2)),),
+    "generate": lambda model: (generated(model, tokens(30, rows=2), 6),),
     "gradients": lambda model: tuple(grad for grad in gradients(model, tokens()).values() if grad is not None),
     "bfloat16": lambda model: (logits(model.bfloat16(), tokens(LONG)),),
 }

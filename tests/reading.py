@@ -17,7 +17,10 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from rope_patch.models import probe_copy
 from rope_patch.models.base import Stack
 
-_ANEW = ("models", "hardening", "zoo", "test_foreign", "test_refusals", "test_press", "test_serving")
+_ANEW = (
+    *("hardening", "zoo", "test_foreign", "test_refusals", "test_press", "test_serving", "test_meta"),
+    *("test_fixed_tables", "test_hybrids", "test_probe_cost", "test_rebuilding", "test_tables_only"),
+)
 """Folders and files of tests whose stacks are read anew."""
 
 _readings: dict[Hashable, tuple[Stack, list[nn.Module]]] = {}

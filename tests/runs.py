@@ -87,14 +87,14 @@ def positions_of(mask: torch.Tensor) -> torch.Tensor:
     return (mask.cumsum(dim=-1) - 1).clamp(min=0)
 
 
-def generated(model: nn.Module, ids: torch.Tensor, new_tokens: int = 6, **options: Any) -> torch.Tensor:
+def generated(model: nn.Module, ids: torch.Tensor, new_tokens: int = 3, **options: Any) -> torch.Tensor:
     """The new tokens of greedy decoding, or whatever else the options say, `(rows, new_tokens)`."""
     options.setdefault("attention_mask", torch.ones_like(ids))
     found = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **options)
     return found[:, ids.shape[1] :]
 
 
-def greedy(model: nn.Module, ids: torch.Tensor, new_tokens: int = 6) -> torch.Tensor:
+def greedy(model: nn.Module, ids: torch.Tensor, new_tokens: int = 3) -> torch.Tensor:
     """Greedy decoding the slow way: a full forward for every token."""
     start = ids.shape[1]
     for _ in range(new_tokens):
@@ -109,16 +109,16 @@ def gradients(model: nn.Module, *texts: torch.Tensor) -> dict[str, torch.Tensor]
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) -> None:
-    """Equal up to float32 rounding, or up to a tolerance."""
-    assert found.shape == expected.shape
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5, by: str = "") -> None:
+    """Equal up to float32 rounding, or up to a tolerance; `by` names the way, where a test tries several."""
+    assert found.shape == expected.shape, by
     difference = (found - expected).abs().max().item()
-    assert difference <= tolerance, f"the largest difference is {difference:g}, allowed {tolerance:g}"
+    assert difference <= tolerance, f"{by}: the largest difference is {difference:g}, allowed {tolerance:g}"
 
 
-def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], by: str = "") -> None:
     """Equal to 1e-4 of each gradient's norm, or to 1e-7 where that is lost in rounding."""
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-3)
-        assert error < 1e-4, f"{name}: relative error {error:g}"
+        assert error < 1e-4, f"{by}: {name}: relative error {error:g}"

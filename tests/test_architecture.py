@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import json
 import subprocess
@@ -46,6 +47,7 @@ SCHEME_TOOLS = {
 TOOLS = {module for module in MODULES if module.startswith("rope_patch.schemes.tools.")}
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Full names of every module that a file imports from, wherever in the file."""
     found = set()
@@ -75,31 +77,42 @@ def scheme_files() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module != "rope_patch"])
-def test_no_floor_imports_from_above(module):
-    for imported in imports_of(MODULES[module]):
-        if imported.startswith("rope_patch."):
-            assert floor_of(imported) <= floor_of(module), f"{module} imports {imported}"
-        assert imported != "rope_patch" or floor_of(module) > floor_of("rope_patch.api"), (
-            f"{module} imports the public names"
-        )
+def is_above(imported: str, module: str) -> bool:
+    """Whether one module of the package is on a floor above another; the public names are `rope_patch`."""
+    if imported == "rope_patch":
+        return floor_of(module) <= floor_of("rope_patch.api")
+    return imported.startswith("rope_patch.") and floor_of(imported) > floor_of(module)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_only_the_upper_floors_import_transformers(module):
-    uses = any(imported.split(".")[0] == "transformers" for imported in imports_of(MODULES[module]))
-    assert not uses or module.split(".")[1] in TRANSFORMERS
+def test_no_floor_imports_from_above():
+    modules = [module for module in MODULES if module != "rope_patch"]
+    assert not [
+        f"{module} imports {imported}"
+        for module in modules
+        for imported in imports_of(MODULES[module])
+        if is_above(imported, module)
+    ]
 
 
-@pytest.mark.parametrize("module", scheme_files())
-def test_a_scheme_imports_no_other_scheme(module):
-    assert not imports_of(MODULES[module]) & ({*scheme_files(), "rope_patch.schemes"} - {module})
+def test_only_the_upper_floors_import_transformers():
+    using = {
+        module
+        for module, path in MODULES.items()
+        if any(imported.split(".")[0] == "transformers" for imported in imports_of(path))
+    }
+    assert not {module for module in using if module.split(".")[1] not in TRANSFORMERS}
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("rope_patch.attention")])
-def test_attention_knows_no_concrete_scheme(module):
-    imported = {name for name in imports_of(MODULES[module]) if name.startswith("rope_patch.schemes")}
-    assert imported <= {"rope_patch.schemes.base", "rope_patch.schemes.slots", *TOOLS}
+def test_a_scheme_imports_no_other_scheme():
+    files = scheme_files()
+    for module in files:
+        assert not imports_of(MODULES[module]) & ({*files, "rope_patch.schemes"} - {module}), module
+
+
+def test_attention_knows_no_concrete_scheme():
+    for module in (module for module in MODULES if module.startswith("rope_patch.attention")):
+        imported = {name for name in imports_of(MODULES[module]) if name.startswith("rope_patch.schemes")}
+        assert imported <= {"rope_patch.schemes.base", "rope_patch.schemes.slots", *TOOLS}, module
 
 
 def test_the_floors_are_checked_at_all():
@@ -128,21 +141,22 @@ OUR_FILES = [
 ]
 
 
-@pytest.mark.parametrize("path", OUR_FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_is_long(path):
-    assert len(path.read_text().splitlines()) <= 500
+def test_no_file_is_long():
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in OUR_FILES}
+    assert not {path: count for path, count in lines.items() if count > 500}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_module_says_what_it_is_for(module):
-    source = MODULES[module].read_text()
-    assert not source.strip() or ast.get_docstring(ast.parse(source)) or module.endswith("version")
+def test_every_module_says_what_it_is_for():
+    sources = {module: path.read_text() for module, path in MODULES.items() if not module.endswith("version")}
+    assert not [
+        module for module, source in sources.items() if source.strip() and not ast.get_docstring(ast.parse(source))
+    ]
 
 
-@pytest.mark.parametrize("name", list_schemes())
-def test_every_scheme_has_an_oracle_of_its_own(name):
-    file = scheme_class(name).__module__.rpartition(".")[2]
-    assert (ROOT / "tests" / "schemes" / f"test_{file}.py").is_file()
+def test_every_scheme_has_an_oracle_of_its_own():
+    for name in list_schemes():
+        file = ROOT / "tests" / "schemes" / f"test_{scheme_class(name).__module__.rpartition('.')[2]}.py"
+        assert file.is_file(), f"{name}: {file}"
 
 
 def test_every_scheme_is_part_of_the_public_face():

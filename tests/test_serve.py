@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import patch
+from rope_patch.cli import main
 from rope_patch.models.find_stacks import read_stack
 from rope_patch.saving.loading import default_checkpoint
 from tests.recipes import load_recipe
@@ -288,10 +289,8 @@ def test_a_checkpoint_without_a_template_under_a_scheme_until_sigterm():
         (["--temperature", "-1"], "--temperature -1.0: at least 0 is allowed"),
     ],
 )
-def test_wrong_options_end_in_one_line(words, sentence):
-    command = [sys.executable, "-m", "rope_patch.cli", "serve", default_checkpoint(), *words]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 2
-    *warned, refused = found.stderr.splitlines()
+def test_wrong_options_end_in_one_line(words, sentence, capsys):
+    assert main(["serve", default_checkpoint(), *words]) == 2
+    *warned, refused = capsys.readouterr().err.splitlines()
     assert sentence in refused
     assert all(line.startswith("rope-patch: fox replaces") for line in warned)

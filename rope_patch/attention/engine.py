@@ -66,8 +66,8 @@ def _branch(inputs: AttentionInputs, call: Call, region: Region) -> Branch:
     """Queries and keys of one region, starting at the oldest key that a query may see there."""
     if region == ALL_PAIRS:
         return Branch(None, call.query(region), call.key(region))
-    first, known = 0, isinstance(inputs.query_start, int) and not inputs.scattered
-    if known and region.translation_invariant and not torch.compiler.is_compiling():
+    first, in_order = 0, isinstance(inputs.query_start, int) and not inputs.scattered
+    if in_order and region.translation_invariant and not torch.compiler.is_compiling():
         oldest = decode.slots_of(region, int(inputs.query_start), int(inputs.query_start)).start
         first = min(oldest, inputs.kv_length)  # a text may be too short for a region
     return Branch(region, call.query(region), call.key(region, slice(first, None)), first)
@@ -85,9 +85,9 @@ def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.
     in_order = not inputs.scattered and (inputs.causal or inputs.q_length == inputs.kv_length)
     geometric = in_order and inputs.fits_kernels and has_terms(inputs)
     if mode != "chunked" and geometric and not torch.compiler.is_compiling():
-        found = spans(inputs) if not small or mode == "segmented" else None
-        if found is not None and segmented.applies(inputs, found):
+        in_spans = spans(inputs) if not small or mode == "segmented" else None
+        if in_spans is not None and segmented.applies(inputs, in_spans):
             if mode == "auto" and products.applies(inputs):
-                return products.attend(inputs, found)
-            return segmented.attend(inputs, found)
+                return products.attend(inputs, in_spans)
+            return segmented.attend(inputs, in_spans)
     return chunked.attend(inputs)

@@ -35,8 +35,8 @@ def applies(inputs: AttentionInputs) -> bool:
 @functools.cache
 def multiplies_bfloat16() -> bool:
     """Whether the processor has instructions for products of bfloat16 matrices."""
-    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:

@@ -123,8 +123,8 @@ def _by_definition(
     states = [state for branch in branches for state in (branch.query, branch.key)]
     every = None, None, None, None if ctx.bias is None else ctx.bias.source, value, *states
     wanted = [x for x, needed in zip(every, ctx.needs_input_grad, strict=True) if needed and x is not None]
-    found = iter(torch.autograd.grad(chunked.attend(inputs), wanted, grad, create_graph=True))
-    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
+    gradients = iter(torch.autograd.grad(chunked.attend(inputs), wanted, grad, create_graph=True))
+    return tuple(next(gradients) if needed else None for needed in ctx.needs_input_grad)
 
 
 EVERY = slice(None)

@@ -104,27 +104,27 @@ def find_spans(
 
 def _starts_of_groups(groups: torch.Tensor, query_start: int, q_length: int) -> torch.Tensor | None:
     """First slot of each query's group, `(batch, q_len)`, -1 for pads; None if a group is in several pieces."""
-    found = []
+    first_slots = []
     for row in groups:
         members, lengths = torch.unique_consecutive(row, return_counts=True)
         tokens = members[members >= 0]
         if len(tokens.unique()) < len(tokens):
             return None
         starts = torch.where(members >= 0, lengths.cumsum(0) - lengths, -1)
-        found.append(starts.repeat_interleave(lengths)[query_start : query_start + q_length])
-    return torch.stack(found)
+        first_slots.append(starts.repeat_interleave(lengths)[query_start : query_start + q_length])
+    return torch.stack(first_slots)
 
 
 def _spans_of_pads(rows: slice, groups: torch.Tensor, positions: torch.Tensor, query_start: int) -> list[Span] | None:
     """Pads as queries of causal attention: those behind the tokens of a row see all of them, as in Transformers, and
     those before see nothing. None if the pads' positions do not continue the tokens', or if they see several runs.
     """
-    found, end = _only_run(groups), query_start + len(positions)
+    run, end = _only_run(groups), query_start + len(positions)
     if not bool((groups >= 0).any()) or bool((groups[query_start:end] >= 0).all()) or groups[end - 1] >= 0:
         return []
-    if found is None:
+    if run is None:
         return None
-    first, last = found
+    first, last = run
     # the last token, or the first pad if all tokens are cached before it
     anchor = max(last, query_start)
     if not bool((positions[anchor - query_start :].diff() == 1).all()):
@@ -138,12 +138,12 @@ def _span_both_ways(rows: slice, groups: torch.Tensor, positions: torch.Tensor) 
     """A padded row of bidirectional attention: its pads also see all of its tokens. None if positions skip, or tokens
     are in several runs.
     """
-    found = _only_run(groups)
+    run = _only_run(groups)
     if not bool((groups >= 0).any()):
         return []
-    if found is None or not bool((positions.diff() == 1).all()):
+    if run is None or not bool((positions.diff() == 1).all()):
         return None
-    first, last = found
+    first, last = run
     hidden, queries, keys = len(groups) - 1 - last, slice(0, len(groups)), slice(first, last + 1)
     return [Span(rows, queries, keys, int(positions[first]), hidden=hidden, before=first)]
 

@@ -381,10 +381,10 @@ def agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: i
         merged = Merged(*Dense().forward(work), grad[:, :, queries])
         expected = (merged.out, merged.lse, *Dense().backward(work, merged))
         try:
-            found = (*kernel.forward(work), *kernel.backward(work, merged))
+            actual = (*kernel.forward(work), *kernel.backward(work, merged))
         except (RuntimeError, TypeError, NotImplementedError):
             return False
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             if not torch.allclose(one.float(), other.float(), atol=0.05, rtol=0.05):
                 return False
     return True

@@ -60,7 +60,8 @@ class StackEntry:
         if states is None:
             states = cast(Any, module).get_input_embeddings()(ids)
         positions = kwargs["position_ids"]
-        tokens = Tokens(states, positions[0] if positions.ndim == 3 else positions, ids)  # of the text, see `OneAxis`
+        of_text = positions[0] if positions.ndim == 3 else positions  # see `PassPositions`
+        tokens = Tokens(states, of_text, ids)
         if self.scheme.stateful:
             tokens = dataclasses.replace(tokens, seen=tokens_seen(kwargs))
         placed = self._advance(tokens, module, kwargs) if self.scheme.stateful else self._embed(tokens)
@@ -87,8 +88,10 @@ class StackEntry:
 
     def _wants_cache(self, module: nn.Module, kwargs: dict[str, Any]) -> bool:
         recomputes = module.training and getattr(module, "gradient_checkpointing", False)
-        asked = kwargs.get("use_cache")
-        return self.causal and not recomputes and (cast(Any, module.config).use_cache if asked is None else asked)
+        use_cache = kwargs.get("use_cache")
+        if use_cache is None:
+            use_cache = cast(Any, module.config).use_cache
+        return self.causal and not recomputes and use_cache
 
 
 def _new_cache(module: nn.Module) -> Cache:
@@ -98,11 +101,9 @@ def _new_cache(module: nn.Module) -> Cache:
         UnsupportedPositions: it would create one of a class of its own.
     """
     here = type(module).__module__
-    kinds = [value for value in vars(sys.modules[here]).values() if isinstance(value, type)]
-    if (
-        kind := next((kind for kind in kinds if issubclass(kind, Cache) and kind.__module__ == here), None)
-    ) is not None:
-        raise UnsupportedPositions(f"a {kind.__name__} cannot keep a state after each token; pass use_cache=False")
+    for kind in vars(sys.modules[here]).values():
+        if isinstance(kind, type) and issubclass(kind, Cache) and kind.__module__ == here:
+            raise UnsupportedPositions(f"a {kind.__name__} cannot keep a state after each token; pass use_cache=False")
     config = cast(Any, module.config)
     own = DynamicCache(config=config)
     return EncoderDecoderCache(own, DynamicCache(config=config)) if config.is_encoder_decoder else own
@@ -122,8 +123,8 @@ def _history(cache: Cache, num_layers: int) -> StateHistory:
     for layer in cache.layers:
         if isinstance(layer, StateHistory):
             return layer
-    complete_layers(cache, num_layers).append(found := StateHistory())
-    return found
+    complete_layers(cache, num_layers).append(history := StateHistory())
+    return history
 
 
 @dataclass(eq=False)

@@ -81,7 +81,7 @@ def _groups(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Tensor |
         return None
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if isinstance(positions, torch.Tensor) and positions.ndim == 3:
-        positions = positions[0]  # of the text, see `OneAxis`
+        positions = positions[0]  # of the text, see `PassPositions`
     if isinstance(mask, torch.Tensor):
         return groups_of_pads(mask) if mask.ndim == 2 and not mask.all() else None
     if not causal:

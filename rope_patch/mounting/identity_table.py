@@ -28,9 +28,9 @@ class IdentityTable(torch.Tensor):
     @classmethod
     def of(cls, tensor: torch.Tensor, number: int) -> IdentityTable:
         """`tensor`, of any shape and full of one `number`, as an `IdentityTable`."""
-        found = tensor.as_subclass(cls)
-        found.number = number
-        return found
+        table = tensor.as_subclass(cls)
+        table.number = number
+        return table
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

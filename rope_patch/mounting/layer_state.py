@@ -108,5 +108,5 @@ class LayerState:
 
     def own_frequencies(self, lengths: Lengths, weights: Weights, device: torch.device) -> Frequencies:
         """f of the scheme itself on a `device`, with its decay and learned `weights`, for rows of these `lengths`."""
-        found = self.scheme.frequencies_on(self.layer.spec, lengths, weights)
-        return dataclasses.replace(found, inv_freq=found.inv_freq.to(device))
+        own = self.scheme.frequencies_on(self.layer.spec, lengths, weights)
+        return dataclasses.replace(own, inv_freq=own.inv_freq.to(device))

@@ -48,10 +48,17 @@ class LearnedWeights:
 
     def __call__(self) -> dict[str, torch.Tensor]:
         """All of them by name."""
-        found = {} if self.table is None else {"relative_attention_bias": _rows(self.table)}
+        values = {} if self.table is None else {"relative_attention_bias": _rows(self.table)}
         for module, names in self.holders:
-            found |= getattr(module, NAME)(names)
-        return found
+            values |= getattr(module, NAME)(names)
+        return values
+
+    def at_rest(self) -> dict[str, torch.Tensor]:
+        """The same, detached and on the CPU, without a call of a module: offloaded ones stay on the meta device."""
+        values = {} if self.table is None else {"relative_attention_bias": self.table.weight}
+        for module, _ in self.holders:  # what adapters train comes last
+            values |= {path.rpartition(".")[2]: value for path, value in getattr(module, NAME).named_parameters()}
+        return {name: value if value.is_meta else value.detach().cpu() for name, value in values.items()}
 
 
 def _rows(table: nn.Embedding) -> torch.Tensor:
@@ -90,11 +97,11 @@ def install_parameters(
     for layer in layers if own else ():
         values = _initial_values(scheme, stack, layer, seed=layer.index + 1)
         _hold(layer.module, {name: values[name] for name in own}, scheme.precise, changes)
-    found = {}
+    locations = {}
     for layer in layers:
         holders = tuple(item for item in ((stack.module, shared), (layer.module, own)) if item[1])
-        found[layer.name] = LearnedWeights(holders, layer.bias_table)
-    return found
+        locations[layer.name] = LearnedWeights(holders, layer.bias_table)
+    return locations
 
 
 def _check_size(scheme: Scheme, shape: ModelShape, num_layers: int) -> None:

@@ -192,14 +192,16 @@ def _numbers(scheme: Scheme, layers: Sequence[AttentionLayer]) -> dict[int, dict
         return {}
     scaling = {**owner.fields(), "rope_type": owner.rope_type or owner.name}
     kinds = {(type(layer.module), layer.kind): layer for layer in layers}
-    found = {kind: rebuilt_numbers(layer, scaling) for kind, layer in kinds.items()}
+    by_kind = {kind: rebuilt_numbers(layer, scaling) for kind, layer in kinds.items()}
     longer = {**scaling, "factor": 2 * (scaling.get("factor") or 1)}
-    if owner.rope_type is None and any(rebuilt_numbers(layer, longer) != found[kind] for kind, layer in kinds.items()):
+    if owner.rope_type is None and any(
+        rebuilt_numbers(layer, longer) != by_kind[kind] for kind, layer in kinds.items()
+    ):
         raise UnsupportedModel(
             f"{owner}: {type(layers[0].module).__name__} computes a temperature from mscale_all_dim when it is built, "
             "so the factor must be fixed; leave mscale_all_dim out, or use yarn"
         )
-    return {layer.index: numbers for layer in layers if (numbers := found[type(layer.module), layer.kind])}
+    return {layer.index: numbers for layer in layers if (numbers := by_kind[type(layer.module), layer.kind])}
 
 
 def _fits_tables(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]) -> bool:
@@ -248,7 +250,7 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
             raise UnsupportedModel(f"{family} does not read vectors instead of tokens, as {scheme} needs")
     undeclared = [tables for tables in stack.rotary if not tables.as_declared]
     if undeclared and _rotates(scheme):
-        sizes = "; ".join(f"{len(found.inv_freq)} pairs of {found.layer_type or 'all layers'}" for found in undeclared)
+        sizes = "; ".join(f"{len(each.inv_freq)} pairs of {each.layer_type or 'all layers'}" for each in undeclared)
         raise UnsupportedModel(
             f"{family} rotates with other frequencies than its config describes ({sizes}), so {scheme} cannot be "
             "derived from it; use a scheme without its own frequencies, which keeps the model's"

@@ -76,8 +76,8 @@ class RotatedCall(Call):
             matrix = self.layout.matrix(self.layout.wide(cos, queries.shape[-1]), sin)
             return matrix[:, 0].transpose(1, 2).flatten(2)
 
-        found = self._shared(("one query", self.late.state.tables, queries.dtype), rotations)
-        rotated = queries[:, :, 0] @ (found[0] if len(found) == 1 else found)
+        matrices = self._shared(("one query", self.late.state.tables, queries.dtype), rotations)
+        rotated = queries[:, :, 0] @ (matrices[0] if len(matrices) == 1 else matrices)
         return rotated.unflatten(-1, (-1, queries.shape[-1]))[:, :, None].unbind(dim=3)
 
     def key(self, region: Region, slots: slice | torch.Tensor = EVERY, rows: slice = EVERY) -> torch.Tensor:
@@ -86,10 +86,10 @@ class RotatedCall(Call):
             return super().key(region, slots, rows)
         if not isinstance(slots, slice) or slots.stop is not None or rows != EVERY:
             return self._rotated_key(region.key_map, slots, rows)
-        known, name = self.rotated_keys, (region.key_map, slots.start or 0)
-        if name not in known:
-            known[name] = self._rotated_key(region.key_map, slots, rows)
-        return known[name]
+        rotated, place = self.rotated_keys, (region.key_map, slots.start or 0)
+        if place not in rotated:
+            rotated[place] = self._rotated_key(region.key_map, slots, rows)
+        return rotated[place]
 
     def _rotated_key(self, key_map: PositionMap, slots: slice | torch.Tensor, rows: slice) -> torch.Tensor:
         late = self.late
@@ -189,8 +189,8 @@ class RotatedCall(Call):
         return position_map(positions) - (done[..., None] if _has_pairs(position_map) else done)
 
     def _computed(self, moved: torch.Tensor, dtype: torch.dtype, by_pair: bool) -> Tables:
-        found = self.late.frequencies(self.learned)
-        return rotation_tables(moved, found.inv_freq, found.attention_scaling, dtype, by_pair)
+        frequencies = self.late.frequencies(self.learned)
+        return rotation_tables(moved, frequencies.inv_freq, frequencies.attention_scaling, dtype, by_pair)
 
     def _shared(self, key: Any, compute: Callable[[], Any]) -> Any:
         """A value that layers compute once, unless their frequencies are learned."""

@@ -163,8 +163,8 @@ def _adapters_of(model: PreTrainedModel) -> list[Any]:
         return list((inside or {}).values())
     from peft import PeftModel
 
-    around = [found for found in instances_of(PeftModel) if found._modules.get("base_model") is model]
-    return [config for found in around for config in found.peft_config.values()]
+    wrappers = [wrapper for wrapper in instances_of(PeftModel) if wrapper._modules.get("base_model") is model]
+    return [config for wrapper in wrappers for config in wrapper.peft_config.values()]
 
 
 def install_saving(models: Iterable[nn.Module], notice: Notice, changes: Changes) -> None:

@@ -143,8 +143,8 @@ def scaled_query(call: ForwardCall, query: torch.Tensor, learned: Weights) -> to
         return query
 
     def scale() -> torch.Tensor:
-        found = call.state.scheme.query_scale(call.position_ids.clamp(min=0), query.shape[1], learned)
-        return found.transpose(0, 1)[..., None].to(query.dtype)
+        factors = call.state.scheme.query_scale(call.position_ids.clamp(min=0), query.shape[1], learned)
+        return factors.transpose(0, 1)[..., None].to(query.dtype)
 
     place = "query scale", query.shape[1], query.dtype
     return query * (scale() if learned else call.forward_cache.once(place, scale))

@@ -28,13 +28,17 @@ PASSED = "rope_patch_positions"
 
 
 @dataclass(eq=False)
-class OneAxis:
-    """The first pre-hook of a stack that reads positions on `axes` axes. It prepends the text positions as an
-    additional axis, `(1 + axes, batch, length)`, which the stack passes to its layers. If the stack does not know this
-    axis, its layers receive them as another argument.
+class PassPositions:
+    """Pre-hook of a stack whose layers would not receive the positions of a text, one for each token.
+
+    A stack that reads positions on several axes gets those of the text in front, as an additional axis, `(1 + axes,
+    batch, length)`, and passes it to its layers. If it does not know this axis, or if blocks pass their attention no
+    positions (Llama 4, Zaya) or those of all axes (GLM-4.5V), the layers receive them as another argument.
 
     Attributes:
-        in_front: whether the stack knows the axis.
+        axes: number of axes on which the stack reads positions.
+        in_front: whether a stack of several axes knows the axis of the text.
+        as_argument: whether the layers receive another argument.
         counts: whether the scheme only counts tokens and leaves the rotation to the model, like log-n.
         enters: whether positions are added at the input, where they are counted without pads.
     """
@@ -42,33 +46,42 @@ class OneAxis:
     scheme: Scheme
     axes: int
     in_front: bool
+    as_argument: bool
     counts: bool
     enters: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments with text positions, `(batch, length)`, in front.
+        """The arguments with the positions of the text, `(batch, length)`.
 
         Raises:
             UnsupportedPositions: a token has different positions on the axes.
         """
         kwargs = by_name(module, args, kwargs)
         tokens = tokens_of(kwargs)
-        if tokens is None:
-            return None  # the model itself raises
+        if tokens is None or (self.axes == 1 and PASSED in kwargs):
+            return None  # without tokens the model itself raises
         given = kwargs.get("position_ids")
         if given is None:
-            given = _tokens_before(kwargs, tokens) if self.enters else _slots(kwargs, tokens)
+            rows = 1 if self.axes == 1 else len(tokens)
+            given = _tokens_before(kwargs, tokens) if self.enters else _slots(kwargs, tokens)[:rows]
+        if self.axes == 1:
+            return (), {**kwargs, PASSED: given[0] if given.ndim == 3 else given}
+        text, on_axes = self._of_text(given, kwargs, tokens, module)
+        if self.in_front:
+            kwargs = {**kwargs, "position_ids": torch.cat([text.expand(1, *on_axes.shape[1:]), on_axes])}
+        return (), {**kwargs, PASSED: text} if self.as_argument else kwargs
+
+    def _of_text(
+        self, given: torch.Tensor, kwargs: dict[str, Any], tokens: torch.Tensor, module: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions of the text, `(batch, length)`, and on the axes of the model, `(axes, batch, length)`."""
         if given.ndim == 2:
             given = given[None].expand(1 + self.axes, -1, -1)
         has_text = given.shape[0] == 1 + self.axes
         on_axes = (given[1:] if has_text else given).expand(self.axes, -1, -1)
         if not self.counts:
-            text = self._only(on_axes, module)
-        else:
-            text = given[0] if has_text else _tokens_before(kwargs, tokens)
-        if not self.in_front:
-            return (), {**kwargs, PASSED: text}
-        return (), {**kwargs, "position_ids": torch.cat([text.expand(1, *on_axes.shape[1:]), on_axes])}
+            return self._only(on_axes, module), on_axes
+        return given[0] if has_text else _tokens_before(kwargs, tokens), on_axes
 
     def _only(self, on_axes: torch.Tensor, module: nn.Module) -> torch.Tensor:
         """The positions on which all axes agree; a compiled graph checks this when it runs."""
@@ -99,38 +112,16 @@ def _tokens_before(kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor
     return cast(torch.Tensor, counted_positions(kwargs)).clamp(min=0).expand(tokens.shape[:2])
 
 
-@dataclass(eq=False)
-class PassPositions:
-    """Pre-hook of a stack whose blocks do not pass positions to their attention (Llama 4), or receive none (Zaya), or
-    those of all axes (GLM-4.5V).
-
-    Attributes:
-        enters: see `OneAxis`.
-    """
-
-    enters: bool
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments with positions under a name that blocks pass through."""
-        kwargs = by_name(module, args, kwargs)
-        if (tokens := tokens_of(kwargs)) is None or PASSED in kwargs:
-            return None
-        given = kwargs.get("position_ids")
-        if given is None:
-            given = _tokens_before(kwargs, tokens) if self.enters else _slots(kwargs, tokens)[:1]
-        return (), {**kwargs, PASSED: given[0] if given.ndim == 3 else given}
-
-
 def pass_positions(scheme: Scheme, stack: Stack, counts: bool, enters: bool, changes: Changes) -> None:
-    """Hook a stack whose layers would not receive positions in the form that a scheme reads; flags as in `OneAxis`."""
+    """Hook a stack whose layers would not receive positions in the form that a scheme reads; flags as in
+    `PassPositions`.
+    """
     rotary = max(stack.rotary, key=lambda tables: tables.axes, default=None)
     axes = 1 if rotary is None else rotary.axes
-    if rotary is not None and axes > 1:
-        in_front = takes_text_axis(stack.module, rotary)
-        changes.hook(stack.module, OneAxis(scheme, axes, in_front, counts, enters))
     layers = (*stack.layers, *stack.others)
-    # blocks of other kinds may not accept another argument
-    if not all(layer.gets_positions for layer in layers) or (
-        axes > 1 and len(layers) == stack.config.num_hidden_layers
-    ):
-        changes.hook(stack.module, PassPositions(enters))
+    in_front = rotary is not None and axes > 1 and takes_text_axis(stack.module, rotary)
+    as_argument = not all(layer.gets_positions for layer in layers)
+    if axes > 1:  # blocks of other kinds may not accept another argument
+        as_argument |= not in_front or len(layers) == stack.config.num_hidden_layers
+    if axes > 1 or as_argument:
+        changes.hook(stack.module, PassPositions(scheme, axes, in_front, as_argument, counts, enters))

@@ -88,10 +88,10 @@ class Changes:
         for module in holders:
             original = module.config
             fork = copies[id(original)]
-            if all(known.fork is not fork for known in self._forks):
+            if all(each.fork is not fork for each in self._forks):
                 self._forks.append(ConfigFork(original, fork))
             self.set(module, "config", fork)
-        return [known.fork for known in self._forks]
+        return [each.fork for each in self._forks]
 
     def settle_configs(self) -> None:
         """From here on, changes in a forked config are the user's, and `undo` keeps them."""

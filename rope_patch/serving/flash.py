@@ -123,7 +123,7 @@ def attend(
         "causal": True,
         "return_softmax_lse": True,
     }
-    found = [
+    parts = [
         flash(
             rows(rotated.query(near)),
             rows(rotated.key(near)),
@@ -136,7 +136,7 @@ def attend(
     ]
     if metadata.max_seq_len > window:
         key_cache, value_cache = kv_cache.transpose(1, 2).split(head_dim, dim=-1)
-        found.append(
+        parts.append(
             flash(
                 rows(rotated.query(far)),
                 key_cache,
@@ -147,12 +147,12 @@ def attend(
                 **common,
             )
         )
-    return _merged(*zip(*found, strict=True))
+    return _merged(*zip(*parts, strict=True))
 
 
-def _merged(outputs: tuple[torch.Tensor, ...], sums: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _merged(outputs: tuple[torch.Tensor, ...], lses: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The outputs `(tokens, heads, head_dim)`, weighted by their log-sum-exps `(heads, tokens)`."""
-    known = torch.stack(sums)
-    known = torch.where(known == math.inf, -math.inf, known)  # in flash attention 2, inf marks a query without keys
-    weights = known.softmax(dim=0).transpose(1, 2)[..., None]
+    lse = torch.stack(lses)
+    lse = torch.where(lse == math.inf, -math.inf, lse)  # in flash attention 2, inf marks a query without keys
+    weights = lse.softmax(dim=0).transpose(1, 2)[..., None]
     return (weights * torch.stack(outputs)).sum(dim=0).to(outputs[0].dtype)

@@ -59,10 +59,10 @@ def register() -> None:
     """Register these backends and rotary modules, which vLLM prefers to its own; vLLM may call this more than once."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{Backend.__name__}")
     register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{FlashBackend.__name__}")
-    for name, found in vars(rotary_embedding).items():
-        known = name in op_registry_oot  # by this plugin, or by another that was first
-        if not known and inspect.isclass(found) and issubclass(found, RotaryEmbeddingBase):
-            cast(Any, found).register_oot(type(name, (Unrotated, found), {}), name=name)
+    for name, member in vars(rotary_embedding).items():
+        registered = name in op_registry_oot  # by this plugin, or by another that was first
+        if not registered and inspect.isclass(member) and issubclass(member, RotaryEmbeddingBase):
+            cast(Any, member).register_oot(type(name, (Unrotated, member), {}), name=name)
 
 
 class Unrotated(nn.Module):
@@ -204,8 +204,8 @@ class FlashImpl(Scored, FlashAttentionImpl):
         batch = once(metadata, state, lambda: flash.Batch.of(metadata, window, block_size))
         kernel = functools.partial(flash_attn_varlen_func, fa_version=self.vllm_flash_attn_version)
         queries, softcap = query[: metadata.num_actual_tokens], self.logits_soft_cap
-        found = flash.attend(state, queries, kv_cache, metadata, batch, kernel, self.scale, softcap)
-        output[: len(found)] = found
+        result = flash.attend(state, queries, kv_cache, metadata, batch, kernel, self.scale, softcap)
+        output[: len(result)] = result
 
 
 class Backend(CPUAttentionBackend):
@@ -235,23 +235,23 @@ _CAUSAL = _Causal()
 
 def once(metadata: Any, state: LayerState, compute: Callable[[], R]) -> R:
     """What the layers under one scheme share in a forward; with a scheme by layer, each group of layers has its own."""
-    known = vars(metadata).setdefault("rope_patch", {})
-    if state.forward_cache not in known:
-        known[state.forward_cache] = compute()
-    return cast(R, known[state.forward_cache])
+    shared = vars(metadata).setdefault("rope_patch", {})
+    if state.forward_cache not in shared:
+        shared[state.forward_cache] = compute()
+    return cast(R, shared[state.forward_cache])
 
 
 def requests_of(metadata: Any, block_size: int) -> list[tuple[Request, torch.Tensor]]:
     """The requests of a batch and the blocks of each, `(blocks of the request,)`."""
-    found, begins = [], metadata.query_start_loc.tolist()
+    requests, begins = [], metadata.query_start_loc.tolist()
     for row, length in enumerate(metadata.seq_lens.tolist()):
         queries = slice(begins[row], begins[row + 1])
         start = length - (queries.stop - queries.start)
         positions = torch.arange(start, length, device=metadata.seq_lens.device)[None]
         request = Request(queries, slice(0, length), positions, ForwardCache())
         if queries.start < queries.stop:
-            found.append((request, metadata.block_table[row, : -(-length // block_size)].long()))
-    return found
+            requests.append((request, metadata.block_table[row, : -(-length // block_size)].long()))
+    return requests
 
 
 def states_of(config: VllmConfig) -> dict[int, LayerState]:
@@ -284,9 +284,9 @@ def _states_of(path: str, revision: str | None) -> dict[int, LayerState]:
         return {}  # rope_parameters express the scheme, and vLLM reads them itself
     handle.remove()
     handle = patch(model, scheme, mount="late")
-    found = {state.layer.index: state for state in handle.layer_states}
-    for state in found.values():  # the model was read on the meta device, but these modules compute
+    states = {state.layer.index: state for state in handle.layer_states}
+    for state in states.values():  # the model was read on the meta device, but these modules compute
         cast(RotaryTables, state.layer.rotary).module.to(current_platform.device_type)
-    if missing := [layer.name for layer in handle.stack.layers if layer.index not in found]:
+    if missing := [layer.name for layer in handle.stack.layers if layer.index not in states]:
         raise UnsupportedModel(f"{scheme} in vLLM: it does not change {', '.join(missing)}, which is not supported")
-    return found
+    return states

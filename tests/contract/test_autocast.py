@@ -9,8 +9,8 @@ from tests.cases import ALL, ROUTES
 from tests.families import RUN
 from tests.runs import cached_logits, gradients, logits, tokens, usable_length
 
-LONG = 640
-"""Beyond what the engine scores in one small dense block."""
+LONG = 64
+"""Beyond what the engine scores in one small dense block in these tests."""
 
 
 def autocast() -> torch.autocast:

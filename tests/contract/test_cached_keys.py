@@ -347,7 +347,8 @@ def compiled_steps(model, ids, mask, places, cache):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", ["rerope:window=6", "alibi"])
-def test_a_compiled_model_goes_on_behind_pads_in_a_static_cache(llama, spec):
+def test_a_compiled_model_goes_on_behind_pads_in_a_static_cache(spec):
+    llama = build(num_hidden_layers=1)
     ids, mask = tokens(15, rows=2), torch.ones(2, 15, dtype=torch.long)
     mask[1, 7:12] = 0
     places = positions_of(mask)
@@ -360,7 +361,8 @@ def test_a_compiled_model_goes_on_behind_pads_in_a_static_cache(llama, spec):
 
 
 @pytest.mark.parametrize("pads", [0, 3])
-def test_generate_compiles_one_step_for_all(llama, pads):
+def test_generate_compiles_one_step_for_all(pads):
+    llama = build(num_hidden_layers=1)
     ids, mask = tokens(12, rows=2), torch.ones(2, 12, dtype=torch.long)
     mask[0, 12 - pads :] = 0
     with patch(llama, "rerope", window=6):
@@ -373,7 +375,8 @@ def test_generate_compiles_one_step_for_all(llama, pads):
 
 
 def test_a_compiled_model_goes_on_in_a_static_cache_that_slides():
-    model, mask = build("mistral", sliding_window=13, max_position_embeddings=12), torch.ones(1, 18, dtype=torch.long)
+    model = build("mistral", sliding_window=13, max_position_embeddings=12, num_hidden_layers=1)
+    mask = torch.ones(1, 18, dtype=torch.long)
     ids, places = tokens(18), torch.arange(18)[None]
     with patch(model, "rerope", window=6):
         cache = StaticCache(config=model.config, max_cache_len=20)
@@ -381,7 +384,7 @@ def test_a_compiled_model_goes_on_in_a_static_cache_that_slides():
 
 
 def test_a_compiled_model_goes_on_behind_pads_in_a_window_that_is_not_full():
-    model = build("mistral", sliding_window=40)
+    model = build("mistral", sliding_window=40, num_hidden_layers=1)
     ids, mask = tokens(15, rows=2), torch.ones(2, 15, dtype=torch.long)
     mask[1, 7:12] = 0
     places = positions_of(mask)
@@ -392,7 +395,8 @@ def test_a_compiled_model_goes_on_behind_pads_in_a_window_that_is_not_full():
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_a_compiled_step_after_a_gap_stops(llama, static):
+def test_a_compiled_step_after_a_gap_stops(static):
+    llama = build(num_hidden_layers=1)
     ids, mask, places = tokens(14), torch.ones(1, 14, dtype=torch.long), torch.arange(14)[None]
     places[:, 12:] += 5
     with patch(llama, "rerope", window=6):

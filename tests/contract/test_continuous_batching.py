@@ -14,9 +14,9 @@ from tests.cases import ALL
 from tests.families import TRAINING_LENGTH, build
 from tests.runs import generated, tokens
 
-NEW = 8
+NEW = 4
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # Transformers 5.17
-LENGTHS = (5, TRAINING_LENGTH + 30, 1, TRAINING_LENGTH - 2, 3 * TRAINING_LENGTH)
+LENGTHS = (5, TRAINING_LENGTH + 30, 1, TRAINING_LENGTH - 2, 2 * TRAINING_LENGTH + 6)
 """Of the prompts; the longest are read in several chunks."""
 
 FAMILIES = [

@@ -8,9 +8,9 @@ import pkgutil
 import pytest
 import torch
 
-from rope_patch import get_scheme, patch
+from rope_patch import get_scheme, list_schemes, patch
 from tests import schemes as oracles
-from tests.cases import CASES, VARIANTS
+from tests.cases import VARIANTS
 from tests.definition import defined_logits, learned_arrays
 from tests.families import build
 from tests.runs import assert_close, cached_logits, left_padded, logits, positions_of, tokens, usable_length
@@ -26,7 +26,7 @@ DEFINITIONS = {
 
 
 def test_every_registered_scheme_has_a_definition():
-    assert {part.name for spec in DEFINITIONS for part in get_scheme(spec).parts()} == set(CASES)
+    assert {part.name for spec in DEFINITIONS for part in get_scheme(spec).parts()} == set(list_schemes())
     assert set(VARIANTS) <= DEFINITIONS.keys()
 
 
@@ -44,12 +44,8 @@ def patched(model, spec, **options):
         yield learned_arrays(model)
 
 
-def full(model, ids):
-    return logits(model, ids)
-
-
 def cached_token_by_token(model, ids):
-    return cached_logits(model, ids, [1] * ids.shape[1])
+    return cached_logits(model, ids, [*[1] * 12, ids.shape[1] - 12])
 
 
 def uneven_chunks(model, ids):
@@ -66,19 +62,22 @@ def left_padded_chunks(model, ids):
     return cached_logits(model, batch, [3, 10, 1, ids.shape[1] - 9], mask)[:1, 5:]
 
 
-PATHS = [full, cached_token_by_token, uneven_chunks, left_padded_full, left_padded_chunks]
+PATHS = [cached_token_by_token, uneven_chunks, left_padded_full, left_padded_chunks]
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", DEFINITIONS)
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("family", ["llama", "llama_mha"])
-def test_logits_equal_the_definition(model, family, spec, path):
-    scheme = get_scheme(spec)
-    ids = tokens(usable_length(model, scheme)) if path is not full else tokens()
-    with patched(model, scheme) as learned:
-        expected = defined_logits(build(family), ids, DEFINITIONS[spec], learned)
-        assert_close(path(model, ids), expected, 1e-4)
+def test_logits_equal_the_definition(model, family, spec):
+    plain, definition = build(family), DEFINITIONS[spec]
+    ids = tokens(usable_length(model, spec))
+    with patched(model, spec) as learned:
+        expected = defined_logits(plain, tokens(), definition, learned)
+        assert_close(logits(model, tokens()), expected, 1e-4)
+        if ids.shape != tokens().shape:
+            expected = defined_logits(plain, ids, definition, learned)
+        for path in PATHS:
+            assert_close(path(model, ids), expected, 1e-4, path.__name__)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +101,10 @@ def test_every_part_of_a_definition_would_be_missed(llama, spec):
             assert (found - other).abs().max() > 1e-2, field.name
 
 
-@pytest.mark.parametrize("attention", ["oracle", "chunked"])
 @pytest.mark.parametrize("spec", DEFINITIONS)
-def test_the_literal_way_equals_the_definition(llama, spec, attention):
-    with patched(llama, spec, mount="late", attention=attention) as learned:
-        expected = defined_logits(build(), tokens(), DEFINITIONS[spec], learned)
-        assert_close(logits(llama, tokens()), expected, 1e-4)
+def test_every_way_to_score_equals_the_definition(llama, spec):
+    with patched(build(), spec) as learned:
+        expected = defined_logits(llama, tokens(), DEFINITIONS[spec], learned)
+    for attention in ("oracle", "chunked", "segmented"):
+        with patched(llama, spec, mount="late", attention=attention):
+            assert_close(logits(llama, tokens()), expected, 1e-4, attention)

@@ -123,7 +123,8 @@ def test_a_scheme_without_a_meaning_for_later_tokens_is_refused(llama, spec):
         assert_close(cached_logits(llama, ids, [5, 1, 1, 1]), expected)
 
 
-def test_a_compiled_causal_model_notices_a_mask_of_later_tokens(llama):
+def test_a_compiled_causal_model_notices_a_mask_of_later_tokens():
+    llama = build(num_hidden_layers=1)
     ids = tokens(8)
     causal = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
     with patch(llama, "rerope:window=4"):

@@ -75,7 +75,7 @@ def test_vectors_are_placed_as_tokens_are(llama, spec):
 def test_generation_equals_full_forwards(llama, spec, options):
     ids = torch.cat([tokens(11), tokens(11)], dim=1)  # repeats itself, so that a look-up proposes something
     with patch(llama, spec):
-        assert torch.equal(generated(llama, ids, **options), greedy(llama, ids))
+        assert torch.equal(generated(llama, ids, 6, **options), greedy(llama, ids, 6))
 
 
 @entering

@@ -25,7 +25,7 @@ _TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token
 
 def _text(sections: list[int], **others: Any) -> dict[str, Any]:
     entry = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **others}
-    return {**GENERIC, "head_dim": 16, "rope_parameters": entry}
+    return {**GENERIC, "num_hidden_layers": 2, "head_dim": 16, "rope_parameters": entry}
 
 
 _TEXTS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 Array = np.ndarray
 
 
+@functools.cache
 def bucket(relative: int, both: bool, buckets: int, farthest: int) -> int:
     """Bucket of n - m, distance by distance, as section 2.1 of 1910.10683 and the authors' code have it."""
     found = 0

@@ -127,7 +127,7 @@ def test_a_copy_is_a_model_of_its_own(load):
 
 @pytest.mark.parametrize("load", [assign, fill])
 def test_its_first_forward_may_be_compiled_to_one_graph(load):
-    loaded, model = build(), empty()
+    loaded, model = build(num_hidden_layers=1), empty(num_hidden_layers=1)
     patch(model, "yarn", factor=4)
     load(model, loaded.state_dict())
     torch.compiler.reset()

@@ -345,11 +345,11 @@ def _tried(
     branches = tuple(
         Branch(region, rotated[0], key) for region, key in zip(regions, (rotated[1], leaves[1]), strict=True)
     )
-    found, expected = (
+    actual, expected = (
         (out, *torch.autograd.grad(out, leaves, grad))
         for out in (attend(inputs, call), oracle.attend(inputs.with_branches(branches))[0])
     )
     errors = (
-        (one.float() - other.float()).norm() / other.float().norm() for one, other in zip(found, expected, strict=True)
+        (one.float() - other.float()).norm() / other.float().norm() for one, other in zip(actual, expected, strict=True)
     )
     return all(bool(error < 0.03) for error in errors)
