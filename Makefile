@@ -57,8 +57,8 @@ test: $(VENV)/.test
 
 scheme: $(VENV)/.test
 	@test -n "$(NAME)" || { echo "NAME=<as registered, such as rerope>"; exit 2; }
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --scheme $(NAME) $(OPTIONS)
 	@$(BIN)/python -m tests.lists
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --scheme $(NAME) $(OPTIONS)
 
 nightly: $(VENV)/.test
 	@echo "== tests on every family (much longer than the usual run)"

@@ -1,8 +1,8 @@
 """Facts beside the docstrings of schemes: equation, picture, example, when to use it, what was measured, source.
 
 Names, slots and sources are those of `rope-patch list`, figures those of the files in `docs/results`, and pictures are
-drawn when the site is built. `schemes.yml` may add an equation in LaTeX and advice; without them a page has what the class
-declares.
+drawn when the site is built. `schemes.yml` may add an equation in LaTeX and advice; a page without them has what the
+class declares.
 """
 
 from __future__ import annotations
