@@ -166,7 +166,7 @@ def test_what_was_saved_comes_back_under_its_scheme(make, spec, tmp_path):
     assert torch.equal(logits(plain, IDS), logits(model, IDS))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @TRAINERS
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"bf16": True}], ids=str)
 @schemes

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from rope_patch.cli.options import parse
-from rope_patch.data.corpora import load_corpus
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.row import Rows
 from rope_patch.saving.loading import load_config
@@ -271,19 +270,14 @@ def test_the_plan_is_printed_without_measuring(checkpoint, texts, tmp_path, caps
 # --- one book, and what serves ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def book(tmp_path_factory):
-    """A long file at whose very end ReRoPE is far below attention cut at L, as it is not elsewhere."""
-    sources = dict(zip(*(load_corpus()[column] for column in ("name", "text")), strict=True))
-    path = tmp_path_factory.mktemp("book") / "book.txt"
-    path.write_text("\n".join(sources[name] for name in ("pickle", "ipaddress", "pdb")))
-    return path
+def test_one_book_is_read_in_many_windows_before_anything_is_recommended(checkpoint, tmp_path, capsys):
+    book = tmp_path / "book.txt"
+    book.write_text(documents(2000)[0]["text"])
 
-
-def test_one_book_is_read_in_many_windows_before_anything_is_recommended(book, tmp_path, capsys):
     def swept(*more):
-        asked = ["--text", book, "--target", "2x", "--targets", "64", "--schemes", "rerope", "--output", tmp_path]
-        assert run_recipe("sweep", [*asked, "--budget-measurements", "2", "--device", "cpu", "--json", *more]) == 0
+        asked = ["--model", checkpoint, "--text", book, "--target", "2x", "--targets", "8", "--schemes", "rerope"]
+        asked += ["--output", tmp_path / "out", "--budget-measurements", "2", "--device", "cpu", "--json"]
+        assert run_recipe("sweep", [*asked, *more]) == 0
         captured = capsys.readouterr()
         return json.loads(captured.out), captured.err
 
