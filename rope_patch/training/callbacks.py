@@ -109,7 +109,7 @@ class PerplexityCallback(TrainerCallback):
             self.points = Rows(self.points or Path(args.output_dir) / "perplexity.jsonl")
         handle = find_handle(model)
         found = self.measure(model, "plain" if handle is None else handle.scheme, state.global_step)
-        numbers = {f"eval_perplexity_{point.length}": point.perplexity for point in found}
+        numbers: dict[str, Any] = {f"eval_perplexity_{point.length}": point.perplexity for point in found}
         if self.log is not None:
             due = control.should_log  # which `Trainer.log` takes back
             self.log({**numbers})
