@@ -116,8 +116,8 @@ def main(options: Options) -> None:
     refused: dict[str, str] = {}
     began, before, stopped = time.monotonic(), len(results.rows), ""
     for number, aim in enumerate(ROUNDS, start=1):
-        known = {candidate: rows[line][-1].nll for line, candidate in tried.items()}
-        spelled = {each.line(trained, lengths[-1]): each for each in candidates(number, swept, known)}
+        at_target = {candidate: rows[line][-1].nll for line, candidate in tried.items()}
+        spelled = {each.line(trained, lengths[-1]): each for each in candidates(number, swept, at_target)}
         wanted = {line: candidate for line, candidate in spelled.items() if wants(line)}
         say(f"round {number} of {len(ROUNDS)}: {aim} ({len(wanted)} lines)")
         for ahead, (line, candidate) in zip(reversed(range(len(wanted))), wanted.items(), strict=True):
@@ -146,9 +146,9 @@ def main(options: Options) -> None:
     kind, words = recommend(rows, best, difference, error)
     by_target = sorted(rows, key=lambda line: math.inf if math.isnan(rows[line][-1].nll) else rows[line][-1].nll)
     if options.json:
-        found = {"best": best, "recommended": best if kind == "better" else None, "verdict": kind, "sentence": words}
-        found |= {"difference": difference, "standard_error": error, "refused": refused, "stopped": stopped}
-        print_json({**found, "rows": [json.loads(row.to_json()) for line in by_target for row in rows[line]]})
+        outcome = {"best": best, "recommended": best if kind == "better" else None, "verdict": kind, "sentence": words}
+        outcome |= {"difference": difference, "standard_error": error, "refused": refused, "stopped": stopped}
+        print_json({**outcome, "rows": [json.loads(row.to_json()) for line in by_target for row in rows[line]]})
     else:
         print_table({line: rows[line] for line in by_target}, best, config)
         print(stopped, *(f"not tried, {line}: {reason}" for line, reason in refused.items()), words, sep="\n")
@@ -208,17 +208,17 @@ def schemes_to_sweep(regime: str, only: Sequence[str]) -> list[tuple[str, Any]]:
     from rope_patch.errors import EvaluationError, did_you_mean
     from rope_patch.schemes import Scheme, list_schemes, scheme_class
 
-    known = {name: scheme_class(name) for name in list_schemes() if scheme_class(name).sweep}
+    declared = {name: scheme_class(name) for name in list_schemes() if scheme_class(name).sweep}
     only = [scheme_class(name).name for name in only]
     for name in only:
-        if name not in known:
-            raise EvaluationError(f"a sweep does not try {name!r}; {did_you_mean(name, known)}")
+        if name not in declared:
+            raise EvaluationError(f"a sweep does not try {name!r}; {did_you_mean(name, declared)}")
     regimes = ("training-free",) if regime == "training-free" else ("training-free", "fine-tune")
-    found = [name for name in known if known[name].regime in regimes and (not only or name in only)]
-    if not found:
+    names = [name for name in declared if declared[name].regime in regimes and (not only or name in only)]
+    if not names:
         raise EvaluationError(f"{', '.join(only)}: made to be fine-tuned; ask for it with --regime fine-tune")
-    found.sort(key=lambda name: (regimes.index(known[name].regime), known[name].segments is Scheme.segments))
-    return [(name, sweep) for name in found for sweep in known[name].sweep or ()]
+    names.sort(key=lambda name: (regimes.index(declared[name].regime), declared[name].segments is Scheme.segments))
+    return [(name, sweep) for name in names for sweep in declared[name].sweep or ()]
 
 
 def candidates(number: int, swept: Sequence[tuple[str, Any]], measured: Mapping[Candidate, float]) -> list[Candidate]:
@@ -246,10 +246,10 @@ def server_named(name: str | None) -> str | None:
     from rope_patch.errors import EvaluationError, did_you_mean
     from rope_patch.saving.readers import SERVERS
 
-    found = [server for server in SERVERS if name is not None and server.lower() == name.lower()]
-    if name is not None and not found:
+    named = [server for server in SERVERS if name is not None and server.lower() == name.lower()]
+    if name is not None and not named:
         raise EvaluationError(f"serve={name!r} is not allowed; {did_you_mean(name, SERVERS)}")
-    return next(iter(found), None)
+    return next(iter(named), None)
 
 
 def is_served(server: str | None, config: Any, line: str) -> bool:
@@ -301,9 +301,9 @@ def recommend(rows: Mapping[str, Sequence[Any]], best: str | None, difference: f
     if best is None:
         reasons = "the model refuses every scheme of the sweep, the server has none, or the budget allows none"
         return "nothing", f"Nothing was tried: {reasons}."
-    at_target, known, cost = rows[best][-1], reference_of(rows), rows[best][0].nll - rows["plain"][0].nll
-    what = "attention cut at L" if known.line == "window" else "the text cut to L"
-    reference = f"{what} (`{known.line}`, {known.nll:.3f} at {known.length} tokens)"
+    at_target, beaten_by, cost = rows[best][-1], reference_of(rows), rows[best][0].nll - rows["plain"][0].nll
+    what = "attention cut at L" if beaten_by.line == "window" else "the text cut to L"
+    reference = f"{what} (`{beaten_by.line}`, {beaten_by.nll:.3f} at {beaten_by.length} tokens)"
     apart = f"{abs(difference):.3f} {'below' if difference < 0 else 'above'}"
     name = f"{display_name(best)} (`{best}`)"
     if error is None or len(at_target.nll_by_document) < FEW:

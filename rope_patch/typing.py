@@ -37,14 +37,14 @@ class RotarySpec:
         dim: rotary dimension d; a checkpoint with partial rotary embeddings has d < head_dim.
         base: `rope_theta`, b in theta_i = b^(-2i/d).
         training_length: L, the training length of the checkpoint in tokens.
-        turning: number of leading pairs that rotate; the checkpoint leaves the others still (`proportional`). None for
-            all of them.
+        rotating_pairs: number of leading pairs that rotate; the checkpoint leaves the others still (`proportional`).
+            None for all of them.
     """
 
     dim: int
     base: float
     training_length: int
-    turning: int | None = None
+    rotating_pairs: int | None = None
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,11 @@ def test_the_converter_of_llama_cpp_finds_the_length_of_llama3_where_it_looks(ch
     assert describe_serving(checkpoint, "llama3:factor=8").config["original_max_position_embeddings"] == TRAINING_LENGTH
 
 
+def test_factors_by_pair_are_written_as_floats_however_they_were_typed(checkpoint):
+    config = describe_serving(checkpoint, f"longrope:short_factor={ONES},long_factor={DOUBLES},factor=4").config
+    assert all(type(factor) is float for factor in config["rope_parameters"]["short_factor"])
+
+
 def test_all_that_is_not_positional_stays_in_the_config(checkpoint):
     before = json.loads((checkpoint / "config.json").read_text())
     serving = describe_serving(checkpoint, "yarn:factor=4")

@@ -1,7 +1,8 @@
 """Facts beside the docstrings of schemes: equation, picture, example, when to use it, what was measured, source.
 
 Names, slots and sources are those of `rope-patch list`, figures those of the files in `docs/results`, and pictures are
-drawn when the site is built. What remains is in `schemes.yml`.
+drawn when the site is built. `schemes.yml` may add an equation in LaTeX and advice; a page without them has what the
+class declares.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mkdocs.structure.pages import Page
 from scheme_measurements import table  # type: ignore[import-not-found]
 from scheme_pictures import draw  # type: ignore[import-not-found]
 
-from rope_patch.schemes import scheme_class
+from rope_patch.schemes import list_schemes, scheme_class
 from rope_patch.schemes.target import takes_target
 
 FOLDER = "reference/schemes"
@@ -28,7 +29,7 @@ FACTS: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).with_name("sch
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the picture of each scheme that has one."""
-    for name in FACTS:
+    for name in list_schemes():
         if drawn := draw(name):
             files.append(File.generated(config, f"{FOLDER}/{name}.svg", content=drawn[1]))
     return files
@@ -61,7 +62,8 @@ def of_slot(slot: str) -> list[str]:
 
 def example(name: str) -> str:
     """What `patch` takes after the model."""
-    return FACTS[name].get("use", f'"{name}", target=8192' if takes_target(scheme_class(name)) else f'"{name}"')
+    usual = f'"{name}", target=8192' if takes_target(scheme_class(name)) else f'"{name}"'
+    return FACTS.get(name, {}).get("use", usual)
 
 
 def _fields(scheme: dict[str, Any]) -> str:
@@ -72,17 +74,19 @@ def _fields(scheme: dict[str, Any]) -> str:
 
 def _with_facts(path: str) -> str:
     scheme = schemes()[path]
-    name, facts, drawn = scheme["name"], FACTS[scheme["name"]], draw(scheme["name"])
+    name, drawn = scheme["name"], draw(scheme["name"])
+    facts = FACTS.get(name, {})
+    equation = f"```math\n{facts['equation'].strip()}\n```" if facts else f"```text\n{scheme['equation']}\n```"
     slots = ", ".join(f"`{slot}`" for slot in scheme["slots"])
     code = f", [code]({scheme['code']})" if scheme["code"] else ""
     return "\n\n".join(
         [
             f"## {name}",
-            f"```math\n{facts['equation'].strip()}\n```",
+            equation,
             f"![{drawn[0]}]({name}.svg){{ loading=lazy }}" if drawn else "",
             f"```python\npatch(model, {example(name)})\n```",
             _fields(scheme),
-            f"**Use it when** {facts['when']}",
+            f"**Use it when** {facts['when']}" if facts else f"It {scheme['summary']}.",
             f"**Measured.** {table(name)}",
             f"**Fills** {slots}. **Needs:** {scheme['needs']}.",
             f"**Source.** [{scheme['source']}]({scheme['link']}), {scheme['year']}{code}.",

@@ -36,15 +36,15 @@ def load_corpus(split: str = "held_out") -> Dataset:
     """
     if split not in ("train", "held_out"):
         raise CorpusError(f"split {split!r} of the standard library: allowed are 'train' and 'held_out'")
-    root, found = Path(sysconfig.get_path("stdlib")), {}
+    root, modules = Path(sysconfig.get_path("stdlib")), {}
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).parts
         name = ".".join(parts).removesuffix(".py").removesuffix(".__init__")
         generated = any(part.startswith(("config-", "_sysconfigdata")) for part in parts)
         if not generated and _NOT_SOURCE.isdisjoint(parts) and (name in HELD_OUT_MODULES) == (split == "held_out"):
-            found[name] = path
-    texts = [found[name].read_text(encoding="utf-8", errors="replace") for name in sorted(found)]
-    return Dataset.from_dict({"name": sorted(found), "text": texts})
+            modules[name] = path
+    texts = [modules[name].read_text(encoding="utf-8", errors="replace") for name in sorted(modules)]
+    return Dataset.from_dict({"name": sorted(modules), "text": texts})
 
 
 def load_text(
@@ -73,15 +73,15 @@ def load_text(
     if dataset is not None and split is None and Path(dataset).is_dir():
         text = None if "test" in get_dataset_split_names(dataset) else dataset
     if text is not None:
-        found = concatenate_datasets([_from_file(file, name, column) for file, name in _files(text)])
+        documents = concatenate_datasets([_from_file(file, name, column) for file, name in _files(text)])
     elif dataset is not None:
         split = split or "test"
         return _from_dataset(dataset, f"split {split!r} of dataset {dataset!r}", split, column, split, streaming)
     else:
         return load_corpus(split or "held_out")
-    if not any(found["text"]):
-        raise CorpusError(f"there is no text in {text!r}: {counted(len(found), 'document')}, all empty")
-    return found
+    if not any(documents["text"]):
+        raise CorpusError(f"there is no text in {text!r}: {counted(len(documents), 'document')}, all empty")
+    return documents
 
 
 def name_of_text(text: str | None = None, dataset: str | None = None, split: str | None = None) -> str:
@@ -98,13 +98,13 @@ def _files(text: str) -> list[tuple[Path, str]]:
         texts = [file for file in below if file.suffix in TEXT_SUFFIXES]
         data = [file for file in below if file.suffix in BUILDERS]
         card = data and all(file.name == "README.md" for file in texts)  # with data files, it describes them
-        found = [(file, str(file.relative_to(path))) for file in (data if card else texts)]
+        named = [(file, str(file.relative_to(path))) for file in (data if card else texts)]
     else:
         matches = sorted(glob.glob(text, recursive=True)) if glob.has_magic(text) else [text]
-        found = [(Path(match), Path(match).name) for match in matches if Path(match).is_file()]
-    if not found:
+        named = [(Path(match), Path(match).name) for match in matches if Path(match).is_file()]
+    if not named:
         raise CorpusError(f"there is no text file at {text!r}")
-    return found
+    return named
 
 
 def _from_file(file: Path, name: str, column: str) -> Dataset:
@@ -120,11 +120,11 @@ def _from_dataset(
     dataset: str, place: str, split: str, column: str, name: str, streaming: bool = False, **settings: Any
 ) -> Any:
     try:
-        found = load_dataset(dataset, split=split, streaming=streaming, **settings)
+        rows = load_dataset(dataset, split=split, streaming=streaming, **settings)
     except Exception as error:  # many unrelated types, which all mean that the text is unavailable
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise CorpusError(f"cannot read {place}: {reason or type(error).__name__}") from error
-    columns = found.column_names or list(next(iter(found), {}))  # a stream may need its first row for them
+    columns = rows.column_names or list(next(iter(rows), {}))  # a stream may need its first row for them
     if column not in columns:
         raise CorpusError(f"{place} has no column {column!r}; it has {', '.join(columns)}")
 
@@ -133,4 +133,4 @@ def _from_dataset(
             raise CorpusError(f"{place}, row {index + 1}: {column!r} holds {type(row[column]).__name__}, not text")
         return {"name": str(row.get("name") or f"{name}:{index + 1}"), "text": row[column]}
 
-    return found.map(document, with_indices=True, remove_columns=columns)
+    return rows.map(document, with_indices=True, remove_columns=columns)

@@ -49,7 +49,7 @@ class PoSECollator:
             "attention_mask": ([torch.ones_like(ids) for ids in tokens], 0),
             "position_ids": ([self._positions(ids) for ids in tokens], 0),
         }
-        return {name: pad_sequence(found, True, pad) for name, (found, pad) in columns.items()}
+        return {name: pad_sequence(tensors, True, pad) for name, (tensors, pad) in columns.items()}
 
     def _positions(self, ids: torch.Tensor) -> torch.Tensor:
         length, room = len(ids), self.target_length - len(ids)

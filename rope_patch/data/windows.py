@@ -124,10 +124,10 @@ def select(
         )
     chosen = sorted(kept)
     windows, digests = [], ""
-    for index, found in zip(chosen, places([len(kept[index]) for index in chosen]), strict=True):
-        tokens, ends = kept[index], [end for _, end in found]
+    for index, spans in zip(chosen, places([len(kept[index]) for index in chosen]), strict=True):
+        tokens, ends = kept[index], [end for _, end in spans]
         digests += hashlib.sha256(tokens.numpy().tobytes() + repr((ends, prefix.tolist())).encode()).hexdigest()
-        windows += [Window(rows[index]["name"], tokens[start:end].clone(), prefix) for start, end in found]
+        windows += [Window(rows[index]["name"], tokens[start:end].clone(), prefix) for start, end in spans]
     return Selection(
         windows=tuple(windows),
         documents=len(chosen),

@@ -13,7 +13,7 @@ from rope_patch.errors import require
 from rope_patch.evaluation.row import Row
 from rope_patch.evaluation.scheme_specs import CUT, REFERENCES, display_name
 from rope_patch.evaluation.standard_errors import standard_error
-from rope_patch.evaluation.tables import Grid, Series, failed_within, headline, label
+from rope_patch.evaluation.tables import Grid, Series, failed_within, headline, is_far, label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,7 +105,7 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
     names, closest, apart = {}, {}, {}
     for one in shown:
         cells = [grid.row(one, length) for length in grid.lengths]
-        losses = [(row.nll, standard_error(row.nll_by_document) or 0) if row else (math.nan, 0) for row in cells]
+        losses = [(row.loss, standard_error(row.nll_by_document) or 0) if row else (math.nan, 0) for row in cells]
         names[grid.name(one)] = plot_band(axes[0], multiples, losses, **_style(one, grid))
         if close_up:
             apart[one] = [(difference, error or 0) for difference, error in (grid.apart(one, n) for n in grid.lengths)]
@@ -137,11 +137,12 @@ def heat_maps(rows: Sequence[Row], what: str = "the answers") -> Figure:
     cells = {(row.line, row.length, row.task, row.depth): row for row in rows}
     down = list(dict.fromkeys((task, depth) for _, _, task, depth in cells))
     labels = [label(task, failed) if depth is None else f"{depth:.0%}" for task, depth in down]
-    control = any(row.control_accuracy is not None for row in rows)
+    hidden, control = (any(getattr(row, name) is not None for row in rows) for name in ("distance", "control_accuracy"))
     labels += ["nothing hidden"] * control
     notes = ["Dashed: the training length L."]
-    notes += ["Above the steps, what is hidden is farther than L from the question."] * (down[0][1] is not None)
-    notes += ["A task that the checkpoint cannot do within L means nothing."] * (failed != {} and down[0][1] is None)
+    notes += ["Above the steps, what is hidden is farther than L from the question."] * hidden
+    if any("means nothing" in name for name in labels):
+        notes.append("A task that the checkpoint cannot do within L means nothing.")
     wide = min(2, len(lines))
     high = -(-len(lines) // wide)
     caption = " ".join([f"{headline(rows, what)}.", *notes])
@@ -149,9 +150,9 @@ def heat_maps(rows: Sequence[Row], what: str = "the answers") -> Figure:
         "Answers by context length", caption, (0.8 + 0.24 * len(labels)) * high, high, wide, sharey=True
     )
     for panel, line in zip(axes, lines, strict=False):
-        found = [[cells.get((line, length, *place)) for length in lengths] for place in down]
-        shares = [[row.share if row else math.nan for row in across] for across in found]
-        shares += [[row.control_accuracy if row else math.nan for row in found[0]]] * control
+        grid = [[cells.get((line, length, *place)) for length in lengths] for place in down]
+        shares: Any = [[row.share if row else math.nan for row in across] for across in grid]
+        shares += [[row.control_accuracy if row else math.nan for row in grid[0]]] * control
         percents = 100 * np.array(shares, dtype=float)
         panel.set_title(display_name(line), loc="left", size=SIZE)
         panel.grid(False)
@@ -160,11 +161,9 @@ def heat_maps(rows: Sequence[Row], what: str = "the answers") -> Figure:
             ink = "white" if percent > 55 else "black"
             text = f"{percent:.0f}".replace("nan", "-")
             panel.text(column, row, text, ha="center", va="center", color=ink, size=SIZE)
-        if down[0][1] is not None:
-            far = [
-                sum(bool(row and (row.distance or 0) >= trained) for row in column)
-                for column in zip(*found, strict=True)
-            ]
+        if hidden:
+            columns = zip(*grid, strict=True)
+            far = [sum(row is not None and is_far(row) for row in column) for column in columns]
             edges = np.arange(len(lengths) + 1) - 0.5
             panel.stairs(np.array(far) - 0.5, edges, baseline=None, color=COLOURS[1], linewidth=2)
         panel.set_xticks(range(len(lengths)), [f"{length / trained:g}L\n{length}" for length in lengths])
@@ -181,10 +180,10 @@ def name_lines(chart: Any, lines: Mapping[str, Any]) -> None:
     height = chart.get_window_extent().height * 72 / chart.figure.dpi
     ends = {}
     for name, line in lines.items():
-        known = [(x, y) for x, y in zip(*line.get_data(), strict=True) if math.isfinite(y)]
-        if known:
-            level = chart.transAxes.inverted().transform(chart.transData.transform(known[-1]))[1]
-            ends[name] = (known[-1], min(max(level, 0.0), 1.0))
+        points = [(x, y) for x, y in zip(*line.get_data(), strict=True) if math.isfinite(y)]
+        if points:
+            level = chart.transAxes.inverted().transform(chart.transData.transform(points[-1]))[1]
+            ends[name] = (points[-1], min(max(level, 0.0), 1.0))
     gap, above = 1.3 * SIZE / height, -math.inf
     places = {}
     for name in sorted(ends, key=lambda name: ends[name][1]):
@@ -212,12 +211,12 @@ def close_range(apart: Mapping[Series, Sequence[tuple[float, float]]]) -> tuple[
     Args:
         apart: the differences and their errors by series, without the cut.
     """
-    known = {one: [pair for pair in pairs if math.isfinite(pair[0])] for one, pairs in apart.items()}
-    measured = [one for one in known if known[one]]
+    finite = {one: [pair for pair in pairs if math.isfinite(pair[0])] for one, pairs in apart.items()}
+    measured = [one for one in finite if finite[one]]
     others = [one for one in measured if one.line not in REFERENCES] or measured
-    closest = sorted(others, key=lambda one: max(abs(difference) for difference, _ in known[one]))[:CLOSEST]
-    whole = [difference + side * error for one in closest for difference, error in known[one] for side in (-1, 1)]
-    low = min([0.0, *whole, *(difference - error for pairs in known.values() for difference, error in pairs)])
+    closest = sorted(others, key=lambda one: max(abs(difference) for difference, _ in finite[one]))[:CLOSEST]
+    whole = [difference + side * error for one in closest for difference, error in finite[one] for side in (-1, 1)]
+    low = min([0.0, *whole, *(difference - error for pairs in finite.values() for difference, error in pairs)])
     high = max([-low / 2, *whole])
     margin = max(0.08 * (high - low), 0.005)
     return low - margin, high + margin

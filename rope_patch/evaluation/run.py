@@ -71,7 +71,7 @@ def run(
         _check_prefixes(passes, measured)
     cells = {length: task.cells(length) for length in task.passes(lengths)}
     facts = {**measured.facts(name), "task": task.name}
-    found: list[Row] = []
+    measured_rows: list[Row] = []
     sizes = [new for one in passes for new in _new_sizes(task, cells[one.length])]
     with Progress(model, sizes, ahead) as bar:
         for one in passes:
@@ -80,13 +80,13 @@ def run(
                 for cell in cells[one.length]:
                     bar.begin(f"{display_name(one.line)} at {one.length}{cell.title}")
                     wanted = [{**facts, **one.facts, **fields} for fields in cell.rows]
-                    known = on_main(partial(_recall, wanted, rows))
-                    if known is None:
-                        known = _measure(model, task, cell, wanted, scores, rows, bar)
+                    of_cell = on_main(partial(_recall, wanted, rows))
+                    if of_cell is None:
+                        of_cell = _measure(model, task, cell, wanted, scores, rows, bar)
                     else:
                         bar.skip()
-                    found += known
-    return found
+                    measured_rows += of_cell
+    return measured_rows
 
 
 def _measure(
@@ -109,28 +109,28 @@ def _measure(
     new = [item for item in cell.items if id(item) not in scores]
     scores.update(zip(map(id, new), over_processes(score, new, model), strict=True))
     seconds = time.perf_counter() - began
-    speed = {
+    speed: dict[str, Any] = {
         "seconds": round(seconds, 3),
         "tokens_per_second": round(sum(task.size(item) for item in new) / seconds, 1),
     }
 
     def write() -> list[Row]:
-        found = [
+        measured = [
             Row(**fields, **speed, **task.row(fields, cell.items, [scores[id(item)] for item in cell.items]))
             for fields in wanted
         ]
         if rows is not None:
-            for row in found:
+            for row in measured:
                 rows.append(row)
-        return found
+        return measured
 
     return on_main(write)
 
 
 def _recall(wanted: Sequence[dict[str, Any]], rows: Rows | None) -> list[Row] | None:
     """The rows of a cell, if an earlier run has all of them."""
-    known = [row for fields in wanted if rows is not None and (row := rows.recall(fields))]
-    return known if len(known) == len(wanted) else None
+    recalled = [row for fields in wanted if rows is not None and (row := rows.recall(fields))]
+    return recalled if len(recalled) == len(wanted) else None
 
 
 def _new_sizes(task: Task, cells: Sequence[Cell]) -> list[list[int]]:

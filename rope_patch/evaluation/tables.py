@@ -105,9 +105,9 @@ class Grid:
 
     def cell(self, series: Series, length: int) -> str:
         """NLL of one cell with three decimals, starred if it is the best of its column and not all are equal."""
-        column = [row.nll for one in self.series if (row := self.row(one, length)) and not math.isnan(row.nll or 0)]
+        column = [row.loss for one in self.series if (row := self.row(one, length)) and not math.isnan(row.loss)]
         row, best = self.row(series, length), f"{min(column, default=0):.3f}"
-        shown = f"{row.nll:.3f}".replace("nan", "-") if row else "-"
+        shown = f"{row.loss:.3f}".replace("nan", "-") if row else "-"
         return f"{shown}*" if shown == best != f"{max(column):.3f}" else f"{shown} "
 
     def apart(self, series: Series, length: int) -> tuple[float, float | None]:
@@ -156,11 +156,11 @@ class Grid:
         sentence = protocol.sentence if protocol else "NLL of the same {tokens} tokens"
         windows = counted(row.windows or 0, "window")
         scored = sentence.format(targets=row.targets, windows=windows, tokens=row.scored_tokens)
-        known = [row.dtype, *([f"protocol {row.protocol}"] if protocol else [])]
+        settings = [row.dtype, *([f"protocol {row.protocol}"] if protocol else [])]
         regimes = {row.regime for row in self.rows.values() if not row.step}
         return [
             f"{f'text: {row.text}; ' if row.text else ''}{scored} from "
-            + ", ".join(filter(None, [counted(row.documents or 0, "document"), *known])),
+            + ", ".join(filter(None, [counted(row.documents or 0, "document"), *settings])),
             *([f"standard errors over {pairs_of(row)}"] if row.nll_by_document[1:] else []),
             *shortfalls(row),
             *self._lost_first_tokens(),
@@ -243,7 +243,12 @@ def label(task: str, failed: dict[str, float]) -> str:
     return f"{task}\n(means nothing)" if task in failed else task
 
 
-def answers(rows: Sequence[Row], what: str = "the answers") -> Table:
+def is_far(row: Row) -> bool:
+    """Whether attention cut at L does not see what is hidden."""
+    return row.distance is not None and row.distance >= row.training_length
+
+
+def answers(rows: Sequence[Row], what: str = "the answers") -> Group:
     """Percent of correct answers. Where something is hidden at several depths: means over all of them, over those that
     attention cut at L does not see, and of the control with nothing hidden; else task by task, ± the standard error.
     """
@@ -252,25 +257,24 @@ def answers(rows: Sequence[Row], what: str = "the answers") -> Table:
     if by_depth:
         sections = {
             "all": lambda row: row.share,
-            "farther than L": lambda row: row.share if (row.distance or 0) >= row.training_length else None,
+            "farther than L": lambda row: row.share if is_far(row) else None,
             "nothing hidden": lambda row: row.control_accuracy,
         }
-        if all(row.control_accuracy is None for row in rows):
-            del sections["nothing hidden"]
+        sections = {title: share for title, share in sections.items() if any(share(row) is not None for row in rows)}
     else:
         sections = {
             label(task, failed): lambda row, task=task: row.share if row.task == task else None  # type: ignore[misc]
             for task in dict.fromkeys(row.task for row in rows)
         }
     lengths, lines = sorted({row.length for row in rows}), list(dict.fromkeys(row.line for row in rows))
-    shown = Table("depths" if by_depth else "task", "scheme", *map(str, lengths), title=headline(rows, what))
+    shown = Table("depths" if by_depth else "task", "scheme", *map(str, lengths))
     for title, share_of in sections.items():
         for line in lines:
             cells = []
             for length in lengths:
                 cell = [row for row in rows if (row.line, row.length) == (line, length) and share_of(row) is not None]
-                error = f" ± {100 * cell[0].error:.0f}" if cell and cell[0].error is not None else ""
+                error = f" ± {100 * cell[0].error:.0f}" if cell and cell[0].error is not None and not by_depth else ""
                 cells.append(f"{100 * fmean(share_of(row) or 0 for row in cell):.0f}{error}" if cell else "-")
             shown.add_row(title, display_name(line), *cells)
         shown.add_section()
-    return shown
+    return Group(Text(headline(rows, what), style="bold"), shown)

@@ -30,7 +30,7 @@ class RotaryTables:
         as_declared: whether the module's frequencies are those that its config describes.
         axes: number of axes on which the module reads positions (mRoPE, for images); on text they are all equal.
         is_complex: whether its attention reads one complex table, cos + i sin, instead of two.
-        turning: see `RotarySpec`.
+        rotating_pairs: see `RotarySpec`.
         fixed: what a module rotates by whose tables do not follow its `inv_freq` and `attention_scaling`; None if they
             do.
     """
@@ -41,12 +41,12 @@ class RotaryTables:
     as_declared: bool = True
     axes: int = 1
     is_complex: bool = False
-    turning: int | None = None
+    rotating_pairs: int | None = None
     fixed: Frequencies | None = field(default=None, compare=False)
 
     def spec(self, training_length: int) -> RotarySpec:
         """The facts about this set that a frequency scheme receives."""
-        return RotarySpec(2 * self.inv_freq.shape[-1], self.base, training_length, self.turning)
+        return RotarySpec(2 * self.inv_freq.shape[-1], self.base, training_length, self.rotating_pairs)
 
     def attribute(self, name: str) -> str:
         """The attribute in which the module stores `name` for this set."""

@@ -100,7 +100,7 @@ def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
 
 def _compared(tables: RotaryTables, config: Any) -> RotaryTables:
     """The tables, compared with what their module and their config describe."""
-    tables = dataclasses.replace(tables, turning=_turning(tables.inv_freq))
+    tables = dataclasses.replace(tables, rotating_pairs=_rotating_pairs(tables.inv_freq))
     if follows_buffers(tables):
         return dataclasses.replace(tables, as_declared=_as_declared(tables, config))
     fixed = measure_fixed(tables, training_length(config))
@@ -108,7 +108,7 @@ def _compared(tables: RotaryTables, config: Any) -> RotaryTables:
     return dataclasses.replace(tables, as_declared=as_declared, fixed=fixed)
 
 
-def _turning(inv_freq: torch.Tensor) -> int | None:
+def _rotating_pairs(inv_freq: torch.Tensor) -> int | None:
     """Number of leading pairs that rotate; None if all of them do, or none."""
     count = int(inv_freq.count_nonzero())
     return count if 0 < count < inv_freq.numel() and bool(inv_freq[:count].all()) else None
@@ -216,7 +216,7 @@ def _read_layer(
         if tables is None:
             heads = measuring.heads(module)
         else:
-            (layout, normed, heads), passes = measuring.turning(name, block, module, tables)
+            (layout, normed, heads), passes = measuring.rotation(name, block, module, tables)
             if passes is None:
                 return None
             gets_positions = passes

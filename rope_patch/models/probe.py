@@ -52,14 +52,14 @@ _ULPS = 4
 """Tolerance in units in the last place for a norm that sums the dimensions of a head in another order."""
 _FOLLOWED = "something follows the rotation of queries and keys (a norm, a scale)"
 
-Found = TypeVar("Found")
+Measured = TypeVar("Measured")
 
 
 class Followed(UnsupportedModel):
     """Something changes queries or keys after they were rotated, such as a norm with weights."""
 
 
-class Turning(NamedTuple):
+class Rotation(NamedTuple):
     """The rotation of an attention module.
 
     Attributes:
@@ -77,17 +77,17 @@ class Measuring:
     """Measures the layers of a stack, each kind of them once."""
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, Any] = {}
+        self._by_kind: dict[Hashable, Any] = {}
 
-    def turning(
+    def rotation(
         self, name: str, block: nn.Module, module: nn.Module, rotary: RotaryTables
-    ) -> tuple[Turning, bool | None]:
+    ) -> tuple[Rotation, bool | None]:
         """`measure_layout` and `passes_positions` for this layer and its block, or for others of their kind.
 
         A block that cannot run alone is assumed to pass positions if it names them, as nearly all do.
         """
         kind = (rotary.layer_type, kind_of(module))
-        turning = self._once(kind, module, module, lambda tried, _: measure_layout(name, tried, rotary))
+        rotation = self._once(kind, module, module, lambda tried, _: measure_layout(name, tried, rotary))
         around = (part_of(block), name.rpartition(".")[2], *map(type, block.children()))
         try:
             gets_positions = self._once(
@@ -95,18 +95,18 @@ class Measuring:
             )
         except UnsupportedModel:
             gets_positions = _names_positions(block)
-        return turning, gets_positions
+        return rotation, gets_positions
 
     def heads(self, module: nn.Module) -> Heads:
         """`measure_heads` for this layer, which receives no tables, or for another one of its kind."""
         return self._once(kind_of(module), module, module, lambda tried, _: measure_heads(tried))
 
     def _once(
-        self, kind: Hashable, outer: nn.Module, inner: nn.Module, measure: Callable[[nn.Module, nn.Module], Found]
-    ) -> Found:
+        self, kind: Hashable, outer: nn.Module, inner: nn.Module, measure: Callable[[nn.Module, nn.Module], Measured]
+    ) -> Measured:
         """The result of `measure` for a module and one inside it."""
-        if kind in self._found:
-            return self._found[kind]
+        if kind in self._by_kind:
+            return self._by_kind[kind]
         device = _device_of(inner)
         copies = ProbeCopies(device or torch.device("cpu"))
         try:
@@ -118,7 +118,7 @@ class Measuring:
                 ) from error
             return measure(outer, inner)
         if not copies.index_was_read:  # else other layers of this kind may differ
-            self._found[kind] = measured
+            self._by_kind[kind] = measured
         return measured
 
 
@@ -179,7 +179,7 @@ def measure_fixed(rotary: RotaryTables, training_length: int) -> Frequencies:
     return Frequencies(rotary.inv_freq.clone(), scaling)
 
 
-def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> Turning:
+def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> Rotation:
     """How a self-attention module rotates; the module stays unchanged.
 
     Raises:
@@ -202,13 +202,13 @@ def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> Turnin
     if layouts[0] != layouts[1]:
         raise UnsupportedModel(f"{name}: queries and keys are rotated in different layouts")
     if (layout := layouts[0]) is None:
-        return Turning(None, False, heads)
+        return Rotation(None, False, heads)
     for states in (query, key):
         expected = layout.rotate(states[:1], angles.cos().to(states), angles.sin().to(states))
         tolerance = 8 * torch.finfo(states.dtype).eps * float(states[0].abs().max())
         if (expected - states[-2]).abs().max() > tolerance:
             raise Followed(f"{name}: {_FOLLOWED}")
-    return Turning(layout, normed, heads)
+    return Rotation(layout, normed, heads)
 
 
 def measure_heads(module: nn.Module) -> Heads:

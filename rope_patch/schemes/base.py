@@ -171,9 +171,9 @@ class Scheme:
             rotary, length, weights: as for `frequencies`.
         """
         found = self.frequencies(rotary, length, weights)
-        if rotary.turning is None or self.chooses_pairs:
+        if rotary.rotating_pairs is None or self.chooses_pairs:
             return found
-        turns = torch.arange(found.inv_freq.shape[-1], device=found.inv_freq.device) < rotary.turning
+        turns = torch.arange(found.inv_freq.shape[-1], device=found.inv_freq.device) < rotary.rotating_pairs
         return dataclasses.replace(found, inv_freq=found.inv_freq * turns)
 
     # --- slots ---------------------------------------------------------------------------------------------------

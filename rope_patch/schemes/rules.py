@@ -239,7 +239,7 @@ class FieldRule:
         return next((rule for rule in self.rules if not (is_right and rule.holds(value, scheme))), None)
 
     def check(self, scheme: Any) -> None:
-        """Check the field of a new scheme; a list becomes a tuple.
+        """Check the field of a new scheme; a list becomes a tuple, and its numbers floats.
 
         Raises:
             InvalidField: names the field, its value and what is allowed.
@@ -249,8 +249,9 @@ class FieldRule:
             has_size = self.kind not in _WORDS or is_computable(value)
             size = "" if has_size else f", and 0 or of a size from {1 / LARGEST:g} to {LARGEST:g}"
             raise InvalidField(f"{scheme.name}: {rule.refusal(self.name, value, self._noun, scheme)}{size}")
-        if isinstance(value, list):
-            object.__setattr__(scheme, self.name, tuple(value))
+        if isinstance(value, (list, tuple)):
+            numbers = any(isinstance(rule, NumbersAboveZero) for rule in self.rules)
+            object.__setattr__(scheme, self.name, tuple(map(float, value)) if numbers else tuple(value))
 
     def edges(self, scheme: Any) -> tuple[list[Any], list[Any]]:
         """Values at the edge of what is allowed beside the other fields of a scheme, and values beyond: for tests."""

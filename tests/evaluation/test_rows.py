@@ -102,11 +102,23 @@ def test_another_version_of_the_software_measures_nothing_again(tmp_path):
     assert Rows(file.path).find(row(versions={"rope_patch": "9.9"}, commit=None).key()) is not None
 
 
-@pytest.mark.parametrize("name", ["sweep/sweep.jsonl", "finetune/perplexity.jsonl", "new_schemes/perplexity.jsonl"])
-def test_the_rows_that_were_committed_are_read(name, tmp_path):
-    committed = Path(__file__).parents[2] / "docs" / "results" / name
-    (tmp_path / "rows.jsonl").write_bytes(committed.read_bytes())
-    assert len(Rows(tmp_path / "rows.jsonl").rows) == len(set(committed.read_text().splitlines()))
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+OTHERS = {"encodings", "serving", "zoo"}  # of other kinds
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in RESULTS.rglob("*.jsonl") if path.parent.name not in OTHERS], ids=lambda path: path.stem
+)
+def test_the_rows_that_were_committed_are_read_and_recalled(path, tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(path.read_bytes())
+    rows = Rows(tmp_path / "rows.jsonl")
+    lines = [json.loads(line) for line in set(path.read_text().splitlines())]
+    assert len(rows.rows) == len(lines)
+    for fields in lines:
+        recalled = rows.recall({"task": "perplexity", "step": None, **fields})
+        assert {name: value for name, value in vars(recalled).items() if name in fields} == {
+            name: value for name, value in fields.items() if hasattr(recalled, name)
+        }
 
 
 def test_a_difference_is_paired_by_document():

@@ -51,7 +51,6 @@ def test_the_needles_are_those_of_lm_eval_where_it_draws_alike(monkeypatch):
     from lm_eval.tasks.ruler.niah_utils import TEMPLATE
 
     monkeypatch.setattr(ruler._Draws, "most", lambda *_: 30)
-    monkeypatch.setattr(ruler, "_upper", lambda *_: 0)
     (sample,) = Ruler(load_tokenizer(default_checkpoint()), samples=1, seed=7).draw("niah_single_1", 4096)
     random.seed(7)
     kinds = {"type_needle_k": "words", "type_needle_v": "numbers", "num_needle_k": 1, "num_needle_v": 1}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import math
+import shutil
 import sys
 
 import pytest
@@ -11,9 +12,11 @@ from rich.console import Console
 
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation import charts, tables
+from rope_patch.evaluation.row import Rows
 from tests.plots.look import check_look
 
 from .rows import row
+from .test_rows import RESULTS
 
 NLL = {
     "plain": [1.1, 2.6, 3.4],
@@ -273,3 +276,44 @@ def test_a_cut_that_loses_the_first_tokens_is_named(cut, said):
     assert bool(notes) == said
     if said:
         assert notes[0].startswith("attention cut at L is +5.100 ±0.00")
+
+
+def trained(line, step, nll, **changed):
+    """A row of a training, whose weights are others at every step."""
+    return row(
+        line=line, step=step, nll=nll, weights=f"{line}{step}", nll_by_document=by_document(line, nll), **changed
+    )
+
+
+def test_a_training_is_a_line_per_scheme_and_step():
+    rows = [
+        trained(line, step, nll + longer, length=length, regime=regime)
+        for line, step, nll, regime in [
+            ("plain", 0, 2.0, "training-free"),
+            ("window", 0, 1.5, "training-free"),
+            ("pi:target=auto", 0, 1.9, "fine-tune"),
+            ("pi:target=auto", 50, 1.4, "fine-tune"),
+            ("pi:target=auto", 100, 1.2, "fine-tune"),
+        ]
+        for length, longer in ((256, 0.0), (1024, 0.1))
+    ]
+    text = printed(rows)
+    assert line_of(text, "PI †, before").split()[-2:] == ["1.900", "2.000"]
+    assert line_of(text, "PI, 100 steps").split()[-2:] == ["1.200*", "1.300*"]
+    assert line_of(text, "PI, 100 steps", below=1).split() == ["-0.300", "±0.000", "-0.300", "±0.000"]
+    main, _ = charts.figure(rows, title="Before and after").axes
+    lines = {tuple(line.get_ydata()): line for line in main.get_lines()}
+    assert (1.4, 1.5) not in lines  # of the steps between, the last is shown
+    before, after = lines[1.9, 2.0], lines[1.2, 1.3]
+    assert (before.get_linestyle(), after.get_linestyle()) == (":", "-")
+    assert before.get_color() == after.get_color()
+    names = {text.get_text() for text in main.texts}
+    assert {"PI †, before", "PI, 100 steps", "plain checkpoint", "attention cut at L"} <= names
+    check_look(main.figure)
+
+
+def test_rows_of_old_trainings_are_shown(tmp_path):
+    """Their files name neither texts nor protocol."""
+    rows = Rows(shutil.copy(RESULTS / "finetune" / "finetune.jsonl", tmp_path / "rows.jsonl")).rows
+    assert "NLL of the same 1536 tokens from 12 documents" in " ".join(printed(rows, width=200).split())
+    check_look(charts.figure(rows))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import re
 
 import pytest
 import torch
@@ -25,18 +27,16 @@ from rope_patch import (
 )
 from rope_patch.models.find_stacks import read_stack
 from rope_patch.schemes import Checkpoint, scheme_class, scheme_from_dict
+from rope_patch.schemes.slots import Target
 from rope_patch.schemes.target import LONGEST, reached, takes_target
+from tests.cases import CASES
 from tests.families import TRAINING_LENGTH, build
 from tests.models import absolute_families
 from tests.recipes import run_recipe
 from tests.runs import logits, tokens
 from tools import pictures
 
-TAKERS = {
-    *("pi", "ntk", "ntk_by_parts", "ntk_mixed", "yarn", "llama3", "longrope", "proportional", "dynamic_ntk"),
-    *("dynamic_yarn", "giraffe", "rerope", "leaky_rerope", "self_extend", "dca", "lm_infinite", "window", "t5"),
-    *("learned", "hierarchical", "multiplicative", "sinusoidal"),
-}
+TAKERS = [name for name in list_schemes() if takes_target(scheme_class(name))]
 
 TABLE = {"has_table": True}
 
@@ -45,10 +45,17 @@ def trained_at(length, **changes):
     return Checkpoint(length, num_heads=4, max_length=length, **changes)
 
 
-def spelled(name, target):
-    """A scheme that is to reach a length, with what no length can fill."""
-    lists = ":short_factor=[1.0,1.0],long_factor=[2.0,4.0]" if name == "longrope" else ""
-    return get_scheme(f"{name}{lists}", target=target)
+def filled_by(name, target):
+    """The fields that a length fills on a checkpoint trained at 512 tokens."""
+    return scheme_class(name).fields_for(Target(name, target, trained_at(512), {}))
+
+
+def spelled(name, target, **given):
+    """A scheme that is to reach a length, with the fields that no length fills as in its tests."""
+    usual = get_scheme(CASES[name])
+    needed = {field.name for field in dataclasses.fields(usual) if field.default is dataclasses.MISSING}
+    others = {field: getattr(usual, field) for field in needed - filled_by(name, target).keys()}
+    return get_scheme(name, target=target, **{**others, **given})
 
 
 # --- the rules -------------------------------------------------------------------------------------------------------
@@ -116,24 +123,21 @@ def test_a_table_of_the_checkpoint_is_extended():
 
 @pytest.mark.parametrize("name", list_schemes())
 def test_every_scheme_takes_a_target_or_refuses_it(name):
-    assert takes_target(scheme_class(name)) == (name in TAKERS)
     if name in TAKERS:
         found = spelled(name, 4096).reach(trained_at(512))
         assert type(found) is scheme_class(name)
         assert found.resolve(trained_at(512)) == spelled(name, 4096).resolve(trained_at(512))
     else:
-        with pytest.raises(InvalidField, match=f"target=64 means nothing to {name}; schemes that take it: dca, .*yarn"):
+        takers = f"target=64 means nothing to {name}; schemes that take it: {', '.join(TAKERS)}"
+        with pytest.raises(InvalidField, match=re.escape(takers)):
             get_scheme(name, target=64)
 
 
-@pytest.mark.parametrize("name", sorted(TAKERS - {"learned"}))
+@pytest.mark.parametrize("name", TAKERS)
 def test_given_fields_win(name):
-    filled = scheme_class(name).fields_for(rope_patch.schemes.slots.Target(name, 4096, trained_at(512), {}))
-    for field, value in filled.items():
+    for field, value in filled_by(name, 4096).items():
         given = value // 2 if isinstance(value, int) else value + 1
-        lists = {"short_factor": (1.0,), "long_factor": (2.0,)} if name == "longrope" else {}
-        found = get_scheme(name, target=4096, **{**lists, field: given}).reach(trained_at(512))
-        assert getattr(found, field) == given != value
+        assert getattr(spelled(name, 4096, **{field: given}).reach(trained_at(512)), field) == given != value
 
 
 def test_the_training_length_that_is_given_counts():

@@ -13,7 +13,7 @@ import statistics
 import string
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -117,9 +117,8 @@ class Ruler(Task):
             EvaluationError: the length is too small for the shortest prompt.
             MissingPackage: the task needs wonderwords, which is not installed.
         """
-        room = length - NEW_TOKENS[task]
-        found = _TASKS[task](_Draws(self, task, length, room))
-        return list(itertools.islice(found, self.samples))
+        draw = _TASKS[task](_Draws(self, task, length))
+        return [draw() for _ in range(self.samples)]
 
     def cells(self, length: int) -> list[Cell]:
         """One for each task."""
@@ -180,6 +179,10 @@ class _AllFound(StoppingCriteria):
 # --- the random draws of the tasks, in RULER's order ------------------------------------------------------------------
 
 
+Draw = Callable[[], Sample]
+"""Draws the next sample of a task."""
+
+
 @dataclass
 class _Draws:
     """The generators of a task, and the search for the number of pieces that fit, with draws of the same generators."""
@@ -187,11 +190,9 @@ class _Draws:
     ruler: Ruler
     task: str
     length: int
-    room: int  # tokens of a prompt
-    rng: random.Random = field(init=False)
-    numbers: np.random.RandomState = field(init=False)
 
     def __post_init__(self) -> None:
+        self.room = self.length - NEW_TOKENS[self.task]  # tokens of a prompt
         self.rng, self.numbers = random.Random(self.ruler.seed), np.random.RandomState(self.ruler.seed)
 
     def shuffled(self, items: Iterable[str]) -> list[str]:
@@ -200,9 +201,16 @@ class _Draws:
         random.Random(self.ruler.seed).shuffle(items)
         return items
 
-    def most(self, make: Callable[[int], Sample], step: int, upper: int, room: int, spent: int = 0) -> int:
-        """The maximum number of pieces, from `step` to `upper`, whose prompt fits, by binary search."""
-        lower, best = step, step
+    def most(self, make: Callable[[int], Sample], step: int, upper: int = 0, room: int = 0, spent: int = 0) -> int:
+        """The maximum number of pieces, from `step` to `upper`, whose prompt fits, by binary search.
+
+        Args:
+            upper: default a bound from the length of a short prompt.
+            room: default that of a prompt.
+            spent: tokens in front of it.
+        """
+        upper = upper or max(int(self.length / (self.ruler.count(make(step)) / step) * 3), 2 * step)
+        room, lower, best = room or self.room, step, step
         while lower <= upper:
             middle = (lower + upper) // 2
             if self.ruler.count(make(middle)) + spent <= room:
@@ -211,16 +219,17 @@ class _Draws:
                 upper = middle - 1
         return best
 
-    def fitting(self, make: Callable[[int], Sample], pieces: int, step: int, room: int, least: int = 0) -> Sample:
+    def fitting(self, make: Callable[[int], Sample], pieces: int, step: int, room: int = 0, least: int = 0) -> Sample:
         """A sample of `pieces` pieces, reduced by `step` until the drawn sample fits.
 
         Args:
+            room: default that of a prompt.
             least: minimum number of pieces; default a step.
 
         Raises:
             EvaluationError: the shortest is too long.
         """
-        least = least or step
+        room, least = room or self.room, least or step
         pieces = max(pieces, least)
         while (tokens := self.ruler.count(sample := make(pieces))) > room:
             if pieces <= least:
@@ -233,7 +242,7 @@ class _Draws:
         return sample
 
 
-def _niah(draws: _Draws) -> Iterable[Sample]:
+def _niah(draws: _Draws) -> Draw:
     """A number for a pair of an adjective and a noun, hidden before one of many lines of noise."""
 
     def make(lines: int) -> Sample:
@@ -246,12 +255,10 @@ def _niah(draws: _Draws) -> Iterable[Sample]:
         return Sample(body, NEEDLE_PREFIX.format(key=key), (value,))
 
     step = 25 if draws.length >= 4096 else 5
-    pieces = draws.most(make, step, _upper(draws, make, step), draws.room)
-    while True:
-        yield draws.fitting(make, pieces, step, draws.room)
+    return partial(draws.fitting, make, draws.most(make, step), step)
 
 
-def _vt(draws: _Draws) -> Iterable[Sample]:
+def _vt(draws: _Draws) -> Draw:
     """Five variables with one value, each assigned from the previous one; a short example precedes."""
 
     def make(lines: int, letters: int = 5, value: str | None = None) -> Sample:
@@ -279,12 +286,10 @@ def _vt(draws: _Draws) -> Iterable[Sample]:
 
     step = 10 if draws.length >= 4096 else 5
     spent = draws.ruler.count(Sample(shown, "", ()))
-    pieces = draws.most(make, step, _upper(draws, make, step), draws.room, spent)
-    while True:
-        yield draws.fitting(asked, pieces, step, draws.room)
+    return partial(draws.fitting, asked, draws.most(make, step, spent=spent), step)
 
 
-def _cwe(draws: _Draws) -> Iterable[Sample]:
+def _cwe(draws: _Draws) -> Draw:
     """The ten most frequent words of a numbered list; a short list with its answer precedes."""
     words = draws.shuffled(sorted({word for kind in ("noun", "adjective", "verb") for word in _words(kind)}))
 
@@ -302,12 +307,10 @@ def _cwe(draws: _Draws) -> Iterable[Sample]:
 
     many = min(4096, len(words))
     upper = min(max(int(draws.length // (draws.ruler.count(make(many)) / many)) * 2, 20), len(words))
-    pieces = draws.most(make, 10, upper, draws.room)
-    while True:
-        yield draws.fitting(make, pieces, 10, draws.room)
+    return partial(draws.fitting, make, draws.most(make, 10, upper), 10)
 
 
-def _fwe(draws: _Draws) -> Iterable[Sample]:
+def _fwe(draws: _Draws) -> Draw:
     """The three most frequent words of random letters, with counts that fall with the square of their rank."""
     room, step = draws.room, draws.room // 32
     if room < 4 * 50:  # one word per 50 tokens: the dots, and three for the question
@@ -327,18 +330,12 @@ def _fwe(draws: _Draws) -> Iterable[Sample]:
     number, words = room // 6, ranked()
     while draws.ruler.count(make(words, number)) < room:
         number += step
-    while True:
-        yield draws.fitting(partial(make, ranked()), number - step, step, room, least=UNLIKE)
+    return lambda: draws.fitting(partial(make, ranked()), number - step, step, least=UNLIKE)
 
 
 UNLIKE = 74  # from this many words on, the fourth occurs more often than the fifth: n (1/16 - 1/25) >= zeta(2)
 
 _TASKS = {"niah_single_1": _niah, "vt": _vt, "cwe": _cwe, "fwe": _fwe}
-
-
-def _upper(draws: _Draws, make: Callable[[int], Sample], step: int) -> int:
-    """An upper bound on the number of pieces, from the length of a short prompt."""
-    return max(int(draws.length / (draws.ruler.count(make(step)) / step) * 3), 2 * step)
 
 
 def _numbered(words: Iterable[str]) -> str:
