@@ -398,7 +398,7 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
             changes.set(layer.module, name, value)
     forward_cache, states = StackForwardCache(), []
     for layer in touched:
-        config = cast(Any, layer.module.config)
+        config = cast(Any, getattr(layer.module, "config", stack.config))  # tables alone need none of the layer
         if plan.late:
             live = copy.copy(config)
             live._attn_implementation_internal = IMPLEMENTATION
