@@ -53,16 +53,20 @@ demo-compare: $(VENV)/.demo
 
 test: $(VENV)/.test
 	@echo "== tests, one process per core with one thread each (more would only wait for each other)"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(OPTIONS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(OPTIONS)
 
 scheme: $(VENV)/.test
 	@test -n "$(NAME)" || { echo "NAME=<as registered, such as rerope>"; exit 2; }
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --scheme $(NAME) $(OPTIONS)
+<<<<<<< HEAD
+=======
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --scheme $(NAME) $(OPTIONS)
+>>>>>>> main
 	@$(BIN)/python -m tests.lists
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --scheme $(NAME) $(OPTIONS)
 
 nightly: $(VENV)/.test
 	@echo "== tests on every family (much longer than the usual run)"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --all-families --cov=rope_patch --cov-report=term:skip-covered
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --all-families --cov=rope_patch --cov-report=term:skip-covered
 	$(MAKE) hard notebooks
 	@if grep -q avx512f /proc/cpuinfo; then $(MAKE) vllm-check; \
 		else echo "vLLM was not run: this processor has no AVX-512"; fi
@@ -73,7 +77,7 @@ zoo: $(VENV)/.test
 
 hard: $(VENV)/.test
 	@echo "== thousands of random cases against the oracle, and fuzzed inputs (about two minutes)"
-	ROPE_PATCH_HARD=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/hardening
+	ROPE_PATCH_HARD=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal tests/hardening
 
 faults: $(VENV)/.test
 	@echo "== faults, each in a copy of the package: its tests must fail (about ten minutes)"

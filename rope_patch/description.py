@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from rope_patch.patching import PatchHandle, find_handles, find_record, loaded
 from rope_patch.schemes.base import TRAINING, Scheme
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.schemes.rope import NoPE, RoPE
+from rope_patch.schemes.rules import rules_of
 from rope_patch.schemes.slots import Tokens
 from rope_patch.typing import RotarySpec, Weights
 
@@ -136,6 +138,8 @@ def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[Lay
     for part in scheme.parts():
         training = "needed on this model, see the warning" if lost and part.regime == "training-free" else None
         yield "scheme", f"{part} ({type(part).__name__})"
+        if fields := _allowed(part):
+            yield "  fields", fields
         yield "  slot", ", ".join(sorted(part.slots))
         yield "  equation", part.equation
         yield "  training", training or TRAINING[part.regime]
@@ -155,6 +159,13 @@ def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[Lay
             else:
                 yield from _numbers(scheme, stack, full[0], LearnedWeights(table=full[0].bias_table).at_rest())
         yield "positions", _position_map(scheme, stack.training_length)
+
+
+def _allowed(scheme: Scheme) -> str:
+    """What the fields that are not as usual may be, by their rules."""
+    rules = rules_of(type(scheme))  # type: ignore[arg-type]
+    fields = (field for field in dataclasses.fields(scheme) if getattr(scheme, field.name) != field.default)
+    return "; ".join(f"{field.name}: {rules[field.name].allowed()}" for field in fields if field.name in rules)
 
 
 @torch.no_grad()

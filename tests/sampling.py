@@ -13,7 +13,7 @@ from rope_patch import get_scheme
 from tests.cases import REPRESENTATIVE, ROUTES
 from tests.families import FAMILIES, SAMPLE, SCALED
 
-ONE_IN = 4
+ONE_IN = 6
 """Of the squares of a board of families and schemes."""
 
 
@@ -42,7 +42,7 @@ def in_usual_run(item: pytest.Item) -> bool:
 
 
 def is_sampled(family: str, spec: str, turn: int) -> bool:
-    """Whether a square of the board is one of the usual run, at this turn of the board: every fourth square, so that
+    """Whether a square of the board is one of the usual run, at this turn of the board: every sixth square, so that
     each family meets several schemes and each scheme several families.
 
     Tests differ in their turns, so that together they take every square. What a checkpoint scales is met by the schemes

@@ -1,7 +1,7 @@
 """Facts beside the docstrings of schemes: equation, picture, example, when to use it, what was measured, source.
 
 Names, slots and sources are those of `rope-patch list`, figures those of the files in `docs/results`, and pictures are
-drawn when the site is built. `schemes.yml` may add an equation in LaTeX and advice; without them a page has what the
+drawn when the site is built. `schemes.yml` may add an equation in LaTeX and advice; a page without them has what the
 class declares.
 """
 

@@ -105,7 +105,7 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
     names, closest, apart = {}, {}, {}
     for one in shown:
         cells = [grid.row(one, length) for length in grid.lengths]
-        losses = [(row.nll, standard_error(row.nll_by_document) or 0) if row else (math.nan, 0) for row in cells]
+        losses = [(row.loss, standard_error(row.nll_by_document) or 0) if row else (math.nan, 0) for row in cells]
         names[grid.name(one)] = plot_band(axes[0], multiples, losses, **_style(one, grid))
         if close_up:
             apart[one] = [(difference, error or 0) for difference, error in (grid.apart(one, n) for n in grid.lengths)]
@@ -151,7 +151,7 @@ def heat_maps(rows: Sequence[Row], what: str = "the answers") -> Figure:
     )
     for panel, line in zip(axes, lines, strict=False):
         grid = [[cells.get((line, length, *place)) for length in lengths] for place in down]
-        shares = [[row.share if row else math.nan for row in across] for across in grid]
+        shares: Any = [[row.share if row else math.nan for row in across] for across in grid]
         shares += [[row.control_accuracy if row else math.nan for row in grid[0]]] * control
         percents = 100 * np.array(shares, dtype=float)
         panel.set_title(display_name(line), loc="left", size=SIZE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from tqdm import tqdm
@@ -36,7 +37,7 @@ class Progress:
         self._number, self._name, self._measured = 0, "", False
         main, terminal = joined().is_main_process, sys.stderr.isatty()
         self._lines = main and not terminal and sys.stderr is sys.__stderr__
-        self._bar = tqdm(
+        self._bar: Any = tqdm(
             total=(1 + ahead) * sum(self._costs),
             bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}",
             file=sys.stderr if main and terminal else io.StringIO(),

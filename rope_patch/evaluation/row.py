@@ -108,6 +108,11 @@ class Row:
     error: float | None = None
 
     @property
+    def loss(self) -> float:
+        """NLL in nats per token; NaN if the task has none."""
+        return math.nan if self.nll is None else self.nll
+
+    @property
     def share(self) -> float:
         """The share of the answers that are correct, from 0 to 1; NaN if the task has none."""
         shares = [share for share in (self.accuracy, self.score) if share is not None]

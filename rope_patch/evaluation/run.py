@@ -109,7 +109,7 @@ def _measure(
     new = [item for item in cell.items if id(item) not in scores]
     scores.update(zip(map(id, new), over_processes(score, new, model), strict=True))
     seconds = time.perf_counter() - began
-    speed = {
+    speed: dict[str, Any] = {
         "seconds": round(seconds, 3),
         "tokens_per_second": round(sum(task.size(item) for item in new) / seconds, 1),
     }

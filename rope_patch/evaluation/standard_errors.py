@@ -32,7 +32,7 @@ def paired_difference(row: Row, reference: Row) -> tuple[float, float | None]:
     if (row.texts, row.protocol) != (reference.texts, reference.protocol):
         raise EvaluationError(f"{row.line} and {reference.line} were measured on different texts and cannot be paired")
     pairs = zip(row.nll_by_document, reference.nll_by_document, strict=False)  # rows of old files have none
-    return row.nll - reference.nll, standard_error([one - other for one, other in pairs])
+    return row.loss - reference.loss, standard_error([one - other for one, other in pairs])
 
 
 def pairs_of(row: Row) -> str:
@@ -41,4 +41,4 @@ def pairs_of(row: Row) -> str:
     if number == row.documents:
         return counted(number, "document")
     parts = "window" if number == row.windows else "block"
-    return f"{counted(number, parts)}{' of windows' * (parts == 'block')} of {counted(row.documents, 'document')}"
+    return f"{counted(number, parts)}{' of windows' * (parts == 'block')} of {counted(row.documents or 0, 'document')}"

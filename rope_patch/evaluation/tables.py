@@ -105,9 +105,9 @@ class Grid:
 
     def cell(self, series: Series, length: int) -> str:
         """NLL of one cell with three decimals, starred if it is the best of its column and not all are equal."""
-        column = [row.nll for one in self.series if (row := self.row(one, length)) and not math.isnan(row.nll or 0)]
+        column = [row.loss for one in self.series if (row := self.row(one, length)) and not math.isnan(row.loss)]
         row, best = self.row(series, length), f"{min(column, default=0):.3f}"
-        shown = f"{row.nll:.3f}".replace("nan", "-") if row else "-"
+        shown = f"{row.loss:.3f}".replace("nan", "-") if row else "-"
         return f"{shown}*" if shown == best != f"{max(column):.3f}" else f"{shown} "
 
     def apart(self, series: Series, length: int) -> tuple[float, float | None]:

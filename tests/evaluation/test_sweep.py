@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 
 import pytest
@@ -42,12 +45,32 @@ def spelled(checkpoint, texts, output, *more):
     return [*words, "--targets", "8", "--output", output, "--device", "cpu", *more]
 
 
+@pytest.fixture(scope="module")
+def whole(checkpoint, texts, tmp_path_factory):
+    """What a sweep to its end prints as JSON, its sentences, and its folder."""
+    output, out, err = tmp_path_factory.mktemp("whole") / "out", io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        assert run_recipe("sweep", spelled(checkpoint, texts, output, "--json")) == 0
+    return json.loads(out.getvalue()), err.getvalue(), output
+
+
 @pytest.fixture
-def swept(checkpoint, texts, tmp_path, capsys):
-    """Runs the recipe and gives what it prints as JSON, and its sentences."""
+def begun(whole, tmp_path, monkeypatch):
+    """The folder of a sweep that has measured the references and nothing else, and draws no picture."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    output = tmp_path / "out"
+    output.mkdir()
+    rows = (whole[2] / "sweep.jsonl").read_text().splitlines(keepends=True)
+    (output / "sweep.jsonl").write_text("".join(row for row in rows if json.loads(row)["line"] in ("plain", "window")))
+    return output
+
+
+@pytest.fixture
+def swept(checkpoint, texts, begun, capsys):
+    """Goes on with that sweep and gives what it prints as JSON, and its sentences."""
 
     def run(*more):
-        assert run_recipe("sweep", spelled(checkpoint, texts, tmp_path / "out", "--json", *more)) == 0
+        assert run_recipe("sweep", spelled(checkpoint, texts, begun, "--json", *more)) == 0
         captured = capsys.readouterr()
         return json.loads(captured.out), captured.err
 
@@ -187,8 +210,8 @@ def test_the_tiny_options_parse():
     assert recipe.lengths_up_to(options.target, 256) == [256, 512, 1024]
 
 
-def test_a_sweep_measures_references_and_rounds_and_recommends_the_best(swept, tmp_path):
-    found, said = swept()
+def test_a_sweep_measures_references_and_rounds_and_recommends_the_best(whole):
+    found, said, output = whole
     at_target = {row["line"]: row["nll"] for row in found["rows"] if row["length"] == 64}
     others = {line: nll for line, nll in at_target.items() if line not in ("plain", "window")}
     assert {"rerope:window=8", "yarn:factor=4"} <= set(others)
@@ -200,7 +223,7 @@ def test_a_sweep_measures_references_and_rounds_and_recommends_the_best(swept, t
     assert {row["length"] for row in found["rows"]} == {16, 32, 64}
     assert {row["targets"] for row in found["rows"]} == {8}
     assert found["stopped"] == "the plan was carried out to its end"
-    assert (tmp_path / "out" / "sweep.png").stat().st_size > 20_000
+    assert (output / "sweep.png").stat().st_size > 20_000
     assert said.count("rope-patch: round") == 4
     mean, pairs = found["difference"], {}
     for each in found["rows"]:
@@ -236,12 +259,11 @@ def test_what_the_model_refuses_is_listed_and_not_fatal(swept, monkeypatch):
     assert found["best"].startswith("yarn")
 
 
-def test_the_table_names_every_line(checkpoint, texts, tmp_path, capsys, monkeypatch):
+def test_the_table_names_every_line(checkpoint, texts, begun, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    assert run_recipe("sweep", spelled(checkpoint, texts, tmp_path / "out", "--budget-measurements", "3")) == 0
+    assert run_recipe("sweep", spelled(checkpoint, texts, begun, "--budget-measurements", "3")) == 0
     out = capsys.readouterr().out
-    lines = {line for line in Rows(tmp_path / "out" / "sweep.jsonl").rows for line in [line.line]}
-    assert len(lines) == 3
+    assert len({row.line for row in Rows(begun / "sweep.jsonl").rows}) == 3
     for name in (
         "plain checkpoint",
         "attention cut at L",
@@ -270,7 +292,8 @@ def test_the_plan_is_printed_without_measuring(checkpoint, texts, tmp_path, caps
 # --- one book, and what serves ----------------------------------------------------------------------------------------
 
 
-def test_one_book_is_read_in_many_windows_before_anything_is_recommended(checkpoint, tmp_path, capsys):
+def test_one_book_is_read_in_many_windows_before_anything_is_recommended(checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # no picture
     book = tmp_path / "book.txt"
     book.write_text(documents(2000)[0]["text"])
 
@@ -302,7 +325,8 @@ def test_a_sweep_tries_what_a_server_can_serve(checkpoint, texts, tmp_path, caps
     assert planned("vllm") == planned("llama.cpp") == planned("config") == ["yarn:factor=4"]
 
 
-def test_nothing_that_no_server_has_is_measured_in_any_round(swept, checkpoint):
+def test_nothing_that_no_server_has_is_measured_in_any_round(swept, whole, begun, checkpoint):
+    (begun / "sweep.jsonl").write_bytes((whole[2] / "sweep.jsonl").read_bytes())  # most is known
     found, _ = swept("--serve", "llama.cpp")
     lines = {row["line"] for row in found["rows"]} - {"plain", "window"}
     assert len(lines) > 1

@@ -52,7 +52,7 @@ KINDS = {
 
 CYCLES = [
     (kind, part, number)
-    for kind, usual, hard in (("llama", 44, 800), ("t5", 8, 120), ("bert", 9, 80))
+    for kind, usual, hard in (("llama", 22, 800), ("t5", 8, 120), ("bert", 9, 80))
     for part, number in enumerate(parts(usual=usual, hard=hard, size=200))
 ]
 

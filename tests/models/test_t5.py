@@ -54,7 +54,7 @@ def logits(model, ids=None, mask=None, target=None):
 
 
 def generated(model, ids, mask=None, **options):
-    return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **options)
+    return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5, do_sample=False, **options)
 
 
 def gradients(model, ids, labels):

@@ -44,7 +44,7 @@ class Retrieval(Task):
         EvaluationError: the depths are not ascending shares.
     """
 
-    span: int | None = None
+    span: Any = None  # tokens of what is hidden, where the task has a choice
 
     def __init__(self, depths: Sequence[float], trials: int, seed: int = 0, batch_size: int = 1) -> None:
         if not depths or not all(0 <= depth <= 1 for depth in depths) or list(depths) != sorted(set(depths)):
