@@ -154,9 +154,11 @@ def read_texts(options: Options) -> dict[str, Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         path.write_text(json.dumps(settings, indent=2) + "\n")
-    found = json.loads(path.read_text())
+    recorded = json.loads(path.read_text())
     if other := [
-        f"{name}={found.get(name)} there, {mine} here" for name, mine in settings.items() if found.get(name) != mine
+        f"{name}={recorded.get(name)} there, {mine} here"
+        for name, mine in settings.items()
+        if recorded.get(name) != mine
     ]:
         raise EvaluationError(f"{path.parent} holds rows of other settings ({'; '.join(other)}); choose another output")
     return {"windows": windows, **{split: torch.frombuffer(text, dtype=torch.uint8) for split, text in streams.items()}}
@@ -456,15 +458,15 @@ def table(cells: list[dict[str, Any]], training_length: int) -> list[str]:
     lengths = sorted({cell["length"] for cell in cells})
     best = {n: min((c["mean"] for c in cells if c["length"] == n and c["mean"]), default=None) for n in lengths}
     header = ["encoding", "slot", "new parameters", *(f"{length // training_length}L" for length in lengths)]
-    found: dict[str, list[str]] = {}
+    rows_of: dict[str, list[str]] = {}
     for cell in cells:
         start = [f"`{cell['encoding']}`", cell["slot"], f"{cell['new_parameters']:,}"]
         number = "failed"
         if cell["mean"] is not None:
             number = f"{cell['mean']:.3f}" + "*" * (cell["mean"] == best[cell["length"]])
             number += "" if cell["std"] is None else f" ± {cell['std']:.3f}"
-        found.setdefault(cell["encoding"], start).append(number)
-    rows = [header, ["---"] * 2 + ["---:"] * (len(header) - 2), *found.values()]
+        rows_of.setdefault(cell["encoding"], start).append(number)
+    rows = [header, ["---"] * 2 + ["---:"] * (len(header) - 2), *rows_of.values()]
     return [f"| {' | '.join(row)} |" for row in rows]
 
 

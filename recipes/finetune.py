@@ -166,8 +166,8 @@ def texts(options: Options, tokenizer: Any) -> tuple[Any, Any, str]:
             corpus = load(dataset=options.dataset, split=own, streaming=options.streaming)
             corpus = list(corpus.take(DOCUMENTS)) if options.streaming else corpus
             return documents, corpus, name_of_text(None, options.dataset, own)
-    asked = {"share": options.held_out, "seed": options.seed, "name": name_of_text(options.text, options.dataset)}
-    return hold_out(documents, tokenizer, max(options.lengths, default=options.length), **asked)
+    share_of = {"share": options.held_out, "seed": options.seed, "name": name_of_text(options.text, options.dataset)}
+    return hold_out(documents, tokenizer, max(options.lengths, default=options.length), **share_of)
 
 
 def finetune(options: Options, spec: str, documents: Any, measured: dict[str, Any]) -> None:

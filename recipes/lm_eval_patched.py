@@ -1,3 +1,6 @@
+# /// script
+# dependencies = ["rope-patch[cli]", "lm-eval"]
+# ///
 """Tasks of EleutherAI's lm-evaluation-harness on a model under another position scheme.
 
     pip install lm-eval
@@ -69,47 +72,47 @@ def main(options: Options) -> None:
     checkpoint = options.model or default_checkpoint()
     with quiet_transformers():
         tokenizer = load_tokenizer(checkpoint)
-        asked: dict[str, Any] = ruler(options, checkpoint, tokenizer) or {"limit": options.limit}
+        evaluation: dict[str, Any] = ruler(options, checkpoint, tokenizer) or {"limit": options.limit}
         model = load_model(checkpoint, dtype="auto", device=options.device)
     tasks = [*options.tasks, *([rolling(options.text)] if options.text else [])]
     window = options.max_length or (max(options.lengths) + ANSWER if options.lengths else None)
     with patch(model, options.scheme) if options.scheme else nullcontext():
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, max_length=window, batch_size=1)
         try:
-            found = lm_eval.simple_evaluate(model=wrapped, tasks=tasks, bootstrap_iters=0, **asked)
+            outcome = lm_eval.simple_evaluate(model=wrapped, tasks=tasks, bootstrap_iters=0, **evaluation)
         except OSError as error:  # the hub's, and that of requests
-            alone = f"; made without a download: --tasks {' '.join(MADE_HERE)}" if "metadata" in asked else ""
+            alone = f"; made without a download: --tasks {' '.join(MADE_HERE)}" if "metadata" in evaluation else ""
             raise EvaluationError(f"a task could not be loaded: {error}{alone}") from error
 
     print(f"{checkpoint} under {options.scheme or 'no scheme'}, windows of {wrapped.max_length} tokens")
-    for task, metrics in found["results"].items():
+    for task, metrics in outcome["results"].items():
         for name, value in metrics.items():
-            if isinstance(value, float) and value != -1:  # -1: a length that was not asked
+            if isinstance(value, float) and value != -1:  # -1: a length that was not asked for
                 print(f"{task:<16} {name.removesuffix(',none'):<18} {value:.4f}")
     if options.text is not None:
-        show_nll(found["results"][options.text.stem], options.text, tokenizer)
+        show_nll(outcome["results"][options.text.stem], options.text, tokenizer)
 
 
 def ruler(options: Options, checkpoint: str, tokenizer: Any) -> dict[str, Any]:
     """What the tasks of RULER are told; nothing where none is asked for."""
     from rope_patch.errors import EvaluationError, require
 
-    asked = set(options.tasks)
-    if not asked & {"ruler", *MADE_HERE, *DOWNLOADED}:
+    wanted = set(options.tasks)
+    if not wanted & {"ruler", *MADE_HERE, *DOWNLOADED}:
         if options.lengths:
             raise EvaluationError("lengths are those of the tasks of ruler; give --tasks ruler, or one of its tasks")
         return {}
-    if others := sorted(asked - {"ruler", *MADE_HERE, *DOWNLOADED}):
+    if others := sorted(wanted - {"ruler", *MADE_HERE, *DOWNLOADED}):
         raise EvaluationError(f"tasks {', '.join(others)}: give them a run of their own, without those of ruler")
     for package in ("wonderwords", "nltk"):
         require(package, "the group ruler")
     lengths = options.lengths or (4096,)
-    check_room(asked, min(lengths), tokenizer)
-    told: dict[str, Any] = {"metadata": {"max_seq_lengths": list(lengths), "tokenizer": checkpoint}}
+    check_room(wanted, min(lengths), tokenizer)
+    settings: dict[str, Any] = {"metadata": {"max_seq_lengths": list(lengths), "tokenizer": checkpoint}}
     if options.limit:  # the harness would take the first alone, which are all of the shortest length
         first = [SAMPLES * length + number for length in range(len(lengths)) for number in range(options.limit)]
-        told["samples"] = dict.fromkeys((*MADE_HERE, *DOWNLOADED), first)
-    return told
+        settings["samples"] = dict.fromkeys((*MADE_HERE, *DOWNLOADED), first)
+    return settings
 
 
 def check_room(tasks: set[str], length: int, tokenizer: Any) -> None:

@@ -1,3 +1,6 @@
+# /// script
+# dependencies = ["rope-patch[cli,plots,finetune]"]
+# ///
 """LongLoRA's second table on a small checkpoint: which parameters have to be trained for a longer context?
 
     python recipes/longlora.py recipes/configs/longlora.yaml --model DIR --text stories.jsonl --eval-text held_out.txt
@@ -146,16 +149,16 @@ def table(points: list[Any], rows: list[Any]) -> str:
     """
     from rope_patch.evaluation.standard_errors import standard_error
 
-    lengths, found = sorted({point.length for point in points}), by_method(points)
+    lengths, methods = sorted({point.length for point in points}), by_method(points)
     windows = {(row.weights, row.length): row.nll_by_document for row in rows}
 
     def means(method: str, rate: str) -> list[float]:
         """The loss of each window, as the seeds have it on average."""
-        losses = [windows[point.weights, lengths[-1]] for point in found.get((method, rate), {}).get(lengths[-1], [])]
+        losses = [windows[point.weights, lengths[-1]] for point in methods.get((method, rate), {}).get(lengths[-1], [])]
         return [statistics.fmean(of_seeds) for of_seeds in zip(*losses, strict=True)]
 
     shown = [f"{'':32}" + "".join(f"{length:>16}" for length in lengths) + f"{'minus full':>18}"]
-    for (method, rate), cells in found.items():
+    for (method, rate), cells in methods.items():
         row = f"{f'{method}, {rate}' if rate else method:32}"
         for nlls in ([point.nll for point in cells.get(length, [])] for length in lengths):
             spread = f" ± {statistics.stdev(nlls):.3f}" if len(nlls) > 1 else ""
@@ -171,24 +174,24 @@ def table(points: list[Any], rows: list[Any]) -> str:
 
 def by_method(points: list[Any]) -> dict[tuple[str, str], dict[int, list[Any]]]:
     """The points of all seeds by method and rate, and by length; lines that are not trained have no rate."""
-    found: dict[tuple[str, str], dict[int, list[Any]]] = {}
+    groups: dict[tuple[str, str], dict[int, list[Any]]] = {}
     for point in points:
         method, rate = (*point.line.split(", "), "")[:2]
-        found.setdefault((method, rate), {}).setdefault(point.length, []).append(point)
-    return found
+        groups.setdefault((method, rate), {}).setdefault(point.length, []).append(point)
+    return groups
 
 
 def draw(points: list[Any], path: Path) -> None:
     """The loss of every method at the longest length: a dot for each seed, a colour for each rate."""
     from rope_patch.evaluation import charts
 
-    longest, found = max(point.length for point in points), by_method(points)
-    methods = list(dict.fromkeys(method for method, rate in found if rate))[::-1]
-    rates = list(dict.fromkeys(rate for _, rate in found if rate))
+    longest, groups = max(point.length for point in points), by_method(points)
+    methods = list(dict.fromkeys(method for method, rate in groups if rate))[::-1]
+    rates = list(dict.fromkeys(rate for _, rate in groups if rate))
     caption = f"NLL of the held-out tokens from {longest} tokens; a dot for each seed. Not trained: "
     caption += "attention cut at L (dashed), the scheme (dotted)." + f" Learning rate {rates[0]}." * (len(rates) == 1)
     figure, chart = charts.sheet("What has to be trained for a longer context", caption, 0.9 + 0.36 * len(methods))
-    for (method, rate), cells in found.items():
+    for (method, rate), cells in groups.items():
         nlls = [point.nll for point in cells.get(longest, [])]
         if rate:
             turn = rates.index(rate)

@@ -1,3 +1,6 @@
+# /// script
+# dependencies = ["rope-patch[serve]"]
+# ///
 r"""An OpenAI endpoint for a checkpoint under a scheme: the server of Transformers with continuous batching.
 
     rope-patch serve recipes/assets/tiny-llama --scheme rerope:window=128+logn
@@ -161,19 +164,21 @@ def application(
             check(inputs, gen_config)
             return await super().generate_non_streaming(model, processor, inputs, gen_config, *more, **named)
 
-    def check(inputs: Any, asked: Any) -> None:
+    def check(inputs: Any, settings: Any) -> None:
         prompt, served = len(inputs["input_ids"]), model.generation_config
-        if asked.max_new_tokens == UNSAID:
-            asked.max_new_tokens = max(1, min(max_tokens, limit - prompt))
-        wanted, allowed = prompt + asked.max_new_tokens, f"{limit} tokens of prompt and answer are allowed"
+        if settings.max_new_tokens == UNSAID:
+            settings.max_new_tokens = max(1, min(max_tokens, limit - prompt))
+        wanted, allowed = prompt + settings.max_new_tokens, f"{limit} tokens of prompt and answer are allowed"
         problems = {
             "the prompt is empty": prompt == 0,
-            f"max_tokens={asked.max_new_tokens}: at least 1 is allowed": asked.max_new_tokens < 1,
-            f"{prompt} tokens of prompt and max_tokens={asked.max_new_tokens}: {allowed}": wanted > limit,
-            f"stop={asked.stop_strings!r}: a batch of Transformers knows no stop strings": bool(asked.stop_strings),
+            f"max_tokens={settings.max_new_tokens}: at least 1 is allowed": settings.max_new_tokens < 1,
+            f"{prompt} tokens of prompt and max_tokens={settings.max_new_tokens}: {allowed}": wanted > limit,
+            f"stop={settings.stop_strings!r}: a batch of Transformers knows no stop strings": bool(
+                settings.stop_strings
+            ),
         }
         for field in ("temperature", "top_p"):
-            one, other = getattr(asked, field), getattr(served, field)
+            one, other = getattr(settings, field), getattr(served, field)
             problems[f"{field}={one}: this server was started with {other} for all requests"] = one != other
         for problem, holds in problems.items():
             if holds:
@@ -219,10 +224,10 @@ def application(
 
     # Transformers 5.17 cannot be told to leave attention alone, and asks no patched module either
     fields = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-    known = {field: value for field, value in batches.items() if field in fields}
+    supported = {field: value for field, value in batches.items() if field in fields}
 
     class State(GenerationState):
-        manager = Limited(ContinuousBatchingConfig(**known))
+        manager = Limited(ContinuousBatchingConfig(**supported))
 
         def get_manager(self, model_id: str, use_cb: bool = True) -> Limited:
             self._cb_manager = self.manager  # for /health, and to be stopped

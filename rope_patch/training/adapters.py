@@ -63,7 +63,7 @@ def _projections(model: nn.Module) -> list[str]:
     """Names of the linear layers of attention, such as q_proj."""
     stacks = [stack for handle in find_handles(model) for stack, _ in handle.mounted] or read_stacks(model)
     modules = [named for stack in stacks for layer in stack.layers for named in layer.module.named_modules()]
-    found = {name for name, each in modules if isinstance(each, nn.Linear) and not name.startswith(f"{NAME}.")}
-    if not found:
+    projections = {name for name, each in modules if isinstance(each, nn.Linear) and not name.startswith(f"{NAME}.")}
+    if not projections:
         raise EvaluationError(f"{type(model).__name__}: its attention has no linear layers for adapters")
-    return sorted(found)
+    return sorted(projections)

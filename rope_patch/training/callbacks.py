@@ -92,8 +92,8 @@ class PerplexityCallback(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **given: Any) -> None:
         """Add the numbers to those by which the trainer chooses its best checkpoint."""
         if self.every == "eval":
-            found = self._measure(args, state, control, **given)
-            (metrics if metrics is not None else {}).update(found)
+            perplexities = self._measure(args, state, control, **given)
+            (metrics if metrics is not None else {}).update(perplexities)
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Measure what was saved."""
@@ -108,8 +108,8 @@ class PerplexityCallback(TrainerCallback):
         if state.is_world_process_zero and not isinstance(self.points, Rows):
             self.points = Rows(self.points or Path(args.output_dir) / "perplexity.jsonl")
         handle = find_handle(model)
-        found = self.measure(model, "plain" if handle is None else handle.scheme, state.global_step)
-        numbers: dict[str, Any] = {f"eval_perplexity_{point.length}": point.perplexity for point in found}
+        points_of_step = self.measure(model, "plain" if handle is None else handle.scheme, state.global_step)
+        numbers: dict[str, Any] = {f"eval_perplexity_{point.length}": point.perplexity for point in points_of_step}
         if self.log is not None:
             due = control.should_log  # which `Trainer.log` takes back
             self.log({**numbers})

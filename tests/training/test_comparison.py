@@ -56,8 +56,9 @@ def options(settings):
 
 
 @pytest.fixture
-def compare(settings, tmp_path, capsys):
-    """Runs the recipe with other settings; its rows, or the line in which it ends."""
+def compare(settings, tmp_path, capsys, monkeypatch):
+    """Runs the recipe with other settings, without its chart; its rows, or the line in which it ends."""
+    monkeypatch.setattr(recipe, "draw_chart", lambda *_: None)
 
     def run(*words, **changed):
         (tmp_path / "config.yaml").write_text(json.dumps({**settings, **changed}))
