@@ -62,6 +62,9 @@ def try_wheel(wheel: Path, folder: Path) -> None:
     if not Path(where).is_relative_to(environment):
         raise SystemExit(f"rope_patch was imported from {where}, not from the wheel")
     run("python", "-c", "import importlib.util as u; assert u.find_spec('matplotlib') is None")
+    plot = subprocess.run([programs / "rope-patch", "plot"], capture_output=True, text=True, cwd=away)
+    if plot.returncode != 2 or "comes with the repository" not in plot.stderr or "plot" in run("rope-patch", "--help"):
+        raise SystemExit(f"the wheel should have no tools: {plot}")
     schemes = json.loads(run("rope-patch", "list", "--json"))
     run("rope-patch", "describe", "--scheme", "yarn:factor=4")
     settings = ("--lengths", "64,128", "--targets", "8", "--documents", "1", "--scheme", "rerope:window=32")

@@ -137,7 +137,7 @@ def draw(cells: Any, training_length: int, notes: list[str], path: Path) -> None
     multiples = [length / training_length for length in lengths]
     caption = ". ".join(note[0].upper() + note[1:] for note in notes[:2]) + "."
     heights = [max(1.5, 0.17 * len(names) + 0.7) for names in panels.values()]
-    shared = {"sharex": True, "height_ratios": heights}
+    shared: dict[str, Any] = {"sharex": True, "height_ratios": heights}
     title = "Position encodings trained from scratch"
     figure, *axes = charts.sheet(title, caption, sum(heights), len(panels), **shared)
     charts.scale_lengths(axes[0], multiples, [f"{m:g}L\n{n}" for m, n in zip(multiples, lengths, strict=True)])

@@ -154,8 +154,8 @@ class RotatedCall(Call):
         """R_f(phi(positions)) x."""
         if position_map == self.late.anchor:
             return x
-        cos, sin = self._tables(positions, position_map, place, x)
-        return rotate(self.layout, x, cos, sin) if self._fast else self.layout.rotate(x, cos, sin)
+        layout, (cos, sin) = self.layout, self._tables(positions, position_map, place, x)
+        return rotate(layout, x, cos, sin) if self._fast else layout.rotate(x, cos, sin)
 
     @property
     def _fast(self) -> bool:

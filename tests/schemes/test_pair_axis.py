@@ -13,7 +13,7 @@ import torch
 from transformers import StaticCache
 
 from rope_patch import Compose, Scheme, describe, get_scheme, patch
-from rope_patch.attention import chunked, decode
+from rope_patch.attention import chunked, decode, engine
 from rope_patch.description import rotated_distance
 from rope_patch.schemes import Region
 from rope_patch.schemes.base import Source
@@ -256,6 +256,25 @@ def test_bfloat16(llama, attention):
         for way in (full, uneven_chunks):
             found = way(llama, tokens()).float()
             assert (found - expected).norm() / expected.norm() < 0.03
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme, _ in RULES], ids=NAMES)
+def test_the_tables_of_the_fused_kernel_rotate_alike(llama, scheme, monkeypatch):
+    calls, score = [], engine.score
+    monkeypatch.setattr(engine, "score", lambda inputs, call, mode: calls.append(call) or score(inputs, call, mode))
+    with patch(llama, scheme):
+        full(llama, tokens())
+    call = calls[0]
+    fused = call.fused(in_order=True)
+
+    def rotated(x, table):
+        cos, sin = table
+        return x * cos + x[..., fused.partner] * sin
+
+    assert len(call.regions) == 2
+    for region, of_query, of_key in zip(call.regions, fused.query_tables, fused.key_tables, strict=True):
+        assert_close(rotated(call.queries, of_query), call.query(region))
+        assert_close(rotated(call.keys, of_key), call.key(region))
 
 
 def test_it_is_described(llama):
