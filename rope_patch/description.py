@@ -164,7 +164,7 @@ def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[Lay
 def _allowed(scheme: Scheme) -> str:
     """What the fields that are not as usual may be, by their rules."""
     rules = rules_of(type(scheme))  # type: ignore[arg-type]
-    fields = (field for field in dataclasses.fields(scheme) if getattr(scheme, field.name) != field.default)
+    fields = (field for field in dataclasses.fields(scheme) if getattr(scheme, field.name) != field.default)  # type: ignore[arg-type]
     return "; ".join(f"{field.name}: {rules[field.name].allowed()}" for field in fields if field.name in rules)
 
 

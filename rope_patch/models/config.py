@@ -184,18 +184,12 @@ def configs_of_type(config: Any, layer_type: str | None) -> list[Any]:
     return [config_of_layer(config, i) for i, kind in enumerate(types) if layer_type in (None, kind)] or [config]
 
 
-def scheme_of_config(config: Any) -> Scheme:
-    """The scheme that `config.rope_parameters` describes; that of full attention if layer types differ.
-
-    Raises:
-        UnsupportedModel: no scheme here has its `rope_type`.
+def scheme_of_config(config: Any) -> Scheme | None:
+    """The scheme that `config.rope_parameters` describes, that of full attention if layer types differ; None if there
+    is none here.
     """
     entries = rope_entries(config)
-    entry = _of_full_attention(entries)
-    scheme = scheme_of_entry(entry, nested=None not in entries)
-    if scheme is None:
-        raise UnsupportedModel(f"no scheme here has the rope_type {entry['rope_type']!r} of this checkpoint")
-    return scheme
+    return scheme_of_entry(_of_full_attention(entries), nested=None not in entries)
 
 
 def scheme_of_layer_type(config: Any, layer_type: str | None) -> Scheme | None:

@@ -33,7 +33,6 @@ from rope_patch.models.meta import filled
 from rope_patch.models.module_state import unchanged
 from rope_patch.models.passed_tables import passed_tables
 from rope_patch.models.probe import Followed, Measuring, follows_buffers, measure_fixed, measure_tables
-from rope_patch.schemes.base import Scheme
 
 
 def recognises(module: nn.Module) -> bool:
@@ -71,14 +70,7 @@ def read(stack: PreTrainedModel) -> Stack:
     if len(modules) > 1:  # some may be unused
         rotary = tuple(dict.fromkeys(layer.rotary for layer in layers if layer.rotary is not None))
     checkpoint = dataclasses.replace(checkpoint, bidirectional=not all(layer.is_causal for layer in layers))
-    return Stack(stack, checkpoint, _native(stack.config), layers, rotary)
-
-
-def _native(config: Any) -> Scheme | None:
-    try:
-        return scheme_of_config(config)
-    except UnsupportedModel:
-        return None
+    return Stack(stack, checkpoint, scheme_of_config(stack.config), layers, rotary)
 
 
 def _is_rotary(module: nn.Module) -> bool:

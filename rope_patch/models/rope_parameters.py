@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from rope_patch.errors import InvalidField, NotExpressible, did_you_mean
+from rope_patch.errors import InvalidField, NotExpressible, UnsupportedModel, did_you_mean
 from rope_patch.models.base import Stack
 from rope_patch.models.config import (
     SCALING,
@@ -18,7 +18,6 @@ from rope_patch.models.config import (
     configs_of_type,
     head_dim,
     rope_entries,
-    scheme_of_config,
     scheme_of_entry,
     training_length,
 )
@@ -283,4 +282,7 @@ def native_scheme_of(stack: Stack) -> Scheme:
     Raises:
         UnsupportedModel: its rope_type is unknown.
     """
-    return scheme_of_config(stack.config) if stack.rotary else cast(Scheme, stack.native)
+    if stack.native is None:
+        kind = entry_of(stack.config.rope_parameters)["rope_type"]
+        raise UnsupportedModel(f"no scheme here has the rope_type {kind!r} of this checkpoint")
+    return stack.native

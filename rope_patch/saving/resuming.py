@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,24 +39,17 @@ def repatch(model: nn.Module | PatchHandle) -> PatchHandle:
     record = checked_record(find_record(model), config)
     if record is None:
         raise NotPatched(f"the config of {type(model).__name__} has no `rope_patch`: it was not saved under a scheme")
-    with _unscaled(config, record):
+    replaced = restore_native(config, record)  # so that a base is not raised twice
+    try:
         handle = resume(model, record)
+    finally:
+        restore_native(config, replaced)
     if handle is None:
         raise NotPatched(
             f"{type(model).__name__} was saved without the original rows, which {record['scheme']['name']} replaced"
         )
     load_parameters(model, str(model.name_or_path))
     return handle
-
-
-@contextmanager
-def _unscaled(config: Any, record: dict[str, Any]) -> Iterator[None]:
-    """Restore the config from before the patch, so that a base is not raised twice."""
-    replaced = restore_native(config, record)
-    try:
-        yield
-    finally:
-        restore_native(config, replaced)
 
 
 def resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:

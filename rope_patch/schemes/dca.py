@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.rules import AtLeast
-from rope_patch.schemes.slots import Checkpoint, Region, Target
+from rope_patch.schemes.slots import Checkpoint, Region, nothing_for
 from rope_patch.schemes.tools.positions import Constant, Periodic
 
 
@@ -54,9 +54,7 @@ class DualChunkAttention(Scheme):
         if given and self.constants == "released" and self.local_window >= self.chunk_size:  # type: ignore[operator]
             raise InvalidField(f"dca: local_window={self.local_window} must be below chunk_size={self.chunk_size}")
 
-    @classmethod
-    def fields_for(cls, target: Target) -> dict[str, Any]:
-        return {}
+    fields_for = nothing_for
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         trained = checkpoint.training_length

@@ -11,7 +11,7 @@ import torch
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.rules import Above, AtLeast
-from rope_patch.schemes.slots import Target
+from rope_patch.schemes.slots import factor_for
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -48,9 +48,7 @@ class Llama3Scaling(Scheme):
                 f"llama3: high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}"
             )
 
-    @classmethod
-    def fields_for(cls, target: Target) -> dict[str, Any]:
-        return {"factor": target.factor()}
+    fields_for = factor_for
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         low, high = self.low_freq_factor, self.high_freq_factor

@@ -12,7 +12,7 @@ import torch
 from rope_patch.errors import InvalidField, NotExpressible
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.rules import Above, AtLeast, NumbersAboveZero
-from rope_patch.schemes.slots import Checkpoint, ModelShape, Target
+from rope_patch.schemes.slots import Checkpoint, ModelShape, factor_for
 from rope_patch.schemes.tools.rotary import periods
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -61,9 +61,7 @@ class LongRoPE(Scheme):
                 f"longrope: short_factor has {len(self.short_factor)} numbers, long_factor {len(self.long_factor)}"
             )
 
-    @classmethod
-    def fields_for(cls, target: Target) -> dict[str, Any]:
-        return {"factor": target.factor()}
+    fields_for = factor_for
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         if self.factor is not None:

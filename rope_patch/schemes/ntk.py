@@ -10,7 +10,7 @@ import torch
 from rope_patch.errors import InvalidField, NotExpressible
 from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.rules import Above, AtLeast
-from rope_patch.schemes.slots import Target
+from rope_patch.schemes.slots import factor_for, nothing_for
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -45,9 +45,7 @@ class NTKScaling(Scheme):
     factor: Annotated[float, AtLeast(1)]
     variant: Literal["fixed", "old"] = "fixed"
 
-    @classmethod
-    def fields_for(cls, target: Target) -> dict[str, Any]:
-        return {"factor": target.factor()}
+    fields_for = factor_for
 
     def base(self, rotary: RotarySpec) -> float:
         """The raised base for the width and the base of `rotary`; `rope_parameters` need nothing else.
@@ -121,9 +119,7 @@ class DynamicNTK(Scheme):
     original_max_position_embeddings: Annotated[int, AtLeast(1)] | None = None
     length: Annotated[int, AtLeast(1)] | None = None
 
-    @classmethod
-    def fields_for(cls, target: Target) -> dict[str, Any]:
-        return {}
+    fields_for = nothing_for
 
     @property
     def length_dependent(self) -> bool:  # type: ignore[override]

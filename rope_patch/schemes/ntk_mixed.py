@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.rules import Above, AtLeast
-from rope_patch.schemes.slots import Target
+from rope_patch.schemes.slots import factor_for
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -42,9 +42,7 @@ class NTKMixed(Scheme):
     factor: Annotated[float, AtLeast(1)]
     exponent: Annotated[float, Above(0)] = 0.625
 
-    @classmethod
-    def fields_for(cls, target: Target) -> dict[str, Any]:
-        return {"factor": target.factor()}
+    fields_for = factor_for
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         pairs = rotary.dim // 2

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.rules import AtLeast
-from rope_patch.schemes.slots import Target
+from rope_patch.schemes.slots import factor_for
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -36,9 +36,7 @@ class PositionInterpolation(Scheme):
 
     factor: Annotated[float, AtLeast(1)]
 
-    @classmethod
-    def fields_for(cls, target: Target) -> dict[str, Any]:
-        return {"factor": target.factor()}
+    fields_for = factor_for
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return Frequencies(inverse_frequencies(rotary.dim, rotary.base) / self.factor)

@@ -78,6 +78,18 @@ class Target:
         return max(1.0, (self.tokens - window) / (self.training_length - window))
 
 
+@classmethod  # type: ignore[misc]
+def factor_for(cls: type, target: Target) -> dict[str, Any]:
+    """`Scheme.fields_for` of a scheme whose `factor` is the target over the training length."""
+    return {"factor": target.factor()}
+
+
+@classmethod  # type: ignore[misc]
+def nothing_for(cls: type, target: Target) -> dict[str, Any]:
+    """`Scheme.fields_for` of a scheme that reaches every length as it is."""
+    return {}
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes for a scheme's learned parameters. `num_heads` counts query heads, `head_dim` is that of queries and keys,

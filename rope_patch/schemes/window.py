@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.rules import AtLeast
-from rope_patch.schemes.slots import Checkpoint, Region, Target
+from rope_patch.schemes.slots import Checkpoint, Region, nothing_for
 from rope_patch.schemes.tools.positions import Identity
 
 
@@ -29,9 +29,7 @@ class SlidingWindow(Scheme):
 
     window: Annotated[int, AtLeast(1)] | None = None
 
-    @classmethod
-    def fields_for(cls, target: Target) -> dict[str, Any]:
-        return {}
+    fields_for = nothing_for
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         return self if self.window else dataclasses.replace(self, window=checkpoint.training_length)

@@ -11,7 +11,7 @@ import torch
 from rope_patch.errors import NotExpressible
 from rope_patch.schemes.base import Scheme, Source, Sweep, Sweeps
 from rope_patch.schemes.rules import Above, AtLeast
-from rope_patch.schemes.slots import Target
+from rope_patch.schemes.slots import factor_for, nothing_for
 from rope_patch.schemes.tools.rotary import periods
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
 
@@ -62,9 +62,7 @@ class YaRN(Scheme):
     original_max_position_embeddings: Annotated[int, AtLeast(1)] | None = None
     ramp: Literal["index", "rotations"] = "index"
 
-    @classmethod
-    def fields_for(cls, target: Target) -> dict[str, Any]:
-        return {"factor": target.factor()}
+    fields_for = factor_for
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return Frequencies(self._blend(rotary, self.factor), self._attention_scaling(math.log(self.factor)))
@@ -140,9 +138,7 @@ class NTKByParts(Scheme):
     beta_fast: Annotated[float, AtLeast("beta_slow")] = 32.0
     beta_slow: Annotated[float, Above(0)] = 1.0
 
-    @classmethod
-    def fields_for(cls, target: Target) -> dict[str, Any]:
-        return {"factor": target.factor()}
+    fields_for = factor_for
 
     def _as_yarn(self) -> YaRN:
         return YaRN(self.factor, self.beta_fast, self.beta_slow, attention_factor=1.0)
@@ -175,9 +171,7 @@ class DynamicYaRN(YaRN):
     factor: Annotated[float, AtLeast(1)] = 1.0
     length: Annotated[int, AtLeast(1)] | None = None
 
-    @classmethod
-    def fields_for(cls, target: Target) -> dict[str, Any]:
-        return {}
+    fields_for = nothing_for
 
     @property
     def length_dependent(self) -> bool:  # type: ignore[override]

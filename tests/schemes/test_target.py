@@ -32,9 +32,9 @@ from rope_patch.schemes.target import LONGEST, reached, takes_target
 from tests.cases import CASES
 from tests.families import TRAINING_LENGTH, build
 from tests.models import absolute_families
-from tests.recipes import run_recipe
+from tests.recipes import run_script
 from tests.runs import logits, tokens
-from tools import pictures
+from tools import pictures, position_matrices
 
 TAKERS = [name for name in list_schemes() if takes_target(scheme_class(name))]
 
@@ -244,7 +244,7 @@ def test_the_command_line_knows_the_word(tmp_path, capsys):
     assert '"ntk:factor=4.0' in exported
     assert '"length": 128' in exported
     assert pictures.name_of("yarn:target=128+logn") == "YaRN, target = 128, log-n"
-    assert run_recipe("position_matrices", ["rerope:target=64", "--length", "40", "--training-length", "8"]) == 0
+    assert run_script(position_matrices, ["rerope:target=64", "--length", "40", "--training-length", "8"]) == 0
     assert capsys.readouterr().out.split()[-40] == "4"  # the distance from the last token to the first
 
 
