@@ -32,7 +32,6 @@ from rope_patch.mounting.registration import Registration, scores_here
 from rope_patch.mounting.running_bias import contributions
 from rope_patch.mounting.stack_positions import PASSED
 from rope_patch.schemes.tools.positions import query_start
-from rope_patch.typing import PositionMap
 
 LONG = 64
 """From this many tokens on, `IdentityTable` saves more than it costs."""
@@ -190,7 +189,7 @@ def _first_rotation(given: Any, call: ForwardCall) -> Any:
     hidden = call.states
     if call.anchor in (None, UNROTATED):
         return call.forward_cache.derived("identity", lambda: _identity(given, hidden.device.type), given)
-    anchor, rotary = cast(PositionMap, call.anchor), cast(RotaryTables, call.state.layer.rotary)
+    anchor, rotary = call.anchor, cast(RotaryTables, call.state.layer.rotary)
     return call.forward_cache.once(
         ("anchor", call.state.tables, anchor, hidden.dtype),
         lambda: rotary.compute(anchor(call.position_ids), like=hidden),

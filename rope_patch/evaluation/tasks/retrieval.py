@@ -47,11 +47,7 @@ class Retrieval(Task):
     span: Any = None  # tokens of what is hidden, where the task has a choice
 
     def __init__(self, depths: Sequence[float], trials: int, seed: int = 0, batch_size: int = 1) -> None:
-        if not depths or not all(0 <= depth <= 1 for depth in depths) or list(depths) != sorted(set(depths)):
-            shown = ", ".join(f"{depth:g}" for depth in depths)
-            raise EvaluationError(
-                f"depths {shown}: shares of the context from 0 to 1, in ascending order, are expected"
-            )
+        check_depths(depths)
         self.depths, self.trials, self.seed, self.batch_size = depths, trials, seed, batch_size
 
     def prompts(self, length: int, depth: float | None) -> list[Prompt]:
