@@ -490,5 +490,8 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     names = {}
     for code in python_blocks(PAGE):
-        exec(code.replace("[256, 512, 1024]", "[64, 128]").replace('"max_length": 512', '"max_length": 128'), names)
+        exec(
+            code.replace("[256, 512, 1024]", "[64, 128], targets=64").replace('"max_length": 512', '"max_length": 128'),
+            names,
+        )
     assert find_handle(names["adapted"]).scheme == find_handle(names["model"]).scheme

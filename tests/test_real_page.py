@@ -16,7 +16,7 @@ NAMES = sorted(path.parent.name for path in DOCS.glob("results/real/*/perplexity
 
 def table(name: str) -> str:
     """NLL of each row, and its difference from the plain checkpoint at L, or at its own length where L is missing."""
-    rows = Rows(DOCS / "results" / "real" / name / "perplexity.jsonl", Row).rows
+    rows = Rows(DOCS / "results" / "real" / name / "perplexity.jsonl").rows
     plain = {row.length: row for row in rows if row.line == "plain"}
     trained = rows[0].training_length
     lengths = sorted({row.length for row in rows})

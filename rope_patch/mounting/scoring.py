@@ -165,7 +165,9 @@ class CallMasks:
         self._place = q_length, kv_length, call.start
 
     def read(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The mask in the two forms of `read_mask`."""
+        """The mask in the two forms of `read_mask`: one for each pair, `(batch or 1, heads or 1, q_len, kv_len)`, or a
+        group for each key, `(batch or 1, kv_len)`.
+        """
         call = self._call
         return self._shared("mask", lambda: read_mask(self.given, call.position_ids, *self._place, call.state.config))
 

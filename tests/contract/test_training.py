@@ -53,7 +53,8 @@ def test_lora_before_or_after_patching_is_the_same(llama, spec):
 
     patch(llama, spec)
     after = with_lora(llama)
-    assert torch.equal(logits(after, tokens()), expected)
+    # what a patch brings is frozen by PEFT if it was there before, and without a gradient another path may score
+    assert_close(logits(after, tokens()), expected, 1e-5)
 
     merged = after.merge_and_unload()
     assert_close(logits(merged, tokens()), expected, 1e-4)

@@ -150,7 +150,7 @@ class Protocol(Task):
         return select(asked.corpus, asked.tokenizer, self.prefix, self.lengths[-1], self.places, **drawn)
 
     def contexts(self, window: Window, length: int) -> Iterable[tuple[torch.Tensor, int, int]]:
-        """Tokens, start and stop of the contexts of one window, or of one document, at one length."""
+        """Tokens, `(tokens,)`, start and stop of the contexts of one window, or of one document, at one length."""
         raise NotImplementedError
 
     def targets_at(self, length: int) -> int:
@@ -197,6 +197,7 @@ class Protocol(Task):
         return losses[: item.stop - item.start].double().cpu()
 
     def row(self, fields: dict[str, Any], items: Sequence[Context], scores: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """NLL of a row, and those of its documents, from the losses of each context, `(scored,)`."""
         scored = self.scored(scores, fields["length"], fields["targets"])
         nll = self.mean(scored)
         return {

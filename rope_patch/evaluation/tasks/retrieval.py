@@ -82,7 +82,7 @@ class Retrieval(Task):
         return sum(len(prompt.tokens) for prompt in item)
 
     def score(self, model: nn.Module, item: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `answer`."""
+        """As `answer`, `(prompts, parts of the answer)` both."""
         return self.answer(model, item)
 
     def row(self, fields: dict[str, Any], items: Sequence[Batch], scores: Sequence[Any]) -> dict[str, Any]:
