@@ -57,12 +57,8 @@ test: $(VENV)/.test
 
 scheme: $(VENV)/.test
 	@test -n "$(NAME)" || { echo "NAME=<as registered, such as rerope>"; exit 2; }
-<<<<<<< HEAD
-=======
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --scheme $(NAME) $(OPTIONS)
->>>>>>> main
 	@$(BIN)/python -m tests.lists
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --scheme $(NAME) $(OPTIONS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --scheme $(NAME) $(OPTIONS)
 
 nightly: $(VENV)/.test
 	@echo "== tests on every family (much longer than the usual run)"
