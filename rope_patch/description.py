@@ -43,9 +43,9 @@ class Description(str):
     @classmethod
     def of(cls, tables: Sequence[Rows]) -> Description:
         """The text of some tables, which are kept beside it."""
-        found = cls("\n\n".join(map(_as_text, tables)))
-        found.tables = tables
-        return found
+        description = cls("\n\n".join(map(_as_text, tables)))
+        description.tables = tables
+        return description
 
     __repr__ = str.__str__
 
@@ -193,8 +193,8 @@ def _numbers(scheme: Scheme, stack: Stack, layer: AttentionLayer, weights: Weigh
 
 def _frequencies(scheme: Scheme, spec: RotarySpec, weights: Weights) -> Iterable[tuple[str, str]]:
     length = 4 * spec.training_length
-    found = scheme.frequencies_on(spec, torch.tensor([length]) if scheme.length_dependent else None, weights)
-    inv_freq, scaling = found.inv_freq.flatten(), torch.as_tensor(found.attention_scaling).flatten()[0]
+    frequencies = scheme.frequencies_on(spec, torch.tensor([length]) if scheme.length_dependent else None, weights)
+    inv_freq, scaling = frequencies.inv_freq.flatten(), torch.as_tensor(frequencies.attention_scaling).flatten()[0]
     if not inv_freq.any():
         yield "frequencies", "all 0: nothing rotates"
         return
@@ -202,8 +202,8 @@ def _frequencies(scheme: Scheme, spec: RotarySpec, weights: Weights) -> Iterable
     pairs = sorted({last * part // 4 for part in range(5)})
     yield "frequencies", _listed("pair", pairs, inv_freq[pairs]) + where
     yield "wavelengths", _listed("pair", pairs, 2 * torch.pi / inv_freq[pairs]) + " tokens"
-    if found.decay is not None:
-        yield "decay", _listed("pair", pairs, found.decay[pairs]) + " per token"
+    if frequencies.decay is not None:
+        yield "decay", _listed("pair", pairs, frequencies.decay[pairs]) + " per token"
     if scaling != 1:
         yield "scaling", f"cos and sin times {scaling:.4g}"
 

@@ -10,7 +10,7 @@ from rope_patch.schemes.tools.rotary import RotaryLayout
 
 
 def rotate(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`layout.turned`; unless the tables need gradients, backward rotates the gradient back.
+    """`layout.rotate_wide`; unless the tables need gradients, backward rotates the gradient back.
 
     Shape:
         x `(batch, heads, length, head_dim)`, cos `(batch or 1, 1, length, head_dim)`, sin `(batch or 1, 1, length,
@@ -19,7 +19,7 @@ def rotate(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.
     learned = cos.requires_grad or sin.requires_grad
     if torch.is_grad_enabled() and x.requires_grad and not learned and not torch.compiler.is_compiling():
         return cast(torch.Tensor, _Rotation.apply(x, cos, sin, layout))
-    return layout.turned(x, cos, sin)
+    return layout.rotate_wide(x, cos, sin)
 
 
 class _Rotation(torch.autograd.Function):
@@ -29,7 +29,7 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.layout = layout
-        return layout.turned(x, cos, sin)
+        return layout.rotate_wide(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

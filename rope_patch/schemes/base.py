@@ -102,7 +102,7 @@ class Scheme:
         learned_frequencies: whether the frequencies follow learned parameters.
         refines: whether it makes its frequencies of those of another scheme, see `refine`.
         chooses_pairs: whether the frequencies decide which pairs rotate, also those that the checkpoint leaves still.
-        decays: whether the frequencies bring a decay, so that queries and keys are turned by different tables.
+        decays: whether the frequencies bring a decay, so that queries and keys are rotated by different tables.
         linear: whether the bias is a multiple of the distance, so that under a causal mask one term per key is enough.
         only_masks: whether all that its bias does is to hide pairs, with values 0 and -inf, so that the checkpoint's
             own rotation or bias stays.
@@ -170,11 +170,11 @@ class Scheme:
         Args:
             rotary, length, weights: as for `frequencies`.
         """
-        found = self.frequencies(rotary, length, weights)
+        frequencies = self.frequencies(rotary, length, weights)
         if rotary.rotating_pairs is None or self.chooses_pairs:
-            return found
-        turns = torch.arange(found.inv_freq.shape[-1], device=found.inv_freq.device) < rotary.rotating_pairs
-        return dataclasses.replace(found, inv_freq=found.inv_freq * turns)
+            return frequencies
+        turns = torch.arange(frequencies.inv_freq.shape[-1], device=frequencies.inv_freq.device) < rotary.rotating_pairs
+        return dataclasses.replace(frequencies, inv_freq=frequencies.inv_freq * turns)
 
     # --- slots ---------------------------------------------------------------------------------------------------
 

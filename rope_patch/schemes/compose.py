@@ -78,11 +78,11 @@ class Compose(Scheme):
 
     def of_layers(self, kinds: Mapping[int, str], num_layers: int) -> dict[int, Scheme | None]:
         by_part = [part.of_layers(kinds, num_layers) for part in self._parts]
-        found: dict[int, Scheme | None] = {}
+        by_layer: dict[int, Scheme | None] = {}
         for index in kinds:
             here = [scheme for schemes in by_part if (scheme := schemes[index]) is not None]
-            found[index] = Compose(*here) if len(here) > 1 else next(iter(here), None)
-        return found
+            by_layer[index] = Compose(*here) if len(here) > 1 else next(iter(here), None)
+        return by_layer
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         if (owner := self._owners.get("frequencies")) is None:
@@ -107,13 +107,13 @@ class Compose(Scheme):
         return reduce(torch.add, (part.running_bias(states, weights) for part in self._having("running_bias")))
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        parameters: dict[str, torch.Tensor] = {}
         for part in self._parts:
             for name, value in part.parameters(shape, random).items():
-                if name in found:
+                if name in parameters:
                     raise SlotConflict(f"two schemes of {self} learn parameters called {name!r}; keep one of them")
-                found[name] = value
-        return found
+                parameters[name] = value
+        return parameters
 
     def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
         for part in self._parts:

@@ -98,19 +98,19 @@ class Disentangled(Scheme):
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         width, hidden = shape.num_heads * shape.head_dim, shape.hidden_size
         rows = 2 * (self.buckets or self.max_distance or min(512, shape.training_length))
-        found = {"relative_embeddings": 0.02 * torch.randn(rows, hidden, generator=random)}
+        parameters = {"relative_embeddings": 0.02 * torch.randn(rows, hidden, generator=random)}
         if "c2p" in self.terms:
-            found["position_key"] = 0.02 * torch.randn(width, hidden, generator=random)
+            parameters["position_key"] = 0.02 * torch.randn(width, hidden, generator=random)
         if "p2c" in self.terms:
-            found["position_query"] = 0.02 * torch.randn(width, hidden, generator=random)
-            found["position_query_offset"] = torch.zeros(width)
+            parameters["position_query"] = 0.02 * torch.randn(width, hidden, generator=random)
+            parameters["position_query_offset"] = torch.zeros(width)
         if self.absolute_layers > shape.num_layers:
             raise InvalidField(
                 f"deberta: absolute_layers={self.absolute_layers}; the stack has {shape.num_layers} layers"
             )
         if self.absolute_layers:
-            found["absolute_positions"] = torch.zeros(self.num_positions or shape.training_length, hidden)
-        return found
+            parameters["absolute_positions"] = torch.zeros(self.num_positions or shape.training_length, hidden)
+        return parameters
 
     def query_scale(self, positions: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         return torch.full_like(positions, self._share, dtype=torch.float32)[None]

@@ -98,17 +98,17 @@ class PerLayer(Scheme):
         return cls({key: None if value is None else scheme_from_dict(value) for key, value in layers.items()})
 
     def of_layers(self, kinds: Mapping[int, str], num_layers: int) -> dict[int, Scheme | None]:
-        found: dict[int, tuple[str, Scheme | None]] = {}
+        selected: dict[int, tuple[str, Scheme | None]] = {}
         for selector, scheme in self._schemes.items():
             chosen = _chosen(selector, kinds, num_layers)
-            if twice := [index for index in chosen if index in found]:
-                others = ", ".join(dict.fromkeys(repr(found[index][0]) for index in twice))
+            if twice := [index for index in chosen if index in selected]:
+                others = ", ".join(dict.fromkeys(repr(selected[index][0]) for index in twice))
                 raise InvalidField(f"{self}: {_named(twice)} selected by {others} and {selector!r}; select each once")
-            found |= dict.fromkeys(chosen, (selector, scheme))
-        rest = [index for index in kinds if index not in found]
+            selected |= dict.fromkeys(chosen, (selector, scheme))
+        rest = [index for index in kinds if index not in selected]
         if rest and REST not in self._schemes:
             raise InvalidField(f"{self}: {_named(rest)} not selected; add a selector, or 'rest' (None: unchanged)")
-        return {index: found[index][1] if index in found else self._schemes[REST] for index in kinds}
+        return {index: selected[index][1] if index in selected else self._schemes[REST] for index in kinds}
 
     def reach(self, checkpoint: Checkpoint) -> Scheme:
         return self._each(lambda scheme: scheme.reach(checkpoint))
@@ -190,12 +190,12 @@ def _chosen(selector: str, kinds: Mapping[int, str], num_layers: int) -> list[in
         if not chosen:
             allowed = did_you_mean(selector, list(dict.fromkeys(kinds.values())))
             raise InvalidField(f"PerLayer: no layer of this model has the type {selector!r}; {allowed}")
-    found = [index for index in chosen if index in kinds]
+    attending = [index for index in chosen if index in kinds]
     if missing := [index for index in chosen if index >= num_layers]:
         raise InvalidField(f"PerLayer: {selector!r} names layer {missing[0]}; the stack has {num_layers}, from 0")
-    if not found:
+    if not attending:
         raise InvalidField(f"PerLayer: {selector!r} selects no attention layer; those are {_listed(kinds)}")
-    return found
+    return attending
 
 
 def _range(item: str, num_layers: int) -> range:

@@ -123,14 +123,14 @@ def reached(scheme: Scheme, checkpoints: Iterable[Checkpoint]) -> Scheme:
     Raises:
         InvalidField: parts trained at different lengths need different fields, or see `Scheme.fields_for`.
     """
-    found: Sequence[Scheme] = [scheme.reach(checkpoint) for checkpoint in checkpoints]
-    for other in found[1:]:
-        if other != found[0]:
+    of_parts: Sequence[Scheme] = [scheme.reach(checkpoint) for checkpoint in checkpoints]
+    for other in of_parts[1:]:
+        if other != of_parts[0]:
             raise InvalidField(
-                f"{scheme}: parts of this model need {found[0]} and {other}, because they were trained at different "
+                f"{scheme}: parts of this model need {of_parts[0]} and {other}, because they were trained at different "
                 "lengths; set the fields instead of the target"
             )
-    return found[0] if found else scheme
+    return of_parts[0] if of_parts else scheme
 
 
 def reach_of(scheme: Scheme, checkpoint: Checkpoint) -> int | None:

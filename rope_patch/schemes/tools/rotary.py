@@ -83,56 +83,56 @@ class RotaryLayout:
         """
         first, second = self.halves
         a, b = x[..., first], x[..., second]
-        found = x.clone()
-        found[..., first] = a * cos - b * sin
-        found[..., second] = b * cos + a * sin
-        return found
+        rotated = x.clone()
+        rotated[..., first] = a * cos - b * sin
+        rotated[..., second] = b * cos + a * sin
+        return rotated
 
     def wide(self, cos: torch.Tensor, head_dim: int) -> torch.Tensor:
         """cos per dimension, `(..., head_dim)`, 1 without rotation, from cos per pair, `(..., d/2)`."""
-        found = cos.new_ones(*cos.shape[:-1], head_dim)
+        cosines = cos.new_ones(*cos.shape[:-1], head_dim)
         for half in self.halves:
-            found[..., half] = cos
-        return found
+            cosines[..., half] = cos
+        return cosines
 
     def signed(self, sin: torch.Tensor, head_dim: int) -> torch.Tensor:
         """sin per dimension, `(..., head_dim)`, such that R x = x cos + x[`partners`] sin."""
-        found = sin.new_zeros(*sin.shape[:-1], head_dim)
+        sines = sin.new_zeros(*sin.shape[:-1], head_dim)
         first, second = self.halves
-        found[..., first], found[..., second] = -sin, sin
-        return found
+        sines[..., first], sines[..., second] = -sin, sin
+        return sines
 
     def partners(self, head_dim: int) -> list[int]:
         """For each dimension the other one of its pair, or itself without a pair."""
-        found = dict(zip(self.first + self.second, self.second + self.first, strict=True))
-        return [found.get(i, i) for i in range(head_dim)]
+        partner_of = dict(zip(self.first + self.second, self.second + self.first, strict=True))
+        return [partner_of.get(i, i) for i in range(head_dim)]
 
-    def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def rotate_wide(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """`rotate` up to rounding, with a cos that is `wide`: three kernels, and no temporary of the size of `x`, which
         is `(batch, heads, length, head_dim)`.
         """
-        found = x * cos
+        rotated = x * cos
         first, second = self.halves
         for half, partner, sign in ((first, second, -1), (second, first, 1)):
-            part = found[..., half].addcmul_(x[..., partner], sin, value=sign)
+            part = rotated[..., half].addcmul_(x[..., partner], sin, value=sign)
             if isinstance(half, list):  # a copy
-                found[..., half] = part
-        return found
+                rotated[..., half] = part
+        return rotated
 
     def matrix(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """M, `(..., head_dim, head_dim)`, with x M = R x, for one token with a `wide` cos, `(..., head_dim)`, and sin,
         `(..., d/2)`.
         """
-        found = torch.diag_embed(cos)
-        found[..., self.second, self.first] = -sin
-        found[..., self.first, self.second] = sin
-        return found
+        matrix = torch.diag_embed(cos)
+        matrix[..., self.second, self.first] = -sin
+        matrix[..., self.first, self.second] = sin
+        return matrix
 
 
 def _as_slice(indices: tuple[int, ...]) -> slice | list[int]:
     step = indices[1] - indices[0] if len(indices) > 1 else 1
-    found = range(indices[0], indices[0] + step * len(indices), step or 1)
-    return slice(found.start, found.stop, found.step) if step > 0 and tuple(found) == indices else list(indices)
+    steps = range(indices[0], indices[0] + step * len(indices), step or 1)
+    return slice(steps.start, steps.stop, steps.step) if step > 0 and tuple(steps) == indices else list(indices)
 
 
 def half_split(dim: int) -> RotaryLayout:
