@@ -165,7 +165,8 @@ def specimen(model_type: str) -> Specimen:
             unread.append(found)
             _read(found.model)
         except Exception as error:  # every class has requirements of its own
-            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
+            message = re.sub(r"/\S*/site-packages/", "", " ".join(str(error).split()))  # no paths of this machine
+            reasons.append(f"{type(error).__name__}: {message}")
         else:
             return found
     for module in unread[0].model.modules() if unread else ():
