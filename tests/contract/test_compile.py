@@ -50,6 +50,12 @@ def test_encodings_of_the_literature_compile_to_one_graph_too(shallow, spec):
         assert_close(logits(compiled, batch, attention_mask=mask)[mask.bool()], expected[mask.bool()])
 
 
+def test_a_scheme_that_makes_another_one_in_its_frequencies_compiles_to_one_graph(shallow):
+    patch(shallow, "ntk_by_parts:factor=4", mount="late")
+    expected = logits(shallow, tokens())
+    assert_close(logits(torch.compile(shallow, fullgraph=True, backend="eager"), tokens()), expected)
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("spec", ROUTES)
 def test_patching_after_compiling_takes_effect_and_goes_away(shallow, spec):

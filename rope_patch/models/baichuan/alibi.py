@@ -19,8 +19,6 @@ from rope_patch.models.paged import Request, attend_by_request
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.tools.positions import follow_on, joined, key_positions
 
-_ALIBI = ALiBi()  # made once, because a compiler cannot trace the check of its fields
-
 
 def alibi_attention_forward(
     module: nn.Module,
@@ -80,7 +78,7 @@ def alibi_attention_forward(
         seen, past = keys_seen(mask, groups), positions[..., :length]
         scattered = forward_cache.derived("scattered", lambda: not bool(follow_on(past, position_ids, seen)), positions)
         of_keys = joined(past, of_keys[:, length:]) if scattered else of_keys
-    bias = forward_cache.bias(_ALIBI, query)
+    bias = forward_cache.bias(ALiBi(), query)
     inputs = AttentionInputs(
         branches=(),
         value=value,
