@@ -75,7 +75,7 @@ def front(page: Page) -> Figure:
 
 
 def losses(protocol: str, names: Mapping[str, str]) -> dict[str, list[float]]:
-    """By the name of a line: its loss on each text; of the references at L, of the scheme at 2L."""
+    """By the name of a line: its loss on each text at 2L; the plain checkpoint reads L of them."""
     from rope_patch.evaluation.row import Rows
 
     rows = Rows(ROWS / f"{protocol}.jsonl").rows
@@ -84,7 +84,7 @@ def losses(protocol: str, names: Mapping[str, str]) -> dict[str, list[float]]:
 
 def at(row: Row) -> bool:
     """Whether a row has the length that the picture shows."""
-    return row.length == (LENGTH if row.line == SCHEME else row.training_length)
+    return row.length == (row.training_length if row.line == "plain" else LENGTH)
 
 
 def bars(axes: Axes, title: str, found: Mapping[str, Sequence[float]], page: Page) -> None:

@@ -57,6 +57,13 @@ CASES = {
         2.630,
         "the capital of the country of France. It is the largest",
     ),
+    "qwen2.5-coder-0.5b": (
+        630_167_424,
+        32768,
+        "def fibonacci(n):\n",
+        3.167,
+        'if n <= 0:\n        return "Invalid input',
+    ),
 }
 """Weights, L, the beginning of a text, the loss of `TEXT` in nats per token, and how the model continues the text."""
 
