@@ -39,9 +39,7 @@ def _cell(row: Row, reference: Row) -> str:
 
 
 def by_text(path: Path) -> str:
-    """NLL of each row that was measured on far tokens, text by text, and its difference from the text cut to L; last the
-    mean difference over all windows.
-    """
+    """NLL on far tokens by text, and the mean difference from the text cut to L over all windows."""
     rows = Rows(path).rows
     cells = {(row.line, row.text): row for row in rows}
     texts, lines = (list(dict.fromkeys(each)) for each in zip(*((row.text, row.line) for row in rows), strict=True))
@@ -49,7 +47,8 @@ def by_text(path: Path) -> str:
     table += [["---"] * len(table[0])]
     for line in lines:
         pairs = [(cells[line, text], cells["cut", text]) for text in texts if (line, text) in cells]
-        apart = [ours - cut for row, other in pairs for ours, cut in zip(row.nll_by_document, other.nll_by_document)]
+        windows = [zip(*(one.nll_by_document for one in pair), strict=True) for pair in pairs]
+        apart = [ours - cut for of_text in windows for ours, cut in of_text]
         shown = [f"{cells[line, text].nll:.3f}" if (line, text) in cells else "" for text in texts]
         mean = f"{statistics.fmean(apart):+.2f} ± {standard_error(apart) or math.nan:.2f}"
         table += [[display_name(line), *shown, mean if line != "cut" and len(pairs) == len(texts) else ""]]
