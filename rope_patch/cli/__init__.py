@@ -65,8 +65,10 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     command, *rest = (sys.argv[1:] if words is None else list(words)) or ["--help"]
     try:
-        if command in ("--help", "-h"):
-            print(HELP.format(commands="\n".join(f"  {name:<12}{_summary(name)}" for name in available())))
+        if command in ("--help", "-h"):  # docstrings are read without tyro
+            docs = {name: ast.get_docstring(ast.parse(COMMANDS[name].read_text())) or "" for name in available()}
+            shown = (f"  {name:<12}{doc.partition(chr(10))[0].rstrip('.')}" for name, doc in docs.items())
+            print(HELP.format(commands="\n".join(shown)))
             return 0
         if command == "--version":
             print(f"rope-patch {__version__}")
@@ -101,8 +103,3 @@ def load(command: str) -> ModuleType:
         sys.modules[name] = util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
-
-
-def _summary(command: str) -> str:
-    """The first line of the docstring, which is read without tyro."""
-    return (ast.get_docstring(ast.parse(COMMANDS[command].read_text())) or "").partition("\n")[0].rstrip(".")

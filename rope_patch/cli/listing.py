@@ -89,7 +89,7 @@ def _markdown(schemes: list[dict[str, Any]]) -> str:
 
 def _entry(cls: Any) -> dict[str, Any]:
     from rope_patch.schemes.base import SLOTS, Scheme
-    from rope_patch.schemes.names import other_names
+    from rope_patch.schemes.registry import other_names
     from rope_patch.schemes.rules import rules_of
 
     fields, rules = dataclasses.fields(cls), rules_of(cls)

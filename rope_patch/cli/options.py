@@ -190,19 +190,17 @@ def print_json(document: Any) -> None:
         print(json.dumps(document, indent=2))
 
 
-def _say_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    """A warning of this library as a sentence for a person at a terminal; others as Python shows them."""
-    if issubclass(category, RopePatchWarning):
-        say(str(message).partition(" (warnings.simplefilter")[0])
-    else:
-        sys.stderr.write(warnings.formatwarning(message, category, *where[:2]))
-
-
 def _ending(action: Callable[[], object]) -> int:
+    def tell(message: Warning | str, category: type[Warning], *where: Any, **_: Any) -> None:
+        if issubclass(category, RopePatchWarning):  # a sentence for a person at a terminal
+            say(str(message).partition(" (warnings.simplefilter")[0])
+        else:
+            sys.stderr.write(warnings.formatwarning(message, category, *where[:2]))
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", RopePatchWarning)
-            warnings.showwarning = _say_warning
+            warnings.showwarning = tell
             action()
         sys.stdout.flush()  # now, while a reader that went away can still be met
     except BrokenPipeError:
@@ -213,14 +211,10 @@ def _ending(action: Callable[[], object]) -> int:
         say(f"{error.filename}: {error.strerror}" if named else " ".join(str(error).split()))  # type: ignore[union-attr]
         return 2
     except KeyboardInterrupt:
-        say(f"interrupted; what was written is kept; to go on: {_as_typed()}")
+        typed = ["rope-patch", *sys.argv[1:]] if Path(sys.argv[0]).name == "rope-patch" else sys.orig_argv
+        say(f"interrupted; what was written is kept; to go on: {shlex.join(typed)}")
         return INTERRUPTED
     return 0
-
-
-def _as_typed() -> str:
-    installed = Path(sys.argv[0]).name == "rope-patch"
-    return shlex.join(["rope-patch", *sys.argv[1:]] if installed else sys.orig_argv)
 
 
 def _flags(field: dataclasses.Field[Any]) -> tuple[str, ...]:

@@ -29,8 +29,7 @@ from rope_patch.models.config import (
     scheme_of_layer_type,
     training_length,
 )
-from rope_patch.models.meta import filled
-from rope_patch.models.module_state import unchanged
+from rope_patch.models.module_state import filled, unchanged
 from rope_patch.models.passed_tables import passed_tables
 from rope_patch.models.probe import Followed, Measuring, follows_buffers, measure_fixed, measure_tables
 

@@ -11,30 +11,72 @@ keys of the near window, by the difference.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Cache, QuantizedCache
+from transformers import QuantizedCache
 from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention.forward_cache import StackForwardCache
 from rope_patch.attention.masks import Groups, groups_of_documents, groups_of_pads
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions, tokens_of
-from rope_patch.models.base import RotaryTables, is_causal
+from rope_patch.models.base import is_causal
 from rope_patch.models.cached_keys import CACHE_TAG, CacheTagging, cache_in
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.identity_table import IdentityTable
 from rope_patch.mounting.layer_state import UNROTATED, LayerState
-from rope_patch.mounting.registration import Registration, scores_here
 from rope_patch.mounting.running_bias import contributions
+from rope_patch.mounting.scoring import late_attention
 from rope_patch.mounting.stack_positions import PASSED
 from rope_patch.schemes.tools.positions import query_start
 
+IMPLEMENTATION = "rope_patch"
+"""The name of the attention function in Transformers, registered while a patched model needs it; no other changes."""
+
+_users: weakref.WeakSet[Registration] = weakref.WeakSet()
+_registering = threading.RLock()  # reentrant: a thread that holds it may collect a user as garbage
+
 LONG = 64
 """From this many tokens on, `IdentityTable` saves more than it costs."""
+
+
+class Registration:
+    """A user of the name: the hooks of a stack. The name is registered with the first user and removed with the last,
+    also if a patched model is collected as garbage. A copy of a model is another user.
+    """
+
+    def __init__(self) -> None:
+        with _registering:
+            _users.add(self)
+            ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] = late_attention
+        weakref.finalize(self, _forget_unused).atexit = False
+
+    def restore(self) -> None:
+        """Remove this user."""
+        with _registering:
+            _users.discard(self)
+            _forget_unused()
+
+    def __reduce__(self) -> tuple[type[Registration], tuple[()]]:
+        return Registration, ()
+
+
+def _forget_unused() -> None:
+    with _registering:
+        # `list`, because the length of a weak set may still include dead members
+        if not list(_users) and IMPLEMENTATION in ALL_ATTENTION_FUNCTIONS._local_mapping:
+            del ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+
+
+def scores_here(module: nn.Module) -> bool:
+    """Whether an attention module calls the registered function."""
+    return cast(Any, module.config)._attn_implementation == IMPLEMENTATION
 
 
 @dataclass(eq=False)
@@ -113,8 +155,11 @@ class LayerHook:
             self._check_paged(module, kwargs["cache"])
         if not scores_here(module):
             return None  # the user chose another attention for this module, which needs its own positions
-        cache = self._tagged(cache_in(kwargs))
-        hidden = kwargs["hidden_states"]
+        hidden, cache = kwargs["hidden_states"], cache_in(kwargs)
+        if cache is not None:
+            CacheTagging(state.layer.index, state.cache_tag).tag(cache)
+        if isinstance(cache, QuantizedCache):
+            raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
         start = None if cache is None else query_start(cache, state.layer.index, hidden.shape[1])
         position_ids = self._positions(kwargs, start)
         anchor = state.anchor_for(keeps_keys=paged or cache is not None)
@@ -126,7 +171,13 @@ class LayerHook:
             slots = hidden.shape[1] if call.kv_length is None else call.kv_length
             call.added = contributions(added, cache, state.layer.index, state.num_layers, slots)
         if state.rotates and state.layer.rotary is not None:
-            kwargs["position_embeddings"] = _first_rotation(kwargs["position_embeddings"], call)
+            given, caches = kwargs["position_embeddings"], call.forward_cache
+            if anchor in (None, UNROTATED):
+                rotation = caches.derived("identity", lambda: _identity(given, hidden.device.type), given)
+            else:
+                rotary, place = state.layer.rotary, ("anchor", state.tables, anchor, hidden.dtype)
+                rotation = caches.once(place, lambda: rotary.compute(anchor(position_ids), like=hidden))
+            kwargs["position_embeddings"] = rotation
         kwargs["rope_patch"] = call
         return (), kwargs
 
@@ -152,18 +203,6 @@ class LayerHook:
                 "create a new manager"
             )
 
-    def _tagged(self, cache: Cache | None) -> Cache | None:
-        """The cache of a call, which now has the tag of the scheme; None without a cache.
-
-        Raises:
-            UnsupportedPositions: it has another tag, or it is quantised.
-        """
-        if cache is not None:
-            CacheTagging(self.state.layer.index, self.state.cache_tag).tag(cache)
-        if isinstance(cache, QuantizedCache):
-            raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
-        return cache
-
     def _positions(self, kwargs: dict[str, Any], start: int | torch.Tensor | None) -> torch.Tensor:
         """Positions of the queries, `(batch or 1, q_len)`; without any, slots are counted from `start`.
 
@@ -182,18 +221,6 @@ class LayerHook:
                 f"{layer.name}: position_ids of shape {tuple(position_ids.shape)}; (batch, length) is allowed"
             )
         return cast(torch.Tensor, position_ids)
-
-
-def _first_rotation(given: Any, call: ForwardCall) -> Any:
-    """The tables that the module itself applies to both queries and keys, in the form of those `given`."""
-    hidden = call.states
-    if call.anchor in (None, UNROTATED):
-        return call.forward_cache.derived("identity", lambda: _identity(given, hidden.device.type), given)
-    anchor, rotary = call.anchor, cast(RotaryTables, call.state.layer.rotary)
-    return call.forward_cache.once(
-        ("anchor", call.state.tables, anchor, hidden.dtype),
-        lambda: rotary.compute(anchor(call.position_ids), like=hidden),
-    )
 
 
 def _identity(given: Any, device_type: str) -> Any:

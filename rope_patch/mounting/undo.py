@@ -11,8 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_patch.errors import UnsupportedModel
-from rope_patch.models.meta import EmptyTables, Refilling
-from rope_patch.models.module_state import ModuleState, remove_hook
+from rope_patch.models.module_state import EmptyTables, ModuleState, Refilling, remove_hook
 
 _HOOK, _STATE, _FORWARD = "(hook)", "(state)", "(forward)"
 """Entries of the log that are not attribute names."""

@@ -17,6 +17,7 @@ import torch
 from rope_patch.errors import NotExpressible
 from rope_patch.schemes.rules import rules_of
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs, Region, Target, Tokens
+from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, Regime, RotarySpec, Slot, Weights
 
 
@@ -128,9 +129,9 @@ class Scheme:
     summary: ClassVar[str] = ""
     aliases: ClassVar[tuple[str, ...]] = ()
     length_dependent: ClassVar[IfAny] = False
-    learned_frequencies: ClassVar[Annotated[bool, Composed(any, filling=("frequencies",))]] = False
-    refines: ClassVar[Annotated[bool, Composed(_any_and_all, filling=("frequencies",))]] = False
-    chooses_pairs: ClassVar[Annotated[bool, Composed(any, filling=("frequencies",))]] = False
+    learned_frequencies: ClassVar[Annotated[bool, Composed(any, filling=("frequencies", "refine"))]] = False
+    refines: ClassVar[Annotated[bool, Composed(_any_and_all, filling=("frequencies", "refine"))]] = False
+    chooses_pairs: ClassVar[Annotated[bool, Composed(any, filling=("frequencies", "refine"))]] = False
     decays: ClassVar[IfAny] = False
     linear: ClassVar[Annotated[bool, Composed(all, filling=("bias",))]] = False
     only_masks: ClassVar[Annotated[bool, Composed(_any_and_all, filling=("bias", "content_bias", "running_bias"))]] = (
@@ -191,7 +192,7 @@ class Scheme:
         Raises:
             InvalidField: a field does not fit this width.
         """
-        raise NotImplementedError
+        return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)
 
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
         """f, made of the frequencies of another scheme by one that `refines`. Listed beside that scheme it does not own
@@ -403,6 +404,7 @@ class Scheme:
 
 SLOTS: dict[str, Slot] = {
     "frequencies": "frequencies",
+    "refine": "frequencies",
     "segments": "segments",
     "query_scale": "query_scale",
     "bias": "bias",

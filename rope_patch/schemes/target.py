@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_patch.errors import InvalidField, MissingField
-from rope_patch.schemes.base import COMPOSED, Scheme
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.compose import Combined
 from rope_patch.schemes.slots import Checkpoint, Target
 
 LONGEST = 10**15
@@ -18,7 +19,7 @@ _VAST = Checkpoint(LONGEST, num_heads=1, max_length=LONGEST)
 
 
 @dataclass(frozen=True)
-class Reaching(Scheme):
+class Reaching(Combined):
     """A scheme whose open fields follow from a target length and a checkpoint.
 
     It declares the properties of the scheme that it becomes, and computes nothing before it is resolved.
@@ -32,6 +33,10 @@ class Reaching(Scheme):
     like: Scheme
     target: int | str
     given: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        own = {name: getattr(self.like, name) for name in ("name", "equation", "source")}
+        vars(self).update(own, inner=(self.like,))
 
     def reach(self, checkpoint: Checkpoint) -> Scheme:
         given = {name: getattr(self.like, name) for name in self.given}
@@ -52,14 +57,6 @@ class Reaching(Scheme):
     def fields(self) -> dict[str, Any]:
         plain = self.like.fields()
         return {"target": self.target, **{name: plain[name] for name in self.given}}
-
-
-def _declared(name: str) -> property:
-    return property(lambda self: getattr(self.like, name))
-
-
-for _name in ("name", "equation", "source", "methods", "is_table", "learns", *COMPOSED):
-    setattr(Reaching, _name, _declared(_name))
 
 
 def takes_target(kind: type[Scheme]) -> bool:
@@ -96,7 +93,7 @@ def _whatever_length(kind: type[Scheme], given: Mapping[str, Any], checkpoint: C
 def advise(error: MissingField, checkpoint: Checkpoint) -> MissingField:
     """The error with values for the missing fields on a checkpoint, if there is a rule for them."""
     kind, given, trained = error.scheme, error.given, checkpoint.training_length
-    if not takes_target(kind):
+    if not (isinstance(kind, type) and takes_target(kind)):
         return error
     try:
         rule, filled = _whatever_length(kind, given, checkpoint), _filled(kind, 4, given, checkpoint)
