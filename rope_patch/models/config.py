@@ -132,13 +132,10 @@ def _check_entry(entry: dict[str, Any], family: str) -> None:
     if not isinstance(entry.get("rope_type", "default"), str):
         raise UnsupportedModel(f"{family}: rope_type={entry['rope_type']!r} is not allowed; it must be a string")
     for name in _NUMBERS:
-        value = entry.get(name)
-        if not _is_positive(value) and (value is not None or name == "rope_theta"):
+        value: Any = entry.get(name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (is_number and 0 < value < _LARGEST) and (value is not None or name == "rope_theta"):
             raise UnsupportedModel(f"{family}: {name}={value!r} in `rope_parameters`; it must be a number above 0")
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _LARGEST
 
 
 def training_length(config: Any) -> int:

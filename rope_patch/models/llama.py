@@ -91,18 +91,14 @@ def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
 
 def _compared(tables: RotaryTables, config: Any) -> RotaryTables:
     """The tables, compared with what their module and their config describe."""
-    tables = dataclasses.replace(tables, rotating_pairs=_rotating_pairs(tables.inv_freq))
+    count = int(tables.inv_freq.count_nonzero())
+    if 0 < count < tables.inv_freq.numel() and bool(tables.inv_freq[:count].all()):
+        tables = dataclasses.replace(tables, rotating_pairs=count)
     if follows_buffers(tables):
         return dataclasses.replace(tables, as_declared=_as_declared(tables, config))
     fixed = measure_fixed(tables, training_length(config))
     as_declared = bool(fixed.attention_scaling == tables.attention_scaling) and _as_declared(tables, config)
     return dataclasses.replace(tables, as_declared=as_declared, fixed=fixed)
-
-
-def _rotating_pairs(inv_freq: torch.Tensor) -> int | None:
-    """Number of leading pairs that rotate; None if all of them do, or none."""
-    count = int(inv_freq.count_nonzero())
-    return count if 0 < count < inv_freq.numel() and bool(inv_freq[:count].all()) else None
 
 
 def _as_declared(tables: RotaryTables, config: Any) -> bool:
@@ -200,7 +196,8 @@ def _read_layer(
         sliding = getattr(config, "attention_chunk_size", None)
     elif sliding is None:
         # Mistral-like: only the config has the window, for every layer
-        sliding = getattr(config, "sliding_window", None) if _window_for_all(config) else None
+        for_all = getattr(config, "use_sliding_window", True) and not types
+        sliding = getattr(config, "sliding_window", None) if for_all else None
     layout, normed, gets_positions, unscored = None, False, True, keeps or _reads_tables_otherwise(module)
     heads = Heads(config.num_attention_heads, *[head_dim(config)] * 2)
     try:
@@ -256,7 +253,3 @@ def _reads_tables_otherwise(module: nn.Module) -> str:
         if inner is not module and "position_embeddings" in inspect.signature(inner.forward).parameters:
             return f"{type(inner).__name__} inside it reads the rotary tables as well"
     return ""
-
-
-def _window_for_all(config: Any) -> bool:
-    return bool(getattr(config, "use_sliding_window", True)) and not getattr(config, "layer_types", None)

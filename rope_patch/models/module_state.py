@@ -24,7 +24,10 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._kept = {name: (value, _copied(value)) for name, value in _own(module).items()}
+        self._kept = {
+            name: (value, value.detach().clone() if isinstance(value, torch.Tensor) else value)
+            for name, value in _own(module).items()
+        }
 
     def restore(self) -> None:
         """Restore the snapshot; tensors follow a model that was moved or cast in the meantime."""
@@ -73,10 +76,6 @@ def _own(module: nn.Module) -> dict[str, Any]:
     named = {**vars(module), **module._buffers}
     kinds = (torch.Tensor, int, float)
     return {name: value for name, value in named.items() if isinstance(value, kinds) and not isinstance(value, bool)}
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 class EmptyTables:

@@ -147,10 +147,17 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
             vars(part).pop(RECORD, None)
     if record is not None:
         restore_native(config.get_text_config(), record)
-    with _advice_of_ours(path, places):
+    try:
         if record is None:
             return _class_of(config).from_pretrained(path, config=config, **kwargs)
         model = load_class(_class_of(config), path, config=config, **kwargs)
+    except OSError as error:  # for pickled weights, Transformers mentions an argument that the user never passed
+        if all(cached_file(path, name, **OPTIONAL, **places) is None for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+            raise
+        raise NoCheckpoint(
+            f"{path} has no weights in safetensors; from_pretrained(..., use_safetensors=False) reads pickled ones if "
+            "they are plain tensors"
+        ) from error
     resume(model, record)
     load_parameters(model, path, **places)
     return model
@@ -180,20 +187,6 @@ def _config_of(path: str | Path, **places: Any) -> Any:
         raise UnsupportedModel(
             f"{path}: its model needs remote code, which is never run here; only models in Transformers and "
             "Baichuan's can be loaded"
-        ) from error
-
-
-@contextmanager
-def _advice_of_ours(path: str | Path, places: dict[str, Any]) -> Iterator[None]:
-    """For pickled weights, Transformers' error mentions an argument that the user never passed; raise our own."""
-    try:
-        yield
-    except OSError as error:
-        if all(cached_file(path, name, **OPTIONAL, **places) is None for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-            raise
-        raise NoCheckpoint(
-            f"{path} has no weights in safetensors; from_pretrained(..., use_safetensors=False) reads pickled ones if "
-            "they are plain tensors"
         ) from error
 
 

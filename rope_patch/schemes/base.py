@@ -111,7 +111,8 @@ class Scheme:
         causal_only: whether the scheme has no meaning for keys after the query.
         keeps_rows: whether the first rows of its table of positions are the checkpoint's own.
         rope_type: the `rope_type` of Transformers that means the same; None where there is none.
-        shared: names of its learned parameters that all layers have in common; each layer has its own of the others.
+        shared: names of its learned parameters that all layers have in common; each layer has its own of the others,
+            and of all of them where a field `per_layer` is true.
         precise: names of its learned parameters that stay in float32 where the model is in half precision.
         every_block: whether positions enter at the input of every layer, and not of the first alone.
         breaks_graph: whether it asks for the values of positions, which a compiler does not have.
@@ -158,6 +159,8 @@ class Scheme:
         Raises:
             InvalidField: names the field, its value and what is allowed.
         """
+        if getattr(self, "per_layer", False):
+            vars(self)["shared"] = ()
         if torch.compiler.is_compiling():
             return  # made of a scheme that was checked; a compiler cannot trace how annotations are read
         for rule in rules_of(type(self)).values():  # type: ignore[arg-type]
