@@ -55,14 +55,7 @@ Results go to stdout, sentences, progress and errors to stderr. exit status: 0 d
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        words: of the command line; default those of this process.
-
-    Returns:
-        exit status, see `HELP`.
-    """
+    """Run one command, by default that of this process; returns the exit status, see `HELP`."""
     command, *rest = (sys.argv[1:] if words is None else list(words)) or ["--help"]
     try:
         if command in ("--help", "-h"):  # docstrings are read without tyro

@@ -44,10 +44,7 @@ def main(options: Options) -> None:
 
 
 class _Later(ModuleType):
-    """A module that is imported when something of it is used.
-
-    What schemes declare needs no tensors, and torch takes longer to import than all the rest.
-    """
+    """A module that is imported when something of it is used: what schemes declare needs no tensors."""
 
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get(self.__name__) is self:

@@ -100,9 +100,7 @@ def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | No
 
     Args:
         options: a dataclass, whose module's docstring is the help.
-        main: what to do.
         words: of the command line; default those of this process, which then ends.
-        prog: how the command is called.
 
     Returns:
         exit status: 0, 2 for wrong input, 130 when interrupted, 141 where whoever read stdout went away.
@@ -119,12 +117,7 @@ def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | No
 
 
 def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
-    """The options that a YAML file and a command line give; the command line overrules the file.
-
-    Args:
-        options: a dataclass.
-        words: `[CONFIG.yaml] [--option value] ...`.
-        prog: how the command is called.
+    """The options that `[CONFIG.yaml] [--option value] ...` gives; the command line overrules the file.
 
     Raises:
         EvaluationError: names what is wrong, its value and what is allowed.

@@ -111,7 +111,7 @@ def _measure_reserved(stack: PreTrainedModel, name: str, embedding: nn.Embedding
         with torch.no_grad(), _Lookup(embedding.weight):
             stack(input_ids=tokens[None])
     except _FirstLookup as lookup:
-        rows = lookup.rows[: len(tokens)]
+        rows = lookup.args[0][: len(tokens)]
     except Exception as error:  # models of other kinds may fail in any way
         raise UnsupportedModel(f"{type(stack).__name__} cannot read a text of four tokens: {error}") from error
     else:
@@ -122,8 +122,7 @@ def _measure_reserved(stack: PreTrainedModel, name: str, embedding: nn.Embedding
 
 
 class _FirstLookup(BaseException):  # not an Exception, so that no model catches it
-    def __init__(self, rows: list[int]) -> None:
-        self.rows = rows
+    """Its argument is the rows that are looked up."""
 
 
 class _Lookup(TorchFunctionMode):

@@ -66,11 +66,8 @@ _LARGEST_SIZE = 10**15
 
 
 def wrong_field(fields: Mapping[str, Any], names: Container[str] | None = None) -> str:
-    """What is impossible in a config: the name and value of a field, and what is allowed; empty without one.
-
-    Args:
-        fields: of the config, with those of configs inside it as dicts.
-        names: of the fields to look at; default all that are known here.
+    """What is impossible in the `fields` of a config and of configs inside it: name and value of a field, and what is
+    allowed; empty without one. `names` are the fields to look at, by default all that are known here.
     """
     for name, value in fields.items():
         if name in _FIELDS and (names is None or name in names) and (value is not None or name in _REQUIRED):

@@ -110,15 +110,8 @@ def entry_of(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def stated_length(scheme: Scheme, parameters: dict[str, Any], config: Any) -> int | None:
-    """The context of a checkpoint under a scheme, in tokens: what its `max_position_embeddings` are, factor times L.
-
-    Args:
-        scheme: without a target.
-        parameters: the scheme as `rope_parameters`.
-        config: of the unpatched checkpoint.
-
-    Returns:
-        None if the scheme does not define a length.
+    """The context of a checkpoint under a scheme, in tokens: its `max_position_embeddings`, factor times L; None if the
+    scheme, without a target and as `parameters`, defines no length. The `config` is that of the unpatched checkpoint.
     """
     if parameters == config.rope_parameters:
         return cast(int, config.max_position_embeddings)

@@ -93,10 +93,7 @@ class StackHook:
     counts: bool = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments with pads and packed documents as groups, one number per key.
-
-        Transformers would build a mask with a number per pair of tokens.
-        """
+        """The arguments with pads and packed documents as groups, one number per key instead of one per pair."""
         kwargs = by_name(module, args, kwargs)
         check_tokens(module, kwargs)
         changed = {}

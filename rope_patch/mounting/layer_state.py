@@ -32,12 +32,8 @@ class LayerState:
 
     Attributes:
         scheme: with its defaults filled in.
-        layer: the facts about its attention module.
-        rotation: where queries and keys are rotated.
         frequencies: `late` if the scheme's frequencies are computed in the attention function, `model` if the model's
             tables are read.
-        weights: the locations of its learned parameters.
-        attention: how to score.
         forward_cache: what it shares with the other layers of its group.
         config: the model's config, with its current attention implementation.
         num_layers: number of the stack's layers that keep keys in a cache.

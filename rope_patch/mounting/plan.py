@@ -47,7 +47,6 @@ class Plan:
         scheme: with its defaults filled in, and composed with `nope` if a bias replaces the rotation.
         rotary: the layer types whose tables change (None for the one set of all layers).
         late: indices of the layers whose attention is replaced.
-        rotation: where queries and keys of those layers are rotated.
         frequencies: the tables that those layers read: the `model`'s, or their own (`late`).
         left_alone: index and reason of every unchanged layer.
         numbers: by layer, the attributes that its attention module computed from `rope_parameters` when it was built,

@@ -30,8 +30,6 @@ class Notice:
     """A scheme and the warnings about it, each of which is given once.
 
     Attributes:
-        record: the value of `RECORD`.
-        scheme: as text.
         native: the scheme of the plain checkpoint, as text.
         is_native: whether both are the same.
         is_stated: whether plain Transformers reads the scheme from the config and the weights.

@@ -16,11 +16,8 @@ _SAMPLES = 1025
 
 
 def scheme_warning(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str:
-    """A sentence without a full stop, for a warning and for `describe`; empty where nothing is wrong.
-
-    Args:
-        scheme: as it was asked for.
-        mounted: the parts of a model, as they were read before the patch, and where the scheme goes in each.
+    """A sentence without a full stop, for a warning and for `describe`; empty where nothing is wrong. The parts of a
+    model are as they were read before the patch, each `mounted` with the plan for it.
     """
     groups = _by_scheme(mounted)
     longest = 2 * max(stack.checkpoint.max_length for stack, _ in groups)

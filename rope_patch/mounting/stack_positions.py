@@ -36,9 +36,7 @@ class PassPositions:
     positions (Llama 4, Zaya) or those of all axes (GLM-4.5V), the layers receive them as another argument.
 
     Attributes:
-        axes: number of axes on which the stack reads positions.
         in_front: whether a stack of several axes knows the axis of the text.
-        as_argument: whether the layers receive another argument.
         counts: whether the scheme only counts tokens and leaves the rotation to the model, like log-n.
         enters: whether positions are added at the input, where they are counted without pads.
     """

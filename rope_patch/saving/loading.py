@@ -88,16 +88,8 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
 def _one_error(
     path: str | Path, arguments: dict[str, Any], what: str = "", passed: tuple[type[Exception], ...] = _CLEAR
 ) -> Iterator[None]:
-    """For damaged files and impossible configs, Transformers and safetensors raise errors of any type.
-
-    Args:
-        arguments: of the user, for Transformers.
-        what: is loaded from the path; default the model.
-        passed: errors that are raised as they are.
-
-    Raises:
-        NoCheckpoint: what cannot be loaded and why, in one line.
-        TypeError: Transformers does not know one of the arguments.
+    """For damaged files and impossible configs, Transformers and safetensors raise errors of any type: all but those
+    `passed` become a `NoCheckpoint` in one line, and a `TypeError` for an argument of the user stays.
     """
     try:
         yield

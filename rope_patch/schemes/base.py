@@ -334,7 +334,10 @@ class Scheme:
         if self.rope_type is None:
             slots = ", ".join(sorted(self.slots))
             raise NotExpressible(f"{self.name} fills {slots}; the rope_parameters of Transformers have no type for it")
-        return {"rope_type": self.rope_type, **{k: v for k, v in self.fields().items() if v is not None}}
+        fields = {name: value for name, value in self.fields().items() if value is not None}
+        if hasattr(self, original := "original_max_position_embeddings"):
+            fields.setdefault(original, rotary.training_length)
+        return {"rope_type": self.rope_type, **fields}
 
     # --- what the library derives ---------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from rope_patch.errors import InvalidField, SlotConflict
 from rope_patch.schemes.base import COMPOSED, SLOTS, Composed, Scheme, Source
-from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs
+from rope_patch.schemes.slots import Checkpoint, ModelShape
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Slot, Weights
 
 _SHARED: frozenset[Slot] = frozenset({"query_scale", "bias"})
@@ -105,20 +105,6 @@ class Compose(Combined):
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return reduce(lambda found, part: part.refine(found, rotary, weights), self.inner, frequencies)
 
-    def query_scale(self, positions: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        return reduce(
-            torch.mul, (part.query_scale(positions, num_heads, weights) for part in self._having("query_scale"))
-        )
-
-    def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        return reduce(torch.add, (part.bias(distance, num_heads, weights) for part in self._having("bias")))
-
-    def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        return reduce(torch.add, (part.content_bias(pairs, weights) for part in self._having("content_bias")))
-
-    def running_bias(self, states: torch.Tensor, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        return reduce(torch.add, (part.running_bias(states, weights) for part in self._having("running_bias")))
-
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         parameters: dict[str, torch.Tensor] = {}
         for part in self.inner:
@@ -132,9 +118,6 @@ class Compose(Combined):
         for part in self.inner:
             part.rope_parameters(rotary)  # names the first part that Transformers has no words for
         return self._owners["frequencies"].rope_parameters(rotary)
-
-    def _having(self, method: str) -> Iterable[Scheme]:
-        return (part for part in self.inner if method in part.methods)
 
     def fields(self) -> dict[str, Any]:
         return {"schemes": [part.to_dict() for part in self.inner]}
@@ -156,7 +139,17 @@ def _of_the_owner(method: str, slot: Slot) -> Callable[..., Any]:
     return lambda self, *args, **kwargs: getattr(self._owners[slot], method)(*args, **kwargs)
 
 
+def _joined(method: str, join: Callable[..., Any]) -> Callable[..., Any]:
+    def of_all(self: Compose, *args: Any, **kwargs: Any) -> Any:
+        return reduce(join, (getattr(part, method)(*args, **kwargs) for part in self.inner if method in part.methods))
+
+    return of_all
+
+
 Scheme.composition = Compose
+Compose.query_scale = _joined("query_scale", torch.mul)  # type: ignore[method-assign]
+for _name in ("bias", "content_bias", "running_bias"):
+    setattr(Compose, _name, _joined(_name, torch.add))
 for _name, _slot in {**SLOTS, "advance": SLOTS["embedding"], "rows": SLOTS["embedding"]}.items():
     if _name not in vars(Compose):
         setattr(Compose, _name, _of_the_owner(_name, _slot))

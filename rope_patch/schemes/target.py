@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,12 +107,6 @@ def advise(error: MissingField, checkpoint: Checkpoint) -> MissingField:
     return MissingField(f"{error}; on this model {values}{': ' if rule else ' '}{how}")
 
 
-def sets_reach(scheme: Scheme, checkpoint: Checkpoint) -> bool:
-    """Whether a field that was set limits `reach_of`, and not only what a scheme could do at most."""
-    parts = [part for part in scheme.resolve(checkpoint).parts() if takes_target(type(part))]
-    return any(getattr(part, name) is not None for part in parts for name in filled_for(type(part), "auto"))
-
-
 def reached(scheme: Scheme, checkpoints: Iterable[Checkpoint]) -> Scheme:
     """The scheme with the target's fields filled in, the same for all parts of a model.
 
@@ -128,31 +121,3 @@ def reached(scheme: Scheme, checkpoints: Iterable[Checkpoint]) -> Scheme:
                 "lengths; set the fields instead of the target"
             )
     return of_parts[0] if of_parts else scheme
-
-
-def reach_of(scheme: Scheme, checkpoint: Checkpoint) -> int | None:
-    """The longest text in tokens that a scheme reaches on a checkpoint, which is the target that its fields are for.
-
-    Returns:
-        `LONGEST` where every length is reached; None where no length follows from its fields.
-    """
-    parts = [part for part in scheme.resolve(checkpoint).parts() if takes_target(type(part))]
-    return max((_reach_of_part(part, checkpoint) for part in parts), default=None)
-
-
-def _reach_of_part(part: Scheme, checkpoint: Checkpoint) -> int:
-    own = {name: value for name, value in vars(part).items() if value is not None}
-    given: dict[str, Any] = {name: own[name] for name in ("window", "original_max_position_embeddings") if name in own}
-
-    def fields_for(tokens: int) -> dict[str, Any]:
-        return part.fields_for(Target(part.name, tokens, checkpoint, given))
-
-    def is_beyond(tokens: int) -> bool:
-        try:
-            start, wanted = fields_for(checkpoint.training_length), fields_for(tokens)
-        except InvalidField:
-            return True
-        return any(value > own.get(name, value) for name, value in wanted.items() if value != start.get(name))
-
-    lengths = range(checkpoint.training_length, LONGEST + 1)
-    return lengths[0] + max(1, bisect.bisect_left(lengths, True, key=is_beyond)) - 1
