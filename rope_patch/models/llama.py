@@ -29,7 +29,7 @@ from rope_patch.models.config import (
     scheme_of_layer_type,
     training_length,
 )
-from rope_patch.models.module_state import filled, unchanged
+from rope_patch.models.module_state import EmptyTables, ModuleState
 from rope_patch.models.passed_tables import passed_tables
 from rope_patch.models.probe import Followed, Measuring, follows_buffers, measure_fixed, measure_tables
 
@@ -50,8 +50,10 @@ def read(stack: PreTrainedModel) -> Stack:
     checkpoint = checkpoint_of_config(stack.config)
     with contextlib.ExitStack() as tried:
         for module in modules:
-            tried.enter_context(filled(module, stack))
-            tried.enter_context(unchanged(module))
+            if empty := EmptyTables(module, stack):
+                tried.callback(empty.restore)
+                empty.fill()
+            tried.callback(ModuleState(module).restore)
         configs = (
             [stack.config] if len(modules) == 1 else [getattr(module, "config", stack.config) for module in modules]
         )

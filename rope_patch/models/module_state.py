@@ -6,8 +6,6 @@ mounted they get those that their class computes from the config, as when Transf
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -51,16 +49,6 @@ class ModuleState:
             if name.endswith("original_inv_freq") and isinstance(now, torch.Tensor) and now.dtype != kept.dtype:
                 return now.dtype
         return copied.dtype
-
-
-@contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore the state of a module after the block, so that it can be tried out."""
-    state = ModuleState(module)
-    try:
-        yield
-    finally:
-        state.restore()
 
 
 def remove_hook(module: nn.Module, hook: Any) -> None:
@@ -117,18 +105,6 @@ class EmptyTables:
         if _without_weights(self.stack) == self.is_without_weights:
             for name, tensor in self._empty.items():
                 setattr(self.module, name, tensor)
-
-
-@contextmanager
-def filled(module: nn.Module, stack: nn.Module) -> Iterator[None]:
-    """Within the block, give a rotary module the values that it should have."""
-    tables = EmptyTables(module, stack)
-    try:
-        if tables:
-            tables.fill()
-        yield
-    finally:
-        tables.restore()
 
 
 class Refilling:
