@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_patch.mounting.hooks import IMPLEMENTATION
+from rope_patch.mounting.registration import IMPLEMENTATION
 from tests.runs import logits, tokens
 
 

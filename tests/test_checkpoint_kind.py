@@ -10,6 +10,7 @@ import pytest
 import rope_patch
 from rope_patch.errors import EvaluationError, NoCheckpoint
 from rope_patch.saving.checkpoint_kind import kind_of_checkpoint
+from rope_patch.saving.doctor import diagnose
 from rope_patch.saving.export import describe_serving
 from rope_patch.saving.loading import (
     default_checkpoint,
@@ -19,7 +20,6 @@ from rope_patch.saving.loading import (
     quiet_transformers,
     trained_length,
 )
-from rope_patch.saving.readers import diagnose
 
 ASKED = [
     rope_patch.from_pretrained,

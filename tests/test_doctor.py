@@ -8,13 +8,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.cli import main
+from rope_patch.saving.doctor import READERS, diagnose
 from rope_patch.saving.export import export_checkpoint
 from rope_patch.saving.loading import default_checkpoint
-from rope_patch.saving.readers import READERS, diagnose
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
-
-NAMES = [reader.name for reader in READERS]
 
 
 def losses(folder):
@@ -45,10 +43,10 @@ def test_a_scheme_in_the_record_alone_is_lost_everywhere(tmp_path, capsys):
     rope_patch.patch(model, "rerope:window=64+logn")
     model.save_pretrained(tmp_path)
     found = losses(tmp_path)
-    assert all("rerope:window=64+logn" in found[reader] for reader in NAMES)
+    assert all("rerope:window=64+logn" in found[reader] for reader in READERS)
     assert "unless rope_patch is installed with it" in found["vLLM"]
     assert main(["doctor", str(tmp_path), "--json"]) == 1
-    assert [reading["reader"] for reading in json.loads(capsys.readouterr().out)] == NAMES
+    assert [reading["reader"] for reading in json.loads(capsys.readouterr().out)] == list(READERS)
 
 
 def test_a_scheme_that_its_config_describes_too_is_not_lost(tmp_path):

@@ -21,8 +21,8 @@ class Options:
 
 def main(options: Options) -> None:
     """Tell it, reader by reader."""
+    from rope_patch.saving.doctor import diagnose
     from rope_patch.saving.loading import quiet_transformers
-    from rope_patch.saving.readers import diagnose
 
     with quiet_transformers():
         readings = diagnose(options.checkpoint)

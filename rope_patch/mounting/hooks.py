@@ -11,8 +11,6 @@ keys of the near window, by the difference.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,7 +18,6 @@ import torch
 from torch import nn
 from transformers import QuantizedCache
 from transformers.generation.continuous_batching import PagedAttentionCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention.forward_cache import StackForwardCache
 from rope_patch.attention.masks import Groups, groups_of_documents, groups_of_pads
@@ -31,52 +28,13 @@ from rope_patch.models.cached_keys import CACHE_TAG, CacheTagging, cache_in
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.identity_table import IdentityTable
 from rope_patch.mounting.layer_state import UNROTATED, LayerState
+from rope_patch.mounting.registration import Registration, scores_here
 from rope_patch.mounting.running_bias import contributions
-from rope_patch.mounting.scoring import late_attention
 from rope_patch.mounting.stack_positions import PASSED
 from rope_patch.schemes.tools.positions import query_start
 
-IMPLEMENTATION = "rope_patch"
-"""The name of the attention function in Transformers, registered while a patched model needs it; no other changes."""
-
-_users: weakref.WeakSet[Registration] = weakref.WeakSet()
-_registering = threading.RLock()  # reentrant: a thread that holds it may collect a user as garbage
-
 LONG = 64
 """From this many tokens on, `IdentityTable` saves more than it costs."""
-
-
-class Registration:
-    """A user of the name: the hooks of a stack. The name is registered with the first user and removed with the last,
-    also if a patched model is collected as garbage. A copy of a model is another user.
-    """
-
-    def __init__(self) -> None:
-        with _registering:
-            _users.add(self)
-            ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] = late_attention
-        weakref.finalize(self, _forget_unused).atexit = False
-
-    def restore(self) -> None:
-        """Remove this user."""
-        with _registering:
-            _users.discard(self)
-            _forget_unused()
-
-    def __reduce__(self) -> tuple[type[Registration], tuple[()]]:
-        return Registration, ()
-
-
-def _forget_unused() -> None:
-    with _registering:
-        # `list`, because the length of a weak set may still include dead members
-        if not list(_users) and IMPLEMENTATION in ALL_ATTENTION_FUNCTIONS._local_mapping:
-            del ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
-
-
-def scores_here(module: nn.Module) -> bool:
-    """Whether an attention module calls the registered function."""
-    return cast(Any, module.config)._attn_implementation == IMPLEMENTATION
 
 
 @dataclass(eq=False)

@@ -24,9 +24,10 @@ from rope_patch.models.cached_keys import OWN_ROTATION, CacheTagging, cache_tag
 from rope_patch.models.config import scheme_of_layer_type
 from rope_patch.models.rope_parameters import rebuilt_numbers
 from rope_patch.mounting.entry import install_entry, install_table
-from rope_patch.mounting.hooks import IMPLEMENTATION, LayerHook, Registration, StackHook
+from rope_patch.mounting.hooks import LayerHook, StackHook
 from rope_patch.mounting.layer_state import LayerState, Rotation
 from rope_patch.mounting.parameters import install_parameters
+from rope_patch.mounting.registration import IMPLEMENTATION, Registration
 from rope_patch.mounting.stack_positions import pass_positions
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme

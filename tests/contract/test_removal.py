@@ -9,7 +9,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch import NotPatched, patch, unpatch
-from rope_patch.mounting.hooks import IMPLEMENTATION
+from rope_patch.mounting.registration import IMPLEMENTATION
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
 from tests.families import FOLLOWING, RUN, SCALED, TRAINING_LENGTH, build, config_of, from_config
 from tests.runs import generated, logits, tokens

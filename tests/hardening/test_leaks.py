@@ -15,7 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch import get_scheme, patch, unpatch
-from rope_patch.mounting.hooks import _users
+from rope_patch.mounting.registration import _users
 from tests.cases import CASES
 from tests.families import build
 from tests.hardening.scale import cases, parts

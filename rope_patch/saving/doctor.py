@@ -1,0 +1,102 @@
+"""How each reader of a checkpoint folder interprets its positions, and what it silently ignores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rope_patch.models.config import training_length
+from rope_patch.models.rope_parameters import entry_of
+from rope_patch.mounting.saved import RECORD
+from rope_patch.saving import readers
+from rope_patch.saving.checkpoint_kind import read_config
+from rope_patch.saving.loading import load_config
+from rope_patch.schemes.registry import scheme_from_dict
+
+READERS = tuple(reader.name for reader in readers.READERS)
+
+_COMPARED = ("rope_type", "rope_theta", "factor", "attention_factor", "partial_rotary_factor", "low_freq_factor")
+"""Keys in which two descriptions of the same positions are compared."""
+
+_L = "original_max_position_embeddings"
+
+
+@dataclass
+class Reading:
+    """One reader's interpretation of a folder.
+
+    Attributes:
+        understood: the positions that it computes, such as `yarn, factor = 4.0`.
+        lost: what it ignores or misreads, one sentence each.
+    """
+
+    reader: str
+    understood: str
+    lost: list[str]
+
+
+def diagnose(folder: str | Path) -> list[Reading]:
+    """How each of `READERS` interprets the positions of a checkpoint folder.
+
+    Raises:
+        NoCheckpoint: there is no model in the folder, or its config cannot be read.
+        NotExpressible, InvalidField: it has adapters, or its config is not JSON.
+    """
+    raw = read_config(folder)
+    config = load_config(folder).get_text_config()
+    part = raw if "rope_parameters" in raw or not isinstance(raw.get("text_config"), dict) else raw["text_config"]
+    read = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
+    entry: dict[str, Any] = (
+        entry_of(read) if "rope_type" in read or "full_attention" in read else {"rope_type": "default"}
+    )
+    trained = training_length(config)
+    older = _as_older_readers_have_it(part)
+    record, written = part.get(RECORD) or raw.get(RECORD), part.get("rope_parameters")
+    kind, factor, longest = entry["rope_type"], entry.get("factor"), part.get("max_position_embeddings")
+
+    def lost(reader: readers.Reader) -> Iterator[str]:
+        if isinstance(record, dict) and record.get("rope_parameters", read) == read:
+            yield f"{scheme_from_dict(record.get('scheme', {}))}, which config.rope_patch records{reader.record}"
+        stated = written if isinstance(written, dict) and "rope_type" in written else entry
+        if reader.scaling_wins and _differ(stated, entry):
+            yield f"rope_parameters ({_spelled(stated)}), because rope_scaling ({_spelled(older)}) wins"
+        if reader.is_old and _differ(older, entry):
+            yield f"rope_parameters ({_spelled(entry)}): it reads only rope_scaling and rope_theta"
+        if kind in readers.NEED_L:  # other types do not store L
+            if part.get(_L) is None and _L not in f"{written} {part.get('rope_scaling')}":
+                yield f"L: {_L} is missing; max_position_embeddings={longest} is used instead"
+            elif part.get(_L) is None and kind in reader.l_at_top:
+                yield f"L: no {_L} at the top; 8192 is used instead"
+            reach = round(factor * trained) if factor else 0
+            if kind in reader.cut and longest and longest < reach:
+                yield f"the context beyond max_position_embeddings={longest}; factor times L is {reach}"
+        if reader.needs_float and kind == "linear" and not isinstance(factor, float):
+            yield f"all of it: factor={factor} must be a float, or it does not start"
+        form = readers.form_of(read, raw.get("architectures"))
+        reads, words = reader.support.get(form, reader.support[""])
+        if reads == "no" or (reads == "partly" and form == "by layer type"):
+            yield f"{kind}: {words}"
+
+    return [
+        Reading(reader.name, _spelled(older if reader.is_old else entry), list(lost(reader)))
+        for reader in readers.READERS
+    ]
+
+
+def _as_older_readers_have_it(part: dict[str, Any]) -> dict[str, Any]:
+    """The positions that Transformers before 5 reads: `rope_scaling`, and `rope_theta` at the top."""
+    scaling = part.get("rope_scaling")
+    scaling = scaling if isinstance(scaling, dict) else {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    return {**scaling, "rope_type": kind, "rope_theta": part.get("rope_theta", 10000.0)}
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return any(one.get(key) != other.get(key) for key in _COMPARED if key in other or key in one)
+
+
+def _spelled(entry: dict[str, Any]) -> str:
+    shown = {key: entry[key] for key in _COMPARED[1:] if entry.get(key) is not None}
+    return ", ".join([str(entry.get("rope_type")), *(f"{key} = {value}" for key, value in shown.items())])
