@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
@@ -147,9 +148,9 @@ def _joined(method: str, join: Callable[..., Any]) -> Callable[..., Any]:
 
 
 Scheme.composition = Compose
-Compose.query_scale = _joined("query_scale", torch.mul)  # type: ignore[method-assign]
+Compose.query_scale = _joined("query_scale", operator.mul)  # type: ignore[method-assign]
 for _name in ("bias", "content_bias", "running_bias"):
-    setattr(Compose, _name, _joined(_name, torch.add))
+    setattr(Compose, _name, _joined(_name, operator.add))
 for _name, _slot in {**SLOTS, "advance": SLOTS["embedding"], "rows": SLOTS["embedding"]}.items():
     if _name not in vars(Compose):
         setattr(Compose, _name, _of_the_owner(_name, _slot))
