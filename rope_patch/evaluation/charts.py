@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rope_patch.errors import require
 from rope_patch.evaluation.row import Row
 from rope_patch.evaluation.scheme_specs import CUT, REFERENCES, display_name
-from rope_patch.evaluation.standard_errors import standard_error
+from rope_patch.evaluation.standard_errors import loss_error
 from rope_patch.evaluation.tables import Grid, Series, failed_within, headline, is_far, label
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
     names, closest, apart = {}, {}, {}
     for one in shown:
         cells = [grid.row(one, length) for length in grid.lengths]
-        losses = [(row.loss, standard_error(row.nll_by_document) or 0) if row else (math.nan, 0) for row in cells]
+        losses = [(row.loss, loss_error(row) or 0) if row else (math.nan, 0) for row in cells]
         names[grid.name(one)] = plot_band(axes[0], multiples, losses, **_style(one, grid))
         if close_up:
             apart[one] = [(difference, error or 0) for difference, error in (grid.apart(one, n) for n in grid.lengths)]

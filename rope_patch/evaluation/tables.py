@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_patch.errors import EvaluationError, counted
+from rope_patch.evaluation.effective_length import NEAR_NOTHING, SHARE, effective_length, lines_of
 from rope_patch.evaluation.row import Row
 from rope_patch.evaluation.scheme_specs import CUT, PLAIN, REFERENCES, display_name
-from rope_patch.evaluation.standard_errors import FEW, paired_difference, pairs_of, standard_error
+from rope_patch.evaluation.standard_errors import FEW, is_below, loss_error, paired_difference, pairs_of
 from rope_patch.evaluation.tasks.perplexity import PROTOCOLS
 
 _REGIMES = {
@@ -27,7 +28,6 @@ _REGIMES = {
 }
 
 WIDE = 120  # columns of a table without a terminal
-NEAR_NOTHING = 0.1  # with a lower score within the training length, the checkpoint cannot do the task
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None, what: str = "the answers") -> None:
@@ -104,11 +104,12 @@ class Grid:
         return self.rows.get((series, length))
 
     def cell(self, series: Series, length: int) -> str:
-        """NLL of one cell with three decimals, starred if it is the best of its column and not all are equal."""
-        column = [row.loss for one in self.series if (row := self.row(one, length)) and not math.isnan(row.loss)]
-        row, best = self.row(series, length), f"{min(column, default=0):.3f}"
+        """NLL of one cell with three decimals, starred if it is below every other of its column by more than noise."""
+        row = self.row(series, length)
+        others = [other for one in self.series if one != series and (other := self.row(one, length))]
+        best = row and others and all(is_below(row, other, len(others)) for other in others)
         shown = f"{row.loss:.3f}".replace("nan", "-") if row else "-"
-        return f"{shown}*" if shown == best != f"{max(column):.3f}" else f"{shown} "
+        return f"{shown}*" if best else f"{shown} "
 
     def apart(self, series: Series, length: int) -> tuple[float, float | None]:
         """NLL minus that of attention cut at L, and the standard error of the difference; NaN if one is missing."""
@@ -121,7 +122,7 @@ class Grid:
         if row is None:
             return ""
         if series.line == CUT or math.isnan(difference):
-            return plus_minus(standard_error(row.nll_by_document))
+            return plus_minus(loss_error(row))
         return f"{signed(difference)}{between}{plus_minus(error)}"
 
     def steps(self, line: str) -> list[int]:
@@ -217,7 +218,11 @@ def losses(rows: Sequence[Row], width: int = WIDE) -> Group:
     errors = "the standard error of each loss"
     if grid.row(CUT, grid.lengths[0]):
         errors = "loss minus that of attention cut at L, ± the standard error of this difference"
-    notes = [*(["* best of its column"] if starred else []), f"below each loss: {errors}", *grid.notes()]
+    notes = [
+        *(["* best of its column, by more than noise"] if starred else []),
+        f"below each loss: {errors}",
+        *grid.notes(),
+    ]
     return Group(Text(title, style="bold"), shown, *(Text(note, style="dim") for note in notes))
 
 
@@ -266,7 +271,7 @@ def answers(rows: Sequence[Row], what: str = "the answers") -> Group:
             label(task, failed): lambda row, task=task: row.share if row.task == task else None  # type: ignore[misc]
             for task in dict.fromkeys(row.task for row in rows)
         }
-    lengths, lines = sorted({row.length for row in rows}), list(dict.fromkeys(row.line for row in rows))
+    lengths, lines = sorted({row.length for row in rows}), lines_of(rows)
     shown = Table("depths" if by_depth else "task", "scheme", *map(str, lengths))
     for title, share_of in sections.items():
         for line in lines:
@@ -277,4 +282,10 @@ def answers(rows: Sequence[Row], what: str = "the answers") -> Group:
                 cells.append(f"{100 * fmean(share_of(row) or 0 for row in cell):.0f}{error}" if cell else "-")
             shown.add_row(title, display_name(line), *cells)
         shown.add_section()
-    return Group(Text(headline(rows, what), style="bold"), shown)
+    reach = Table("scheme", "effective length", "within two errors", "within L")
+    for line in lines:
+        found = effective_length([row for row in rows if row.line == line])
+        cells = [f"{found.length}", f"{found.low} to {found.high}", f"{100 * found.base:.0f}"] if found else ["-"] * 3
+        reach.add_row(display_name(line), *cells)
+    note = f"effective length: the longest with {SHARE:.0%} of the best score within L (NoLiMa, 2502.05167)"
+    return Group(Text(headline(rows, what), style="bold"), shown, reach, Text(note, style="dim"))
