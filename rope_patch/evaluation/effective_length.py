@@ -58,7 +58,7 @@ def lines_of(rows: Sequence[Row]) -> list[str]:
 
 
 def _variance(cell: Sequence[Row]) -> float:
-    """Of the mean of some shares, each of n questions: p (1 - p) / n with two right and two wrong ones more (Agresti)."""
+    """Of the mean of shares p of n questions: p (1 - p) / n each, with two right and two wrong ones more (Agresti)."""
     variances = []
     for row in cell:
         asked = (row.trials or len(row.scores or [0])) + 4

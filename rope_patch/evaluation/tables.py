@@ -18,9 +18,10 @@ from rich.text import Text
 from rope_patch.errors import EvaluationError, counted
 from rope_patch.evaluation.effective_length import NEAR_NOTHING, SHARE, effective_length, lines_of
 from rope_patch.evaluation.row import Row
-from rope_patch.evaluation.scheme_specs import CUT, PLAIN, REFERENCES, display_name
+from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, PLAIN, REFERENCES, TEXT_CUT, display_name
 from rope_patch.evaluation.standard_errors import FEW, is_below, loss_error, paired_difference, pairs_of
 from rope_patch.evaluation.tasks.perplexity import PROTOCOLS
+from rope_patch.evaluation.verdict import copies
 
 _REGIMES = {
     "fine-tune": ("†", "made to be fine-tuned; measured here without"),
@@ -97,6 +98,12 @@ class Grid:
         """Any row, for the fields that all rows share."""
         return next(iter(self.rows.values()))
 
+    @property
+    def baseline(self) -> str:
+        """The line that losses are compared with."""
+        protocol = PROTOCOLS.get(self.any.protocol or "")
+        return protocol.baseline if protocol else CUT
+
     def row(self, series: Series | str, length: int) -> Row | None:
         """The row of one cell, if it was measured; of a line without its step, the row before any training."""
         if isinstance(series, str):
@@ -106,22 +113,23 @@ class Grid:
     def cell(self, series: Series, length: int) -> str:
         """NLL of one cell with three decimals, starred if it is below every other of its column by more than noise."""
         row = self.row(series, length)
-        others = [other for one in self.series if one != series and (other := self.row(one, length))]
-        best = row and others and all(is_below(row, other, len(others)) for other in others)
+        rivals = [self.row(one, length) for one in self.series if one != series and one.line != NEAR]
+        others = [rival for rival in rivals if rival and not math.isnan(rival.loss)]
+        best = row and series.line != NEAR and others and all(is_below(row, other, len(others)) for other in others)
         shown = f"{row.loss:.3f}".replace("nan", "-") if row else "-"
         return f"{shown}*" if best else f"{shown} "
 
     def apart(self, series: Series, length: int) -> tuple[float, float | None]:
-        """NLL minus that of attention cut at L, and the standard error of the difference; NaN if one is missing."""
-        row, cut = self.row(series, length), self.row(CUT, length)
+        """NLL minus that of the baseline, and the standard error of the difference; NaN if one is missing."""
+        row, cut = self.row(series, length), self.row(self.baseline, length)
         return paired_difference(row, cut) if row and cut else (math.nan, None)
 
     def below(self, series: Series, length: int, between: str = " ") -> str:
-        """The text below a cell: the difference from the cut with its error; for the cut, the error of its loss."""
+        """The text below a cell: the difference from the baseline with its error; for that, the error of its loss."""
         row, (difference, error) = self.row(series, length), self.apart(series, length)
         if row is None:
             return ""
-        if series.line == CUT or math.isnan(difference):
+        if series.line == self.baseline or math.isnan(difference):
             return plus_minus(loss_error(row))
         return f"{signed(difference)}{between}{plus_minus(error)}"
 
@@ -150,6 +158,17 @@ class Grid:
             "lost the first tokens, which this checkpoint needs; compare with plain at L, the text cut to L"
         ]
 
+    def _cannot_copy(self) -> list[str]:
+        """A sentence if a repeated passage shows nothing of this checkpoint."""
+        near, cut = (self.row(line, self.lengths[-1]) for line in (NEAR, TEXT_CUT))
+        if not near or not cut or copies(near, cut):
+            return []
+        gain, error = paired_difference(near, cut)
+        return [
+            f"this means nothing: with the passage inside L the plain checkpoint predicts its copy {signed(gain)} "
+            f"{plus_minus(error)} from the text cut to L, so it cannot copy"
+        ]
+
     def notes(self) -> list[str]:
         """The notes below a table, one sentence each."""
         row = max(self.rows.values(), key=lambda row: row.length)
@@ -165,6 +184,7 @@ class Grid:
             *([f"standard errors over {pairs_of(row)}"] if row.nll_by_document[1:] else []),
             *shortfalls(row),
             *self._lost_first_tokens(),
+            *self._cannot_copy(),
             *(" ".join(note) for regime, note in _REGIMES.items() if regime in regimes),
         ]
 
@@ -213,11 +233,11 @@ def losses(rows: Sequence[Row], width: int = WIDE) -> Group:
             cells.append(
                 Text.assemble((cell, "bold green" if best else ""), "\n", (grid.below(series, length, between), "dim"))
             )
-        shown.add_row(Text(grid.name(series), "dim" if series.line in REFERENCES else ""), *cells)
+        shown.add_row(Text(grid.name(series), "dim" if series.line in (*REFERENCES, *CONTROLS) else ""), *cells)
     title = f"{Path(grid.any.model).name}: NLL in nats per token by context length, L = {trained}"
-    errors = "the standard error of each loss"
-    if grid.row(CUT, grid.lengths[0]):
-        errors = "loss minus that of attention cut at L, ± the standard error of this difference"
+    errors = "the error of each loss"
+    if grid.row(grid.baseline, grid.lengths[0]):
+        errors = f"loss minus that of {display_name(grid.baseline)}, ± the error of this difference"
     notes = [
         *(["* best of its column, by more than noise"] if starred else []),
         f"below each loss: {errors}",

@@ -13,6 +13,7 @@ from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, PLAIN, REFER
 from rope_patch.evaluation.standard_errors import FEW, contrast, is_below, noise_of, paired_difference, pairs_of
 
 CHEAPER = "It is cheaper to cut the text to L."
+COPIES = 0.1  # nats that a passage inside L must be worth to a checkpoint that can copy
 FEW_COPIES = 4  # windows from which on the large differences of protocol `repeat` can be told from chance
 
 
@@ -21,8 +22,8 @@ class Verdict:
     """A conclusion.
 
     Attributes:
-        kind: `better` or `worse` than the reference by more than noise, `noise`, `too few` windows to tell, or `nothing`
-            where nothing can be compared; of a training `length` or `language` instead of `better`.
+        kind: `better` or `worse` than the reference by more than noise, `noise`, `too few` windows to tell, `nothing`
+            to compare; of a training `length` or `language` instead of `better`.
         sentence: the evidence and what follows from it.
         command: of `rope-patch`, to run next on the same model and text.
     """
@@ -38,7 +39,7 @@ def reference_of(rows: Sequence[Row], length: int) -> Row | None:
     Attention cut at L is the higher one if it has come to need its first tokens (https://arxiv.org/abs/2309.17453).
 
     Args:
-        rows: without a scheme, or all rows. Old files have no line for the text cut to L; it is the plain checkpoint at L.
+        rows: of references, and others. Old files have no line for the text cut to L; it is the plain checkpoint at L.
 
     Returns:
         None if neither was measured.
@@ -58,32 +59,32 @@ def of_losses(rows: Sequence[Row]) -> Verdict:
     first = rows[0]
     tried = [row for row in rows if row.line not in (*REFERENCES, *CONTROLS) and not math.isnan(row.loss)]
     beyond = sorted({row.length for row in tried if row.length > first.training_length}, reverse=True)
-    if not beyond or reference_of(rows, beyond[0]) is None:
+    free = {length: row for length in beyond if (row := reference_of(rows, length))}
+    if not free:
         return Verdict(
             "nothing",
             f"No scheme was measured beyond L = {first.training_length} beside a reference, so nothing can be said "
             "about reading farther.",
             f"perplexity --lengths 1x,2x,4x --scheme rerope+logn --protocol {first.protocol or 'last'}",
         )
-    if not copies(rows, beyond[0]):
+    controls = {row.line: row for row in rows if row.length == max(free) and row.line in CONTROLS}
+    if controls.keys() >= set(CONTROLS) and not copies(controls[NEAR], controls[TEXT_CUT]):
         return Verdict(
             "nothing",
             "The plain checkpoint does not copy the passage even inside L, so no other row means anything.",
-            f"perplexity --protocol last --lengths 1x,{beyond[0]} --scheme {tried[0].line}",
+            f"perplexity --protocol last --lengths 1x,{max(free)} --scheme {tried[0].line}",
         )
-    verdicts = []
-    for length in beyond:
+    verdicts = []  # of the longest first
+    for length, reference in free.items():
         at_length = [row for row in tried if row.length == length]
-        best = min(at_length, key=lambda row: row.loss)
-        verdicts.append(compare(best, reference_of(rows, length), len(tried)))
+        verdicts.append(compare(min(at_length, key=lambda row: row.loss), reference, len(tried)))
     return next((verdict for verdict in verdicts if verdict.kind == "better"), verdicts[0])
 
 
-def copies(rows: Sequence[Row], length: int) -> bool:
-    """Whether the plain checkpoint gains from a passage inside L; always, if the rows are not of protocol `repeat`."""
-    control = {row.line: row for row in rows if row.length == length}
-    near, cut = control.get(NEAR), control.get(TEXT_CUT)
-    return not near or not cut or is_below(near, cut)
+def copies(near: Row, cut: Row) -> bool:
+    """Whether the plain checkpoint gains from a passage inside L, without which `repeat` means nothing."""
+    gain, error = paired_difference(near, cut)
+    return gain < -max(COPIES, 2 * (error or 0))
 
 
 def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
@@ -100,8 +101,8 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
     if error is None or len(best.nll_by_document) < few:
         return Verdict(
             "too few",
-            f"At {best.length} tokens {name} is {apart} {reference}, which {counted(windows, 'window')} cannot tell from "
-            "chance. A longer text, more documents (--text FOLDER) or fewer --targets give more windows.",
+            f"At {best.length} tokens {name} is {apart} {reference}, which {counted(windows, 'window')} cannot tell "
+            "from chance. A longer text, more documents (--text FOLDER) or fewer --targets give more windows.",
             f"perplexity --lengths 1x,{best.length} --scheme {best.line} --targets {max(1, (best.targets or 2) // 2)}",
         )
     evidence = f"(error {error:.3f} over {pairs_of(best)})"
@@ -133,7 +134,9 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
 def of_training(rows: Sequence[Row], folder: str) -> Verdict:
     """Whether a fine-tuning taught length, or language, which helps at L as much as beyond.
 
-        gain(l) = NLL of what is free at l before the training - NLL after it;  length is what gain(l) has beyond gain(L)
+        gain(l) = NLL of what is free at l before the training - NLL after it
+
+    Length is what gain(l) has beyond gain(L).
 
     Args:
         rows: with their `step`, of the references before the training too.
