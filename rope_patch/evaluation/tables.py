@@ -302,10 +302,9 @@ def answers(rows: Sequence[Row], what: str = "the answers") -> Group:
                 cells.append(f"{100 * fmean(share_of(row) or 0 for row in cell):.0f}{error}" if cell else "-")
             shown.add_row(title, display_name(line), *cells)
         shown.add_section()
-    reach = Table("scheme", "effective length", "within two errors", "within L")
+    reach = [f"effective length, the longest with {SHARE:.0%} of the best score within L (NoLiMa, 2502.05167):"]
     for line in lines:
         found = effective_length([row for row in rows if row.line == line])
-        cells = [f"{found.length}", f"{found.low} to {found.high}", f"{100 * found.base:.0f}"] if found else ["-"] * 3
-        reach.add_row(display_name(line), *cells)
-    note = f"effective length: the longest with {SHARE:.0%} of the best score within L (NoLiMa, 2502.05167)"
-    return Group(Text(headline(rows, what), style="bold"), shown, reach, Text(note, style="dim"))
+        told = f"{found}, of {found.base:.0%} within L" if found else "none, the task is not done within L"
+        reach.append(f"  {display_name(line)}: {told}")
+    return Group(Text(headline(rows, what), style="bold"), shown, *map(Text, reach))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rope_patch.errors import counted
 from rope_patch.evaluation.effective_length import effective_length, lines_of
@@ -131,7 +132,7 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
     )
 
 
-def of_training(rows: Sequence[Row], folder: str) -> Verdict:
+def of_training(rows: Sequence[Row], folder_of: Callable[[str], Path]) -> Verdict:
     """Whether a fine-tuning taught length, or language, which helps at L as much as beyond.
 
         gain(l) = NLL of what is free at l before the training - NLL after it
@@ -140,7 +141,7 @@ def of_training(rows: Sequence[Row], folder: str) -> Verdict:
 
     Args:
         rows: with their `step`, of the references before the training too.
-        folder: of the results, for the next command.
+        folder_of: where the checkpoint of a scheme is, for the next command.
     """
     steps = {row.line: row.step for row in sorted(rows, key=lambda row: row.step or 0) if row.step}
     trained = {(row.line, row.length): row for row in rows if row.step and row.step == steps[row.line]}
@@ -148,9 +149,13 @@ def of_training(rows: Sequence[Row], folder: str) -> Verdict:
     longest = max((length for _, length in trained), default=0)
     free, before = reference_of(rows, longest), reference_of(rows, at_l)
     after = min((trained[key] for key in trained if key[1] == longest), key=lambda row: row.loss, default=None)
-    command = f"perplexity --protocol repeat --model {folder} --lengths 1x,{max(longest, 2 * at_l)}"
     if not free or not after or longest <= at_l:
-        return Verdict("nothing", f"Nothing was trained and measured beyond L = {at_l} beside a reference.", command)
+        told = f"Nothing was trained and measured beyond L = {at_l} beside a reference."
+        return Verdict("nothing", told, "finetune --scheme yarn:target=auto --length 2x")
+    command = (
+        f"perplexity --protocol repeat --model {folder_of(after.line) / 'checkpoint'} --scheme {after.line} "
+        f"--lengths 1x,{longest}"
+    )
     verdict = compare(after, free, len(steps))
     after_at_l = trained.get((after.line, at_l))
     if verdict.kind != "better" or not before or not after_at_l:
@@ -166,13 +171,8 @@ def of_training(rows: Sequence[Row], folder: str) -> Verdict:
     return Verdict("language", f"{told}: it learned language, not length. {CHEAPER}", command)
 
 
-def of_answers(rows: Sequence[Row], command: str) -> Verdict:
-    """Whether a scheme still answers where the references no longer do, by their effective lengths.
-
-    Args:
-        rows: of a task with right and wrong answers.
-        command: to run next where a scheme does, on its line.
-    """
+def of_answers(rows: Sequence[Row]) -> Verdict:
+    """Whether a scheme still answers where the references no longer do, by their effective lengths."""
     found = {line: effective_length([row for row in rows if row.line == line]) for line in lines_of(rows)}
     known = {line: one for line, one in found.items() if one is not None}
     tried = {line: one for line, one in known.items() if line not in REFERENCES}
@@ -187,12 +187,10 @@ def of_answers(rows: Sequence[Row], command: str) -> Verdict:
     best = max(tried, key=lambda line: (tried[line].length, tried[line].low))
     free = max((known[line] for line in known if line in REFERENCES), default=None, key=lambda one: one.length)
     told = f"{display_name(best)} (`{best}`) answers up to {tried[best]}"
-    options = f"--lengths 1x,{max(row.length for row in rows)} --scheme {best}"
+    command = f"perplexity --protocol repeat --lengths 1x,{max(row.length for row in rows)} --scheme {best}"
     if free is None:
-        return Verdict("nothing", f"{told}; without references nobody knows what is gained.", f"{command} {options}")
+        return Verdict("nothing", f"{told}; without references nobody knows what is gained.", command)
     beside = f"the references up to {free}"
     if tried[best].low > max(free.high, trained):
-        return Verdict("better", f"Reading farther pays: {told}, {beside}.", f"{command} {options}")
-    return Verdict(
-        "noise", f"{told}, {beside}: no gain beyond noise. {CHEAPER}", f"perplexity --protocol repeat {options}"
-    )
+        return Verdict("better", f"Reading farther pays: {told}, {beside}.", command)
+    return Verdict("noise", f"{told}, {beside}: no gain beyond noise. {CHEAPER}", command)
