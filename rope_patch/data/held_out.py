@@ -1,4 +1,4 @@
-"""Hold out a share of a text for measurements."""
+"""Hold out a share of a text for measurements, or half of it for a confirmation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, IterableDataset, concatenate_datasets
 
+from rope_patch.data.windows import ids_of
 from rope_patch.errors import EvaluationError
 
 DOCUMENTS = 64  # the maximum; more add little information, and each is read at every length
+FEW = 8  # documents, with fewer of which errors are taken over windows
 
 
 def hold_out(
@@ -70,3 +72,38 @@ def hold_out(
     others = documents.select([index for index in range(len(sizes)) if index != biggest])
     name = f"the last {cut / len(text):.0%} of {whole[0]['name']}, held out"
     return concatenate_datasets([others, head]), tail, name
+
+
+def halves(
+    corpus: Any, tokenizer: Any, needed: int, seed: int = 0
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A text in two halves that share no token: what one of them chose, the other can confirm.
+
+    Documents are dealt in random order. Fewer than 8 would leave too few to each half, so those that have room for it
+    are cut in the middle, and an error over their windows describes these documents alone.
+
+    Args:
+        corpus: rows with `name` and `text`, or `input_ids` in place of `text`.
+        needed: tokens of the longest context and its targets; shorter documents stay in the first half.
+
+    Raises:
+        EvaluationError: the text has room for one half only.
+    """
+    rows = [{"name": row["name"], "input_ids": ids_of(row, tokenizer)} for row in corpus]
+    sizes = [len(row["input_ids"]) for row in rows]
+    whole = [index for index in np.random.default_rng(seed).permutation(len(rows)).tolist() if sizes[index] >= needed]
+    cut = [index for index in whole if len(whole) < FEW and sizes[index] >= 2 * needed]
+    dealt = [index for index in whole if index not in cut]
+    second = [{**rows[index], "input_ids": rows[index]["input_ids"][sizes[index] // 2 :]} for index in sorted(cut)]
+    second += [rows[index] for index in sorted(dealt[1::2])]
+    if whole and not second:
+        raise EvaluationError(
+            f"the text is too short: one half of it chooses, the other confirms, and each needs {needed} tokens; the "
+            f"only document long enough has {max(sizes)}; use a longer text, more documents or a shorter target"
+        )
+    first = [
+        {**row, "input_ids": row["input_ids"][: sizes[index] // 2]} if index in cut else row
+        for index, row in enumerate(rows)
+        if index not in dealt[1::2]
+    ]
+    return first, second

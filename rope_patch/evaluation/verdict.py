@@ -58,8 +58,9 @@ def of_losses(rows: Sequence[Row]) -> Verdict:
     The best scheme at each length beyond L is compared with `reference_of`, with a correction for the number of tries.
     """
     first = rows[0]
-    tried = [row for row in rows if row.line not in (*REFERENCES, *CONTROLS) and not math.isnan(row.loss)]
-    beyond = sorted({row.length for row in tried if row.length > first.training_length}, reverse=True)
+    schemes = [row for row in rows if row.line not in (*REFERENCES, *CONTROLS) and not math.isnan(row.loss)]
+    tried = [row for row in schemes if row.length > first.training_length]
+    beyond = sorted({row.length for row in tried}, reverse=True)
     free = {length: row for length in beyond if (row := reference_of(rows, length))}
     if not free:
         return Verdict(
