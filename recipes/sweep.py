@@ -109,7 +109,7 @@ def main(options: Options) -> None:
     say(f"trying {counted(len(swept), 'scheme')} at {', '.join(map(str, lengths))} tokens, best guesses first")
     choosing, confirming = (
         replace(plan, tokenizer=tokenizer, corpus=half).resolve(MeasuredModel(model), lengths)
-        for half in halves(corpus, tokenizer, lengths[-1] + 1, options.seed)
+        for half in halves(corpus, tokenizer, lengths[-1] + 1, options.documents, options.seed)
     )
     settings = {"rows": results, "name": options.model or "tiny-llama", "trained": learned}
     measured = partial(run_task, model, choosing, lengths=lengths, **settings)

@@ -75,7 +75,7 @@ def hold_out(
 
 
 def halves(
-    corpus: Any, tokenizer: Any, needed: int, seed: int = 0
+    corpus: Any, tokenizer: Any, needed: int, documents: int | None = None, seed: int = 0
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A text in two halves that share no token: what one of them chose, the other can confirm.
 
@@ -85,25 +85,32 @@ def halves(
     Args:
         corpus: rows with `name` and `text`, or `input_ids` in place of `text`.
         needed: tokens of the longest context and its targets; shorter documents stay in the first half.
+        documents: how many of each half are read; default all.
 
     Raises:
         EvaluationError: the text has room for one half only.
     """
-    rows = [{"name": row["name"], "input_ids": ids_of(row, tokenizer)} for row in corpus]
-    sizes = [len(row["input_ids"]) for row in rows]
-    whole = [index for index in np.random.default_rng(seed).permutation(len(rows)).tolist() if sizes[index] >= needed]
-    cut = [index for index in whole if len(whole) < FEW and sizes[index] >= 2 * needed]
+    read: dict[int, dict[str, Any]] = {}
+    whole: list[int] = []
+    for index in np.random.default_rng(seed).permutation(len(corpus)).tolist():
+        if documents is not None and len(whole) == 2 * documents:
+            break
+        read[index] = {"name": corpus[index]["name"], "input_ids": ids_of(corpus[index], tokenizer)}
+        if len(read[index]["input_ids"]) >= needed:
+            whole.append(index)
+    middle = {n: len(row["input_ids"]) // 2 for n, row in read.items()}
+    cut = {index for index in whole if len(whole) < FEW and middle[index] >= needed}
     dealt = [index for index in whole if index not in cut]
-    second = [{**rows[index], "input_ids": rows[index]["input_ids"][sizes[index] // 2 :]} for index in sorted(cut)]
-    second += [rows[index] for index in sorted(dealt[1::2])]
+    second = cut | set(dealt[1::2])
     if whole and not second:
         raise EvaluationError(
             f"the text is too short: one half of it chooses, the other confirms, and each needs {needed} tokens; the "
-            f"only document long enough has {max(sizes)}; use a longer text, more documents or a shorter target"
+            f"only document long enough has {len(read[whole[0]]['input_ids'])}; use a longer text, more documents or a "
+            "shorter target"
         )
-    first = [
-        {**row, "input_ids": row["input_ids"][: sizes[index] // 2]} if index in cut else row
-        for index, row in enumerate(rows)
-        if index not in dealt[1::2]
-    ]
-    return first, second
+
+    def part(index: int, place: slice) -> dict[str, Any]:
+        return {**read[index], "input_ids": read[index]["input_ids"][place if index in cut else slice(None)]}
+
+    first = [part(index, slice(middle[index])) for index in sorted(read) if index in cut or index not in second]
+    return first, [part(index, slice(middle[index], None)) for index in sorted(second)]

@@ -75,7 +75,7 @@ class Progress:
     def found(self, rows: Sequence[Row]) -> None:
         """What was measured in the cell: its losses, or its shares of correct answers."""
         told = [f"loss {row.loss:.3f}" if math.isnan(row.share) else f"{row.share:.0%} right" for row in rows]
-        self._found = f": {', '.join(told)}"
+        self._found = f": {', '.join(dict.fromkeys(told))}"
 
     def left(self) -> float:
         """Estimate of the remaining seconds."""

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from rope_patch.errors import counted
 from rope_patch.evaluation.effective_length import effective_length, lines_of
+from rope_patch.evaluation.protocols.last import Last
 from rope_patch.evaluation.row import Row
 from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, PLAIN, REFERENCES, TEXT_CUT, display_name
 from rope_patch.evaluation.standard_errors import FEW, contrast, is_below, noise_of, paired_difference, pairs_of
+from rope_patch.evaluation.tasks.perplexity import PROTOCOLS
 
 CHEAPER = "It is cheaper to cut the text to L."
 COPIES = 0.1  # nats that a passage inside L must be worth to a checkpoint that can copy
@@ -46,8 +48,10 @@ def reference_of(rows: Sequence[Row], length: int) -> Row | None:
         None if neither was measured.
     """
     at_length = {row.line: row for row in rows if row.length == length and not row.step}
-    at_l = {row.line: row for row in rows if row.length == row.training_length and not row.step}
-    text_cut = at_length.get(TEXT_CUT) or (at_l.get(PLAIN) if NEAR not in at_length else None)
+    text_cut, protocol = at_length.get(TEXT_CUT), PROTOCOLS.get(rows[0].protocol or "", Last)
+    if text_cut is None and {PLAIN, TEXT_CUT} <= {*protocol.references}:
+        at_l = (row for row in rows if row.line == PLAIN and row.length == row.training_length and not row.step)
+        text_cut = next(at_l, None)
     free = [row for row in (at_length.get(CUT), text_cut) if row and not math.isnan(row.loss)]
     return min(free, key=lambda row: row.loss, default=None)
 

@@ -61,8 +61,11 @@ def test_what_is_free_is_the_lower_of_both_cuts():
     old = measured({line: losses for line, losses in lost.items() if line != "cut"})  # files without such a line
     assert (reference_of(old, 1024).line, reference_of(old, 1024).length) == ("plain", 256)
     assert reference_of(measured({"rerope": {1024: 2.0}}), 1024) is None
-    copied = {"near": {1024: 0.5}, "cut": {1024: 3.3}, "plain": {256: 0.5, 1024: 5.0}}
-    assert reference_of(measured(copied), 1024).line == "cut"  # at L the plain checkpoint has the passage
+    binned = measured({"plain": FREE["plain"], "rerope": {1024: 2.0}}, protocol="by_position")
+    assert reference_of(binned, 1024) is None  # every length scores other tokens
+    copied = {"near": {1024: 0.5}, "plain": {256: 0.5, 1024: 5.0}}
+    assert reference_of(measured(copied, protocol="repeat"), 1024) is None  # at L the plain checkpoint has the passage
+    assert reference_of(measured({**copied, "cut": {1024: 3.3}}, protocol="repeat"), 1024).line == "cut"
 
 
 def test_a_gain_at_2l_counts_though_it_is_gone_at_4l():
