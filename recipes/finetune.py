@@ -24,7 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_patch.cli.options import Length, Lengths, Measured, Names, Specs, is_main, print_json, run, say
+from rope_patch.cli.options import Length, Lengths, Measured, Names, Specs, is_main, run, say
+from rope_patch.cli.report import report
 
 
 @dataclass(kw_only=True)
@@ -85,11 +86,9 @@ def main(options: Options) -> None:
     check(options)
     from accelerate import PartialState
 
-    from rope_patch.errors import MissingPackage
-    from rope_patch.evaluation import charts
     from rope_patch.evaluation.row import Rows
     from rope_patch.evaluation.scheme_specs import REFERENCES, with_references
-    from rope_patch.evaluation.tables import print_table
+    from rope_patch.evaluation.verdict import of_training
     from rope_patch.saving.loading import default_checkpoint, load_tokenizer, quiet_transformers
     from rope_patch.training.callbacks import completed
     from rope_patch.training.checkpoints import alone_in, claim
@@ -118,11 +117,8 @@ def main(options: Options) -> None:
         if points is None:
             return
         rows = completed([row for row in points.rows if row.line in (*REFERENCES, *options.schemes)])
-        print_json([json.loads(row.to_json()) for row in rows]) if options.json else print_table(rows)
-        try:
-            charts.save(rows, output / "finetune.png", title="Before and after fine-tuning")
-        except MissingPackage as error:
-            say(str(error))
+        verdict = of_training(rows, partial(folder_of, options))
+        report(rows, options, points.path, verdict, title="Before and after fine-tuning")
 
 
 def check(options: Options) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rope_patch.errors import require
 from rope_patch.evaluation.row import Row
 from rope_patch.evaluation.scheme_specs import CONTROLS, REFERENCES, display_name
-from rope_patch.evaluation.standard_errors import standard_error
+from rope_patch.evaluation.standard_errors import loss_error
 from rope_patch.evaluation.tables import Grid, Series, failed_within, headline, is_far, label
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
     names, closest, apart = {}, {}, {}
     for one in shown:
         cells = [grid.row(one, length) for length in grid.lengths]
-        losses = [(row.loss, standard_error(row.nll_by_document) or 0) if row else (math.nan, 0) for row in cells]
+        losses = [(row.loss, loss_error(row) or 0) if row else (math.nan, 0) for row in cells]
         names[grid.name(one)] = plot_band(axes[0], multiples, losses, **_style(one, grid))
         if close_up:
             apart[one] = [(difference, error or 0) for difference, error in (grid.apart(one, n) for n in grid.lengths)]
@@ -264,7 +264,7 @@ def _style(series: Series, grid: Grid) -> dict[str, Any]:
         return {"color": colour, "linestyle": style, "linewidth": 1.6, "zorder": 2}
     others = list(dict.fromkeys(one.line for one in grid.series if one.line not in COMPARED))
     turn, look = divmod(others.index(series.line), len(COLOURS))
-    dashes = (0, (turn, 1)) if turn else "-"
+    dashes: Any = (0, (turn, 1)) if turn else "-"
     if series.step == 0 and any(grid.steps(series.line)):
         dashes = ":"
     return {"color": COLOURS[look], "marker": MARKERS[look], "linestyle": dashes, "linewidth": 1.8, "markersize": 4.5}

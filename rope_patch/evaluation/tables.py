@@ -16,10 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_patch.errors import EvaluationError, counted
+from rope_patch.evaluation.effective_length import NEAR_NOTHING, SHARE, effective_length, lines_of
 from rope_patch.evaluation.row import Row
 from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, PLAIN, REFERENCES, TEXT_CUT, display_name
-from rope_patch.evaluation.standard_errors import FEW, paired_difference, pairs_of, standard_error
+from rope_patch.evaluation.standard_errors import FEW, is_below, loss_error, paired_difference, pairs_of
 from rope_patch.evaluation.tasks.perplexity import PROTOCOLS
+from rope_patch.evaluation.verdict import copies
 
 _REGIMES = {
     "fine-tune": ("†", "made to be fine-tuned; measured here without"),
@@ -27,8 +29,6 @@ _REGIMES = {
 }
 
 WIDE = 120  # columns of a table without a terminal
-COPIES = 0.1  # nats that a passage inside L must be worth to a checkpoint that can copy
-NEAR_NOTHING = 0.1  # with a lower score within the training length, the checkpoint cannot do the task
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None, what: str = "the answers") -> None:
@@ -111,11 +111,13 @@ class Grid:
         return self.rows.get((series, length))
 
     def cell(self, series: Series, length: int) -> str:
-        """NLL of one cell with three decimals, starred if it is the best of its column and not all are equal."""
-        column = [row.loss for one in self.series if (row := self.row(one, length)) and not math.isnan(row.loss)]
-        row, best = self.row(series, length), f"{min(column, default=0):.3f}"
+        """NLL of one cell with three decimals, starred if it is below every other of its column by more than noise."""
+        row = self.row(series, length)
+        rivals = [self.row(one, length) for one in self.series if one != series and one.line != NEAR]
+        others = [rival for rival in rivals if rival and not math.isnan(rival.loss)]
+        best = row and series.line != NEAR and others and all(is_below(row, other, len(others)) for other in others)
         shown = f"{row.loss:.3f}".replace("nan", "-") if row else "-"
-        return f"{shown}*" if shown == best != f"{max(column):.3f}" else f"{shown} "
+        return f"{shown}*" if best else f"{shown} "
 
     def apart(self, series: Series, length: int) -> tuple[float, float | None]:
         """NLL minus that of the baseline, and the standard error of the difference; NaN if one is missing."""
@@ -128,7 +130,7 @@ class Grid:
         if row is None:
             return ""
         if series.line == self.baseline or math.isnan(difference):
-            return plus_minus(standard_error(row.nll_by_document))
+            return plus_minus(loss_error(row))
         return f"{signed(difference)}{between}{plus_minus(error)}"
 
     def steps(self, line: str) -> list[int]:
@@ -159,11 +161,9 @@ class Grid:
     def _cannot_copy(self) -> list[str]:
         """A sentence if a repeated passage shows nothing of this checkpoint."""
         near, cut = (self.row(line, self.lengths[-1]) for line in (NEAR, TEXT_CUT))
-        if not near or not cut:
+        if not near or not cut or copies(near, cut):
             return []
         gain, error = paired_difference(near, cut)
-        if gain < -max(COPIES, 2 * (error or 0)):
-            return []
         return [
             f"this means nothing: with the passage inside L the plain checkpoint predicts its copy {signed(gain)} "
             f"{plus_minus(error)} from the text cut to L, so it cannot copy"
@@ -235,10 +235,14 @@ def losses(rows: Sequence[Row], width: int = WIDE) -> Group:
             )
         shown.add_row(Text(grid.name(series), "dim" if series.line in (*REFERENCES, *CONTROLS) else ""), *cells)
     title = f"{Path(grid.any.model).name}: NLL in nats per token by context length, L = {trained}"
-    errors = "the standard error of each loss"
+    errors = "the error of each loss"
     if grid.row(grid.baseline, grid.lengths[0]):
-        errors = f"loss minus that of {display_name(grid.baseline)}, ± the standard error of this difference"
-    notes = [*(["* best of its column"] if starred else []), f"below each loss: {errors}", *grid.notes()]
+        errors = f"loss minus that of {display_name(grid.baseline)}, ± the error of this difference"
+    notes = [
+        *(["* best of its column, by more than noise"] if starred else []),
+        f"below each loss: {errors}",
+        *grid.notes(),
+    ]
     return Group(Text(title, style="bold"), shown, *(Text(note, style="dim") for note in notes))
 
 
@@ -287,7 +291,7 @@ def answers(rows: Sequence[Row], what: str = "the answers") -> Group:
             label(task, failed): lambda row, task=task: row.share if row.task == task else None  # type: ignore[misc]
             for task in dict.fromkeys(row.task for row in rows)
         }
-    lengths, lines = sorted({row.length for row in rows}), list(dict.fromkeys(row.line for row in rows))
+    lengths, lines = sorted({row.length for row in rows}), lines_of(rows)
     shown = Table("depths" if by_depth else "task", "scheme", *map(str, lengths))
     for title, share_of in sections.items():
         for line in lines:
@@ -298,4 +302,9 @@ def answers(rows: Sequence[Row], what: str = "the answers") -> Group:
                 cells.append(f"{100 * fmean(share_of(row) or 0 for row in cell):.0f}{error}" if cell else "-")
             shown.add_row(title, display_name(line), *cells)
         shown.add_section()
-    return Group(Text(headline(rows, what), style="bold"), shown)
+    reach = [f"effective length, the longest with {SHARE:.0%} of the best score within L (NoLiMa, 2502.05167):"]
+    for line in lines:
+        found = effective_length([row for row in rows if row.line == line])
+        told = f"{found}, of {found.base:.0%} within L" if found else "none, the task is not done within L"
+        reach.append(f"  {display_name(line)}: {told}")
+    return Group(Text(headline(rows, what), style="bold"), shown, *map(Text, reach))

@@ -4,6 +4,7 @@ import io
 import math
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 from matplotlib.colors import to_hex
@@ -44,6 +45,7 @@ ROWS = [
     for line, values in NLL.items()
     for i, nll in enumerate(values)
 ]
+CLEAR = [replace(each, nll_by_document=[each.nll + 0.05 * (i % 3) for i in range(12)]) for each in ROWS]
 
 
 def printed(rows, **settings):
@@ -57,14 +59,17 @@ def line_of(text, name, below=0):
     return lines[next(i for i, line in enumerate(lines) if name in line) + below]
 
 
-def test_the_table_has_every_cell_and_stars_the_best():
+def test_the_table_has_every_cell_and_stars_what_is_best_beyond_noise():
     text = printed(ROWS)
-    assert line_of(text, "ReRoPE").split()[-3:] == ["1.110", "1.120*", "1.130*"]
-    assert line_of(text, "ReRoPE, w = 128, log-n").count("*") == 2
-    assert line_of(text, "plain checkpoint").count("*") == 1  # two lines share the first column's best
-    assert line_of(text, "attention cut at L").count("*") == 1
+    assert line_of(text, "ReRoPE").split()[-3:] == ["1.110", "1.120", "1.130"]  # its lead of one or two errors is noise
+    assert "*" not in text
     assert "1L" in text
     assert "4L" in text
+    text = printed(CLEAR)
+    assert line_of(text, "ReRoPE").split()[-3:] == ["1.110", "1.120*", "1.130*"]  # two lines share the first best
+    assert text.count("*") == 3  # two cells, and what the star means
+    twin = [replace(each, line="yarn:factor=4") for each in CLEAR if each.line.startswith("rerope")]
+    assert "*" not in printed([*CLEAR, *twin])  # none of two equals is the best
 
 
 def test_the_table_says_what_was_measured():
@@ -98,7 +103,7 @@ def test_nothing_is_starred_where_all_are_equal():
     other = [row(line=line, length=512, nll=nll) for line, nll in (("plain", 3.0), ("window", 1.0))]
     assert "*" not in printed(equal)
     assert "*" not in printed([row()])
-    assert printed([*equal, *other]).count("*") == 2  # one cell, and what the star means
+    assert "*" not in printed([*equal, *other])  # old files have no losses of documents: their noise is unknown
 
 
 def test_the_text_is_named_and_what_is_too_little_is_told():
@@ -121,11 +126,11 @@ def test_the_table_keeps_to_its_width(width):
 
 def test_colours_only_where_there_is_a_terminal(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[" not in printed(ROWS)
-    coloured = printed(ROWS, force_terminal=True, color_system="standard")
+    assert "\x1b[" not in printed(CLEAR)
+    coloured = printed(CLEAR, force_terminal=True, color_system="standard")
     assert "32m" in coloured
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "32m" not in printed(ROWS, force_terminal=True, color_system="standard")
+    assert "32m" not in printed(CLEAR, force_terminal=True, color_system="standard")
 
 
 @pytest.mark.parametrize("field", ["protocol", "model", "weights", "texts", "dtype"])
