@@ -66,7 +66,7 @@ class Options(Measured):
     warm_start_steps: int = 0  # first steps, trained under position interpolation
     precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 computes in it, by autocast
     gradient_checkpointing: bool = False  # compute activations again in the backward
-    loss: Literal["chunked", "plain", "liger"] = "chunked"  # chunked and liger hold no logits of a whole row
+    loss: Literal["chunked", "plain", "liger", "longce"] = "chunked"  # only plain holds the logits of a whole row
     save_every: int = 50  # steps between two checkpoints of Trainer; the newest is kept to resume from
     log_every: int = 10  # steps between two losses in the log
     report_to: Names = ()  # trackers that Transformers knows, such as tensorboard or wandb
@@ -106,6 +106,7 @@ def main(options: Options) -> None:
             stack.enter_context(alone_in(output))
             digest = hashlib.sha256("".join(document["text"] for document in corpus).encode()).hexdigest()[:8]
             settings = {name: getattr(options, name) for name in KEPT.split()}
+            settings["longce"] = options.loss == "longce" or None  # as in older runs, which recorded nothing
             claim(output, {**settings, "measured on": f"{text} ({digest})"})  # held-out text is never trained on later
             measurements, points = Rows(output / "perplexity.jsonl"), Rows(output / "finetune.jsonl")
         say(f"perplexity is measured on {text}")
@@ -177,7 +178,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     from rope_patch.models.find_stacks import read_stacks
     from rope_patch.models.head import find_language_model
     from rope_patch.patching import mount_scheme
-    from rope_patch.training import adapters, callbacks, checkpoints, chunked_loss
+    from rope_patch.training import adapters, callbacks, checkpoints, chunked_loss, long_ce
 
     folder, facts = folder_of(options, spec), {"scheme": spec, "steps": options.steps, "merge": options.merge}
     done = folder / "checkpoint" / "training.json"
@@ -190,6 +191,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     if "flash" in language_model.config._attn_implementation and options.layout != "padded":
         raise EvaluationError("flash attention would misread where the documents of a row begin; use attention=sdpa")
     row_length = trained if options.layout == "pose" else options.length
+    weights = long_ce.LongCE.beyond(trained, row_length) if options.loss == "longce" else None
     buffer = options.shuffle_buffer if options.streaming else None
     order = {"batch_size": options.batch_size, "seed": options.seed, "shuffle_buffer": buffer}
     order |= {"pack": options.layout == "packed", "allow_short": options.allow_short}
@@ -218,8 +220,9 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     collators["pose"] = PoSECollator(options.length, options.pose_chunks, options.seed)
     arguments = training_arguments(options, folder / "trainer")
     trainer = checkpoints.SafeTrainer(model, arguments, collators[options.layout], rows, callbacks=called)
-    chunked = chunked_loss.chunked_loss(model) if options.loss == "chunked" else nullcontext()
-    with chunked, redirect_stdout(sys.stderr):  # Trainer prints its log
+    chunked = chunked_loss.chunked_loss(model, long_ce=weights)
+    in_chunks = chunked if options.loss in ("chunked", "longce") else nullcontext()
+    with in_chunks, redirect_stdout(sys.stderr):  # Trainer prints its log
         trainer.resume()
 
     if options.merge:

@@ -16,6 +16,7 @@ import numpy as np
 from rope_patch.errors import EvaluationError, counted
 from rope_patch.evaluation.row import Row
 
+FEW_TOKENS = 100  # of those that a protocol chose: with fewer nothing is claimed
 FEW = 8  # with fewer documents windows are counted; with fewer windows an error means little
 TAIL = statistics.NormalDist().cdf(-2)  # of a normal distribution, beyond two errors on one side
 SHARED = 0.33  # correlation of neighbours for which `error_of_neighbours` is unbiased, amid those of 0 to 0.5
@@ -105,7 +106,12 @@ def is_below(row: Row, reference: Row, tries: int = 1) -> bool:
         tries: how many rows this one is the best of.
     """
     difference, error = paired_difference(row, reference)
-    return error is not None and difference < -noise_of(row, tries) * error
+    return error is not None and not tells_nothing(row) and difference < -noise_of(row, tries) * error
+
+
+def tells_nothing(row: Row) -> bool:
+    """Whether a protocol that scores only some tokens found too few of them."""
+    return row.chosen_share is not None and (row.scored_tokens or 0) < FEW_TOKENS
 
 
 def noise_of(row: Row, tries: int = 1) -> float:

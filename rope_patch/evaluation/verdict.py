@@ -9,11 +9,18 @@ from pathlib import Path
 
 from rope_patch.errors import counted
 from rope_patch.evaluation.effective_length import effective_length, lines_of
-from rope_patch.evaluation.protocols.last import Last
+from rope_patch.evaluation.references import with_text_cut
 from rope_patch.evaluation.row import Row
-from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, PLAIN, REFERENCES, TEXT_CUT, display_name
-from rope_patch.evaluation.standard_errors import FEW, contrast, is_below, noise_of, paired_difference, pairs_of
-from rope_patch.evaluation.tasks.perplexity import PROTOCOLS
+from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, REFERENCES, TEXT_CUT, display_name
+from rope_patch.evaluation.standard_errors import (
+    FEW,
+    contrast,
+    is_below,
+    noise_of,
+    paired_difference,
+    pairs_of,
+    tells_nothing,
+)
 
 CHEAPER = "It is cheaper to cut the text to L."
 COPIES = 0.1  # nats that a passage inside L must be worth to a checkpoint that can copy
@@ -42,17 +49,13 @@ def reference_of(rows: Sequence[Row], length: int) -> Row | None:
     Attention cut at L is the higher one if it has come to need its first tokens (https://arxiv.org/abs/2309.17453).
 
     Args:
-        rows: of references, and others. Old files have no line for the text cut to L; it is the plain checkpoint at L.
+        rows: of references, and others.
 
     Returns:
         None if neither was measured.
     """
-    at_length = {row.line: row for row in rows if row.length == length and not row.step}
-    text_cut, protocol = at_length.get(TEXT_CUT), PROTOCOLS.get(rows[0].protocol or "", Last)
-    if text_cut is None and {PLAIN, TEXT_CUT} <= {*protocol.references}:
-        at_l = (row for row in rows if row.line == PLAIN and row.length == row.training_length and not row.step)
-        text_cut = next(at_l, None)
-    free = [row for row in (at_length.get(CUT), text_cut) if row and not math.isnan(row.loss)]
+    at_length = {row.line: row for row in with_text_cut(rows) if row.length == length and not row.step}
+    free = [row for line in (CUT, TEXT_CUT) if (row := at_length.get(line)) and not math.isnan(row.loss)]
     return min(free, key=lambda row: row.loss, default=None)
 
 
@@ -104,10 +107,11 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
     reference, name = f"{what} ({free.loss:.3f})", f"{display_name(best.line)} (`{best.line}`)"
     apart = f"{abs(difference):.3f} {'below' if difference < 0 else 'above'}"
     windows, few = best.windows or 0, FEW_COPIES if best.protocol == "repeat" else FEW
-    if error is None or len(best.nll_by_document) < few:
+    if error is None or len(best.nll_by_document) < few or tells_nothing(best):
+        units = counted(windows, "window") if best.chosen_share is None else counted(best.scored_tokens or 0, "token")
         return Verdict(
             "too few",
-            f"At {best.length} tokens {name} is {apart} {reference}, which {counted(windows, 'window')} cannot tell "
+            f"At {best.length} tokens {name} is {apart} {reference}, which {units} cannot tell "
             "from chance. A longer text, more documents (--text FOLDER) or fewer --targets give more windows.",
             f"perplexity --lengths 1x,{best.length} --scheme {best.line} --targets {max(1, (best.targets or 2) // 2)}",
         )

@@ -280,7 +280,11 @@ def test_a_cut_that_loses_the_first_tokens_is_named(cut, said):
     notes = [note for note in tables.Grid.of(rows).notes() if "lost the first tokens" in note]
     assert bool(notes) == said
     if said:
-        assert notes[0].startswith("attention cut at L is +5.100 ±0.00")
+        assert notes[0].startswith("§ attention cut at L is +5.100 ±0.00")
+    assert ("attention cut at L §" in printed(rows)) == said
+    drawn = {text.get_text() for text in charts.figure(rows).axes[0].texts}
+    assert ("attention cut at L" in drawn) != said  # it does not stand in the picture
+    assert "text cut to L" in drawn
 
 
 def trained(line, step, nll, **changed):
@@ -322,3 +326,44 @@ def test_rows_of_old_trainings_are_shown(tmp_path):
     rows = Rows(shutil.copy(RESULTS / "finetune" / "finetune.jsonl", tmp_path / "rows.jsonl")).rows
     assert "NLL of the same 1536 tokens from 12 documents" in " ".join(printed(rows, width=200).split())
     check_look(charts.figure(rows))
+
+
+def test_the_text_cut_to_l_is_a_line_of_old_rows(tmp_path):
+    """It is the plain checkpoint at L on the same targets, which they have."""
+    rows = Rows(shutil.copy(RESULTS / "demo" / "perplexity.jsonl", tmp_path / "rows.jsonl")).rows
+    grid = tables.Grid.of(rows)
+    assert [one.line for one in grid.series[:3]] == ["plain", "cut", "window"]
+    at_l = grid.row("plain", 256)
+    assert {grid.row("cut", length).loss for length in grid.lengths} == {at_l.loss}
+    assert {(row.line, row.length): row.nll for row in rows}.items() <= {
+        (one.line, length): row.nll for (one, length), row in grid.rows.items()
+    }.items()
+    assert "text cut to L" in printed(rows)
+    assert grid.baseline == "window"
+    within = tables.Grid.of([row for row in rows if row.length == 256])
+    beyond = tables.Grid.of([row for row in rows if row.length > 256])
+    assert "cut" not in {one.line for grid in (within, beyond) for one in grid.series}
+
+
+def test_chosen_tokens_are_counted_and_the_others_are_a_second_column():
+    def shown(tokens):
+        told = {"protocol": "far", "length": 512, "scored_tokens": tokens, "chosen_share": tokens / 1536}
+        return printed(
+            [
+                row(
+                    line=line,
+                    nll=nll,
+                    others_nll=nll - 1,
+                    nll_by_document=[nll + 0.01 * (i % 3) for i in range(12)],
+                    **told,
+                )
+                for line, nll in (("plain", 5.0), ("cut", 3.0), ("yarn", 2.0))
+            ],
+            width=200,
+        )
+
+    assert line_of(shown(154), "YaRN").split() == ["YaRN", "2.000*", "1.000"]
+    assert line_of(shown(154), "YaRN", below=1).split() == ["-1.000", "±0.000"]
+    assert "154 tokens, 10.0% of the last 128 of the windows; others: the rest" in shown(154)
+    assert line_of(shown(99), "YaRN").split() == ["YaRN", "2.000", "1.000"]  # not starred
+    assert "99 tokens, 6.4% of the last 128 of the windows; below 100 nothing is claimed" in shown(99)
