@@ -20,7 +20,7 @@ from .rows import row
 from .test_rows import RESULTS
 
 NLL = {
-    "plain": [1.1, 2.6, 3.4],
+    "plain": [1.2, 2.6, 3.4],
     "window": [1.1, 1.15, 1.15],
     "pi:target=auto": [1.1, 2.5, 3.2],
     "rerope:window=128+logn": [1.11, 1.12, 1.13],
