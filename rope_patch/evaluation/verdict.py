@@ -17,6 +17,7 @@ from rope_patch.evaluation.tasks.perplexity import PROTOCOLS
 
 CHEAPER = "It is cheaper to cut the text to L."
 COPIES = 0.1  # nats that a passage inside L must be worth to a checkpoint that can copy
+FEW_CHOSEN = 100  # of the tokens that a protocol such as `far` chooses, below which nothing is claimed
 FEW_COPIES = 4  # windows from which on the large differences of protocol `repeat` can be told from chance
 
 
@@ -103,13 +104,17 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
     what = "attention cut at L" if free.line == CUT else "the text cut to L"
     reference, name = f"{what} ({free.loss:.3f})", f"{display_name(best.line)} (`{best.line}`)"
     apart = f"{abs(difference):.3f} {'below' if difference < 0 else 'above'}"
-    windows, few = best.windows or 0, FEW_COPIES if best.protocol == "repeat" else FEW
-    if error is None or len(best.nll_by_document) < few:
+    few, too_few = FEW_COPIES if best.protocol == "repeat" else FEW, ""
+    if best.chosen_share is not None and (best.scored_tokens or 0) < FEW_CHOSEN:
+        too_few = f"{best.scored_tokens} tokens"
+    elif error is None or len(best.nll_by_document) < few:
+        too_few = counted(best.windows or 0, "window")
+    if error is None or too_few:
         return Verdict(
             "too few",
-            f"At {best.length} tokens {name} is {apart} {reference}, which {counted(windows, 'window')} cannot tell "
-            "from chance. A longer text, more documents (--text FOLDER) or fewer --targets give more windows.",
-            f"perplexity --lengths 1x,{best.length} --scheme {best.line} --targets {max(1, (best.targets or 2) // 2)}",
+            f"At {best.length} tokens {name} is {apart} {reference}, which {too_few} cannot tell from chance. A longer "
+            "text or more documents (--text FOLDER) give more of them; more windows also come from fewer --targets.",
+            f"perplexity --protocol {best.protocol or 'last'} --lengths 1x,{best.length} --scheme {best.line}",
         )
     evidence = f"(error {error:.3f} over {pairs_of(best)})"
     if best.regime == "fine-tune" and not best.step:
