@@ -116,11 +116,8 @@ def main(options: Options) -> None:
     confirmed = partial(run_task, model, confirming, lengths=[lengths[0], lengths[-1]], **settings)
 
     # round after round; what follows depends on nothing but what was measured
-    rows: dict[str, Any] = {}
-    slowest = 0.0  # seconds that a line took
-    for line in references:
-        slowest, rows[line] = timed(partial(measured, schemes=[line]), slowest)
-    confirmation = {line: confirmed(schemes=[line]) for line in references}
+    slowest, known = timed(partial(measured, schemes=references))  # seconds of the slowest line so far, or of these
+    rows, confirmation = by_line(known), by_line(confirmed(schemes=references))
     for note in shortfalls(rows[references[-1]][-1]):
         say(note)
     tried: dict[str, Candidate] = {}
@@ -140,7 +137,8 @@ def main(options: Options) -> None:
                 stopped = f"the budget of {budget} was used up in round {number} of {len(ROUNDS)}"
                 break
             try:
-                slowest, rows[line] = timed(partial(measured, schemes=[line], ahead=ahead), slowest)
+                seconds, rows[line] = timed(partial(measured, schemes=[line], ahead=ahead))
+                slowest = max(seconds, slowest) if tried else seconds
                 if not math.isnan(rows[line][-1].nll):
                     tried[line] = candidate
             except RopePatchError as reason:
@@ -295,11 +293,16 @@ def rank(rows: Mapping[str, Sequence[Any]]) -> list[str]:
     return sorted(lines, key=lambda line: line != best)
 
 
-def timed(measure: Any, slowest: float) -> tuple[float, Any]:
-    """The seconds of the slowest line so far, and the rows of this one."""
+def timed(measure: Any) -> tuple[float, Any]:
+    """The seconds that a measurement takes, and its rows."""
     began = time.monotonic()
     rows = measure()
-    return max(slowest, time.monotonic() - began), rows
+    return time.monotonic() - began, rows
+
+
+def by_line(rows: Sequence[Any]) -> dict[str, Any]:
+    """The rows of each line, in the order of its lengths."""
+    return {line: [row for row in rows if row.line == line] for line in dict.fromkeys(row.line for row in rows)}
 
 
 def recommend(confirmation: Mapping[str, Sequence[Any]], best: str | None) -> tuple[Any, float | None, float | None]:

@@ -10,7 +10,7 @@ import pytest
 
 from rope_patch.evaluation.row import Row, Rows
 from rope_patch.evaluation.scheme_specs import display_name
-from rope_patch.evaluation.standard_errors import loss_error, paired_difference
+from rope_patch.evaluation.standard_errors import loss_error, paired_difference, standard_error
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = sorted(path.parent.name for path in DOCS.glob("results/real/*/perplexity.jsonl"))

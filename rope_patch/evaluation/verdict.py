@@ -106,14 +106,17 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
     what = "attention cut at L" if free.line == CUT else "the text cut to L"
     reference, name = f"{what} ({free.loss:.3f})", f"{display_name(best.line)} (`{best.line}`)"
     apart = f"{abs(difference):.3f} {'below' if difference < 0 else 'above'}"
-    windows, few = best.windows or 0, FEW_COPIES if best.protocol == "repeat" else FEW
-    if error is None or len(best.nll_by_document) < few or tells_nothing(best):
-        units = counted(windows, "window") if best.chosen_share is None else counted(best.scored_tokens or 0, "token")
+    few, too_few = FEW_COPIES if best.protocol == "repeat" else FEW, ""
+    if tells_nothing(best):
+        too_few = f"{best.scored_tokens} tokens"
+    elif error is None or len(best.nll_by_document) < few:
+        too_few = counted(best.windows or 0, "window")
+    if error is None or too_few:
         return Verdict(
             "too few",
-            f"At {best.length} tokens {name} is {apart} {reference}, which {units} cannot tell "
-            "from chance. A longer text, more documents (--text FOLDER) or fewer --targets give more windows.",
-            f"perplexity --lengths 1x,{best.length} --scheme {best.line} --targets {max(1, (best.targets or 2) // 2)}",
+            f"At {best.length} tokens {name} is {apart} {reference}, which {too_few} cannot tell from chance. A longer "
+            "text or more documents (--text FOLDER) give more of them; more windows also come from fewer --targets.",
+            f"perplexity --protocol {best.protocol or 'last'} --lengths 1x,{best.length} --scheme {best.line}",
         )
     evidence = f"(error {error:.3f} over {pairs_of(best)})"
     if best.regime == "fine-tune" and not best.step:

@@ -81,6 +81,9 @@ def test_too_few_windows_and_missing_references_are_named():
     verdict = of_losses(few)
     assert runs(verdict) == "too few"
     assert "which 3 windows cannot tell from chance" in verdict.sentence
+    far = measured({**FREE, "rerope": {256: 2.1, 1024: 1.0}}, protocol="far", chosen_share=0.02, scored_tokens=99)
+    assert "which 99 tokens cannot tell" in of_losses(far).sentence
+    assert of_losses([replace(each, scored_tokens=100) for each in far]).kind == "better"
     for rows in (measured({"rerope": {1024: 2.0}}), measured({**FREE, "rerope": {256: 1.0}}), measured(FREE)):
         assert runs(of_losses(rows)) == "nothing"
 
