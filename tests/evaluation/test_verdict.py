@@ -59,7 +59,7 @@ def test_what_is_free_is_the_lower_of_both_cuts():
     lost = {**FREE, "window": {256: 2.1, 1024: 8.6}}  # TinyLlama, whose attention needs its first tokens
     assert reference_of(measured(lost), 1024).line == "cut"
     old = measured({line: losses for line, losses in lost.items() if line != "cut"})  # files without such a line
-    assert (reference_of(old, 1024).line, reference_of(old, 1024).length) == ("plain", 256)
+    assert (reference_of(old, 1024).line, reference_of(old, 1024).loss) == ("cut", old[0].loss)
     assert reference_of(measured({"rerope": {1024: 2.0}}), 1024) is None
     binned = measured({"plain": FREE["plain"], "rerope": {1024: 2.0}}, protocol="by_position")
     assert reference_of(binned, 1024) is None  # every length scores other tokens
