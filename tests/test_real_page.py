@@ -38,7 +38,9 @@ def _cell(row: Row, reference: Row) -> str:
 
 
 def by_text(path: Path) -> str:
-    """NLL on far tokens by text, the mean difference from the text cut to L over all windows, and NLL of the others."""
+    """NLL on far tokens by text, the difference from the text cut to L with its error, over windows of one text or over
+    several texts, and NLL of the other tokens.
+    """
     rows = Rows(path).rows
     cells = {(row.line, row.text): row for row in rows}
     texts, lines = (list(dict.fromkeys(each)) for each in zip(*((row.text, row.line) for row in rows), strict=True))
@@ -47,11 +49,10 @@ def by_text(path: Path) -> str:
     table += [["---"] * len(table[0])]
     for line in lines:
         pairs = [(cells[line, text], cells["cut", text]) for text in texts if (line, text) in cells]
-        windows = [zip(*(one.nll_by_document for one in pair), strict=True) for pair in pairs]
-        apart = [ours - cut for of_text in windows for ours, cut in of_text]
         shown = [f"{cells[line, text].nll:.3f}" if (line, text) in cells else "" for text in texts]
-        error = standard_error(apart)
-        mean = f"{statistics.fmean(apart):+.2f}{f' ± {error:.2f}' if error else ''}"
+        apart = [paired_difference(row, cut) for row, cut in pairs]
+        error = apart[0][1] if len(texts) == 1 else standard_error([difference for difference, _ in apart])
+        mean = f"{statistics.fmean(difference for difference, _ in apart):+.2f}{f' ± {error:.2f}' if error else ''}"
         others = [f"{row.others_nll:.3f}" for row, _ in pairs if row.others_nll]
         table += [[display_name(line), *shown, mean if line != "cut" and len(pairs) == len(texts) else "", *others]]
     return "".join(f"| {' | '.join(line)} |\n" for line in table)

@@ -4,7 +4,7 @@
     python -m tools.front --output runs/front
 
 Above, a passage that the text repeats more than L later: with the text cut to L, under the scheme, and inside L. Below,
-the next words of a novel, which hardly need what is far. Bars are means, and dots single texts.
+the next words of a novel, which hardly need what is far. Bars are means over texts.
 """
 
 from __future__ import annotations
@@ -89,16 +89,13 @@ def at(row: Row) -> bool:
 
 
 def bars(axes: Axes, title: str, found: Mapping[str, Sequence[float]], page: Page) -> None:
-    """A bar for each line, with its value, and a dot for each of its texts."""
+    """A bar for each line, with its value: the mean over texts."""
     axes.set_facecolor(page.back)
     axes.set_title(title, loc="left", size=SIZE + 1, weight="bold", color=page.ink, pad=8)
     for place, (name, values) in enumerate(found.items()):
-        mean, end = statistics.fmean(values), max(values)
+        mean = statistics.fmean(values)
         axes.barh(place, mean, height=0.72, color=page.scheme if "ReRoPE" in name else page.plain)
-        if len(values) > 1:
-            axes.plot(values, [place] * len(values), "o", markersize=6, color=page.ink, markeredgecolor=page.back)
-            end += 0.03
-        axes.text(end + 0.05, place, f"{mean:.2f}", va="center", size=SIZE + 2, weight="bold", color=page.ink)
+        axes.text(mean + 0.05, place, f"{mean:.2f}", va="center", size=SIZE + 2, weight="bold", color=page.ink)
     axes.set_yticks(range(len(found)), found, size=SIZE, color=page.ink)
     axes.margins(x=0.18)
     axes.invert_yaxis()
