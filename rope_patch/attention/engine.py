@@ -32,7 +32,7 @@ def score(
             return decode.attend_in_graph(inputs, call), None
         return decode.attend(inputs, call, decay), None
     inputs = inputs.with_branches(tuple(_branch(inputs, call, region) for region in call.regions))
-    if torch.compiler.is_compiling() and operator.applies(inputs, mode):
+    if torch.compiler.is_compiling() and operator.applies(inputs, decay, mode):
         return operator.attend(inputs, decay, mode), None
 
     def attend_block(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -115,10 +115,13 @@ class _Arguments(NamedTuple):
         return [self.value, *self.states, *([self.source] if self.learns and self.source is not None else [])]
 
 
-def applies(inputs: AttentionInputs, mode: AttentionMode) -> bool:
-    """Whether the operator can compute a call; no gradient flows into a mask."""
+def applies(inputs: AttentionInputs, decay: Decay | None, mode: AttentionMode) -> bool:
+    """Whether the operator can compute a call. It knows no maps of regions, by which a decay counts, and no gradient
+    flows into a mask.
+    """
+    counts = decay is None or all(branch.region is None for branch in inputs.branches)
     differentiable = inputs.mask is not None and inputs.mask.requires_grad
-    return mode != "oracle" and inputs.fits_kernels and has_terms(inputs) and not differentiable
+    return mode != "oracle" and counts and inputs.fits_kernels and has_terms(inputs) and not differentiable
 
 
 def attend(inputs: AttentionInputs, decay: Decay | None, mode: AttentionMode) -> torch.Tensor:

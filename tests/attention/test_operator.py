@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from rope_patch.attention import engine, operator, oracle, segmented
+from rope_patch.attention import operator, oracle, segmented
 from rope_patch.attention.decay import Decay
 from rope_patch.schemes.tools.rotary import half_split
 from tests.attention.test_segmented import ROWS, SUMS, gradients_of, in_double, inputs_of
@@ -88,11 +88,12 @@ def test_shapes_without_values_are_those_with_them(spec, dtype, monkeypatch):
     torch.library.opcheck(torch.ops.rope_patch.spans.default, table, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_a_mask_that_learns_stays_in_the_graph():
+def test_what_the_operator_cannot_compute_stays_in_the_graph():
     inputs, _ = of_groups("alibi")
-    assert operator.applies(inputs, "auto")
+    assert operator.applies(inputs, None, "auto")
     mask = torch.zeros(1, 1, 45, 45, requires_grad=True)
-    assert not operator.applies(dataclasses.replace(inputs, mask=mask), "auto")
-    assert not operator.applies(dataclasses.replace(inputs, softcap=5.0), "auto")
-    assert not operator.applies(inputs, "oracle")
-    assert engine.operator is operator
+    assert not operator.applies(dataclasses.replace(inputs, mask=mask), None, "auto")
+    assert not operator.applies(dataclasses.replace(inputs, softcap=5.0), None, "auto")
+    assert not operator.applies(inputs, None, "oracle")
+    decay = Decay(half_split(16), torch.linspace(0.01, 0.2, 8))
+    assert not operator.applies(of_groups("rerope:window=6")[0], decay, "auto")  # it counts by the maps of regions
