@@ -11,6 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch import library
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rope_patch.attention import paths, segmented
@@ -162,7 +163,7 @@ Tensor? groups, Tensor? source, Tensor? rate, Tensor spans, float[] regions, int
 bool scattered, str mode, bool gradient, bool learns"""
 
 
-@torch.library.custom_op("rope_patch::attend", mutates_args=(), schema=f"{_SCHEMA}) -> (Tensor, Tensor)")
+@library.custom_op("rope_patch::attend", mutates_args=(), schema=f"{_SCHEMA}) -> (Tensor, Tensor)")
 def _attend(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `(batch, q_len, heads, value_dim)`, and its log-sum-exp, which is read only where `segments` are found."""
     arguments = _Arguments(*args)
@@ -182,7 +183,7 @@ def _shaped(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return value.new_empty(batch, length, heads, value.shape[-1]), wide(query.new_empty(0)).new_empty(query.shape[:3])
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "rope_patch::attend_backward",
     mutates_args=(),
     schema=f"{_SCHEMA}, Tensor out, Tensor lse, Tensor grad) -> Tensor[]",
@@ -246,7 +247,7 @@ _COLUMNS = 10
 """Numbers of a span in the result of `_spans`."""
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "rope_patch::spans",
     mutates_args=(),
     schema="(Tensor positions, Tensor? mask, Tensor? groups, Tensor start, int rows, bool causal) -> Tensor",

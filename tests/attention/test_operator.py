@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import library
 
 from rope_patch.attention import operator, oracle, segmented
 from rope_patch.attention.decay import Decay
@@ -83,9 +84,9 @@ def test_shapes_without_values_are_those_with_them(spec, dtype, monkeypatch):
     operator.attend(inputs, None, "segmented")
     assert all(leaf.requires_grad for leaf in leaves)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(torch.ops.rope_patch.attend.default, called[0], test_utils=tests)
+    library.opcheck(torch.ops.rope_patch.attend.default, called[0], test_utils=tests)
     table = inputs.query_positions, None, inputs.groups, torch.tensor(0), 2, True
-    torch.library.opcheck(torch.ops.rope_patch.spans.default, table, test_utils=("test_schema", "test_faketensor"))
+    library.opcheck(torch.ops.rope_patch.spans.default, table, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_what_the_operator_cannot_compute_stays_in_the_graph():
