@@ -69,7 +69,12 @@ def read(stack: PreTrainedModel) -> Stack:
         )
     if len(modules) > 1:  # some may be unused
         rotary = tuple(dict.fromkeys(layer.rotary for layer in layers if layer.rotary is not None))
-    checkpoint = dataclasses.replace(checkpoint, bidirectional=not all(layer.is_causal for layer in layers))
+    widths = {layer.spec.dim for layer in layers if layer.rotates}
+    checkpoint = dataclasses.replace(
+        checkpoint,
+        bidirectional=not all(layer.is_causal for layer in layers),
+        pairs=widths.pop() // 2 if len(widths) == 1 else None,
+    )
     return Stack(stack, checkpoint, scheme_of_config(stack.config), layers, rotary)
 
 
