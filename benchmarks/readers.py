@@ -2,13 +2,16 @@
 
     .venv-vllm/bin/python -m benchmarks.readers vllm --output readers.jsonl   # after `make vllm-check`
     .venv/bin/python -m benchmarks.readers llama_cpp --sources DIR --output readers.jsonl
+    .venv/bin/python -m benchmarks.readers mlx --output readers.jsonl
+    .venv/bin/python -m benchmarks.readers transformers --output readers.jsonl
 
 Every scheme of docs/serving.md is exported from the embedded checkpoint, and its reader scores one text of 1 to 4 times
 L, float32. A row has the mean and the largest difference over the text. Rows are appended as they come.
 
-For llama.cpp, `pip install llama-cpp-python` builds its sdist. DIR is the unpacked sdist, whose own converter writes
-the GGUF. The converter does not know the embedded tokenizer; so the GGUF has none, and the text goes in as token
-numbers.
+mlx needs `pip install "mlx[cpu]" mlx-lm`, and llama.cpp `pip install llama-cpp-py-sync gguf`, whose wheel holds a
+built libllama. DIR is the unpacked sdist of llama-cpp-python, whose own converter writes the GGUF. The converter does
+not know the embedded tokenizer; so the GGUF has none, and the text goes in as token numbers. A scheme that the
+converter cannot write is put into the GGUF of the plain checkpoint by `rope-patch export`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
+from rope_patch.models.rope_parameters import entry_of
 from rope_patch.saving.export import export_checkpoint
+from rope_patch.saving.gguf_export import export_gguf
 from rope_patch.saving.loading import default_checkpoint
 
 Reader = Callable[[str, list[list[int]]], tuple[str, list[torch.Tensor]]]
@@ -47,40 +52,54 @@ SCHEMES: tuple[str | rope_patch.Scheme, ...] = (
     "ntk_by_parts:factor=4",
     "llama3:factor=4,low_freq_factor=1,high_freq_factor=4",
     rope_patch.LongRoPE((1.0,) * 32, tuple(1 + pair / 8 for pair in range(32)), factor=4.0),
+    "ntk_mixed:factor=4",
+    "mrrope:factor=4",
+    "mrrope:factor=4,form=uni",
+    "giraffe:cutoff_length=256",
+    "giraffe_power:power=1",
+    "resonance",
+    "yarn:factor=4+resonance",
+    "fope_cut",
+    "clip",
+    "proportional:partial_rotary_factor=0.5,factor=4",
+    "nope",
 )
 
 
 def main() -> None:
     """Append a row for each scheme and length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reader", choices=["vllm", "llama_cpp"])
+    parser.add_argument("reader", choices=["transformers", "vllm", "llama_cpp", "mlx"])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--sources", type=Path, help="the unpacked sdist of llama-cpp-python")
     arguments = parser.parse_args()
     if (arguments.reader == "llama_cpp") != (arguments.sources is not None):
         parser.error("--sources goes with the reader llama_cpp")
-    read = by_vllm if arguments.sources is None else functools.partial(by_llama_cpp, sources=arguments.sources)
+    of_llama_cpp = functools.partial(by_llama_cpp, sources=arguments.sources)
+    read = {"vllm": by_vllm, "mlx": by_mlx, "transformers": by_transformers}.get(arguments.reader, of_llama_cpp)
+    key = arguments.reader.replace("_", ".")
     output = arguments.output
     output.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(default_checkpoint())
     ids = tokenizer(Path(rope_patch.patching.__file__).read_text()).input_ids[: 4 * L]
     for scheme in SCHEMES:
-        for row in rows_of(scheme, ids, read):
+        for row in rows_of(scheme, ids, read, key):
             print(*row.values(), sep="  ")
             with output.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
 
-def rows_of(scheme: str | rope_patch.Scheme, ids: list[int], read: Reader) -> Iterator[dict[str, Any]]:
-    """The rows of one scheme."""
+def rows_of(scheme: str | rope_patch.Scheme, ids: list[int], read: Reader, key: str) -> Iterator[dict[str, Any]]:
+    """The rows of one scheme, written for the reader that is called `key`."""
     model = AutoModelForCausalLM.from_pretrained(default_checkpoint(), dtype=torch.float32).eval()
     if scheme != "rope":
         rope_patch.patch(model, scheme)
     with tempfile.TemporaryDirectory() as folder:
-        place = default_checkpoint()
+        place, written = default_checkpoint(), "default"
         if scheme != "rope":
             place = str(Path(folder) / "exported")
-            export_checkpoint(default_checkpoint(), place, scheme, length=4 * L)
+            serving = export_checkpoint(default_checkpoint(), place, scheme, length=4 * L, readers=[key])
+            written = entry_of(serving.config["rope_parameters"])["rope_type"]
         texts = [ids[: L * k] for k in (1, 2, 3, 4)]
         reader, all_found = read(place, texts)
         for text, found in zip(texts, all_found, strict=True):
@@ -88,6 +107,7 @@ def rows_of(scheme: str | rope_patch.Scheme, ids: list[int], read: Reader) -> It
             yield {
                 "reader": reader,
                 "scheme": scheme if isinstance(scheme, str) else scheme.name,
+                "written": written,
                 "length": len(text),
                 "mean": round(difference.mean().item(), 7),
                 "largest": round(difference.max().item(), 7),
@@ -133,32 +153,70 @@ convert_hf_to_gguf.main()
 
 
 def by_llama_cpp(folder: str, texts: list[list[int]], sources: Path) -> tuple[str, list[torch.Tensor]]:
-    """The same by llama.cpp."""
-    import llama_cpp
+    """The same by llama.cpp. A folder whose scheme its converter drops goes through a GGUF of the plain checkpoint."""
+    from llama_cpp_py_sync import Llama, __llama_cpp_commit__
 
-    code, exact = sources / "vendor" / "llama.cpp", llama_cpp.GGML_TYPE_F32
     with tempfile.TemporaryDirectory() as place:
         name = f"{place}/model.gguf"
-        command = [sys.executable, "-c", CONVERT, str(code), str(code / "gguf-py"), folder]
-        subprocess.run([*command, "--outfile", name, "--outtype", "f32"], check=True, capture_output=True)
-        model = llama_cpp.Llama(
-            name,
-            n_ctx=4 * L,
-            n_batch=4 * L,
-            logits_all=True,
-            type_k=exact,
-            type_v=exact,
-            flash_attn=False,
-            verbose=False,
+        parameters = json.loads((Path(folder) / "config.json").read_text())["rope_parameters"]
+        if parameters["rope_type"] == "longrope":
+            convert(default_checkpoint(), f"{place}/plain.gguf", sources)
+            scheme = rope_patch.LongRoPE(
+                parameters["short_factor"], parameters["long_factor"], attention_factor=parameters["attention_factor"]
+            )
+            export_gguf(f"{place}/plain.gguf", name, scheme, length=4 * L)
+        else:
+            convert(folder, name, sources)
+        engine = Llama(
+            name, n_ctx=4 * L, n_batch=4 * L, n_ubatch=4 * L, n_threads=1, type_k="f32", type_v="f32", flash_attn_type=0
         )
-        found = []
-        for ids in texts:
-            model.reset()
-            model.eval(ids)
-            scores = torch.from_numpy(model.scores[: len(ids) - 1]).log_softmax(dim=-1)
-            found.append(scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
-        model.close()
-    return f"llama.cpp of llama-cpp-python {version('llama-cpp-python')}", found
+        found = [of_tokens(engine, ids) for ids in texts]
+        engine.close()
+    return f"llama.cpp {__llama_cpp_commit__[:7]}", found
+
+
+def convert(folder: str, output: str, sources: Path) -> None:
+    """Write a GGUF file with llama.cpp's converter."""
+    code = sources / "vendor" / "llama.cpp"
+    command = [sys.executable, "-c", CONVERT, str(code), str(code / "gguf-py"), folder]
+    subprocess.run([*command, "--outfile", output, "--outtype", "f32"], check=True, capture_output=True)
+
+
+def of_tokens(engine: Any, ids: list[int]) -> torch.Tensor:
+    """The log-probability of each token but the first, by a model of llama.cpp."""
+    lib, size = engine._lib, engine.n_vocab
+    engine._clear_context_state()
+    batch = lib.llama_batch_init(len(ids), 0, 1)
+    batch.n_tokens = len(ids)
+    for i, token in enumerate(ids):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, 1
+        batch.seq_id[i][0] = 0
+    if lib.llama_decode(engine._ctx, batch):
+        raise RuntimeError("llama_decode failed")
+    scores = engine._ffi.buffer(lib.llama_get_logits(engine._ctx), 4 * size * len(ids))
+    found = torch.frombuffer(bytearray(scores), dtype=torch.float32).view(len(ids), size).log_softmax(dim=-1)
+    lib.llama_batch_free(batch)
+    return found[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def by_mlx(folder: str, texts: list[list[int]]) -> tuple[str, list[torch.Tensor]]:
+    """The same by mlx-lm on a CPU."""
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    mx.set_default_device(mx.cpu)
+    model, _ = load_model(Path(folder))
+    found = []
+    for ids in texts:
+        scores = torch.tensor(model(mx.array([ids])).astype(mx.float32)[0].tolist()).log_softmax(dim=-1)
+        found.append(scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+    return f"mlx-lm {version('mlx-lm')}", found
+
+
+def by_transformers(folder: str, texts: list[list[int]]) -> tuple[str, list[torch.Tensor]]:
+    """The same by plain Transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return f"Transformers {version('transformers')}", [by_patched(model, ids) for ids in texts]
 
 
 if __name__ == "__main__":
