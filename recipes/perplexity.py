@@ -2,31 +2,34 @@
 
     rope-patch perplexity --scheme yarn:target=auto --lengths 256,512,1024 --documents 4
     rope-patch perplexity --protocol sliding --lengths 256,512 --documents 1 --tokens-per-document 1024
+    rope-patch perplexity --protocol repeat --lengths 2x --scheme rerope:window=128+logn
     python recipes/perplexity.py recipes/configs/demo.yaml
     torchrun --nproc-per-node 2 recipes/perplexity.py recipes/configs/demo.yaml
 
-The plain checkpoint (plain) and attention cut at the training length (window) are always among the lines, unless
---no-references leaves them out. Rows are written as they are measured: run the same command again to resume. Several
-processes divide the windows and write the rows of one.
+The plain checkpoint (plain), the same on the text cut to its training length (cut), and attention cut at that length
+(window) are always among the lines, unless --no-references leaves them out. Rows are written as they are measured: run
+the same command again to resume. Several processes divide the windows and write the rows of one.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json, run, say
+from rope_patch.cli.options import Lengths, Measured, Specs, is_main, run, say
+from rope_patch.cli.report import report
 
 
 @dataclass(kw_only=True)
 class Options(Measured):
     lengths: Lengths  # context lengths in tokens, ascending
     schemes: Specs = ()  # one for each line of the table; target=auto is each length in turn
-    references: bool = True  # add the lines plain and window
-    protocol: str = "auto"  # last, by_position, span_corruption, sliding, disjoint, yarn_compat or yarn_truncate
+    references: bool = True  # add the lines plain, cut and window; of repeat near and cut are always there
+    protocol: str = "auto"  # last, far, repeat, longppl, by_position, span_corruption, sliding, disjoint, yarn_...
     targets: int | None = None  # scored tokens per window; default min(L, 4096)
-    stride: int | None = None  # step of sliding and yarn_compat, in tokens; default 256, or the shortest length
+    evaluator: str | None = None  # of longppl: the checkpoint that finds key tokens
+    short_context: int | None = None  # of longppl: K, tokens of its short contexts; default 4096
+    stride: int | None = None  # step of sliding and yarn_compat, default 256, or the shortest length; of longppl 1024
     tokens_per_document: int | None = None  # where whole documents are scored; default all
     documents: int | None = None  # how many, drawn at random where there are more; default all
     windows_per_document: int | None = None  # places scored in each document; default as many as make 16 in all
@@ -36,14 +39,14 @@ class Options(Measured):
 def main(options: Options) -> None:
     """Measure every scheme at every length."""
     from rope_patch.data.corpora import load_text, name_of_text
-    from rope_patch.errors import MissingPackage, counted
-    from rope_patch.evaluation import charts
+    from rope_patch.errors import counted
     from rope_patch.evaluation.measured_model import pop_scheme
     from rope_patch.evaluation.row import Rows
     from rope_patch.evaluation.run import run as run_task
     from rope_patch.evaluation.scheme_specs import with_references
-    from rope_patch.evaluation.tables import print_table, shortfalls
+    from rope_patch.evaluation.tables import shortfalls
     from rope_patch.evaluation.tasks.perplexity import Perplexity
+    from rope_patch.evaluation.verdict import of_losses
     from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
 
     # what can be wrong is found before anything slow
@@ -51,6 +54,8 @@ def main(options: Options) -> None:
         protocol=options.protocol,
         targets=options.targets,
         stride=options.stride,
+        evaluator=options.evaluator,
+        short_context=options.short_context,
         tokens_per_document=options.tokens_per_document,
         documents=options.documents,
         windows_per_document=options.windows_per_document,
@@ -58,7 +63,7 @@ def main(options: Options) -> None:
         text=name_of_text(options.text, options.dataset, options.split),
     )
     task.check(options.lengths)
-    schemes = with_references(options.schemes, options.references)
+    schemes = with_references(options.schemes, task.references(options.references))
     results = Rows(Path(options.output) / "perplexity.jsonl")
 
     checkpoint = options.model or default_checkpoint()
@@ -72,21 +77,10 @@ def main(options: Options) -> None:
     task, name = replace(task, tokenizer=tokenizer, corpus=corpus), options.model or "tiny-llama"
     rows = run_task(model, task, schemes, options.lengths, results, name=name, trained=trained)
 
-    if not is_main():
-        return
-    for note in shortfalls(rows[-1]):
-        say(note)
-    if options.json:
-        print_json([json.loads(row.to_json()) for row in rows])
-    else:
-        print_table(rows)
-    picture = results.path.with_suffix(".png")
-    try:
-        charts.save(rows, picture)
-    except MissingPackage as error:
-        say(str(error))
-        picture = None
-    say(f"wrote {results.path}" + (f" and {picture}" if picture else ""))
+    if is_main():
+        for note in shortfalls(rows[-1]):
+            say(note)
+        report(rows, options, results.path, of_losses(rows))
 
 
 if __name__ == "__main__":
