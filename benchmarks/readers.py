@@ -241,8 +241,8 @@ def hold_to_vectors(reader: str, output: Path) -> None:
 
 
 def mlx_tables(config: dict[str, Any], layer_type: str, positions: list[int]) -> list[list[list[float]]]:
-    """cos and sin, `(positions, d/2)`, by the rotary function of mlx-lm, as its model of this type reads the config. That
-    has the words of Transformers before 5 too, as an export does, because most of its models read no others.
+    """cos and sin, `(positions, d/2)`, by the rotary function of mlx-lm, as its model of this type reads the config.
+    The config also has the words of Transformers before 5, as an export does: most of its models read no others.
     """
     import mlx.core as mx
     from mlx_lm.utils import _get_classes

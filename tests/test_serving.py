@@ -239,12 +239,12 @@ def test_other_families_read_it_as_it_was_meant(tmp_path):
     assert {reader.name: reader.reads for reader in serving.readers}["llama.cpp"] == "no"
 
 
-def test_a_field_that_transformers_overlooks_in_nested_parameters_is_refused(tmp_path):
+def test_a_field_that_transformers_overlooks_in_nested_parameters_becomes_lists(tmp_path):
     layers = ["sliding_attention", "full_attention"]
     sizes = {**SIZES, "head_dim": 16, "sliding_window": 8, "layer_types": layers}
     Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).save_pretrained(tmp_path / "gemma")
-    with pytest.raises(NotExpressible, match="ignores truncate=False"):
-        describe_serving(tmp_path / "gemma", "yarn:factor=4,truncate=false")
+    unrounded = describe_serving(tmp_path / "gemma", "yarn:factor=4,truncate=false").config["rope_parameters"]
+    assert unrounded["full_attention"]["rope_type"] == "longrope"
     serving = export_checkpoint(tmp_path / "gemma", tmp_path / "out", "yarn:factor=4")
     assert "rope_scaling" not in serving.config
     assert serving.config["rope_parameters"]["sliding_attention"]["rope_type"] == "default"
@@ -281,7 +281,7 @@ LISTED = [
 @pytest.mark.filterwarnings("ignore::rope_patch.RopePatchWarning")
 @pytest.mark.parametrize("scheme", LISTED)
 def test_every_static_scheme_is_two_equal_lists(scheme, checkpoint, tmp_path):
-    asked = ["mlx"] if scheme.startswith("yarn:") and "+" not in scheme else ["vllm"]
+    asked = ["mlx"] if "truncate" in scheme else ["vllm"]
     serving = export_checkpoint(checkpoint, tmp_path / "out", scheme, length=64, readers=asked)
     entry = serving.config["rope_parameters"]
     assert entry["rope_type"] == "longrope"
