@@ -267,7 +267,8 @@ def served_by(scheme: Scheme | None, config: Any) -> list[str]:
         return list(SERVERS)
     try:
         check_own_code(config.name_or_path, {"model_type": config.model_type, **vars(config)})
-        parameters = parameters_for((), scheme, config.get_text_config(), config.architectures, 0)
+        text = config.get_text_config()
+        parameters = parameters_for((), scheme, text, config.architectures, text.max_position_embeddings)
     except NotExpressible:
         return []
     if entry_of(parameters)["rope_type"] == "dynamic":
