@@ -17,6 +17,7 @@ seconds.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import inspect
 import math
@@ -113,14 +114,42 @@ def main(options: Options) -> None:
 
 def longest_text(handle: Any, checkpoint: Any) -> int:
     """What a model reaches, in tokens: its maximum, or what the scheme's fields say; 4 L where they set no limit."""
-    from rope_patch.schemes.target import LONGEST, reach_of, sets_reach
+    from rope_patch.schemes.target import LONGEST, filled_for, takes_target
 
     if handle is None:
         return int(checkpoint.max_length)
+    reaches = []
     groups = [group for stack, plan in handle.mounted for group in plan.by_layer or ((stack, plan),)]
-    limits = [(plan.scheme, stack.checkpoint) for stack, plan in groups if sets_reach(plan.scheme, stack.checkpoint)]
-    longest = min((reach_of(*limit) or LONGEST for limit in limits), default=LONGEST)
+    for stack, plan in groups:
+        parts = [part for part in plan.scheme.resolve(stack.checkpoint).parts() if takes_target(type(part))]
+        # a field that was set limits the length, and not only what a scheme could do at most
+        if any(getattr(part, name) is not None for part in parts for name in filled_for(type(part), "auto")):
+            reaches.append(max(reach_of(part, stack.checkpoint) for part in parts))
+    longest = min(reaches, default=LONGEST)
     return longest if longest < LONGEST else 4 * int(checkpoint.training_length)
+
+
+def reach_of(part: Any, checkpoint: Any) -> int:
+    """The longest text in tokens that a scheme reaches on a checkpoint, which is the target that its fields are for."""
+    from rope_patch.errors import InvalidField
+    from rope_patch.schemes.slots import Target
+    from rope_patch.schemes.target import LONGEST
+
+    own = {name: value for name, value in vars(part).items() if value is not None}
+    given: dict[str, Any] = {name: own[name] for name in ("window", "original_max_position_embeddings") if name in own}
+
+    def fields_for(tokens: int) -> Any:
+        return part.fields_for(Target(part.name, tokens, checkpoint, given))
+
+    def is_beyond(tokens: int) -> bool:
+        try:
+            start, wanted = fields_for(checkpoint.training_length), fields_for(tokens)
+        except InvalidField:
+            return True
+        return any(value > own.get(name, value) for name, value in wanted.items() if value != start.get(name))
+
+    lengths = range(checkpoint.training_length, LONGEST + 1)
+    return lengths[0] + max(1, bisect.bisect_left(lengths, True, key=is_beyond)) - 1
 
 
 def application(

@@ -16,14 +16,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Cache, QuantizedCache
+from transformers import QuantizedCache
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from rope_patch.attention.forward_cache import StackForwardCache
 from rope_patch.attention.masks import Groups, groups_of_documents, groups_of_pads
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions, tokens_of
-from rope_patch.models.base import RotaryTables, is_causal
+from rope_patch.models.base import is_causal
 from rope_patch.models.cached_keys import CACHE_TAG, CacheTagging, cache_in
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.identity_table import IdentityTable
@@ -51,10 +51,7 @@ class StackHook:
     counts: bool = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments with pads and packed documents as groups, one number per key.
-
-        Transformers would build a mask with a number per pair of tokens.
-        """
+        """The arguments with pads and packed documents as groups, one number per key instead of one per pair."""
         kwargs = by_name(module, args, kwargs)
         check_tokens(module, kwargs)
         changed = {}
@@ -113,8 +110,11 @@ class LayerHook:
             self._check_paged(module, kwargs["cache"])
         if not scores_here(module):
             return None  # the user chose another attention for this module, which needs its own positions
-        cache = self._tagged(cache_in(kwargs))
-        hidden = kwargs["hidden_states"]
+        hidden, cache = kwargs["hidden_states"], cache_in(kwargs)
+        if cache is not None:
+            CacheTagging(state.layer.index, state.cache_tag).tag(cache)
+        if isinstance(cache, QuantizedCache):
+            raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
         start = None if cache is None else query_start(cache, state.layer.index, hidden.shape[1])
         position_ids = self._positions(kwargs, start)
         anchor = state.anchor_for(keeps_keys=paged or cache is not None)
@@ -126,7 +126,13 @@ class LayerHook:
             slots = hidden.shape[1] if call.kv_length is None else call.kv_length
             call.added = contributions(added, cache, state.layer.index, state.num_layers, slots)
         if state.rotates and state.layer.rotary is not None:
-            kwargs["position_embeddings"] = _first_rotation(kwargs["position_embeddings"], call)
+            given, caches = kwargs["position_embeddings"], call.forward_cache
+            if anchor in (None, UNROTATED):
+                rotation = caches.derived("identity", lambda: _identity(given, hidden.device.type), given)
+            else:
+                rotary, place = state.layer.rotary, ("anchor", state.tables, anchor, hidden.dtype)
+                rotation = caches.once(place, lambda: rotary.compute(anchor(position_ids), like=hidden))
+            kwargs["position_embeddings"] = rotation
         kwargs["rope_patch"] = call
         return (), kwargs
 
@@ -152,18 +158,6 @@ class LayerHook:
                 "create a new manager"
             )
 
-    def _tagged(self, cache: Cache | None) -> Cache | None:
-        """The cache of a call, which now has the tag of the scheme; None without a cache.
-
-        Raises:
-            UnsupportedPositions: it has another tag, or it is quantised.
-        """
-        if cache is not None:
-            CacheTagging(self.state.layer.index, self.state.cache_tag).tag(cache)
-        if isinstance(cache, QuantizedCache):
-            raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
-        return cache
-
     def _positions(self, kwargs: dict[str, Any], start: int | torch.Tensor | None) -> torch.Tensor:
         """Positions of the queries, `(batch or 1, q_len)`; without any, slots are counted from `start`.
 
@@ -182,18 +176,6 @@ class LayerHook:
                 f"{layer.name}: position_ids of shape {tuple(position_ids.shape)}; (batch, length) is allowed"
             )
         return cast(torch.Tensor, position_ids)
-
-
-def _first_rotation(given: Any, call: ForwardCall) -> Any:
-    """The tables that the module itself applies to both queries and keys, in the form of those `given`."""
-    hidden = call.states
-    if call.anchor in (None, UNROTATED):
-        return call.forward_cache.derived("identity", lambda: _identity(given, hidden.device.type), given)
-    anchor, rotary = call.anchor, cast(RotaryTables, call.state.layer.rotary)
-    return call.forward_cache.once(
-        ("anchor", call.state.tables, anchor, hidden.dtype),
-        lambda: rotary.compute(anchor(call.position_ids), like=hidden),
-    )
 
 
 def _identity(given: Any, device_type: str) -> Any:

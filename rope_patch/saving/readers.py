@@ -214,12 +214,7 @@ def readers_called(keys: Iterable[str]) -> tuple[Reader, ...]:
 def supported(
     parameters: dict[str, Any], architectures: Any, length: int = 0, readers: Iterable[Reader] = READERS
 ) -> tuple[Support, ...]:
-    """What each of some readers makes of `rope_parameters`.
-
-    Args:
-        architectures: of the config.
-        length: the context to serve, in tokens.
-    """
+    """What each of some readers makes of `rope_parameters`, for a context of `length` tokens."""
     form, rows = form_of(parameters, architectures), []
     for reader in readers:
         elsewhere = reader.support.get("elsewhere") if not {*(architectures or ())} & {*_LLAMA_CLASSES} else None
@@ -257,11 +252,8 @@ def parameters_for(
 
 
 def served_by(scheme: Scheme | None, config: Any) -> list[str]:
-    """Which of `SERVERS` can compute a scheme on a checkpoint, with "(partly)" after those with limits.
-
-    Args:
-        scheme: None for the plain checkpoint, which all of them serve.
-        config: of the checkpoint; it stays unchanged.
+    """Which of `SERVERS` can compute a scheme on a checkpoint, with "(partly)" after those with limits. All of them
+    serve the plain checkpoint, which is None.
     """
     if scheme is None:
         return list(SERVERS)
