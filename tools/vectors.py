@@ -133,7 +133,12 @@ def rows_of(entry: dict[str, Any], longest: int) -> Iterator[dict[str, Any]]:
 
 def vectors() -> dict[str, dict[str, Any]]:
     """All vectors by the name of their file."""
-    sizes = {"hidden_size": 2 * HEAD, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": HEAD}
+    sizes: dict[str, Any] = {
+        "hidden_size": 2 * HEAD,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": HEAD,
+    }
     sizes |= {"num_hidden_layers": 2, "intermediate_size": 8, "vocab_size": 8, "rms_norm_eps": 1e-6}
     made: dict[str, dict[str, Any]] = {}
 
