@@ -219,6 +219,7 @@ def by_mlx(folder: str, texts: list[list[int]]) -> tuple[str, list[torch.Tensor]
 
     mx.set_default_device(mx.cpu)
     model, _ = load_model(Path(folder))
+    model.set_dtype(mx.float32)
     found = []
     for ids in texts:
         scores = torch.tensor(model(mx.array([ids])).astype(mx.float32)[0].tolist()).log_softmax(dim=-1)
