@@ -9,10 +9,10 @@
 Every scheme of docs/serving.md is exported from the embedded checkpoint, and its reader scores one text of 1 to 4 times
 L, float32. A row has the mean and the largest difference over the text. Rows are appended as they come.
 
-mlx needs `pip install "mlx[cpu]" mlx-lm`, and llama.cpp `pip install llama-cpp-py-sync gguf`, whose wheel holds a
-built libllama. DIR is the unpacked sdist of llama-cpp-python, whose own converter writes the GGUF. The converter does
-not know the embedded tokenizer; so the GGUF has none, and the text goes in as token numbers. A scheme that the
-converter cannot write is put into the GGUF of the plain checkpoint by `rope-patch export`.
+mlx needs `pip install "mlx[cpu]" mlx-lm`. For llama.cpp, `pip install llama-cpp-python` builds its sdist. DIR is the
+unpacked sdist, whose own converter writes the GGUF. The converter does not know the embedded tokenizer; so the GGUF has
+none, and the text goes in as token numbers. A scheme that the converter drops is put into the GGUF of the plain
+checkpoint, as `rope-patch export` does.
 """
 
 from __future__ import annotations
@@ -166,26 +166,38 @@ convert_hf_to_gguf.main()
 
 
 def by_llama_cpp(folder: str, texts: list[list[int]], sources: Path) -> tuple[str, list[torch.Tensor]]:
-    """The same by llama.cpp. A folder whose scheme its converter drops goes through a GGUF of the plain checkpoint."""
-    from llama_cpp_py_sync import Llama, __llama_cpp_commit__
+    """The same by llama.cpp. A scheme that its converter drops goes into the GGUF of the plain checkpoint."""
+    import llama_cpp
 
+    exact = llama_cpp.GGML_TYPE_F32
     with tempfile.TemporaryDirectory() as place:
         name = f"{place}/model.gguf"
-        parameters = json.loads((Path(folder) / "config.json").read_text())["rope_parameters"]
-        if parameters["rope_type"] == "longrope":
+        entry = json.loads((Path(folder) / "config.json").read_text())["rope_parameters"]
+        if entry["rope_type"] == "longrope" and entry["short_factor"] == entry["long_factor"]:
+            lists = entry["short_factor"], entry["long_factor"]
+            scheme = rope_patch.LongRoPE(*lists, attention_factor=entry["attention_factor"])
             convert(default_checkpoint(), f"{place}/plain.gguf", sources)
-            scheme = rope_patch.LongRoPE(
-                parameters["short_factor"], parameters["long_factor"], attention_factor=parameters["attention_factor"]
-            )
             export_gguf(f"{place}/plain.gguf", name, scheme, length=4 * L)
         else:
             convert(folder, name, sources)
-        engine = Llama(
-            name, n_ctx=4 * L, n_batch=4 * L, n_ubatch=4 * L, n_threads=1, type_k="f32", type_v="f32", flash_attn_type=0
+        model = llama_cpp.Llama(
+            name,
+            n_ctx=4 * L,
+            n_batch=4 * L,
+            logits_all=True,
+            type_k=exact,
+            type_v=exact,
+            flash_attn=False,
+            verbose=False,
         )
-        found = [of_tokens(engine, ids) for ids in texts]
-        engine.close()
-    return f"llama.cpp {__llama_cpp_commit__[:7]}", found
+        found = []
+        for ids in texts:
+            model.reset()
+            model.eval(ids)
+            scores = torch.from_numpy(model.scores[: len(ids) - 1]).log_softmax(dim=-1)
+            found.append(scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+        model.close()
+    return f"llama.cpp of llama-cpp-python {version('llama-cpp-python')}", found
 
 
 def convert(folder: str, output: str, sources: Path) -> None:
@@ -193,23 +205,6 @@ def convert(folder: str, output: str, sources: Path) -> None:
     code = sources / "vendor" / "llama.cpp"
     command = [sys.executable, "-c", CONVERT, str(code), str(code / "gguf-py"), folder]
     subprocess.run([*command, "--outfile", output, "--outtype", "f32"], check=True, capture_output=True)
-
-
-def of_tokens(engine: Any, ids: list[int]) -> torch.Tensor:
-    """The log-probability of each token but the first, by a model of llama.cpp."""
-    lib, size = engine._lib, engine.n_vocab
-    engine._clear_context_state()
-    batch = lib.llama_batch_init(len(ids), 0, 1)
-    batch.n_tokens = len(ids)
-    for i, token in enumerate(ids):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, 1
-        batch.seq_id[i][0] = 0
-    if lib.llama_decode(engine._ctx, batch):
-        raise RuntimeError("llama_decode failed")
-    scores = engine._ffi.buffer(lib.llama_get_logits(engine._ctx), 4 * size * len(ids))
-    found = torch.frombuffer(bytearray(scores), dtype=torch.float32).view(len(ids), size).log_softmax(dim=-1)
-    lib.llama_batch_free(batch)
-    return found[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
 def by_mlx(folder: str, texts: list[list[int]]) -> tuple[str, list[torch.Tensor]]:
