@@ -36,8 +36,8 @@ class Reader:
 
     Attributes:
         key: its name behind `--for`.
-        known: how the facts were established: run (against this library's numbers) or read (in its source), and the
-            version.
+        known: how the facts were established: run (the program, or its own rotary functions) or read (its source), and
+            the version.
         support: by the form of the parameters (see `form_of`), whether it computes them, `yes`, `partly` or `no`, and
             its start options or the reason; the empty name is for all other forms.
         record: what becomes of a scheme that `config.rope_patch` alone records, as the end of a sentence.
