@@ -33,10 +33,10 @@ def test_the_copy_has_the_factors_the_temperature_and_the_longer_context(plain, 
     factors = tensors.pop("rope_freqs.weight")
     assert all(np.array_equal(tensors.pop(tensor.name), tensor.data) for tensor in before.tensors)
     assert not tensors
-    # at L = 32 and base 10000 the ramp of YaRN begins at the first pair, and every pair after it is divided by 4
+    # the ramp of YaRN keeps the first pair and divides the last ones by 4
     assert factors[0] == 1
     assert factors[-1] == pytest.approx(4)
-    assert (np.diff(factors) >= 0).all()
+    assert (np.diff(factors) > -1e-5).all()
 
 
 @pytest.mark.parametrize("scheme", ["rerope:window=8", "dynamic_yarn"])
