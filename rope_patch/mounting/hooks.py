@@ -57,9 +57,7 @@ class StackHook:
         changed = {}
         if self.counts and kwargs.get("position_ids") is None:
             changed["position_ids"] = counted_positions(kwargs)
-        if torch.compiler.is_compiling():
-            return ((), {**kwargs, **changed}) if changed else None
-        for forward_cache in self.forward_caches:
+        for forward_cache in () if torch.compiler.is_compiling() else self.forward_caches:
             forward_cache.forget()
         chosen = cast(Any, module.config)._attn_implementation == "sdpa" and all(map(scores_here, self.scorers))
         groups = None
@@ -72,7 +70,10 @@ class StackHook:
 
 
 def _groups(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Tensor | None:
-    """Groups of the keys of a forward, if Transformers would otherwise build a mask."""
+    """Groups of the keys of a forward, if Transformers would otherwise build a mask. While compiling it builds one
+    unless a cache is empty, because it cannot see that there are no pads and that no document ends.
+    """
+    compiling = torch.compiler.is_compiling()
     tokens = tokens_of(kwargs)
     if tokens is None or tokens.shape[1] == 1:
         return None
@@ -80,15 +81,17 @@ def _groups(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Tensor |
     if isinstance(positions, torch.Tensor) and positions.ndim == 3:
         positions = positions[0]  # of the text, see `PassPositions`
     if isinstance(mask, torch.Tensor):
-        return groups_of_pads(mask) if mask.ndim == 2 and not mask.all() else None
+        return groups_of_pads(mask) if mask.ndim == 2 and (compiling or not mask.all()) else None
     if not causal:
         return None  # in both directions Transformers does not separate documents
     use_cache = getattr(config, "use_cache", False) if kwargs.get("use_cache") is None else kwargs["use_cache"]
     without_cache = kwargs.get("past_key_values") is None and not use_cache
-    if mask is None and without_cache and isinstance(positions, torch.Tensor) and positions.ndim == 2:
+    if mask is not None or not without_cache:
+        return None
+    if isinstance(positions, torch.Tensor) and positions.ndim == 2:
         documents = groups_of_documents(positions)
-        return documents if documents.any() else None
-    return None
+        return documents if compiling or documents.any() else None
+    return groups_of_pads(tokens.new_ones(tokens.shape[:2])) if compiling and positions is None else None
 
 
 @dataclass(eq=False)
