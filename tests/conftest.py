@@ -50,7 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def runs(item: pytest.Item) -> bool:
         if scheme is not None and not _is_of(item, scheme):
             return False
-        return (every or in_usual_run(item)) and (cuda or item.get_closest_marker("cuda") is None)
+        taken = every or in_usual_run(item, of_one_scheme=scheme is not None)
+        return taken and (cuda or item.get_closest_marker("cuda") is None)
 
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
     items[:] = [item for item in items if runs(item)]

@@ -30,7 +30,7 @@ def _traceable(scheme: Scheme) -> bool:
     return (scheme.learns or "embedding" in scheme.slots) and not scheme.breaks_graph
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("spec", [*ROUTES, CASES["self_extend"], CASES["window"]])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_one_graph_gives_the_logits_of_eager_mode(model, spec):
@@ -40,7 +40,7 @@ def test_one_graph_gives_the_logits_of_eager_mode(model, spec):
         assert_close(logits(compiled, tokens()), expected)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("spec", [spec for spec in CASES.values() if _traceable(get_scheme(spec))])
 def test_encodings_of_the_literature_compile_to_one_graph_too(shallow, spec):
     batch, mask = left_padded([tokens(), tokens(33)])
@@ -121,7 +121,7 @@ def test_generated_code_gives_the_logits_of_eager_mode(shallow, spec):
         assert_close(logits(compiled, tokens()), expected, 1e-4)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     "spec", [CASES[name] for name in ("yarn", "rerope", "dca", "alibi", "shaw", "cope", "sinusoidal")]
 )
@@ -141,5 +141,8 @@ def test_generated_code_decodes_as_eager_mode_does(shallow):
     with patch(shallow, "rerope", window=6):
         expected = logits(shallow, tokens(16))
         cache = StaticCache(config=shallow.config, max_cache_len=20)
+        start = cached_logits(shallow, tokens(16)[:, :13], [13], cache=cache)
         compiled = torch.compile(shallow, fullgraph=True)
-        assert_close(cached_logits(compiled, tokens(16), [13, 1, 1, 1], cache=cache), expected, 1e-4)
+        with torch.no_grad():
+            steps = [compiled(tokens(16)[:, place : place + 1], past_key_values=cache).logits for place in (13, 14, 15)]
+        assert_close(torch.cat([start, *steps], dim=1), expected, 1e-4)
