@@ -2,12 +2,13 @@
 
     rope-patch perplexity --scheme yarn:target=auto --lengths 256,512,1024 --documents 4
     rope-patch perplexity --protocol sliding --lengths 256,512 --documents 1 --tokens-per-document 1024
+    rope-patch perplexity --protocol repeat --lengths 2x --scheme rerope:window=128+logn
     python recipes/perplexity.py recipes/configs/demo.yaml
     torchrun --nproc-per-node 2 recipes/perplexity.py recipes/configs/demo.yaml
 
-The plain checkpoint (plain) and attention cut at the training length (window) are always among the lines, unless
---no-references leaves them out. Rows are written as they are measured: run the same command again to resume. Several
-processes divide the windows and write the rows of one.
+The plain checkpoint (plain), the same on the text cut to its training length (cut), and attention cut at that length
+(window) are always among the lines, unless --no-references leaves them out. Rows are written as they are measured: run
+the same command again to resume. Several processes divide the windows and write the rows of one.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json
 class Options(Measured):
     lengths: Lengths  # context lengths in tokens, ascending
     schemes: Specs = ()  # one for each line of the table; target=auto is each length in turn
-    references: bool = True  # add the lines plain and window
-    protocol: str = "auto"  # last, by_position, span_corruption, sliding, disjoint, yarn_compat or yarn_truncate
+    references: bool = True  # add the lines plain, cut and window; of repeat near and cut are always there
+    protocol: str = "auto"  # last, far, repeat, longppl, by_position, span_corruption, sliding, disjoint, yarn_...
     targets: int | None = None  # scored tokens per window; default min(L, 4096)
-    stride: int | None = None  # step of sliding and yarn_compat, in tokens; default 256, or the shortest length
+    evaluator: str | None = None  # of longppl: the checkpoint that finds key tokens
+    short_context: int | None = None  # of longppl: K, tokens of its short contexts; default 4096
+    stride: int | None = None  # step of sliding and yarn_compat, default 256, or the shortest length; of longppl 1024
     tokens_per_document: int | None = None  # where whole documents are scored; default all
     documents: int | None = None  # how many, drawn at random where there are more; default all
     windows_per_document: int | None = None  # places scored in each document; default as many as make 16 in all
@@ -51,6 +54,8 @@ def main(options: Options) -> None:
         protocol=options.protocol,
         targets=options.targets,
         stride=options.stride,
+        evaluator=options.evaluator,
+        short_context=options.short_context,
         tokens_per_document=options.tokens_per_document,
         documents=options.documents,
         windows_per_document=options.windows_per_document,
@@ -58,7 +63,7 @@ def main(options: Options) -> None:
         text=name_of_text(options.text, options.dataset, options.split),
     )
     task.check(options.lengths)
-    schemes = with_references(options.schemes, options.references)
+    schemes = with_references(options.schemes, task.references(options.references))
     results = Rows(Path(options.output) / "perplexity.jsonl")
 
     checkpoint = options.model or default_checkpoint()

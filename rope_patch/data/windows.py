@@ -18,11 +18,16 @@ WINDOWS = 16  # default number of windows of all documents together
 
 @dataclass(frozen=True)
 class Window:
-    """A part of a document, `(tokens,)`, up to its last target, and the prefix of its contexts, `(tokens,)`."""
+    """A part of a document, `(tokens,)`, up to its last target, and the prefix of its contexts, `(tokens,)`.
+
+    It begins at token `start` of the document, of which `source` is the row of the corpus.
+    """
 
     document: str
     tokens: torch.Tensor
     prefix: torch.Tensor
+    start: int
+    source: Mapping[str, Any]
 
     def context(self, length: int) -> torch.Tensor:
         """`(length + 1,)`: `length` input tokens and, shifted by one, their targets. The end is fixed."""
@@ -66,17 +71,19 @@ def select_windows(
     return select(corpus, tokenizer, prefix, longest, places, documents=documents, seed=seed)
 
 
-def spread(counts: Sequence[int], needed: int, targets: int, each: int | None) -> list[list[tuple[int, int]]]:
+def spread(
+    counts: Sequence[int], needed: int, targets: int, each: int | None, total: int = WINDOWS
+) -> list[list[tuple[int, int]]]:
     """Start and end of windows of `needed` tokens in documents with these `counts` of tokens; no two windows share any
     of their last T tokens.
 
-    A document has at most `each` windows; None means one, or as many more as make 16 windows in all documents. Their
-    contexts overlap if a document has no room for adjacent ones. Overlap makes losses more similar than those of
+    A document has at most `each` windows; None means one, or as many more as make `total` windows in all documents.
+    Their contexts overlap if a document has no room for adjacent ones. Overlap makes losses more similar than those of
     different texts, so standard errors over windows of one document are too small rather than too large.
     """
     room = [1 + (count - needed) // targets for count in counts]
     if each is None:
-        each = next((n for n in range(1, WINDOWS) if sum(min(n, most) for most in room) >= WINDOWS), WINDOWS)
+        each = next((n for n in range(1, total) if sum(min(n, most) for most in room) >= total), total)
     places = []
     for count, most in zip(counts, room, strict=True):
         number = min(each, most)
@@ -127,7 +134,8 @@ def select(
     for index, spans in zip(chosen, places([len(kept[index]) for index in chosen]), strict=True):
         tokens, ends = kept[index], [end for _, end in spans]
         digests += hashlib.sha256(tokens.numpy().tobytes() + repr((ends, prefix.tolist())).encode()).hexdigest()
-        windows += [Window(rows[index]["name"], tokens[start:end].clone(), prefix) for start, end in spans]
+        row = rows[index]
+        windows += [Window(row["name"], tokens[start:end].clone(), prefix, start, row) for start, end in spans]
     return Selection(
         windows=tuple(windows),
         documents=len(chosen),
