@@ -31,6 +31,9 @@ from tests.sampling import in_usual_run
 logging.set_verbosity_error()
 
 
+gc.set_threshold(10_000, 20, 20)  # a patched model goes with a round of the collector: a few of them may wait for it
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The option of the long run."""
     every = "every family under every scheme instead of a sample, and nightly tests"
