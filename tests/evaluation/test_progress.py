@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import pytest
 
 from rope_patch.evaluation.progress import Progress
 from rope_patch.evaluation.row import Rows
-from tests.recipes import run_recipe
 
 from .conftest import byte_tokenizer, documents, measure, tiny_llama
 
 CELLS = [[length] * 4 for length in (256, 512, 1024, 2048, 4096)]
+ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"(\d+) of (\d+): (.+); \d\d:\d\d elapsed, about \d\d:\d\d left")
 
 
@@ -105,17 +107,16 @@ def test_a_terminal_has_a_bar_and_no_lines(monkeypatch):
     assert "elapsed, about" not in terminal.getvalue()
 
 
-def test_in_a_log_there_are_lines_and_no_bars(checkpoint, tmp_path, monkeypatch, capsys):
+def test_in_a_log_there_are_lines_and_no_bars(checkpoint, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps(document) + "\n" for document in documents(90, 80)))
     words = ["--model", checkpoint, "--task", "spans", "--lengths", "16,32", "--depths", "2", "--span", "4", "--json"]
     words += ["--text", text, "--output", tmp_path / "runs", "--device", "cpu", "--trials", "1"]
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     with (tmp_path / "log").open("w") as log:
-        for name in ("stderr", "__stderr__"):
-            monkeypatch.setattr(sys, name, log)
-        assert run_recipe("passkey", [*words, "--scheme", "yarn:factor=2"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 3 * 2 * 2
+        command = [sys.executable, ROOT / "recipes" / "passkey.py", *words, "--scheme", "yarn:factor=2"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, env=environment, check=True)
+    assert len(json.loads(done.stdout)) == 3 * 2 * 2
     said = (tmp_path / "log").read_text()
     assert "\r" not in said
     assert "%|" not in said
