@@ -13,10 +13,10 @@ from rope_patch import get_scheme
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
 from tests.families import FAMILIES, SAMPLE, SCALED
 
-ONE_IN = 8
+ONE_IN = 12
 """Of the squares of a board of families and schemes."""
 
-ONE_IN_FURTHER = 4
+ONE_IN_FURTHER = 6
 """Of the settings that are no `REPRESENTATIVE`, where a test runs Llama under all of them."""
 
 
@@ -25,7 +25,7 @@ def in_usual_run(item: pytest.Item, of_one_scheme: bool = False) -> bool:
 
     What is tried on every family is tried on Llama under one scheme of each kind, and on the other families of the
     sample by `is_sampled`. What is tried on Llama under every setting is tried under one of each kind, and under
-    every fourth of the others, by turns: each setting meets every fourth of these tests, and in a run that is of one
+    every sixth of the others, by turns: each setting meets every sixth of these tests, and in a run that is of one
     scheme all of them. Of any other test that is marked `one_in(n)`, each n-th combination of its parameters.
     """
     callspec = getattr(item, "callspec", None)
@@ -48,15 +48,15 @@ def in_usual_run(item: pytest.Item, of_one_scheme: bool = False) -> bool:
 
 
 def is_sampled(family: str, spec: str, turn: int) -> bool:
-    """Whether a square of the board is one of the usual run, at this turn of the board: every eighth square, so that
+    """Whether a square of the board is one of the usual run, at this turn of the board: every twelfth square, so that
     each family meets several schemes and each scheme several families.
 
     Tests differ in their turns, so that together they take every square. What a checkpoint scales is met by the schemes
-    that leave it and by one of each route, every other square of them.
+    that leave it and by one of each route, every third square of them.
     """
     if family in SCALED:
         met = [each for each in REPRESENTATIVE if each in ROUTES or _leaves_frequencies(each)]
-        return spec in met and (SCALED.index(family) + met.index(spec) + turn) % 2 == 0
+        return spec in met and (SCALED.index(family) + met.index(spec) + turn) % 3 == 0
     others = [each for each in FAMILIES if each in SAMPLE - {"llama"} and each not in SCALED]
     return (others.index(family) + REPRESENTATIVE.index(spec) + turn) % ONE_IN == 0
 

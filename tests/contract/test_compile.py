@@ -71,8 +71,9 @@ def test_patching_after_compiling_takes_effect_and_goes_away(shallow, spec):
 
 
 @pytest.mark.parametrize(("spec", "parts"), [("sinusoidal", "model"), ("floater", "model"), ("floater", "layers")])
-def test_positions_at_the_input_enter_a_model_that_is_compiled_already(llama, spec, parts):
-    with patch(build(), spec) as handle:
+def test_positions_at_the_input_enter_a_model_that_is_compiled_already(shallow, spec, parts):
+    llama = shallow
+    with patch(copy.deepcopy(llama), spec) as handle:
         train(handle.model)
         expected = logits(handle.model, tokens())
     plain = logits(llama, tokens())
@@ -136,7 +137,7 @@ def test_decoding_with_a_compiled_model_equals_the_full_forward(shallow, spec, s
         assert_close(found[mask.bool()], expected[mask.bool()])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_generated_code_decodes_as_eager_mode_does(shallow):
     with patch(shallow, "rerope", window=6):
         expected = logits(shallow, tokens(16))
