@@ -10,7 +10,7 @@ import pytest
 
 from rope_patch.evaluation.row import Row, Rows
 from rope_patch.evaluation.scheme_specs import display_name
-from rope_patch.evaluation.standard_errors import paired_difference, standard_error
+from rope_patch.evaluation.standard_errors import loss_error, paired_difference, standard_error
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = sorted(path.parent.name for path in DOCS.glob("results/real/*/perplexity.jsonl"))
@@ -33,7 +33,7 @@ def table(name: str) -> str:
 
 def _cell(row: Row, reference: Row) -> str:
     if row == reference:
-        return f"{row.nll:.3f} ± {standard_error(row.nll_by_document):.3f}"
+        return f"{row.nll:.3f} ± {loss_error(row):.3f}"
     difference, error = paired_difference(row, reference)
     return f"{row.nll:.3f} ({difference:+.3f} ± {error:.3f})"
 

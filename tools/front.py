@@ -79,7 +79,7 @@ def losses(protocol: str, names: Mapping[str, str]) -> dict[str, list[float]]:
     from rope_patch.evaluation.row import Rows
 
     rows = Rows(ROWS / f"{protocol}.jsonl").rows
-    return {name: [row.nll for row in rows if row.line == line and at(row)] for line, name in names.items()}
+    return {name: [row.loss for row in rows if row.line == line and at(row)] for line, name in names.items()}
 
 
 def at(row: Row) -> bool:
