@@ -72,6 +72,7 @@ def test_they_stay_in_float32_and_train_in_every_layer(llama, spec):
         assert found[name].any()
 
 
+@pytest.mark.one_in(3)
 @each
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("mode", ["auto", "chunked", "segmented"])
