@@ -159,6 +159,13 @@ class Grid:
         name = " ".join([display_name(series.line), *_REGIMES.get(regime, ())[:1], *([LOST_MARK] if lost else [])])
         return f"{name}, before" if len(self.steps(series.line)) > 1 else name
 
+    def _no_text_cut(self, row: Row) -> list[str]:
+        """A sentence if the text cut to L would have no room for the targets."""
+        protocol, room = PROTOCOLS.get(row.protocol or "last"), (row.targets or 0) <= row.training_length
+        if room or not protocol or TEXT_CUT not in protocol.references or self.row(TEXT_CUT, row.length):
+            return []
+        return [f"no line for the text cut to L: {row.training_length} tokens have no room for {row.targets} targets"]
+
     @cached_property
     def lost_its_sinks(self) -> bool:
         """Whether attention cut at L is no reference for this checkpoint."""
@@ -201,6 +208,7 @@ class Grid:
             *([f"standard errors over {pairs_of(row)}"] if row.nll_by_document[1:] else []),
             *shortfalls(row),
             *_of_chosen(row),
+            *self._no_text_cut(row),
             *self._lost_first_tokens(),
             *self._cannot_copy(),
             *(" ".join(note) for regime, note in _REGIMES.items() if regime in regimes),

@@ -66,11 +66,8 @@ _LARGEST_SIZE = 10**15
 
 
 def wrong_field(fields: Mapping[str, Any], names: Container[str] | None = None) -> str:
-    """What is impossible in a config: the name and value of a field, and what is allowed; empty without one.
-
-    Args:
-        fields: of the config, with those of configs inside it as dicts.
-        names: of the fields to look at; default all that are known here.
+    """What is impossible in the `fields` of a config and of configs inside it: name and value of a field, and what is
+    allowed; empty without one. `names` are the fields to look at, by default all that are known here.
     """
     for name, value in fields.items():
         if name in _FIELDS and (names is None or name in names) and (value is not None or name in _REQUIRED):
@@ -132,13 +129,10 @@ def _check_entry(entry: dict[str, Any], family: str) -> None:
     if not isinstance(entry.get("rope_type", "default"), str):
         raise UnsupportedModel(f"{family}: rope_type={entry['rope_type']!r} is not allowed; it must be a string")
     for name in _NUMBERS:
-        value = entry.get(name)
-        if not _is_positive(value) and (value is not None or name == "rope_theta"):
+        value: Any = entry.get(name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (is_number and 0 < value < _LARGEST) and (value is not None or name == "rope_theta"):
             raise UnsupportedModel(f"{family}: {name}={value!r} in `rope_parameters`; it must be a number above 0")
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _LARGEST
 
 
 def training_length(config: Any) -> int:

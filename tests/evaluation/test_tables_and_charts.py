@@ -340,6 +340,8 @@ def test_the_text_cut_to_l_is_a_line_of_old_rows(tmp_path):
     }.items()
     assert "text cut to L" in printed(rows)
     assert grid.baseline == "window"
+    assert "no room" not in printed(rows)
+    assert "256 tokens have no room for 300 targets" in printed([row(line="window", length=512, targets=300)])
     within = tables.Grid.of([row for row in rows if row.length == 256])
     beyond = tables.Grid.of([row for row in rows if row.length > 256])
     assert "cut" not in {one.line for grid in (within, beyond) for one in grid.series}
