@@ -151,11 +151,6 @@ class AttentionLayer:
         """Layer type of its rotary tables; None if all layers share one set, or have none."""
         return None if self.rotary is None else self.rotary.layer_type
 
-    @property
-    def is_causal(self) -> bool:
-        """See `is_causal`."""
-        return is_causal(self.module)
-
 
 @dataclass(frozen=True)
 class AbsoluteTable:
@@ -229,11 +224,6 @@ class Stack:
     def config(self) -> Any:
         """The current config of the stack."""
         return self.module.config
-
-    @property
-    def num_cached(self) -> int:
-        """Number of cache layers for the layers of the stack, attention or not."""
-        return max(layer.index for layer in (*self.layers, *self.others)) + 1
 
     @property
     def training_length(self) -> int:

@@ -19,13 +19,13 @@ from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.errors import InvalidField, UnsupportedModel
-from rope_patch.models.base import AttentionLayer, Heads, RotaryTables, Stack
+from rope_patch.models.base import AttentionLayer, Heads, RotaryTables, Stack, is_causal
 from rope_patch.models.config import (
     checkpoint_of_config,
     config_of_layer,
     head_dim,
+    main_layer_type,
     rope_entries,
-    scheme_of_config,
     scheme_of_layer_type,
     training_length,
 )
@@ -70,8 +70,9 @@ def read(stack: PreTrainedModel) -> Stack:
         )
     if len(modules) > 1:  # some may be unused
         rotary = tuple(dict.fromkeys(layer.rotary for layer in layers if layer.rotary is not None))
-    checkpoint = dataclasses.replace(checkpoint, bidirectional=not all(layer.is_causal for layer in layers))
-    return Stack(stack, checkpoint, scheme_of_config(stack.config), layers, rotary)
+    checkpoint = dataclasses.replace(checkpoint, bidirectional=not all(is_causal(layer.module) for layer in layers))
+    native = scheme_of_layer_type(stack.config, main_layer_type(rope_entries(stack.config)))
+    return Stack(stack, checkpoint, native, layers, rotary)
 
 
 def _is_rotary(module: nn.Module) -> bool:

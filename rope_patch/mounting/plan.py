@@ -413,7 +413,7 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
                 attention=attention,
                 forward_cache=forward_cache,
                 config=config,
-                num_layers=stack.num_cached,
+                num_layers=max(each.index for each in (*stack.layers, *stack.others)) + 1,
             )
         )
     return states

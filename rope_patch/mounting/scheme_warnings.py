@@ -29,9 +29,8 @@ def scheme_warning(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str
     for stack, plan in groups:  # a part that acts from the first token on expects weights that were trained under it
         own = stack.native.resolve(stack.checkpoint).parts() if stack.native else ()
         foreign = (part for part in plan.scheme.parts() if part.regime == "from-scratch" and part not in own)
-        if all(part.learns for part in foreign):
-            continue
-        return f"{names} is for training from scratch: a pretrained model needs training under {names}"
+        if not all(part.learns for part in foreign):
+            return f"{names} is for training from scratch: a pretrained model needs training under {names}"
     return ""
 
 
