@@ -63,6 +63,10 @@ def test_references_are_among_the_lines_unless_they_are_not_wanted():
     assert with_references(["yarn:factor=2"]) == ("plain", "window", "yarn:factor=2")
     assert with_references(["yarn:factor=2", "plain"]) == ("window", "yarn:factor=2", "plain")
     assert with_references(["yarn:factor=2"], ()) == ("yarn:factor=2",)
+    three = ("plain", "cut", "window")
+    assert with_references(["yarn:factor=2"], three) == (*three, "yarn:factor=2")
+    listed = ["yarn:factor=2", "plain", "window"]  # the cut follows the plain checkpoint, whose row at L it takes
+    assert with_references(listed, three) == ("yarn:factor=2", "plain", "cut", "window")
 
 
 def test_perplexity_from_end_to_end(words, tmp_path, capsys, monkeypatch):
