@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import NormalDist, fmean
 
 from rope_patch.errors import counted
-from rope_patch.evaluation.effective_length import effective_length, lines_of
+from rope_patch.evaluation.effective_length import effective_length, lines_of, variance_of
 from rope_patch.evaluation.references import with_text_cut
 from rope_patch.evaluation.row import Row
 from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, REFERENCES, TEXT_CUT, display_name
 from rope_patch.evaluation.standard_errors import (
     FEW,
+    TAIL,
     contrast,
     is_below,
     noise_of,
@@ -156,53 +158,74 @@ def of_training(rows: Sequence[Row], folder_of: Callable[[str], Path]) -> Verdic
         folder_of: where the checkpoint of a scheme is, for the next command.
     """
     steps = {row.line: row.step for row in sorted(rows, key=lambda row: row.step or 0) if row.step}
-    trained = {(row.line, row.length): row for row in rows if row.step and row.step == steps[row.line]}
+    trained = [row for row in rows if row.step and row.step == steps[row.line]]
     at_l = rows[0].training_length
-    longest = max((length for _, length in trained), default=0)
-    free, before = reference_of(rows, longest), reference_of(rows, at_l)
-    after = min((trained[key] for key in trained if key[1] == longest), key=lambda row: row.loss, default=None)
-    if not free or not after or longest <= at_l:
+    beyond = sorted({row.length for row in trained if row.length > at_l}, reverse=True)
+    free = {length: row for length in beyond if (row := reference_of(rows, length))}
+    if not free:
         told = f"Nothing was trained and measured beyond L = {at_l} beside a reference."
         return Verdict("nothing", told, "finetune --scheme yarn:target=auto --length 2x")
-    command = (
-        f"perplexity --protocol repeat --model {folder_of(after.line) / 'checkpoint'} --scheme {after.line} "
-        f"--lengths 1x,{longest}"
-    )
-    verdict = compare(after, free, len(steps))
-    after_at_l = trained.get((after.line, at_l))
+    verdicts = []  # of the longest first
+    for length, reference in free.items():
+        after = min((row for row in trained if row.length == length), key=lambda row: row.loss)
+        after_at_l = next((row for row in trained if (row.line, row.length) == (after.line, at_l)), None)
+        verdict = _of_gain(after, reference, after_at_l, reference_of(rows, at_l), len(steps) * len(free))
+        folder = folder_of(after.line) / "checkpoint"
+        command = f"perplexity --protocol repeat --model {folder} --scheme {after.line} --lengths 1x,{length}"
+        verdicts.append(replace(verdict, command=command))
+    return next((verdict for verdict in verdicts if verdict.kind in ("length", "language")), verdicts[0])
+
+
+def _of_gain(after: Row, free: Row, after_at_l: Row | None, before: Row | None, tries: int) -> Verdict:
+    """What a training gained at a length beyond L, beside what it gained at L."""
+    verdict, steps = compare(after, free, tries), counted(after.step or 0, "step")
     if verdict.kind != "better" or not before or not after_at_l:
-        return Verdict(verdict.kind, f"After {counted(after.step or 0, 'step')}: {verdict.sentence}", command)
+        return replace(verdict, sentence=f"After {steps}: {verdict.sentence}")
     (gain, _), (gain_at_l, _) = (contrast((1, one), (-1, two)) for one, two in ((free, after), (before, after_at_l)))
     more, error = contrast((1, free), (-1, after), (-1, before), (1, after_at_l))
     told = (
-        f"After {counted(after.step or 0, 'step')} {display_name(after.line)} gains {gain:.3f} at {longest} tokens and "
-        f"{gain_at_l:.3f} at L = {at_l}"
+        f"After {steps} {display_name(after.line)} gains {gain:.3f} at {after.length} tokens and {gain_at_l:.3f} at "
+        f"L = {after.training_length}"
     )
     if error is not None and more > noise_of(after) * error:
-        return Verdict("length", f"{told}: {more:.3f} (error {error:.3f}) of the gain is length.", command)
-    return Verdict("language", f"{told}: it learned language, not length. {CHEAPER}", command)
+        return replace(
+            verdict, kind="length", sentence=f"{told}: {more:.3f} (error {error:.3f}) of the gain is length."
+        )
+    return replace(verdict, kind="language", sentence=f"{told}: it learned language, not length. {CHEAPER}")
 
 
 def of_answers(rows: Sequence[Row]) -> Verdict:
-    """Whether a scheme still answers where the references no longer do, by their effective lengths."""
-    found = {line: effective_length([row for row in rows if row.line == line]) for line in lines_of(rows)}
-    known = {line: one for line, one in found.items() if one is not None}
-    tried = {line: one for line, one in known.items() if line not in REFERENCES}
-    trained = rows[0].training_length
-    if not known or not tried:
-        what = "no scheme was measured" if known else "no scheme answers at the shortest lengths"
-        return Verdict(
-            "nothing",
-            f"Nothing can be said about reading farther: {what}.",
-            "passkey --task spans --lengths 1x,2x,4x --scheme rerope+logn",
+    """Whether a scheme answers more than the references beyond L, and up to which effective length."""
+    lines, trained = lines_of(rows), rows[0].training_length
+    reach = {line: effective_length([row for row in rows if row.line == line]) for line in lines}
+    schemes, free = [line for line in lines if line not in REFERENCES], [line for line in lines if line in REFERENCES]
+    beyond = sorted({row.length for row in rows if row.length > trained}, reverse=True)
+    if not any(reach.values()) or not schemes or not free or not beyond:
+        what = (
+            "no scheme answers at the shortest lengths"
+            if not any(reach.values())
+            else ("a scheme, a reference and a length beyond L are needed")
         )
-    best = max(tried, key=lambda line: (tried[line].length, tried[line].low))
-    free = max((known[line] for line in known if line in REFERENCES), default=None, key=lambda one: one.length)
-    told = f"{display_name(best)} (`{best}`) answers up to {tried[best]}"
-    command = f"perplexity --protocol repeat --lengths 1x,{max(row.length for row in rows)} --scheme {best}"
-    if free is None:
-        return Verdict("nothing", f"{told}; without references nobody knows what is gained.", command)
-    beside = f"the references up to {free}"
-    if tried[best].low > max(free.high, trained):
-        return Verdict("better", f"Reading farther pays: {told}, {beside}.", command)
-    return Verdict("noise", f"{told}, {beside}: no gain beyond noise. {CHEAPER}", command)
+        command = "passkey --task spans --lengths 1x,2x,4x --scheme rerope+logn"
+        return Verdict("nothing", f"Nothing can be said about reading farther: {what}.", command)
+
+    def score(line: str, length: int) -> float:
+        return fmean(row.share for row in rows if (row.line, row.length) == (line, length))
+
+    verdicts = []  # of the longest first
+    for length in beyond:
+        best, known = (max(some, key=lambda line: score(line, length)) for some in (schemes, free))
+        cells = ([row for row in rows if (row.line, row.length) == (line, length)] for line in (best, known))
+        error = math.sqrt(sum(map(variance_of, cells)))
+        told = (
+            f"at {length} tokens {display_name(best)} (`{best}`) gives {score(best, length):.0%} of the answers, the "
+            f"best reference {score(known, length):.0%} (error {error:.0%}); effective lengths: "
+            f"{reach[best] or 'none'} beside {reach[known] or 'none'}."
+        )
+        command = f"perplexity --protocol repeat --lengths 1x,{length} --scheme {best}"
+        limit = -NormalDist().inv_cdf(TAIL / len(schemes) / len(beyond))
+        if score(best, length) - score(known, length) > limit * error:
+            verdicts.append(Verdict("better", f"Reading farther pays: {told}", command))
+        else:
+            verdicts.append(Verdict("noise", f"No gain beyond noise: {told} {CHEAPER}", command))
+    return next((verdict for verdict in verdicts if verdict.kind == "better"), verdicts[0])

@@ -17,6 +17,9 @@ from rope_patch.mounting.layer_state import LayerState
 from rope_patch.schemes.tools.positions import follow_on, joined, key_positions
 from rope_patch.typing import Frequencies, PositionMap, Weights
 
+_COUNTED = "_rope_patch_counted"
+"""Attribute of the positions in a cache: they are 0, 1, 2, ..., so that a step that goes on need not read them."""
+
 
 @dataclass(eq=False)
 class ForwardCall:
@@ -38,6 +41,7 @@ class ForwardCall:
             a bias.
         looks_ahead: whether a query may see keys after it.
         is_request: whether it is one request in a row of continuous batching.
+        counted: whether the stack itself counted the positions, from the number of cached tokens.
     """
 
     state: LayerState
@@ -55,6 +59,7 @@ class ForwardCall:
     added: torch.Tensor | None = None
     looks_ahead: bool = False
     is_request: bool = False
+    counted: bool = False
 
     @property
     def start(self) -> int | torch.Tensor:
@@ -137,6 +142,9 @@ class ForwardCall:
             return
         past = positions_in(cache, index, start, state.layer.name)
         self.past = past = self.forward_cache.same(("past", start), past)
+        if self.counted and getattr(past, _COUNTED, False):
+            self.forward_cache.once("first positions", lambda: [start])
+            return
         self.scattered = self.forward_cache.derived(
             ("scattered", start), lambda: not bool(follow_on(past, self.position_ids, self.seen)), past
         )
@@ -164,6 +172,8 @@ class ForwardCall:
             return
         if past is not None:
             positions = shared.derived("all", lambda: joined(past, self.position_ids), past)
+        if self.counted and (past is None or getattr(past, _COUNTED, False)):
+            setattr(positions, _COUNTED, True)
         in_order = True
         if static:
             in_order = shared.derived("in order", lambda: self._in_order(positions), positions)
