@@ -23,8 +23,8 @@ class Shares:
     """The division of `length` slots over the `number` of processes in a `group`, of which this one is `rank`.
 
     The row is cut into twice as many runs as there are processes. Process r holds the runs r and 2 number - 1 - r
-    (zigzag): its early tokens see few keys and its late ones many, so all processes score equally many pairs of a causal
-    row. Runs differ by at most one token; in a very short row some are empty.
+    (zigzag): its early tokens see few keys and its late ones many, so all processes score equally many pairs of a
+    causal row. Runs differ by at most one token; in a very short row some are empty.
     """
 
     length: int

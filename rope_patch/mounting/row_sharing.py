@@ -97,7 +97,9 @@ class RowHook:
         )
         whole = {"input_ids": tokens.new_zeros(len(tokens), shares.length, dtype=torch.long), "attention_mask": mask}
         causal = is_causal(module, kwargs.get("is_causal"))
-        groups = groups_of_row({**whole, "position_ids": positions, "use_cache": False}, cast(Any, module).config, causal)
+        groups = groups_of_row(
+            {**whole, "position_ids": positions, "use_cache": False}, cast(Any, module).config, causal
+        )
         if positions is None:
             slots = counted_positions(whole if self.counts else {"input_ids": whole["input_ids"]})
             positions = cast(torch.Tensor, slots).clamp(min=0)
@@ -107,7 +109,7 @@ class RowHook:
         jumps = (positions.diff() != 1) & (groups.diff() == 0) & seen[:, 1:]
         lengths = torch.where(seen, positions, 0).amax(dim=-1) + 1
         row = Row(shares, self.backend, positions, groups, lengths, scattered=bool(jumps.any()))
-        changed = {"position_ids": shares.own(positions, 1), "attention_mask": RowMask.of(row)}
+        changed: dict[str, Any] = {"position_ids": shares.own(positions, 1), "attention_mask": RowMask.of(row)}
         if "use_cache" in inspect.signature(type(module).forward).parameters:
             changed["use_cache"] = False
         return (), {**kwargs, **changed}

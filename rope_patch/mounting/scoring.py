@@ -235,7 +235,9 @@ def _inputs(
         scattered=call.scattered,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         running_bias=None if call.added is None else running_sums(call.added, masks.seen())[:, call.heads or EVERY],
-        bias=call.forward_cache.bias(scheme, query, learned, call.num_heads(query), call.heads) if "bias" in methods else None,
+        bias=call.forward_cache.bias(scheme, query, learned, call.num_heads(query), call.heads)
+        if "bias" in methods
+        else None,
         content=Content(scheme, learned, call.states, projected, key) if by_content else None,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),

@@ -176,8 +176,8 @@ def shared_attention(
         share = query.shape[1] // shares.number
         heads = slice(shares.rank * share, (shares.rank + 1) * share)
         copies = max(1, shares.number // key.shape[1])
-        query, *states = shares.by_heads(query), *(x.repeat_interleave(copies, dim=1) for x in (key, value))
-        key, value = map(shares.by_heads, states)
+        key, value = (shares.by_heads(x.repeat_interleave(copies, dim=1)) for x in (key, value))
+        query = shares.by_heads(query)
         if kwargs.get("s_aux") is not None:
             kwargs["s_aux"] = kwargs["s_aux"][heads]
     else:
@@ -189,7 +189,9 @@ def shared_attention(
         keys = run.keys(causal, window)
         states = query[:, :, run.queries], key[:, :, keys], value[:, :, keys], run.mask(keys, causal, window)
         if call is None:
-            outputs.append(_plain(module, *states, run, keys, causal, scaling, dropout, kwargs))
+            first = run.slots.start - keys.start
+            kwargs |= {"forward_cache": run.forward_cache, "query_start": first, "causal": causal}
+            outputs.append(_plain_attention(module, *states, scaling, dropout, **kwargs))
         else:
             part = run.of_call(call, keys, heads, added)
             outputs.append(late_attention(module, *states, scaling, dropout, part, **kwargs)[0])
@@ -199,36 +201,37 @@ def shared_attention(
     return output, None
 
 
-def _plain(
+def _plain_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    given: torch.Tensor,
-    run: Run,
-    keys: slice,
-    causal: bool,
+    attention_mask: torch.Tensor,
     scaling: float,
     dropout: float,
-    kwargs: dict[str, Any],
+    *,
+    query_start: int,
+    causal: bool,
+    forward_cache: ForwardCache,
+    **kwargs: Any,
 ) -> torch.Tensor:
-    """The output of a layer without a scheme: its queries and keys are rotated already."""
-    q_length, kv_length, start = query.shape[2], key.shape[2], run.slots.start - keys.start
+    """`late_attention` of a layer without a scheme: its queries and keys are rotated already."""
+    q_length, kv_length = query.shape[2], key.shape[2]
     slots = torch.arange(kv_length, device=query.device)[None]
-    mask, groups = read_mask(given, slots, q_length, kv_length, start, cast(Any, module).config)
+    mask, groups = read_mask(attention_mask, slots, q_length, kv_length, query_start, cast(Any, module).config)
     inputs = AttentionInputs(
         branches=(),
         value=value,
-        query_positions=slots[:, start : start + q_length],
+        query_positions=slots[:, query_start : query_start + q_length],
         key_positions=slots,
         mask=mask,
         groups=groups,
         causal=causal and q_length > 1,
-        query_start=start,
+        query_start=query_start,
         scaling=scaling,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
     )
-    output, _ = engine.score(inputs, Call(query, key, run.forward_cache))
+    output, _ = engine.score(inputs, Call(query, key, forward_cache))
     return output.transpose(1, 2)

@@ -69,9 +69,9 @@ def context_parallel(model: nn.Module, group: Any = None, backend: Backend = "ga
     """Within the block, the processes of a group call the model with the parts of a row that `shard` gives them.
 
     The block must contain the backward too, because gradient checkpointing calls attention again. The gradients of a
-    parameter are those of this process's tokens: their sum over the group is that of the row, so divide the loss by the
-    targets of the whole row, and add them up (`DistributedDataParallel` and `fully_shard` take the mean: multiply by the
-    number of processes).
+    parameter are those of this process's tokens. Their sum over the group is that of the row, so divide the loss by the
+    targets of the whole row, and add the gradients up. `DistributedDataParallel` and `fully_shard` take their mean:
+    multiply the loss by the number of processes.
 
     Args:
         model: of Transformers, under a scheme or none, also inside PEFT, `DistributedDataParallel` or `fully_shard`.
@@ -92,10 +92,9 @@ def context_parallel(model: nn.Module, group: Any = None, backend: Backend = "ga
         raise EvaluationError(f"backend={backend!r}: {did_you_mean(str(backend), get_args(Backend))}")
     if not distributed.is_available() or not distributed.is_initialized():
         raise EvaluationError("context parallelism needs torch.distributed.init_process_group first")
-    changes = Changes()
     with ExitStack() as mounted:
-        mounted.callback(changes.undo)
         parts = list(_parts(model, mounted))
+        mounted.callback((changes := Changes()).undo)
         for stack, plan in parts:
             reason = reason_not_to_share(stack, plan)
             if not reason and backend == "ulysses":
@@ -114,7 +113,7 @@ def _parts(model: nn.Module, mounted: ExitStack) -> Iterator[tuple[Stack, Plan]]
     handles = find_handles(model)
     if not handles:
         stacks = read_stacks(model)
-        natives = {stack.native for stack in stacks if stack.native and (_is_bias(stack) or stack.native.length_dependent)}
+        natives = {stack.native for stack in stacks if stack.native is not None and _computes_positions(stack)}
         for native in natives:
             handles += (mounted.enter_context(mount_scheme(model, native)),)
         if not handles:
@@ -123,8 +122,10 @@ def _parts(model: nn.Module, mounted: ExitStack) -> Iterator[tuple[Stack, Plan]]
         yield from handle.mounted
 
 
-def _is_bias(stack: Stack) -> bool:
-    return not stack.rotary and stack.absolute is None
+def _computes_positions(stack: Stack) -> bool:
+    """Whether a stack computes positions, or tables, for the tokens of a forward alone."""
+    is_bias = not stack.rotary and stack.absolute is None
+    return is_bias or (stack.native is not None and stack.native.length_dependent)
 
 
 def _undivided_heads(stack: Stack, scheme: Scheme, number: int) -> str:
