@@ -41,7 +41,7 @@ def main(options: Options) -> None:
     from rope_patch.evaluation.measured_model import pop_scheme
     from rope_patch.evaluation.row import Rows
     from rope_patch.evaluation.run import run as run_task
-    from rope_patch.evaluation.scheme_specs import check_lengths, with_references
+    from rope_patch.evaluation.scheme_specs import REFERENCES, check_lengths, with_references
     from rope_patch.evaluation.tables import print_table
     from rope_patch.evaluation.tasks.passkey import Passkey
     from rope_patch.evaluation.tasks.repeated_spans import RepeatedSpans
@@ -49,7 +49,7 @@ def main(options: Options) -> None:
     from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
 
     # what can be wrong is found before anything slow
-    schemes, depths = with_references(options.schemes, options.references), shares(options.depths)
+    schemes, depths = with_references(options.schemes, REFERENCES if options.references else ()), shares(options.depths)
     check_lengths(options.lengths)
     check_depths(depths)
     if min(options.trials, options.batch_size) < 1:

@@ -2,12 +2,13 @@
 
     rope-patch perplexity --scheme yarn:target=auto --lengths 256,512,1024 --documents 4
     rope-patch perplexity --protocol sliding --lengths 256,512 --documents 1 --tokens-per-document 1024
+    rope-patch perplexity --protocol repeat --lengths 2x --scheme rerope:window=128+logn
     python recipes/perplexity.py recipes/configs/demo.yaml
     torchrun --nproc-per-node 2 recipes/perplexity.py recipes/configs/demo.yaml
 
-The plain checkpoint (plain) and attention cut at the training length (window) are always among the lines, unless
---no-references leaves them out. Rows are written as they are measured: run the same command again to resume. Several
-processes divide the windows and write the rows of one.
+The plain checkpoint (plain), the same on the text cut to its training length (cut), and attention cut at that length
+(window) are always among the lines, unless --no-references leaves them out. Rows are written as they are measured: run
+the same command again to resume. Several processes divide the windows and write the rows of one.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json
 class Options(Measured):
     lengths: Lengths  # context lengths in tokens, ascending
     schemes: Specs = ()  # one for each line of the table; target=auto is each length in turn
-    references: bool = True  # add the lines plain and window
-    protocol: str = "auto"  # last, by_position, span_corruption, sliding, disjoint, yarn_compat or yarn_truncate
+    references: bool = True  # add the lines plain, cut and window; of repeat near and cut are always there
+    protocol: str = "auto"  # last, repeat, by_position, span_corruption, sliding, disjoint, yarn_compat, yarn_truncate
     targets: int | None = None  # scored tokens per window; default min(L, 4096)
     stride: int | None = None  # step of sliding and yarn_compat, in tokens; default 256, or the shortest length
     tokens_per_document: int | None = None  # where whole documents are scored; default all
@@ -58,7 +59,7 @@ def main(options: Options) -> None:
         text=name_of_text(options.text, options.dataset, options.split),
     )
     task.check(options.lengths)
-    schemes = with_references(options.schemes, options.references)
+    schemes = with_references(options.schemes, task.references(options.references))
     results = Rows(Path(options.output) / "perplexity.jsonl")
 
     checkpoint = options.model or default_checkpoint()

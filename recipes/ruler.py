@@ -38,13 +38,13 @@ def main(options: Options) -> None:
     from rope_patch.evaluation.measured_model import pop_scheme
     from rope_patch.evaluation.row import Rows
     from rope_patch.evaluation.run import run as run_task
-    from rope_patch.evaluation.scheme_specs import check_lengths, with_references
+    from rope_patch.evaluation.scheme_specs import REFERENCES, check_lengths, with_references
     from rope_patch.evaluation.tables import failed_within, print_table
     from rope_patch.evaluation.tasks.ruler import Ruler
     from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
 
     # what can be wrong is found before anything slow
-    schemes = with_references(options.schemes, options.references)
+    schemes = with_references(options.schemes, REFERENCES if options.references else ())
     check_lengths(options.lengths)
     if options.samples < 1:
         raise EvaluationError(f"samples={options.samples}: at least 1 is needed, and 2 for a standard error")

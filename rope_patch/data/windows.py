@@ -66,17 +66,19 @@ def select_windows(
     return select(corpus, tokenizer, prefix, longest, places, documents=documents, seed=seed)
 
 
-def spread(counts: Sequence[int], needed: int, targets: int, each: int | None) -> list[list[tuple[int, int]]]:
+def spread(
+    counts: Sequence[int], needed: int, targets: int, each: int | None, total: int = WINDOWS
+) -> list[list[tuple[int, int]]]:
     """Start and end of windows of `needed` tokens in documents with these `counts` of tokens; no two windows share any
     of their last T tokens.
 
-    A document has at most `each` windows; None means one, or as many more as make 16 windows in all documents. Their
-    contexts overlap if a document has no room for adjacent ones. Overlap makes losses more similar than those of
+    A document has at most `each` windows; None means one, or as many more as make `total` windows in all documents.
+    Their contexts overlap if a document has no room for adjacent ones. Overlap makes losses more similar than those of
     different texts, so standard errors over windows of one document are too small rather than too large.
     """
     room = [1 + (count - needed) // targets for count in counts]
     if each is None:
-        each = next((n for n in range(1, WINDOWS) if sum(min(n, most) for most in room) >= WINDOWS), WINDOWS)
+        each = next((n for n in range(1, total) if sum(min(n, most) for most in room) >= total), total)
     places = []
     for count, most in zip(counts, room, strict=True):
         number = min(each, most)

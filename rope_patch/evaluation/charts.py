@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rope_patch.errors import require
 from rope_patch.evaluation.row import Row
-from rope_patch.evaluation.scheme_specs import CUT, REFERENCES, display_name
+from rope_patch.evaluation.scheme_specs import CONTROLS, REFERENCES, display_name
 from rope_patch.evaluation.standard_errors import standard_error
 from rope_patch.evaluation.tables import Grid, Series, failed_within, headline, is_far, label
 
@@ -24,6 +24,7 @@ MARKERS = "osD^vPX*"
 INK, FAINT = "#222222", "#777777"  # of what is to be read first, and of the rest
 WIDTH = 5.2  # of every picture in inches: words are as large as the text beside it, and can be read on a phone
 SIZE = 9  # of every word in points, and of titles 2 more
+COMPARED = (*REFERENCES, *CONTROLS)  # lines that are no schemes
 NAMED = 8  # how many lines of the close-up have room for their names
 CLOSEST = 3  # how many lines beside the references the close-up shows from end to end
 
@@ -91,7 +92,8 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
     is dotted, and of the others the last is shown.
     """
     grid = Grid.of(rows)
-    trained, close_up = grid.any.training_length, any(one.line == CUT for one in grid.series) and len(grid.series) > 1
+    trained = grid.any.training_length
+    close_up = len(grid.series) > 1 and any(one.line == grid.baseline for one in grid.series)
     shown = [one for one in grid.series if one.step is None or one.step in {0, *grid.steps(one.line)[-1:]}]
     bands = "bands: ± one standard error" + ", in the lower panel of the difference" * close_up
     notes = [f"Model: {Path(grid.any.model).name}, trained at L = {trained}", *grid.notes()]
@@ -111,7 +113,7 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
             apart[one] = [(difference, error or 0) for difference, error in (grid.apart(one, n) for n in grid.lengths)]
             closest[grid.name(one)] = plot_band(axes[1], multiples, apart[one], **_style(one, grid))
     if close_up:
-        low, high = close_range({one: pairs for one, pairs in apart.items() if one.line != CUT})
+        low, high = close_range({one: pairs for one, pairs in apart.items() if one.line != grid.baseline})
         axes[1].set_ylim(low, high)
         axes[1].set_ylabel("nats above the cut")
         axes[1].axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
@@ -213,7 +215,7 @@ def close_range(apart: Mapping[Series, Sequence[tuple[float, float]]]) -> tuple[
     """
     finite = {one: [pair for pair in pairs if math.isfinite(pair[0])] for one, pairs in apart.items()}
     measured = [one for one in finite if finite[one]]
-    others = [one for one in measured if one.line not in REFERENCES] or measured
+    others = [one for one in measured if one.line not in COMPARED] or measured
     closest = sorted(others, key=lambda one: max(abs(difference) for difference, _ in finite[one]))[:CLOSEST]
     whole = [difference + side * error for one in closest for difference, error in finite[one] for side in (-1, 1)]
     low = min([0.0, *whole, *(difference - error for pairs in finite.values() for difference, error in pairs)])
@@ -257,9 +259,10 @@ def plot_band(chart: Any, at: Sequence[float], values: Sequence[tuple[float, flo
 
 def _style(series: Series, grid: Grid) -> dict[str, Any]:
     """The references are dashed without markers, and no two of the others alike; before a training they are dotted."""
-    if series.line in REFERENCES:
-        return {"color": INK if series.line == CUT else "#8A8A8A", "linestyle": "--", "linewidth": 1.6, "zorder": 2}
-    others = list(dict.fromkeys(one.line for one in grid.series if one.line not in REFERENCES))
+    if series.line in COMPARED:
+        colour, dashes = INK if series.line == grid.baseline else "#8A8A8A", "-." if series.line in CONTROLS else "--"
+        return {"color": colour, "linestyle": dashes, "linewidth": 1.6, "zorder": 2}
+    others = list(dict.fromkeys(one.line for one in grid.series if one.line not in COMPARED))
     turn, look = divmod(others.index(series.line), len(COLOURS))
     dashes = (0, (turn, 1)) if turn else "-"
     if series.step == 0 and any(grid.steps(series.line)):

@@ -10,6 +10,7 @@ rows = run(model, task, ["plain", "window", "yarn:target=auto"], [256, 1024], Ro
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from rope_patch.evaluation.measured_model import Learned, MeasuredModel
 from rope_patch.evaluation.processes import on_main, over_processes
 from rope_patch.evaluation.progress import Progress
 from rope_patch.evaluation.row import Row, Rows
-from rope_patch.evaluation.scheme_specs import SchemeAtLength, check_lengths, display_name, schemes_at_lengths
+from rope_patch.evaluation.scheme_specs import CONTROLS, SchemeAtLength, check_lengths, display_name, schemes_at_lengths
 from rope_patch.evaluation.tasks.task import Cell, Task
 from rope_patch.models.config import rope_entries
 from rope_patch.schemes import Scheme
@@ -69,18 +70,19 @@ def run(
     passes = schemes_at_lengths(schemes, task.passes(lengths), measured)
     if task.one_pass:
         _check_prefixes(passes, measured)
-    cells = {length: task.cells(length) for length in task.passes(lengths)}
+    at_length = {length: task.cells(length) for length in task.passes(lengths)}
+    cells = [task.control(one.line) if one.line in CONTROLS else at_length[one.length] for one in passes]
     facts = {**measured.facts(name), "task": task.name}
     measured_rows: list[Row] = []
-    sizes = [new for one in passes for new in _new_sizes(task, cells[one.length])]
+    sizes = [new for of_pass in cells for new in _new_sizes(task, of_pass)]
     with Progress(model, sizes, ahead) as bar:
-        for one in passes:
+        for one, of_pass in zip(passes, cells, strict=True):
             scores: dict[int, Any] = {}
             with measured.patched_with(one.scheme):
-                for cell in cells[one.length]:
+                for cell in of_pass:
                     bar.begin(f"{display_name(one.line)} at {one.length}{cell.title}")
                     wanted = [{**facts, **one.facts, **fields} for fields in cell.rows]
-                    of_cell = on_main(partial(_recall, wanted, rows))
+                    of_cell = on_main(partial(_recall, wanted, rows, cell.same_as, measured_rows))
                     if of_cell is None:
                         of_cell = _measure(model, task, cell, wanted, scores, rows, bar)
                     else:
@@ -119,18 +121,29 @@ def _measure(
             Row(**fields, **speed, **task.row(fields, cell.items, [scores[id(item)] for item in cell.items]))
             for fields in wanted
         ]
-        if rows is not None:
-            for row in measured:
-                rows.append(row)
-        return measured
+        return _written(measured, rows)
 
     return on_main(write)
 
 
-def _recall(wanted: Sequence[dict[str, Any]], rows: Rows | None) -> list[Row] | None:
-    """The rows of a cell, if an earlier run has all of them."""
+def _recall(
+    wanted: Sequence[dict[str, Any]], rows: Rows | None, same_as: dict[str, Any] | None, measured: Sequence[Row]
+) -> list[Row] | None:
+    """The rows of a cell, if an earlier run has all of them, or this run the row with the same scores."""
     recalled = [row for fields in wanted if rows is not None and (row := rows.recall(fields))]
-    return recalled if len(recalled) == len(wanted) else None
+    if len(recalled) == len(wanted):
+        return recalled
+    key = Row.key_of({**wanted[0], **same_as}) if same_as else None
+    same = next((row for row in measured if row.key() == key), None)
+    named = ("line", "length", "scheme")
+    return _written([dataclasses.replace(same, **{n: one[n] for n in named}) for one in wanted], rows) if same else None
+
+
+def _written(measured: list[Row], rows: Rows | None) -> list[Row]:
+    if rows is not None:
+        for row in measured:
+            rows.append(row)
+    return measured
 
 
 def _new_sizes(task: Task, cells: Sequence[Cell]) -> list[list[int]]:

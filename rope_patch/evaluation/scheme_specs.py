@@ -20,10 +20,16 @@ from rope_patch.schemes.target import reached
 PLAIN, CUT = "plain", "window"
 """The plain checkpoint, and its attention cut at the training length."""
 
+TEXT_CUT, NEAR = "cut", "near"
+"""The plain checkpoint on the text cut to L, and with what `repeat` repeats inside L."""
+
+CONTROLS = (TEXT_CUT, NEAR)
+"""Lines that the plain checkpoint fills once, because they do not depend on the length."""
+
 REFERENCES = (PLAIN, CUT)
 """A useful scheme must beat both."""
 
-_NAMES = {PLAIN: "plain checkpoint", CUT: "attention cut at L"}
+_NAMES = {PLAIN: "plain checkpoint", CUT: "attention cut at L", TEXT_CUT: "text cut to L", NEAR: "passage inside L"}
 
 
 def display_name(line: str | Scheme) -> str:
@@ -51,7 +57,7 @@ def scheme_at(spec: str, length: int, checkpoints: Iterable[Checkpoint] = ()) ->
     """The scheme of a line at one length, which replaces `target=auto`.
 
     Args:
-        spec: `plain`, which returns None, or a spec for `get_scheme`, such as `yarn:target=auto`.
+        spec: `plain` or a control, which return None, or a spec for `get_scheme`, such as `yarn:target=auto`.
         length: l, the context length in tokens.
         checkpoints: of the parts of a model, to fill fields that follow from a target.
 
@@ -62,18 +68,18 @@ def scheme_at(spec: str, length: int, checkpoints: Iterable[Checkpoint] = ()) ->
         >>> str(scheme_at("pi:target=auto", 1024, [Checkpoint(training_length=256, num_heads=8, max_length=256)]))
         'pi:factor=4.0'
     """
-    if spec == PLAIN:
+    if spec in (PLAIN, *CONTROLS):
         return None
     return reached(get_scheme(spec.replace("target=auto", f"target={length}")), checkpoints)
 
 
-def with_references(schemes: Sequence[str], references: bool = True) -> tuple[str, ...]:
+def with_references(schemes: Sequence[str], references: Sequence[str] = REFERENCES) -> tuple[str, ...]:
     """The lines of a table, with missing references in front.
 
     Raises:
         RopePatchError: a scheme is misspelled; this is checked before a model is loaded.
     """
-    lines = (*(line for line in REFERENCES if references and line not in schemes), *schemes)
+    lines = (*(line for line in references if line not in schemes), *schemes)
     for line in lines:
         scheme_at(line, 1)
     return lines
@@ -131,7 +137,8 @@ def schemes_at_lengths(
         raise EvaluationError("no schemes were given; give at least one, such as 'plain'")
     if twice := {line for line in lines if lines.count(line) > 1}:
         raise EvaluationError(f"scheme {min(twice)!r} is listed twice")
-    jobs = [_checked(spec, length, model) for spec in schemes for length in lengths]
+    once = [min(model.training_length, lengths[-1])]
+    jobs = [_checked(one, n, model) for one in schemes for n in (once if str(one) in CONTROLS else lengths)]
     idle = {job.line: job.length for job in jobs if job.idle and job.line not in REFERENCES}
     for line, longest in idle.items():
         if longest > model.training_length or longest == lengths[-1]:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from rope_patch.errors import EvaluationError, counted
 from rope_patch.evaluation.row import Row
-from rope_patch.evaluation.scheme_specs import CUT, PLAIN, REFERENCES, display_name
+from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, PLAIN, REFERENCES, TEXT_CUT, display_name
 from rope_patch.evaluation.standard_errors import FEW, paired_difference, pairs_of, standard_error
 from rope_patch.evaluation.tasks.perplexity import PROTOCOLS
 
@@ -27,6 +27,7 @@ _REGIMES = {
 }
 
 WIDE = 120  # columns of a table without a terminal
+COPIES = 0.1  # nats that a passage inside L must be worth to a checkpoint that can copy
 NEAR_NOTHING = 0.1  # with a lower score within the training length, the checkpoint cannot do the task
 
 
@@ -97,6 +98,12 @@ class Grid:
         """Any row, for the fields that all rows share."""
         return next(iter(self.rows.values()))
 
+    @property
+    def baseline(self) -> str:
+        """The line that losses are compared with."""
+        protocol = PROTOCOLS.get(self.any.protocol or "")
+        return protocol.baseline if protocol else CUT
+
     def row(self, series: Series | str, length: int) -> Row | None:
         """The row of one cell, if it was measured; of a line without its step, the row before any training."""
         if isinstance(series, str):
@@ -111,16 +118,16 @@ class Grid:
         return f"{shown}*" if shown == best != f"{max(column):.3f}" else f"{shown} "
 
     def apart(self, series: Series, length: int) -> tuple[float, float | None]:
-        """NLL minus that of attention cut at L, and the standard error of the difference; NaN if one is missing."""
-        row, cut = self.row(series, length), self.row(CUT, length)
+        """NLL minus that of the baseline, and the standard error of the difference; NaN if one is missing."""
+        row, cut = self.row(series, length), self.row(self.baseline, length)
         return paired_difference(row, cut) if row and cut else (math.nan, None)
 
     def below(self, series: Series, length: int, between: str = " ") -> str:
-        """The text below a cell: the difference from the cut with its error; for the cut, the error of its loss."""
+        """The text below a cell: the difference from the baseline with its error; for that, the error of its loss."""
         row, (difference, error) = self.row(series, length), self.apart(series, length)
         if row is None:
             return ""
-        if series.line == CUT or math.isnan(difference):
+        if series.line == self.baseline or math.isnan(difference):
             return plus_minus(standard_error(row.nll_by_document))
         return f"{signed(difference)}{between}{plus_minus(error)}"
 
@@ -149,6 +156,19 @@ class Grid:
             "lost the first tokens, which this checkpoint needs; compare with plain at L, the text cut to L"
         ]
 
+    def _cannot_copy(self) -> list[str]:
+        """A sentence if a repeated passage shows nothing of this checkpoint."""
+        near, cut = (self.row(line, self.lengths[-1]) for line in (NEAR, TEXT_CUT))
+        if not near or not cut:
+            return []
+        gain, error = paired_difference(near, cut)
+        if gain < -max(COPIES, 2 * (error or 0)):
+            return []
+        return [
+            f"this means nothing: with the passage inside L the plain checkpoint predicts its copy {signed(gain)} "
+            f"{plus_minus(error)} from the text cut to L, so it cannot copy"
+        ]
+
     def notes(self) -> list[str]:
         """The notes below a table, one sentence each."""
         row = max(self.rows.values(), key=lambda row: row.length)
@@ -164,6 +184,7 @@ class Grid:
             *([f"standard errors over {pairs_of(row)}"] if row.nll_by_document[1:] else []),
             *shortfalls(row),
             *self._lost_first_tokens(),
+            *self._cannot_copy(),
             *(" ".join(note) for regime, note in _REGIMES.items() if regime in regimes),
         ]
 
@@ -212,11 +233,11 @@ def losses(rows: Sequence[Row], width: int = WIDE) -> Group:
             cells.append(
                 Text.assemble((cell, "bold green" if best else ""), "\n", (grid.below(series, length, between), "dim"))
             )
-        shown.add_row(Text(grid.name(series), "dim" if series.line in REFERENCES else ""), *cells)
+        shown.add_row(Text(grid.name(series), "dim" if series.line in (*REFERENCES, *CONTROLS) else ""), *cells)
     title = f"{Path(grid.any.model).name}: NLL in nats per token by context length, L = {trained}"
     errors = "the standard error of each loss"
-    if grid.row(CUT, grid.lengths[0]):
-        errors = "loss minus that of attention cut at L, ± the standard error of this difference"
+    if grid.row(grid.baseline, grid.lengths[0]):
+        errors = f"loss minus that of {display_name(grid.baseline)}, ± the standard error of this difference"
     notes = [*(["* best of its column"] if starred else []), f"below each loss: {errors}", *grid.notes()]
     return Group(Text(title, style="bold"), shown, *(Text(note, style="dim") for note in notes))
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from rope_patch import patch
 from rope_patch.data.hidden_spans import corrupt, draw_spans, sentinels_of
 from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.protocols.last import SpanCorruption
 from rope_patch.evaluation.row import Rows
-from rope_patch.evaluation.tasks.perplexity import Perplexity, SpanCorruption
+from rope_patch.evaluation.tasks.perplexity import Perplexity
 from tests.evaluation.conftest import byte_tokenizer, documents
 from tests.evaluation.conftest import measure as measured
 from tests.models.t5_families import build

@@ -11,8 +11,8 @@ import rope_patch
 from rope_patch import AlreadyPatched, InvalidField, NothingToPatch, patch
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation import measured_model
+from rope_patch.evaluation.protocols import protocol as shared
 from rope_patch.evaluation.row import Rows
-from rope_patch.evaluation.tasks import perplexity
 
 from .conftest import TRAINING_LENGTH, documents, measure
 
@@ -59,7 +59,7 @@ def test_the_same_targets_are_scored_at_every_length(model, tokenizer, monkeypat
         scored.setdefault(input_ids.shape[1], []).append(targets.tolist())
         return torch.zeros(targets.shape)
 
-    monkeypatch.setattr(perplexity, "chunked_nll", spy)
+    monkeypatch.setattr(shared, "chunked_nll", spy)
     go(model, tokenizer, ["plain"])
     assert set(scored) == {16, 32, 64}
     assert scored[16] == scored[32] == scored[64]
@@ -132,7 +132,7 @@ def test_the_model_is_unpatched_after_an_error(model, tokenizer, monkeypatch):
     def broken(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(perplexity, "chunked_nll", broken)
+    monkeypatch.setattr(shared, "chunked_nll", broken)
     with pytest.raises(RuntimeError, match="out of memory"):
         go(model.train(), tokenizer, ["rerope:window=8"])
     assert model.training
@@ -150,8 +150,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped(model, tokenizer, tmp_path,
             raise KeyboardInterrupt
         return chunked_nll(*arguments)
 
-    chunked_nll = perplexity.chunked_nll
-    monkeypatch.setattr(perplexity, "chunked_nll", lambda *a: counting(*a, stop_at=8))
+    chunked_nll = shared.chunked_nll
+    monkeypatch.setattr(shared, "chunked_nll", lambda *a: counting(*a, stop_at=8))
     with pytest.raises(KeyboardInterrupt):
         go(model, tokenizer, results=Rows(path))
     kept = path.read_text()
@@ -159,7 +159,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(model, tokenizer, tmp_path,
 
     calls.clear()
     path.write_text(kept + kept.splitlines()[0][:100])  # killed while writing
-    monkeypatch.setattr(perplexity, "chunked_nll", counting)
+    monkeypatch.setattr(shared, "chunked_nll", counting)
     rows = go(model, tokenizer, results=Rows(path))
     assert len(calls) == 2 * (len(rows) - 3)
     assert [row.nll for row in rows] == whole
@@ -210,13 +210,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_measured_is_refused_before_anything_runs(message, model, tokenizer, monkeypatch):
-    monkeypatch.setattr(perplexity, "chunked_nll", None)
+    monkeypatch.setattr(shared, "chunked_nll", None)
     with pytest.raises(EvaluationError, match=message):
         go(model, tokenizer, **REFUSED[message])
 
 
 def test_schemes_that_do_not_fit_are_refused_before_anything_runs(model, tokenizer, monkeypatch):
-    monkeypatch.setattr(perplexity, "chunked_nll", None)
+    monkeypatch.setattr(shared, "chunked_nll", None)
     with pytest.raises(InvalidField, match=r"factor=0\.5 is not allowed"):
         go(model, tokenizer, ["plain", "pi:factor=0.5"])
     with pytest.raises(EvaluationError, match="dynamic_ntk depends on the length"):
@@ -274,7 +274,7 @@ def test_another_scheme_or_line_throws_no_row_away(model, tokenizer, tmp_path, m
     go(model, tokenizer, ["plain", "pi:factor=2.0"], [32], results=results)
     go(model, tokenizer, ["plain", "pi:factor=2.0", "rerope:window=8"], [32], results=results)
     assert len(results.path.read_text().splitlines()) == 3
-    monkeypatch.setattr(perplexity, "chunked_nll", None)
+    monkeypatch.setattr(shared, "chunked_nll", None)
     (row,) = go(model, tokenizer, ["pi:target=auto"], [32], results=results)  # the same scheme in other words
     assert row.line == "pi:target=auto"
 
@@ -308,6 +308,6 @@ def test_rows_name_the_text_and_the_documents_that_were_asked_for(model, tokeniz
     results = Rows(tmp_path / "rows.jsonl")
     (old,) = go(model, tokenizer, ["pi:factor=2"], [16], results=results)
     assert (old.text, old.asked) == ("", None)
-    monkeypatch.setattr(perplexity, "chunked_nll", None)  # what is called otherwise is not measured again
+    monkeypatch.setattr(shared, "chunked_nll", None)  # what is called otherwise is not measured again
     (row,) = go(model, tokenizer, ["pi:factor=2"], [16], results=results, text="book.txt", documents=8)
     assert (row.text, row.asked, row.documents, row.nll) == ("book.txt", 8, 3, old.nll)

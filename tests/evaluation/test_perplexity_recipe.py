@@ -13,8 +13,8 @@ import torch
 import rope_patch
 from rope_patch.cli.options import parse
 from rope_patch.evaluation.measured_model import MeasuredModel, pop_scheme
+from rope_patch.evaluation.protocols import protocol as shared
 from rope_patch.evaluation.scheme_specs import scheme_at, with_references
-from rope_patch.evaluation.tasks import perplexity
 from tests.recipes import load_recipe, refuse, run_recipe
 from tests.runs import logits, tokens
 
@@ -62,7 +62,7 @@ def test_the_configs_parse_and_show_what_they_must(name):
 def test_references_are_among_the_lines_unless_they_are_not_wanted():
     assert with_references(["yarn:factor=2"]) == ("plain", "window", "yarn:factor=2")
     assert with_references(["yarn:factor=2", "plain"]) == ("window", "yarn:factor=2", "plain")
-    assert with_references(["yarn:factor=2"], False) == ("yarn:factor=2",)
+    assert with_references(["yarn:factor=2"], ()) == ("yarn:factor=2",)
 
 
 def test_perplexity_from_end_to_end(words, tmp_path, capsys, monkeypatch):
@@ -77,7 +77,7 @@ def test_perplexity_from_end_to_end(words, tmp_path, capsys, monkeypatch):
     written = [json.loads(line) for line in (tmp_path / "out" / "perplexity.jsonl").read_text().splitlines()]
     assert len(written) == 9
 
-    monkeypatch.setattr(perplexity, "chunked_nll", None)  # the second time nothing is computed
+    monkeypatch.setattr(shared, "chunked_nll", None)  # the second time nothing is computed
     assert run_recipe("perplexity", [*words(), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == written
 

@@ -16,8 +16,8 @@ from rope_patch import patch
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.measured_model import weights_fingerprint
 from rope_patch.evaluation.processes import joined
+from rope_patch.evaluation.protocols import protocol as shared
 from rope_patch.evaluation.row import Rows
-from rope_patch.evaluation.tasks import perplexity
 from rope_patch.saving import loading
 
 from ..processes import run_two
@@ -50,12 +50,12 @@ def lasting(rows):
 def passes_run(protocol, results=None):
     """How many forward passes this process ran."""
     calls = []
-    chunked_nll = perplexity.chunked_nll
-    perplexity.chunked_nll = lambda *arguments: calls.append(1) or chunked_nll(*arguments)
+    chunked_nll = shared.chunked_nll
+    shared.chunked_nll = lambda *arguments: calls.append(1) or chunked_nll(*arguments)
     try:
         measured(protocol, results)
     finally:
-        perplexity.chunked_nll = chunked_nll
+        shared.chunked_nll = chunked_nll
     return len(calls)
 
 

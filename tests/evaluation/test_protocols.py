@@ -9,9 +9,10 @@ import torch
 
 from rope_patch import patch
 from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.protocols import protocol as shared
+from rope_patch.evaluation.protocols.whole_documents import slide
 from rope_patch.evaluation.row import Rows
-from rope_patch.evaluation.tasks import perplexity
-from rope_patch.evaluation.tasks.perplexity import PROTOCOLS, Perplexity, slide
+from rope_patch.evaluation.tasks.perplexity import PROTOCOLS, Perplexity
 
 from .conftest import byte_tokenizer, documents, measure
 
@@ -175,7 +176,7 @@ def test_another_stride_is_another_measurement(model, tokenizer, tmp_path, monke
         go(model, tokenizer, "sliding", stride=stride, results=results)
     go(model, tokenizer, "disjoint", results=results)
     assert len(results.rows) == 6
-    monkeypatch.setattr(perplexity, "chunked_nll", None)  # now everything is known
+    monkeypatch.setattr(shared, "chunked_nll", None)  # now everything is known
     assert [row.targets for row in go(model, tokenizer, "sliding", stride=5, results=results)] == [5, 5]
 
 
@@ -206,7 +207,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_settings_that_mean_nothing_are_refused(message, model, tokenizer, monkeypatch):
-    monkeypatch.setattr(perplexity, "chunked_nll", None)
+    monkeypatch.setattr(shared, "chunked_nll", None)
     protocol, settings = REFUSED[message]
     with pytest.raises(EvaluationError, match=message):
         go(model, tokenizer, protocol, **settings)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.measured_model import MeasuredModel
 from rope_patch.evaluation.standard_errors import standard_error
 from rope_patch.models.head import find_language_model
@@ -30,11 +31,13 @@ class Cell:
         items: each is scored alone, and several processes divide them. An item that several cells of a length share is
             scored once under each scheme.
         title: follows the scheme and the length where progress is shown, such as `, depth 0.5`.
+        same_as: with these fields changed, a row that was measured before has the scores of these rows.
     """
 
     rows: Sequence[dict[str, Any]]
     items: Sequence[Any]
     title: str = ""
+    same_as: dict[str, Any] | None = None
 
 
 class Task:
@@ -53,6 +56,10 @@ class Task:
     def cells(self, length: int) -> list[Cell]:
         """What is scored in contexts of one length, in tokens: the same for every scheme."""
         raise NotImplementedError
+
+    def control(self, line: str) -> list[Cell]:
+        """What the plain checkpoint scores once for a line of `scheme_specs.CONTROLS`, with the rows of all lengths."""
+        raise EvaluationError(f"{line!r} is a line of perplexity alone; task {self.name!r} has no such control")
 
     def score(self, model: nn.Module, item: Any) -> Any:
         """What the model achieves on one item of a cell: a number from 0 to 1, or what `row` reads. On the CPU."""

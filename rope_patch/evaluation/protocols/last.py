@@ -1,0 +1,134 @@
+# ruff: noqa: D102  # the methods of a protocol are documented once, on Protocol
+"""Protocols that score the same last tokens of windows, in contexts of each length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from rope_patch.data.hidden_spans import Span, corrupt, draw_spans, sentinels_of
+from rope_patch.data.windows import Selection, Window, spread
+from rope_patch.errors import EvaluationError
+from rope_patch.evaluation.protocols.protocol import Context, Protocol, Settings
+from rope_patch.evaluation.scheme_specs import CUT, PLAIN
+from rope_patch.models.head import find_language_model
+
+DEFAULT_TARGETS = 4096  # T, or the training length if that is lower
+
+
+class Last(Protocol):
+    """The last T tokens of every window, in contexts of each length that end at the same token.
+
+    scored at length l: l - T < p <= l; all contexts of a window have the same end.
+
+    Source: kexue.fm/archives/9708 (last 4096 tokens).
+    """
+
+    protocol = "last"
+    settings = frozenset({"targets", "windows_per_document"})
+    scores = "the last tokens of windows"
+    sentence = "NLL of the same last {targets} tokens of {windows}"
+    shared_targets: ClassVar[str | None] = "targets"
+
+    def __init__(self, asked: Settings, lengths: Sequence[int], training_length: int) -> None:
+        super().__init__(asked, lengths, training_length)
+        self.targets = min(training_length, DEFAULT_TARGETS) if asked.targets is None else asked.targets
+        check_targets(self.targets, lengths)
+
+    def places(self, counts: Sequence[int]) -> Sequence[Sequence[tuple[int, int]]]:
+        needed = self.lengths[-1] + 1 - len(self.prefix)
+        return spread(counts, needed, self.targets, self.asked.windows_per_document)
+
+    def contexts(self, window: Window, length: int) -> Iterable[tuple[torch.Tensor, int, int]]:
+        return [(window.context(length), length - self.targets, length)]
+
+    def targets_at(self, length: int) -> int:
+        return self.targets
+
+    def scores_at(self, length: int) -> bool:
+        return length >= self.targets
+
+
+def check_targets(targets: int, lengths: Sequence[int]) -> None:
+    """Refuse more targets than the shortest length has room for."""
+    if targets > lengths[0]:
+        raise EvaluationError(
+            f"targets={targets} is more than the shortest length of {lengths[0]} tokens: every length must score the "
+            f"same targets, so use at most {lengths[0]} targets or a longer shortest length"
+        )
+
+
+class ByPosition(Last):
+    """One pass at the longest length; a length is the bin of positions from the previous length."""
+
+    protocol = "by_position"
+    settings = frozenset({"windows_per_document"})
+    scores = "every token"
+    sentence = "NLL by position in one pass over {windows}"
+    one_pass = True
+    references: ClassVar[Sequence[str]] = (PLAIN, CUT)
+    shared_targets = None
+
+    def __init__(self, asked: Settings, lengths: Sequence[int], training_length: int) -> None:
+        Protocol.__init__(self, asked, lengths, training_length)
+        self.targets = lengths[-1]
+
+    def passes(self, lengths: Sequence[int]) -> Sequence[int]:
+        return lengths[-1:]
+
+    def bins(self, length: int) -> Sequence[tuple[int, int]]:
+        return [(stop, stop - start) for start, stop in pairwise([0, *self.lengths])]
+
+    def scored(self, losses: Sequence[torch.Tensor], length: int, targets: int) -> Sequence[torch.Tensor]:
+        return [nll[length - targets : length] for nll in losses]
+
+
+class SpanCorruption(Last):
+    """Spans among the last T tokens are hidden; encoders read contexts of each length, decoders predict the spans.
+
+    The same spans of a window are hidden at every length.
+
+    Raises:
+        EvaluationError: T is too small for a span, or needs more sentinels than the tokenizer has.
+    """
+
+    protocol = "span_corruption"
+    scores = "hidden spans of windows"
+    sentence = "NLL of the same hidden spans of the last {targets} tokens of {windows}"
+    two_parts = True
+
+    def __init__(self, asked: Settings, lengths: Sequence[int], training_length: int) -> None:
+        super().__init__(asked, lengths, training_length)
+        self.sentinels, spans = sentinels_of(asked.tokenizer), len(self.spans(0))
+        if spans + 1 > len(self.sentinels):
+            raise EvaluationError(
+                f"targets={self.targets} hides {spans} spans, which needs {spans + 1} sentinels; "
+                f"{type(asked.tokenizer).__name__} has {len(self.sentinels)}"
+            )
+
+    @cached_property
+    def selection(self) -> Selection:
+        chosen = super().selection
+        return replace(chosen, fingerprint=f"{chosen.fingerprint}-{self.asked.seed}")  # the seed also draws the spans
+
+    def spans(self, window: int) -> list[Span]:
+        """The spans of the window with this number, counted from the first target."""
+        return draw_spans(self.targets, torch.Generator().manual_seed(self.asked.seed * 1_000_003 + window))
+
+    @torch.no_grad()
+    def score(self, model: nn.Module, item: Context) -> torch.Tensor:
+        """-ln p of every hidden token, given the rest of the context and the hidden tokens before it, `(hidden,)`."""
+        tokens, device = item.tokens[1:], find_language_model(model).device
+        offset = len(tokens) - self.targets
+        spans = [(offset + start, offset + stop) for start, stop in self.spans(item.window)]
+        parts = corrupt(tokens, spans, self.sentinels, self.asked.tokenizer.eos_token_id)
+        source, target, hidden = (part.to(device) for part in parts)
+        logits = model(input_ids=source[None], labels=target[None]).logits[0]
+        losses = nn.functional.cross_entropy(logits[hidden].float(), target[hidden], reduction="none")
+        return losses.double().cpu()
