@@ -24,7 +24,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_patch.cli.options import Length, Lengths, Measured, Names, Specs, is_main, print_json, run, say
+from rope_patch.cli.options import (
+    Length,
+    Lengths,
+    Measured,
+    Names,
+    Specs,
+    is_main,
+    print_json,
+    run,
+    say,
+    start_processes,
+)
 
 
 @dataclass(kw_only=True)
@@ -49,7 +60,7 @@ class Options(Measured):
     windows_per_document: int | None = None  # places scored in each; default as many as make 16 in all
     evaluate_every: int | None = None  # steps between two measurements; default only before and after
     method: Literal["full", "lora", "lora_norms", "lora_embeddings", "lora_norms_embeddings"] = (
-        "full"  # which weights are trained
+        "full"  # what is trained
     )
     rank: int = 8  # of LoRA
     alpha: float = 16.0  # of LoRA
@@ -57,6 +68,7 @@ class Options(Measured):
     merge: bool = False  # save whole weights instead of adapters
     steps: int = 400  # of the optimiser
     batch_size: int = 64  # rows per step, over all processes
+    context_parallel: int = 1  # processes that share each row, started here unless a launcher did
     micro_batch_size: int | None = None  # rows in one forward; default all of a process
     learning_rate: float = 2e-5  # with AdamW (0.9, 0.95), as YaRN and LongLoRA
     warmup_steps: int = 20  # the learning rate rises over these
@@ -82,6 +94,7 @@ COUNTED = "length steps batch_size micro_batch_size save_every log_every evaluat
 
 def main(options: Options) -> None:
     """Measure the checkpoint, train it under every scheme, measure again, and report."""
+    start_processes(options.context_parallel)
     check(options)
     from accelerate import PartialState
 
@@ -112,7 +125,7 @@ def main(options: Options) -> None:
         say(f"perplexity is measured on {text}")
         scored = ("targets", "documents", "windows_per_document", "seed")
         measured = {name: getattr(options, name) for name in scored} | {"name": options.model or "tiny-llama"}
-        measured |= {"tokenizer": tokenizer, "corpus": corpus, "text": text, "results": measurements}
+        measured |= {"tokenizer": tokenizer, "corpus": corpus, "text": text, "results": measurements, "start": False}
         for spec in options.schemes:
             finetune(options, spec, documents, {**measured, "points": points})
         if points is None:
@@ -134,7 +147,7 @@ def check(options: Options) -> None:
             raise EvaluationError(f"{name}={value} is not allowed; it must be at least 1")
     if not 0 < options.held_out < 1:
         raise EvaluationError(f"held_out={options.held_out} is not allowed; it is a share between 0 and 1")
-    at_once = int(os.environ.get("WORLD_SIZE", "1")) * (options.micro_batch_size or 1)
+    at_once = int(os.environ.get("WORLD_SIZE", "1")) // options.context_parallel * (options.micro_batch_size or 1)
     if options.batch_size % at_once:
         raise EvaluationError(f"batch_size={options.batch_size} is not allowed; it must be a multiple of {at_once}")
     if options.device not in ("auto", "cpu"):
@@ -202,8 +215,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     scheme = scheme_at(spec, options.length, [stack.checkpoint for stack in stacks])
     doublings = [trained * 2**n for n in range(30) if trained * 2**n < options.length]
     lengths = options.lengths or (*doublings, options.length)
-    when = {"every": options.evaluate_every, "start": False}
-    perplexity = callbacks.PerplexityCallback(lengths=lengths, line=spec, **when, **measured)
+    perplexity = callbacks.PerplexityCallback(lengths=lengths, line=spec, every=options.evaluate_every, **measured)
     for reference in REFERENCES:
         perplexity.measure(model, reference, 0, reference)
     if scheme is not None:
@@ -221,7 +233,8 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     collators = {"packed": default_data_collator, "padded": PoSECollator(row_length, chunks=1)}
     collators["pose"] = PoSECollator(options.length, options.pose_chunks, options.seed)
     arguments = training_arguments(options, folder / "trainer")
-    trainer = checkpoints.SafeTrainer(model, arguments, collators[options.layout], rows, callbacks=called)
+    sharing = {"sharing": options.context_parallel}
+    trainer = checkpoints.SafeTrainer(model, arguments, collators[options.layout], rows, callbacks=called, **sharing)
     chunked = chunked_loss.chunked_loss(model) if options.loss == "chunked" else nullcontext()
     with chunked, redirect_stdout(sys.stderr):  # Trainer prints its log
         trainer.resume()
@@ -265,7 +278,7 @@ def training_arguments(options: Options, folder: Path) -> Any:
     if options.decay_steps:
         decay = {"num_decay_steps": options.decay_steps, "decay_type": "linear"}
         schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": decay}
-    share = options.batch_size // PartialState().num_processes
+    share = options.batch_size * options.context_parallel // PartialState().num_processes
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=options.steps,
@@ -286,6 +299,7 @@ def training_arguments(options: Options, folder: Path) -> Any:
         save_total_limit=1,
         report_to=list(options.report_to) or "none",
         remove_unused_columns=False,
+        accelerator_config={"dispatch_batches": False} if options.context_parallel > 1 else None,
     )
     arguments._n_gpu = min(1, arguments.n_gpu)  # of one process: nn.DataParallel copies patched layers wrongly
     return arguments

@@ -30,6 +30,7 @@ FLOORS = [
     {"models"},
     {"mounting"},
     {"patching"},
+    {"sharing"},
     {"saving", "description"},
     {"api", "data"},
     {"evaluation", "serving"},

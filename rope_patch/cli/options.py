@@ -184,6 +184,20 @@ def is_main() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def start_processes(number: int) -> None:
+    """Start this command again in `number` processes that share each row, unless a launcher has started some.
+
+    Raises:
+        EvaluationError: it has started a number of processes that is no multiple.
+    """
+    started = int(os.environ.get("WORLD_SIZE", number))
+    if number < 1 or started % number:
+        raise EvaluationError(f"context_parallel={number} is not allowed with {started} processes; a divisor is")
+    if number > 1 and "WORLD_SIZE" not in os.environ:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
+        os.execv(sys.executable, [*launcher, *sys.argv])
+
+
 def print_json(document: Any) -> None:
     """Print one JSON document, once, however many processes measured."""
     if is_main():

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import distributed, nn
-from transformers import Cache
 
 from rope_patch.attention.masks import groups_of_pads
 from rope_patch.attention.shares import Shares
@@ -67,11 +66,13 @@ class RowHook:
 
     Attributes:
         counts: whether positions are counted without pads where none are given.
+        of_batch: whether all rows have the length of the longest, as a checkpoint of Transformers counts it.
     """
 
     group: Any
     backend: Backend
     counts: bool
+    of_batch: bool = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments with positions in the whole row, and the `RowMask`.
@@ -85,9 +86,8 @@ class RowHook:
         tokens, mask, positions = tokens_of(kwargs), kwargs.get("attention_mask"), kwargs.get("position_ids")
         if tokens is None:
             return (), kwargs  # the model itself raises
-        cache = kwargs.get("past_key_values")
-        if isinstance(cache, Cache) and cache.get_seq_length():
-            raise UnsupportedPositions("past_key_values hold keys, but a row that processes share has no cache")
+        if kwargs.get("past_key_values") is not None:
+            raise UnsupportedPositions("past_key_values are given, but a row that processes share has no cache")
         for name, given in (("attention_mask", mask), ("position_ids", positions)):
             if given is not None and getattr(given, "ndim", None) != 2:
                 raise UnsupportedPositions(f"{name} of a row that processes share has two axes, (batch, tokens)")
@@ -108,6 +108,8 @@ class RowHook:
         seen = groups >= 0
         jumps = (positions.diff() != 1) & (groups.diff() == 0) & seen[:, 1:]
         lengths = torch.where(seen, positions, 0).amax(dim=-1) + 1
+        if self.of_batch:
+            lengths = (positions.amax() + 1).expand(len(positions))
         row = Row(shares, self.backend, positions, groups, lengths, scattered=bool(jumps.any()))
         changed: dict[str, Any] = {"position_ids": shares.own(positions, 1), "attention_mask": RowMask.of(row)}
         if "use_cache" in inspect.signature(type(module).forward).parameters:
@@ -132,10 +134,12 @@ class RowHook:
         return shares
 
 
-def install_sharing(stack: Stack, plan: Plan, group: Any, backend: Backend, changes: Changes) -> None:
-    """Let the processes of a group share the rows of a stack that is under a plan, or of an unpatched one."""
+def install_sharing(
+    stack: Stack, plan: Plan, group: Any, backend: Backend, changes: Changes, of_batch: bool = False
+) -> None:
+    """Let the processes of a group share the rows of a stack; `of_batch` as in `RowHook`."""
     counts = not stack.rotary or plan.embedding == "entry"
-    changes.hook(stack.module, RowHook(group, backend, counts), first=True)
+    changes.hook(stack.module, RowHook(group, backend, counts, of_batch), first=True)
     changes.log(stack.module, Registration())
     for layer in (*stack.layers, *stack.others):
         live = copy.copy(cast(Any, layer.module).config)

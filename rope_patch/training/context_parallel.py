@@ -1,142 +1,69 @@
-"""Context parallelism: several processes share a row, under every scheme.
+"""Context parallelism in training: several processes share each row.
 
-Each process holds a part of the tokens and does all work on it but one thing: in every attention layer its queries need
-the keys of the others. With `backend="gather"` all keys and values are gathered, and each process scores its own
-queries. With `backend="ulysses"` the processes exchange heads for tokens, so that each scores the whole row for some of
-the heads. Either way logits, loss and gradients are those of one process.
+`rope_patch.sharing` has what they exchange, and works in any loop of your own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, get_args
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
+from transformers import Trainer
 
-from rope_patch.attention.shares import Shares
-from rope_patch.errors import EvaluationError, UnsupportedModel, did_you_mean
-from rope_patch.models.base import Stack
-from rope_patch.models.find_stacks import read_stacks
-from rope_patch.mounting.plan import Plan
-from rope_patch.mounting.row_sharing import install_sharing, reason_not_to_share
 from rope_patch.mounting.shared_row import Backend
-from rope_patch.mounting.undo import Changes
-from rope_patch.patching import find_handles, mount_scheme
-from rope_patch.schemes import NoPE, Scheme
+from rope_patch.sharing import ContextParallel, context_parallel, mesh_of, shard
+
+__all__ = ["ContextParallel", "ContextParallelTrainer", "context_parallel", "mesh_of", "shard"]
 
 
-def shard(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor:
-    """The part of this process of ids, labels, positions or a mask of a whole row.
-
-    Shift labels before: a token and its target are in different parts otherwise. The length need not be a multiple of
-    the number of processes.
+class ContextParallelTrainer(Trainer):
+    """`transformers.Trainer` in which every `sharing` consecutive processes share each row: they read the same rows,
+    and each computes its part. Loss and weights are those of one process.
 
     Args:
-        dim: the axis of tokens.
-        group: the processes that share the row; default all.
+        sharing: number of processes; that of all processes is a multiple.
+        backend: see `context_parallel`.
 
     Raises:
-        EvaluationError: there are fewer tokens than processes need.
+        EvaluationError: the number of all processes is no multiple.
     """
-    shares = Shares.of(tensor.shape[dim], group)
-    if not all(map(shares.tokens, range(shares.number))):
-        raise EvaluationError(f"a row of {shares.length} tokens cannot be shared by {shares.number} processes")
-    return shares.own(tensor, dim)
 
+    def __init__(self, *arguments: Any, sharing: int = 1, backend: Backend = "gather", **others: Any) -> None:
+        self._sharing, self._backend = sharing, backend
+        super().__init__(*arguments, **others)
 
-@dataclass(frozen=True)
-class ContextParallel:
-    """What `context_parallel` yields: the processes of a `group` and their parts of a row."""
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh:
+        return mesh_of(self._sharing, self.args.device.type)
 
-    group: Any = None
+    def get_cp_size(self) -> int:
+        """The number of processes that read the same targets, which Trainer then counts once."""
+        return self._sharing
 
-    def shard(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """See `shard`."""
-        return shard(tensor, dim, self.group)
+    def _get_dataloader(self, *arguments: Any, **others: Any) -> DataLoader[Any]:
+        if self._sharing == 1:
+            return super()._get_dataloader(*arguments, **others)
+        state = self.accelerator.state
+        before, state.device_mesh = state.device_mesh, self._mesh
+        try:  # accelerate gives the processes along `cp` the same rows
+            return super()._get_dataloader(*arguments, **others)
+        finally:
+            state.device_mesh = before
 
-    def gather(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The whole row on every process, in order: `shard` back. The gradients of all processes are summed."""
-        lengths = torch.tensor([tensor.shape[dim]], device=tensor.device)
-        distributed.all_reduce(lengths, group=self.group)
-        return Shares.of(int(lengths), self.group).gathered(tensor, dim)
-
-
-@contextmanager
-def context_parallel(model: nn.Module, group: Any = None, backend: Backend = "gather") -> Iterator[ContextParallel]:
-    """Within the block, the processes of a group call the model with the parts of a row that `shard` gives them.
-
-    The block must contain the backward too, because gradient checkpointing calls attention again. The gradients of a
-    parameter are those of this process's tokens. Their sum over the group is that of the row, so divide the loss by the
-    targets of the whole row, and add the gradients up. `DistributedDataParallel` and `fully_shard` take their mean:
-    multiply the loss by the number of processes.
-
-    Args:
-        model: of Transformers, under a scheme or none, also inside PEFT, `DistributedDataParallel` or `fully_shard`.
-        group: of `torch.distributed`; default all processes.
-        backend: `"gather"` holds the keys and values of one layer for the whole row; `"ulysses"` exchanges heads,
-            whose number must be a multiple of that of the processes.
-
-    Raises:
-        UnsupportedModel: a part of the model or of its scheme cannot share a row; the message names it.
-        EvaluationError: `torch.distributed` has no processes, or the backend is unknown.
-
-    Example:
-        >>> with context_parallel(model) as parallel:
-        ...     ids, targets = parallel.shard(rows), parallel.shard(shifted)
-        ...     model(ids, labels=ids, shift_labels=targets, num_items_in_batch=count).loss.backward()
-    """
-    if backend not in get_args(Backend):
-        raise EvaluationError(f"backend={backend!r}: {did_you_mean(str(backend), get_args(Backend))}")
-    if not distributed.is_available() or not distributed.is_initialized():
-        raise EvaluationError("context parallelism needs torch.distributed.init_process_group first")
-    with ExitStack() as mounted:
-        parts = list(_parts(model, mounted))
-        mounted.callback((changes := Changes()).undo)
-        for stack, plan in parts:
-            reason = reason_not_to_share(stack, plan)
-            if not reason and backend == "ulysses":
-                reason = _undivided_heads(stack, plan.scheme, distributed.get_world_size(group))
-            if reason:
-                raise UnsupportedModel(f"processes cannot share a row: {reason}")
-        for stack, plan in parts:
-            install_sharing(stack, plan, group, backend, changes)
-        yield ContextParallel(group)
-
-
-def _parts(model: nn.Module, mounted: ExitStack) -> Iterator[tuple[Stack, Plan]]:
-    """The stacks of a model with their plans. Without a scheme, positions that the model computes for the tokens of a
-    forward are mounted as one.
-    """
-    handles = find_handles(model)
-    if not handles:
-        stacks = read_stacks(model)
-        natives = {stack.native for stack in stacks if stack.native is not None and _computes_positions(stack)}
-        for native in natives:
-            handles += (mounted.enter_context(mount_scheme(model, native)),)
-        if not handles:
-            yield from ((stack, Plan(stack.native or NoPE())) for stack in stacks)
-    for handle in handles:
-        yield from handle.mounted
-
-
-def _computes_positions(stack: Stack) -> bool:
-    """Whether a stack computes positions, or tables, for the tokens of a forward alone."""
-    is_bias = not stack.rotary and stack.absolute is None
-    return is_bias or (stack.native is not None and stack.native.length_dependent)
-
-
-def _undivided_heads(stack: Stack, scheme: Scheme, number: int) -> str:
-    """Why the heads of a stack cannot be divided; empty if they can."""
-    if scheme.methods & {"content_bias", "weight_factor", "relative_values"}:
-        return f"{scheme} depends on the content of all heads; use backend='gather'"
-    for layer in stack.layers:
-        kv_heads = layer.heads.num // (getattr(layer.module, "num_key_value_groups", None) or 1)
-        if layer.heads.num % number or (kv_heads % number and number % kv_heads):
-            return (
-                f"{layer.name} has {layer.heads.num} heads and {kv_heads} of keys, which {number} processes cannot "
-                "divide; use backend='gather'"
-            )
-    return ""
+    def _prepare_context_parallel_inputs(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
+        if self._sharing == 1:
+            return super()._prepare_context_parallel_inputs(model, inputs)
+        group = self._mesh.get_group("cp")
+        if "labels" in inputs:
+            shifted = nn.functional.pad(inputs["labels"][..., 1:], (0, 1), value=-100)
+            inputs = {"shift_labels": shifted, **inputs}
+            inputs["labels"] = inputs["shift_labels"]
+        parts = {name: shard(x, group=group) if torch.is_tensor(x) else x for name, x in inputs.items()}
+        return functools.partial(context_parallel, model, group, self._backend), parts

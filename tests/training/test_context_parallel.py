@@ -28,11 +28,12 @@ LENGTH = 45
 """Divides by no number of processes; several chunks, groups and windows of the schemes."""
 
 USUAL = [
-    *(CASES[name] for name in ("yarn", "dynamic_ntk", "rerope", "self_extend", "dca", "string", "lm_infinite", "logn")),
-    *(CASES[name] for name in ("alibi", "t5", "xpos", "fox", "shaw", "cope", "learned_rope", "sinusoidal")),
+    *(CASES[name] for name in ("yarn", "dynamic_ntk", "rerope", "dca", "lm_infinite", "alibi", "t5", "xpos", "fox")),
+    *(CASES[name] for name in ("shaw", "sinusoidal")),
     "layers:[0=nope+logn;rest=rerope:window=6]",
 ]
-FAMILIES = ["llama", "gemma2", "gemma3", "qwen3", "mistral", "llama_longrope", "llama_dynamic", "baichuan_alibi"]
+BY_HEADS = [None, "rerope:window=6+logn:training_length=8", CASES["alibi"], CASES["fox"], CASES["dynamic_ntk"]]
+FAMILIES = ["gemma2", "gemma3", "mistral", "llama_longrope", "qwen3", "baichuan_alibi"]
 
 
 def batch(kind):
@@ -130,12 +131,8 @@ KINDS = ("plain", "left", "right", "packed", "skipping")
 
 def test_schemes_on_two_processes():
     checks = [("scheme_is_exact", spec, KINDS[i % 5]) for i, spec in enumerate(USUAL)]
-    checks += [("scheme_is_exact", spec, KINDS[i % 4], "ulysses") for i, spec in enumerate(USUAL) if by_heads(spec)]
+    checks += [("scheme_is_exact", spec, KINDS[-i], "ulysses") for i, spec in enumerate(BY_HEADS)]
     assert run_many(2, in_group, checks) == [0, 0]
-
-
-def by_heads(spec):
-    return not any(name in spec for name in ("shaw", "cope"))
 
 
 def test_families_on_two_processes():
