@@ -24,18 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_patch.cli.options import (
-    Length,
-    Lengths,
-    Measured,
-    Names,
-    Specs,
-    is_main,
-    print_json,
-    run,
-    say,
-    start_processes,
-)
+from rope_patch.cli.options import Length, Lengths, Measured, Names, Specs, is_main, print_json, run, say
 
 
 @dataclass(kw_only=True)
@@ -59,9 +48,7 @@ class Options(Measured):
     documents: int | None = None  # how many are scored; default all
     windows_per_document: int | None = None  # places scored in each; default as many as make 16 in all
     evaluate_every: int | None = None  # steps between two measurements; default only before and after
-    method: Literal["full", "lora", "lora_norms", "lora_embeddings", "lora_norms_embeddings"] = (
-        "full"  # what is trained
-    )
+    method: Literal["full", "lora", "lora_norms", "lora_embeddings", "lora_norms_embeddings"] = "full"  # what trains
     rank: int = 8  # of LoRA
     alpha: float = 16.0  # of LoRA
     dropout: float = 0.0  # of LoRA
@@ -94,7 +81,6 @@ COUNTED = "length steps batch_size micro_batch_size save_every log_every evaluat
 
 def main(options: Options) -> None:
     """Measure the checkpoint, train it under every scheme, measure again, and report."""
-    start_processes(options.context_parallel)
     check(options)
     from accelerate import PartialState
 
@@ -227,14 +213,13 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     model = adapters.make_trainable(model, options.method, **adapted)
     if options.gradient_checkpointing:
         language_model.gradient_checkpointing_enable({"use_reentrant": False})
-    called: list[Any] = [perplexity]
+    called: dict[str, Any] = {"callbacks": [perplexity], "sharing": options.context_parallel}
     if options.warm_start_steps:
-        called.append(callbacks.WarmStart(scheme, options.warm_start_steps, options.length / trained))
+        called["callbacks"].append(callbacks.WarmStart(scheme, options.warm_start_steps, options.length / trained))
     collators = {"packed": default_data_collator, "padded": PoSECollator(row_length, chunks=1)}
     collators["pose"] = PoSECollator(options.length, options.pose_chunks, options.seed)
     arguments = training_arguments(options, folder / "trainer")
-    sharing = {"sharing": options.context_parallel}
-    trainer = checkpoints.SafeTrainer(model, arguments, collators[options.layout], rows, callbacks=called, **sharing)
+    trainer = checkpoints.SafeTrainer(model, arguments, collators[options.layout], rows, **called)
     chunked = chunked_loss.chunked_loss(model) if options.loss == "chunked" else nullcontext()
     with chunked, redirect_stdout(sys.stderr):  # Trainer prints its log
         trainer.resume()

@@ -18,7 +18,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json, run, say, start_processes
+from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json, run, say
 
 
 @dataclass(kw_only=True)
@@ -38,7 +38,6 @@ class Options(Measured):
 
 def main(options: Options) -> None:
     """Measure every scheme at every length."""
-    start_processes(options.context_parallel)
     from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.errors import MissingPackage, counted
     from rope_patch.evaluation import charts

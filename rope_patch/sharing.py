@@ -49,8 +49,9 @@ def shard(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor
 
 
 def mesh_of(sharing: int, device: str = "cpu") -> DeviceMesh:
-    """All processes, `sharing` consecutive ones to a row, with the dimensions `dp_replicate` and `cp`. The group of this
-    process is `mesh_of(2).get_group("cp")`.
+    """All processes, `sharing` consecutive ones to a row, with the dimensions `dp_replicate` and `cp`.
+
+    The group of this process is `mesh_of(2).get_group("cp")`.
 
     Raises:
         EvaluationError: the number of processes is not a multiple of `sharing`.
