@@ -26,9 +26,11 @@ class Options(Measured):
     lengths: Lengths  # context lengths in tokens, ascending
     schemes: Specs = ()  # one for each line of the table; target=auto is each length in turn
     references: bool = True  # add the lines plain, cut and window; of repeat near and cut are always there
-    protocol: str = "auto"  # last, repeat, by_position, span_corruption, sliding, disjoint, yarn_compat, yarn_truncate
+    protocol: str = "auto"  # last, far, repeat, longppl, by_position, span_corruption, sliding, disjoint, yarn_...
     targets: int | None = None  # scored tokens per window; default min(L, 4096)
-    stride: int | None = None  # step of sliding and yarn_compat, in tokens; default 256, or the shortest length
+    evaluator: str | None = None  # of longppl: the checkpoint that finds key tokens
+    short_context: int | None = None  # of longppl: K, tokens of its short contexts; default 4096
+    stride: int | None = None  # step of sliding and yarn_compat, default 256, or the shortest length; of longppl 1024
     tokens_per_document: int | None = None  # where whole documents are scored; default all
     documents: int | None = None  # how many, drawn at random where there are more; default all
     windows_per_document: int | None = None  # places scored in each document; default as many as make 16 in all
@@ -54,6 +56,8 @@ def main(options: Options) -> None:
         protocol=options.protocol,
         targets=options.targets,
         stride=options.stride,
+        evaluator=options.evaluator,
+        short_context=options.short_context,
         tokens_per_document=options.tokens_per_document,
         documents=options.documents,
         windows_per_document=options.windows_per_document,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from rope_patch.evaluation.standard_errors import paired_difference, standard_er
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = sorted(path.parent.name for path in DOCS.glob("results/real/*/perplexity.jsonl"))
+FAR = sorted([*DOCS.glob("results/real/*/repeat.jsonl"), *DOCS.glob("results/real/*/far.jsonl")])
 
 
 def table(name: str) -> str:
@@ -35,6 +38,33 @@ def _cell(row: Row, reference: Row) -> str:
     return f"{row.nll:.3f} ({difference:+.3f} ± {error:.3f})"
 
 
+def by_text(path: Path) -> str:
+    """NLL on far tokens by text, and the mean difference from the text cut to L over all windows."""
+    rows = Rows(path).rows
+    cells = {(row.line, row.text): row for row in rows}
+    texts, lines = (list(dict.fromkeys(each)) for each in zip(*((row.text, row.line) for row in rows), strict=True))
+    table = [["scheme", *(f"{text} ({rows_of(rows, text).windows})" for text in texts), "beside the cut"]]
+    table += [["---"] * len(table[0])]
+    for line in lines:
+        pairs = [(cells[line, text], cells["cut", text]) for text in texts if (line, text) in cells]
+        windows = [zip(*(one.nll_by_document for one in pair), strict=True) for pair in pairs]
+        apart = [ours - cut for of_text in windows for ours, cut in of_text]
+        shown = [f"{cells[line, text].nll:.3f}" if (line, text) in cells else "" for text in texts]
+        mean = f"{statistics.fmean(apart):+.2f} ± {standard_error(apart) or math.nan:.2f}"
+        table += [[display_name(line), *shown, mean if line != "cut" and len(pairs) == len(texts) else ""]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in table)
+
+
+def rows_of(rows: list[Row], text: str) -> Row:
+    """Any row of a text."""
+    return next(row for row in rows if row.text == text)
+
+
+@pytest.mark.parametrize("path", FAR, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_page_has_the_table_of_the_far_tokens(path: Path) -> None:
+    assert by_text(path) in (DOCS / "real.md").read_text()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_has_the_table_of_the_rows(name: str) -> None:
     assert table(name) in (DOCS / "real.md").read_text()
@@ -43,3 +73,5 @@ def test_the_page_has_the_table_of_the_rows(name: str) -> None:
 if __name__ == "__main__":
     for name in NAMES:
         print(f"## {name}\n\n{table(name)}")
+    for path in FAR:
+        print(f"## {path.parent.name}, {path.stem}\n\n{by_text(path)}")

@@ -13,8 +13,8 @@ from rope_patch.errors import EvaluationError
 
 
 def convert_text(members: Iterator[bytes], folder: Path, dtype: str) -> None:
-    """Chapters, joined by an empty line, as one file."""
-    (folder / "moby-dick.txt").write_bytes(b"\n".join(members))
+    """Chapters or files, joined by an empty line, as one file."""
+    (folder / f"{folder.name}.txt").write_bytes(b"\n".join(members))
 
 
 def convert_gguf(members: Iterator[bytes], folder: Path, dtype: str) -> None:

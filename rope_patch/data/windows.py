@@ -18,11 +18,16 @@ WINDOWS = 16  # default number of windows of all documents together
 
 @dataclass(frozen=True)
 class Window:
-    """A part of a document, `(tokens,)`, up to its last target, and the prefix of its contexts, `(tokens,)`."""
+    """A part of a document, `(tokens,)`, up to its last target, and the prefix of its contexts, `(tokens,)`.
+
+    It begins at token `start` of the document, of which `source` is the row of the corpus.
+    """
 
     document: str
     tokens: torch.Tensor
     prefix: torch.Tensor
+    start: int
+    source: Mapping[str, Any]
 
     def context(self, length: int) -> torch.Tensor:
         """`(length + 1,)`: `length` input tokens and, shifted by one, their targets. The end is fixed."""
@@ -129,7 +134,8 @@ def select(
     for index, spans in zip(chosen, places([len(kept[index]) for index in chosen]), strict=True):
         tokens, ends = kept[index], [end for _, end in spans]
         digests += hashlib.sha256(tokens.numpy().tobytes() + repr((ends, prefix.tolist())).encode()).hexdigest()
-        windows += [Window(rows[index]["name"], tokens[start:end].clone(), prefix) for start, end in spans]
+        row = rows[index]
+        windows += [Window(row["name"], tokens[start:end].clone(), prefix, start, row) for start, end in spans]
     return Selection(
         windows=tuple(windows),
         documents=len(chosen),

@@ -260,8 +260,8 @@ def plot_band(chart: Any, at: Sequence[float], values: Sequence[tuple[float, flo
 def _style(series: Series, grid: Grid) -> dict[str, Any]:
     """The references are dashed without markers, and no two of the others alike; before a training they are dotted."""
     if series.line in COMPARED:
-        colour, dashes = INK if series.line == grid.baseline else "#8A8A8A", "-." if series.line in CONTROLS else "--"
-        return {"color": colour, "linestyle": dashes, "linewidth": 1.6, "zorder": 2}
+        colour, style = INK if series.line == grid.baseline else "#8A8A8A", "-." if series.line in CONTROLS else "--"
+        return {"color": colour, "linestyle": style, "linewidth": 1.6, "zorder": 2}
     others = list(dict.fromkeys(one.line for one in grid.series if one.line not in COMPARED))
     turn, look = divmod(others.index(series.line), len(COLOURS))
     dashes = (0, (turn, 1)) if turn else "-"

@@ -51,6 +51,8 @@ class Row:
         nll: mean negative log-likelihood in nats per token; `perplexity` is its exponential.
         nll_by_document: the mean of each document; with fewer than 8 documents those of their windows, or of blocks of
             many windows.
+        chosen_share, others_nll: where a protocol scores only some of the last tokens, their share, and the NLL of the
+            others; `scored_tokens` is their number.
         depth: share of the filler before what is hidden.
         distance: the smallest number of tokens from the end of what is hidden to the end of the question.
         accuracy, exact: share of correct keys or tokens, and of wholly correct answers.
@@ -89,6 +91,8 @@ class Row:
     nll: float | None = None
     perplexity: float | None = None
     nll_by_document: list[float] = field(default_factory=list)
+    chosen_share: float | None = None
+    others_nll: float | None = None
 
     depth: float | None = None
     distance: int | None = None

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import GGUF_CONFIG_MAPPING
 
 from rope_patch.errors import NoCheckpoint, UnsupportedModel, require
+from rope_patch.models.config import head_dim
 
 _STATED = {
     "attention.key_length": "head_dim",
@@ -116,11 +117,11 @@ def _config_of(path: str | Path, metadata: dict[str, Any], arguments: dict[str, 
         if isinstance(pattern, int):  # the last of so many layers sees everything
             pattern = [(index + 1) % pattern != 0 for index in range(config.num_hidden_layers)]
         config.layer_types = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-    scalar = "query_pre_attn_scalar"
-    if getattr(config, scalar, None) not in (None, config.head_dim) and scalar not in arguments:
+    scalar, width = "query_pre_attn_scalar", head_dim(config)
+    if getattr(config, scalar, None) not in (None, width) and scalar not in arguments:
         if config.num_hidden_layers not in _SCALED_BY_WIDTH:
             raise UnsupportedModel(
-                f"{path} does not state {scalar}, and head_dim={config.head_dim} is not that of a published "
+                f"{path} does not state {scalar}, and head_dim={width} is not that of a published "
                 f"{architecture}; pass {scalar}=..., from the config of the checkpoint from which it was made"
             )
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads

@@ -256,6 +256,14 @@ def test_what_a_file_states_reaches_the_model(architecture, values, numbers, tmp
     assert torch.equal(logits(ours, tokens()), logits(theirs, tokens()))
 
 
+def test_the_width_of_heads_follows_from_the_sizes_where_no_file_states_it(tmp_path):
+    theirs = of("qwen2", hidden_size=64, num_attention_heads=4, head_dim=16)
+    write(tmp_path / "x.gguf", theirs, architecture="qwen2")
+    ours = rope_patch.from_pretrained(tmp_path / "x.gguf", dtype=torch.float32)
+    assert not hasattr(ours.config, "head_dim")
+    assert torch.equal(logits(ours, tokens()), logits(theirs, tokens()))
+
+
 @pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
 def test_a_scale_of_scores_that_no_file_states_is_refused_or_given(architecture, tmp_path):
     theirs = of({"gemma3": "gemma3_text"}.get(architecture, architecture), query_pre_attn_scalar=24, sliding_window=8)

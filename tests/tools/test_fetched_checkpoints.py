@@ -57,6 +57,13 @@ CASES = {
         2.630,
         "the capital of the country of France. It is the largest",
     ),
+    "qwen2.5-coder-0.5b": (
+        630_167_424,
+        32768,
+        "def fibonacci(n):\n",
+        3.167,
+        'if n <= 0:\n        return "Invalid input',
+    ),
 }
 """Weights, L, the beginning of a text, the loss of `TEXT` in nats per token, and how the model continues the text."""
 
@@ -113,8 +120,20 @@ def test_a_t5_that_writes_titles(folder):
         assert model(ids, labels=labels).loss.item() == pytest.approx(0.126, abs=0.002)
 
 
+TEXTS = {
+    "moby-dick": "db58b8efee1804888454eb160cd83b65cc48511c308c276f8742dc636cd3c225",
+    "state-of-the-union": "89428c28f60248759fa8d78b60796f1e7dbb324333690f246e4be0e20b16eb6a",
+    "graham-essays": "650ad0683f9bedeaad9cc605cc84e0e7dcceadd279a842a7996efaae19813f00",
+    "openai-agents": "2e3d8fc10ec8d9a87203931b839d028c54802692ec723588643326e0488a7079",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_is_the_same_for_everybody(name, folder):
+    assert hashlib.sha256(Path(fetched(name, folder), f"{name}.txt").read_bytes()).hexdigest() == TEXTS[name]
+
+
 def test_a_novel(folder):
     text = Path(fetched("moby-dick", folder), "moby-dick.txt").read_bytes()
     assert text.decode().startswith("CHAPTER 1. Loomings.\n\nCall me Ishmael.")
     assert text.count(b"\nCHAPTER ") == 134
-    assert hashlib.sha256(text).hexdigest() == "db58b8efee1804888454eb160cd83b65cc48511c308c276f8742dc636cd3c225"

@@ -38,8 +38,12 @@ class Last(Protocol):
 
     def __init__(self, asked: Settings, lengths: Sequence[int], training_length: int) -> None:
         super().__init__(asked, lengths, training_length)
-        self.targets = min(training_length, DEFAULT_TARGETS) if asked.targets is None else asked.targets
+        self.targets = self.default_targets() if asked.targets is None else asked.targets
         check_targets(self.targets, lengths)
+
+    def default_targets(self) -> int:
+        """T where none is asked for."""
+        return min(self.training_length, DEFAULT_TARGETS)
 
     def places(self, counts: Sequence[int]) -> Sequence[Sequence[tuple[int, int]]]:
         needed = self.lengths[-1] + 1 - len(self.prefix)

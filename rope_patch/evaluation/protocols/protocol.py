@@ -33,11 +33,13 @@ class Settings:
         corpus: rows with `name` and `text`, such as `load_corpus()` gives, or `input_ids` in place of `text`.
         protocol: one of `PROTOCOLS`; `"auto"` chooses `"last"` or `"span_corruption"` for the model.
         targets: T, scored tokens per window, or the tokens among which spans are hidden; default min(L, 4096).
-        stride: S of `sliding` and `yarn_compat`; default 256, or the shortest length.
+        stride: S of `sliding` and `yarn_compat`, default 256, or the shortest length; d of `longppl`, default 1024.
         tokens_per_document: for protocols that score whole documents: the number of tokens to read; default all.
         documents: number of documents, drawn at random if there are more; default all.
         windows_per_document: for protocols that score windows: maximum number per document; default one, or with few
             documents as many as make 16 windows in total.
+        evaluator: of `longppl`: the model that finds key tokens and its tokenizer, or the folder of both.
+        short_context: K of `longppl`, tokens of the evaluator's short contexts; default 4096.
         text: name of the corpus in the rows.
     """
 
@@ -49,6 +51,8 @@ class Settings:
     tokens_per_document: int | None = None
     documents: int | None = None
     windows_per_document: int | None = None
+    evaluator: Any = None
+    short_context: int | None = None
     seed: int = 0
     text: str = ""
 
@@ -186,11 +190,11 @@ class Protocol(Task):
             "scored_tokens": sum(losses.numel() for losses in scored),
             "nll": nll,
             "perplexity": math.inf if nll > 700 else math.exp(nll),
-            "nll_by_document": [round(self.mean(block), 6) for block in _blocks(items, scored)],
+            "nll_by_document": [round(self.mean(block), 6) for block in blocks(items, scored)],
         }
 
 
-def _blocks(contexts: Sequence[Context], scored: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+def blocks(contexts: Sequence[Context], scored: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
     """The losses of each document; with few documents those of their windows, or of blocks of many windows."""
     by_document: dict[str, list[torch.Tensor]] = {}
     for context, losses in zip(contexts, scored, strict=True):

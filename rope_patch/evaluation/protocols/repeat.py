@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 
-from rope_patch.data.windows import Window, spread
+from rope_patch.data.windows import Selection, Window, spread
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.protocols.protocol import Context, Protocol, Settings
 from rope_patch.evaluation.scheme_specs import NEAR, TEXT_CUT
@@ -58,6 +59,11 @@ class Repeat(Protocol):
                     f"scored, need a length of {least} {'within' if length <= training_length else 'beyond'} the "
                     f"training length of {training_length}; use other lengths or fewer targets"
                 )
+
+    @cached_property
+    def selection(self) -> Selection:
+        chosen = super().selection
+        return replace(chosen, fingerprint=f"{chosen.fingerprint}-{self.lengths[-1]}")  # where the passages are
 
     def places(self, counts: Sequence[int]) -> Sequence[Sequence[tuple[int, int]]]:
         needed = self.lengths[-1] + 1 - len(self.prefix) - self.passage

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from rope_patch.errors import EvaluationError, did_you_mean
 from rope_patch.evaluation.measured_model import MeasuredModel
+from rope_patch.evaluation.protocols.chosen import Far
 from rope_patch.evaluation.protocols.last import ByPosition, Last, SpanCorruption, check_targets
+from rope_patch.evaluation.protocols.long_ppl import LongPPL
 from rope_patch.evaluation.protocols.protocol import Protocol, Settings
 from rope_patch.evaluation.protocols.repeat import Repeat
 from rope_patch.evaluation.protocols.whole_documents import Disjoint, Sliding, YarnCompat, YarnTruncate
@@ -20,7 +22,7 @@ from rope_patch.evaluation.tasks.task import Task
 
 PROTOCOLS: dict[str, type[Protocol]] = {
     kind.protocol: kind
-    for kind in (Last, Repeat, ByPosition, SpanCorruption, Sliding, Disjoint, YarnCompat, YarnTruncate)
+    for kind in (Last, Far, LongPPL, Repeat, ByPosition, SpanCorruption, Sliding, Disjoint, YarnCompat, YarnTruncate)
 }
 
 
@@ -38,7 +40,7 @@ class Perplexity(Settings, Task):
         if self.protocol not in ("auto", *PROTOCOLS):
             raise EvaluationError(f"protocol {self.protocol!r}: {did_you_mean(self.protocol, ['auto', *PROTOCOLS])}")
         kind = PROTOCOLS.get(self.protocol, Last)  # all choices of `auto` accept the same settings
-        for name in ("targets", "windows_per_document", "stride", "tokens_per_document", "documents"):
+        for name in ("targets", "windows_per_document", "stride", "tokens_per_document", "short_context", "documents"):
             value = getattr(self, name)
             if value is None:
                 continue
@@ -46,6 +48,11 @@ class Perplexity(Settings, Task):
                 raise EvaluationError(f"{name}={value}: protocol {self.protocol!r} scores {kind.scores}; omit {name}")
             if not isinstance(value, int) or value < 1:
                 raise EvaluationError(f"{name}={value!r} is not allowed; it must be a whole number of at least 1")
+        if (self.evaluator is None) == (kind is LongPPL):
+            raise EvaluationError(
+                f"evaluator={self.evaluator}: protocol 'longppl' needs the folder of a checkpoint that reads the text "
+                "within its training length, and no other protocol has one"
+            )
         if self.targets is not None and kind is not Repeat:
             check_targets(self.targets, lengths)
 

@@ -1,0 +1,107 @@
+"""Draw the picture of the README's first screen, for a light and a dark page, from the rows in docs/results/real.
+
+    python -m tools.front
+    python -m tools.front --output runs/front
+
+Above, a passage that the text repeats more than L later: with the text cut to L, under the scheme, and inside L. Below,
+the next words of a novel, which hardly need what is far. Bars are means, and dots single texts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rope_patch.cli.options import run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from rope_patch.evaluation.row import Row
+
+ROWS = Path("docs/results/real/tinyllama-1.1b")
+SCHEME = "rerope:window=1024+logn"
+FAR = {"cut": "text cut to L", SCHEME: "ReRoPE, log-n", "near": "passage inside L"}  # lines of repeat.jsonl
+NOVEL = {"plain": "text cut to L", SCHEME: "ReRoPE, log-n"}  # lines of perplexity.jsonl
+LENGTH = 4096  # tokens, 2L
+SIZE = 13  # points: still read where the picture is 400 pixels wide
+
+
+@dataclass(frozen=True)
+class Page:
+    """The colours of a page: behind everything, of words, of a reference, and of the scheme."""
+
+    back: str
+    ink: str
+    plain: str
+    scheme: str
+
+
+PAGES = {
+    "front": Page("#FFFFFF", "#222222", "#9A9A9A", "#0072B2"),
+    "front_dark": Page("#0D1117", "#E6EDF3", "#7D8590", "#56B4E9"),
+}
+
+
+@dataclass(kw_only=True)
+class Options:
+    output: str = "docs/images"  # a folder
+
+
+def main(options: Options) -> None:
+    """Write front.png and front_dark.png."""
+    from rope_patch.evaluation.charts import write
+
+    for name, page in PAGES.items():
+        print(write(front(page), Path(options.output) / f"{name}.png"))
+
+
+def front(page: Page) -> Figure:
+    """Two panels over one scale of losses."""
+    from rope_patch.evaluation.charts import blank
+
+    far, novel = losses("repeat", FAR), losses("perplexity", NOVEL)
+    figure = blank(6.4, 4.3, layout="constrained")
+    figure.set_facecolor(page.back)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[len(far), len(novel)])
+    bars(above, "A passage read more than L tokens ago", far, page)
+    bars(below, "The next words of a novel", novel, page)
+    below.set_xlabel("NLL, nats per token: shorter is better", size=SIZE, color=page.ink)
+    return figure
+
+
+def losses(protocol: str, names: Mapping[str, str]) -> dict[str, list[float]]:
+    """By the name of a line: its loss on each text at 2L; the plain checkpoint reads L of them."""
+    from rope_patch.evaluation.row import Rows
+
+    rows = Rows(ROWS / f"{protocol}.jsonl").rows
+    return {name: [row.nll for row in rows if row.line == line and at(row)] for line, name in names.items()}
+
+
+def at(row: Row) -> bool:
+    """Whether a row has the length that the picture shows."""
+    return row.length == (row.training_length if row.line == "plain" else LENGTH)
+
+
+def bars(axes: Axes, title: str, found: Mapping[str, Sequence[float]], page: Page) -> None:
+    """A bar for each line, with its value, and a dot for each of its texts."""
+    axes.set_facecolor(page.back)
+    axes.set_title(title, loc="left", size=SIZE + 1, weight="bold", color=page.ink)
+    for place, (name, values) in enumerate(found.items()):
+        mean = statistics.fmean(values)
+        axes.barh(place, mean, height=0.72, color=page.scheme if "ReRoPE" in name else page.plain)
+        axes.text(0.06, place, f"{mean:.2f}", va="center", size=SIZE, weight="bold", color=page.back)
+        if len(values) > 1:
+            axes.plot(values, [place] * len(values), "o", markersize=5, color=page.ink, markeredgecolor=page.back)
+    axes.set_yticks(range(len(found)), found, size=SIZE, color=page.ink)
+    axes.invert_yaxis()
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    axes.spines[:].set_visible(False)
+
+
+if __name__ == "__main__":
+    run(Options, main)
