@@ -255,7 +255,7 @@ def _refuse_part_of_a_row(scheme: Scheme, implementation: str) -> None:
         if str(getattr(function, "__module__", "")).startswith(("torch.distributed.", "deepspeed.")):
             raise UnsupportedPositions(
                 f"context parallelism is not supported: the attention of {scheme} sees only this process's part of the "
-                "row; use a scheme of static frequencies (pi, yarn)"
+                "row; use rope_patch.training.context_parallel, or a scheme of static frequencies (pi, yarn)"
             )
 
 

@@ -28,7 +28,10 @@ CASES = {
     "adapters, padded": {"method": "lora", "layout": "padded", "scheme": ["rerope:window=8"]},
     "micro-batches": {"micro_batch_size": 1, "gradient_checkpointing": True, "scheme": ["kerple"]},
     "stream": {"streaming": True},
+    "shared rows": {"scheme": ["rerope:window=8+logn"], "gradient_checkpointing": True},
+    "shared stream": {"streaming": True, "layout": "padded", "method": "lora"},
 }
+TOGETHER = {"shared rows": {"context_parallel": 2}, "shared stream": {"context_parallel": 2}}
 
 
 def train(rank, *commands):
@@ -40,7 +43,8 @@ def train(rank, *commands):
 def test_two_processes_train_what_one_trains(options, tmp_path):
     shared = {"batch_size": 4, "save_every": 2, "steps": 3}
     alone = {name: options(**shared, **case, output=tmp_path / f"one {name}") for name, case in CASES.items()}
-    together = {name: {**case, "output": tmp_path / f"two {name}"} for name, case in alone.items()}
+    outputs = {name: {"output": tmp_path / f"two {name}"} for name in CASES}
+    together = {name: {**alone[name], **TOGETHER.get(name, {}), **outputs[name]} for name in CASES}
     assert run_one(train, 0, *map(words_of, alone.values())) == 0
     assert run_two(train, *map(words_of, together.values())) == [0, 0]
     for name, case in CASES.items():
