@@ -13,7 +13,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from benchmarks.comparison import Shape, Side
 from benchmarks.dense import two_matrices
-from rope_patch.attention import engine
+from rope_patch.attention import paths
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
 from rope_patch.attention.spans import Span
 from rope_patch.schemes.registry import as_scheme
@@ -60,7 +60,7 @@ def regions(shape: Shape, scheme: str, backward: bool = False) -> Side:
     )
     spans = (Span(slice(0, 1), slice(0, length), slice(0, length), 0),)
     leaves = [value, *(state for branch in branches for state in (branch.query, branch.key))]
-    return _side(shape, lambda: engine.attend(inputs, "auto", lambda _: spans), leaves, backward)
+    return _side(shape, lambda: paths.attend(inputs, "auto", lambda _: spans), leaves, backward)
 
 
 def t5_encoder(shape: Shape, backward: bool = False) -> Side:
@@ -71,7 +71,7 @@ def t5_encoder(shape: Shape, backward: bool = False) -> Side:
     inputs = dataclasses.replace(inputs, bias=DistanceBias(lambda m: scheme.bias(m, shape.heads, weights)))
     spans = (Span(slice(0, 1), slice(0, shape.length), slice(0, shape.length), 0, causal=False),)
     leaves = [table, *_states(inputs)]
-    return _side(shape, lambda: engine.attend(inputs, "auto", lambda _: spans), leaves, backward)
+    return _side(shape, lambda: paths.attend(inputs, "auto", lambda _: spans), leaves, backward)
 
 
 def unbiased_encoder(shape: Shape, backward: bool = False) -> Side:

@@ -24,7 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_patch.cli.options import Length, Lengths, Measured, Names, Specs, is_main, print_json, run, say
+from rope_patch.cli.options import Length, Lengths, Measured, Names, Specs, is_main, run, say
+from rope_patch.cli.report import report
 
 
 @dataclass(kw_only=True)
@@ -64,7 +65,7 @@ class Options(Measured):
     warm_start_steps: int = 0  # first steps, trained under position interpolation
     precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 computes in it, by autocast
     gradient_checkpointing: bool = False  # compute activations again in the backward
-    loss: Literal["chunked", "plain", "liger"] = "chunked"  # chunked and liger hold no logits of a whole row
+    loss: Literal["chunked", "plain", "liger", "longce"] = "chunked"  # only plain holds the logits of a whole row
     save_every: int = 50  # steps between two checkpoints of Trainer; the newest is kept to resume from
     log_every: int = 10  # steps between two losses in the log
     report_to: Names = ()  # trackers that Transformers knows, such as tensorboard or wandb
@@ -84,11 +85,9 @@ def main(options: Options) -> None:
     check(options)
     from accelerate import PartialState
 
-    from rope_patch.errors import MissingPackage
-    from rope_patch.evaluation import charts
     from rope_patch.evaluation.row import Rows
     from rope_patch.evaluation.scheme_specs import REFERENCES, with_references
-    from rope_patch.evaluation.tables import print_table
+    from rope_patch.evaluation.verdict import of_training
     from rope_patch.saving.loading import default_checkpoint, load_tokenizer, quiet_transformers
     from rope_patch.training.callbacks import completed
     from rope_patch.training.checkpoints import alone_in, claim
@@ -106,6 +105,7 @@ def main(options: Options) -> None:
             stack.enter_context(alone_in(output))
             digest = hashlib.sha256("".join(document["text"] for document in corpus).encode()).hexdigest()[:8]
             settings = {name: getattr(options, name) for name in KEPT.split()}
+            settings["longce"] = options.loss == "longce" or None  # as in older runs, which recorded nothing
             claim(output, {**settings, "measured on": f"{text} ({digest})"})  # held-out text is never trained on later
             measurements, points = Rows(output / "perplexity.jsonl"), Rows(output / "finetune.jsonl")
         say(f"perplexity is measured on {text}")
@@ -117,11 +117,8 @@ def main(options: Options) -> None:
         if points is None:
             return
         rows = completed([row for row in points.rows if row.line in (*REFERENCES, *options.schemes)])
-        print_json([json.loads(row.to_json()) for row in rows]) if options.json else print_table(rows)
-        try:
-            charts.save(rows, output / "finetune.png", title="Before and after fine-tuning")
-        except MissingPackage as error:
-            say(str(error))
+        verdict = of_training(rows, partial(folder_of, options))
+        report(rows, options, points.path, verdict, title="Before and after fine-tuning")
 
 
 def check(options: Options) -> None:
@@ -136,6 +133,8 @@ def check(options: Options) -> None:
     at_once = int(os.environ.get("WORLD_SIZE", "1")) // options.context_parallel * (options.micro_batch_size or 1)
     if options.batch_size % at_once:
         raise EvaluationError(f"batch_size={options.batch_size} is not allowed; it must be a multiple of {at_once}")
+    if options.loss == "longce" and options.context_parallel > 1:
+        raise EvaluationError("loss=longce is not allowed with context_parallel: its short contexts span several parts")
     if options.device not in ("auto", "cpu"):
         raise EvaluationError(f"device={options.device} is not allowed; Trainer takes auto or cpu")
     if options.dtype != "float32" and (options.method == "full" or options.precision != "bfloat16"):
@@ -180,7 +179,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     from rope_patch.models.find_stacks import read_stacks
     from rope_patch.models.head import find_language_model
     from rope_patch.patching import mount_scheme
-    from rope_patch.training import adapters, callbacks, checkpoints, chunked_loss
+    from rope_patch.training import adapters, callbacks, checkpoints, chunked_loss, long_ce
 
     folder, facts = folder_of(options, spec), {"scheme": spec, "steps": options.steps, "merge": options.merge}
     done = folder / "checkpoint" / "training.json"
@@ -193,6 +192,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     if "flash" in language_model.config._attn_implementation and options.layout != "padded":
         raise EvaluationError("flash attention would misread where the documents of a row begin; use attention=sdpa")
     row_length = trained if options.layout == "pose" else options.length
+    weights = long_ce.LongCE.beyond(trained, row_length) if options.loss == "longce" else None
     buffer = options.shuffle_buffer if options.streaming else None
     order = {"batch_size": options.batch_size, "seed": options.seed, "shuffle_buffer": buffer}
     order |= {"pack": options.layout == "packed", "allow_short": options.allow_short}
@@ -220,8 +220,9 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     collators["pose"] = PoSECollator(options.length, options.pose_chunks, options.seed)
     arguments = training_arguments(options, folder / "trainer")
     trainer = checkpoints.SafeTrainer(model, arguments, collators[options.layout], rows, **called)
-    chunked = chunked_loss.chunked_loss(model) if options.loss == "chunked" else nullcontext()
-    with chunked, redirect_stdout(sys.stderr):  # Trainer prints its log
+    chunked = chunked_loss.chunked_loss(model, long_ce=weights)
+    in_chunks = chunked if options.loss in ("chunked", "longce") else nullcontext()
+    with in_chunks, redirect_stdout(sys.stderr):  # Trainer prints its log
         trainer.resume()
 
     if options.merge:

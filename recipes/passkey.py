@@ -11,13 +11,13 @@ to resume.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json, run, say
+from rope_patch.cli.options import Lengths, Measured, Specs, is_main, run, say
+from rope_patch.cli.report import report
 
 
 @dataclass(kw_only=True)
@@ -36,16 +36,15 @@ class Options(Measured):
 def main(options: Options) -> None:
     """Ask every scheme the same questions at every length and depth."""
     from rope_patch.data.corpora import load_text
-    from rope_patch.errors import EvaluationError, MissingPackage, counted
-    from rope_patch.evaluation import charts
+    from rope_patch.errors import EvaluationError, counted
     from rope_patch.evaluation.measured_model import pop_scheme
     from rope_patch.evaluation.row import Rows
     from rope_patch.evaluation.run import run as run_task
     from rope_patch.evaluation.scheme_specs import REFERENCES, check_lengths, with_references
-    from rope_patch.evaluation.tables import print_table
     from rope_patch.evaluation.tasks.passkey import Passkey
     from rope_patch.evaluation.tasks.repeated_spans import RepeatedSpans
     from rope_patch.evaluation.tasks.retrieval import Retrieval, check_depths
+    from rope_patch.evaluation.verdict import of_answers
     from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
 
     # what can be wrong is found before anything slow
@@ -79,18 +78,10 @@ def main(options: Options) -> None:
 
     if not is_main():
         return
-    if options.json:
-        print_json([json.loads(row.to_json()) for row in rows])
-    else:
-        print_table(rows, what=task.what)
     within = [row.accuracy for row in rows if row.length <= row.training_length]
     if options.task == "passkey" and within and not any(within):
         say("no scheme finds a key within the training length: this checkpoint cannot do the task; try task spans")
-    try:
-        charts.save(rows, results.path.with_suffix(".png"), what=task.what)
-    except MissingPackage as error:
-        say(str(error))
-    say(f"wrote {options.output}")
+    report(rows, options, results.path, of_answers(rows), what=task.what)
 
 
 def shares(words: Sequence[str]) -> list[float]:

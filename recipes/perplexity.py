@@ -14,11 +14,11 @@ the same command again to resume. Several processes divide the windows and write
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json, run, say
+from rope_patch.cli.options import Lengths, Measured, Specs, is_main, run, say
+from rope_patch.cli.report import report
 
 
 @dataclass(kw_only=True)
@@ -41,14 +41,14 @@ class Options(Measured):
 def main(options: Options) -> None:
     """Measure every scheme at every length."""
     from rope_patch.data.corpora import load_text, name_of_text
-    from rope_patch.errors import MissingPackage, counted
-    from rope_patch.evaluation import charts
+    from rope_patch.errors import counted
     from rope_patch.evaluation.measured_model import pop_scheme
     from rope_patch.evaluation.row import Rows
     from rope_patch.evaluation.run import run as run_task
     from rope_patch.evaluation.scheme_specs import with_references
-    from rope_patch.evaluation.tables import print_table, shortfalls
+    from rope_patch.evaluation.tables import shortfalls
     from rope_patch.evaluation.tasks.perplexity import Perplexity
+    from rope_patch.evaluation.verdict import of_losses
     from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
 
     # what can be wrong is found before anything slow
@@ -80,21 +80,10 @@ def main(options: Options) -> None:
     how = {"name": options.model or "tiny-llama", "trained": trained, "sharing": options.context_parallel}
     rows = run_task(model, task, schemes, options.lengths, results, **how)
 
-    if not is_main():
-        return
-    for note in shortfalls(rows[-1]):
-        say(note)
-    if options.json:
-        print_json([json.loads(row.to_json()) for row in rows])
-    else:
-        print_table(rows)
-    picture = results.path.with_suffix(".png")
-    try:
-        charts.save(rows, picture)
-    except MissingPackage as error:
-        say(str(error))
-        picture = None
-    say(f"wrote {results.path}" + (f" and {picture}" if picture else ""))
+    if is_main():
+        for note in shortfalls(rows[-1]):
+            say(note)
+        report(rows, options, results.path, of_losses(rows))
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ again to resume.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rope_patch.cli.options import Lengths, Measured, Specs, is_main, print_json, run, say
+from rope_patch.cli.options import Lengths, Measured, Specs, is_main, run, say
+from rope_patch.cli.report import report
 
 
 @dataclass(kw_only=True)
@@ -33,14 +33,14 @@ class Options(Measured):
 
 def main(options: Options) -> None:
     """Ask every scheme the same questions at every length."""
-    from rope_patch.errors import EvaluationError, MissingPackage, counted
-    from rope_patch.evaluation import charts
+    from rope_patch.errors import EvaluationError, counted
     from rope_patch.evaluation.measured_model import pop_scheme
     from rope_patch.evaluation.row import Rows
     from rope_patch.evaluation.run import run as run_task
     from rope_patch.evaluation.scheme_specs import REFERENCES, check_lengths, with_references
-    from rope_patch.evaluation.tables import failed_within, print_table
+    from rope_patch.evaluation.tables import failed_within
     from rope_patch.evaluation.tasks.ruler import Ruler
+    from rope_patch.evaluation.verdict import of_answers
     from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
 
     # what can be wrong is found before anything slow
@@ -65,14 +65,6 @@ def main(options: Options) -> None:
 
     if not is_main():
         return
-    if options.json:
-        print_json([json.loads(row.to_json()) for row in rows])
-    else:
-        print_table(rows, what=f"{task.what}, ± standard error of {options.samples} samples")
-    try:
-        charts.save(rows, results.path.with_suffix(".png"), what=task.what)
-    except MissingPackage as error:
-        say(str(error))
     if options.lengths[0] > rows[0].training_length:
         say(
             f"no length within L = {rows[0].training_length} was measured: nobody knows whether this checkpoint can do "
@@ -83,7 +75,8 @@ def main(options: Options) -> None:
             f"task {name} means nothing here: within its training length this checkpoint gives {score:.0%} of the "
             "answers under the best scheme; it cannot do the task"
         )
-    say(f"wrote {options.output}")
+    what = f"{task.what}, ± standard error of {options.samples} samples"
+    report(rows, options, results.path, of_answers(rows), what=what)
 
 
 if __name__ == "__main__":

@@ -1,60 +1,59 @@
 # /// script
 # dependencies = ["rope-patch[serve]"]
 # ///
-r"""An OpenAI endpoint for a checkpoint under a scheme: the server of Transformers with continuous batching.
+r"""An OpenAI endpoint for a checkpoint under a scheme, with continuous batching.
 
     rope-patch serve recipes/assets/tiny-llama --scheme rerope:window=128+logn
-    python recipes/serve.py DIR --port 8001
+    python recipes/serve.py DIR --port 8001 --api-key secret
     curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' \
         -d '{"prompt": "import os\n", "max_tokens": 16}'
 
 It serves completions, chat completions and responses, streamed or whole. Requests join and leave the batch at any
-time. A folder that was saved under a scheme needs no --scheme. A batch of Transformers has one setting for sampling,
-so you set it here. A request for another, or for anything else that the server does not do (n=2, logprobs, a chat
-without a template), gets a 400 with the reason. SIGTERM ends the server after the running requests, or after ten
-seconds.
+time, each with its own temperature, top_p, seed, stop strings, n and logprobs. A folder that was saved under a scheme
+needs no --scheme. What the server does not do gets a 400 with the reason. SIGTERM ends the server after the running
+requests, or after ten seconds.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
+import asyncio
+import bisect
+import contextlib
+import hmac
+import json
+import logging
 import math
-from dataclasses import dataclass
+import secrets
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from rope_patch.cli.options import Length, Positional, run, say
 from rope_patch.errors import EvaluationError, require
 
 PAGE = 256  # tokens; the cache is given out in pages
-SERVED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/health"}
-UNSAID = 1 << 30  # `max_new_tokens` of a request that does not say
-HARMLESS = {"user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls", "truncation"}
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # values with which a field that is not served asks for nothing
-    **dict.fromkeys(("n", "best_of"), (1,)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), (0,)),
-    **dict.fromkeys(("logit_bias", "include", "functions"), ({}, [])),
-    **dict.fromkeys(("tool_choice", "function_call"), ("auto", "none")),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-    "text": ({}, {"format": {"type": "text"}}),
-}
+LARGEST_BODY = 16 * 2**20  # bytes
+UNSAID = 1 << 30  # `max_new_tokens` of a request for a response that does not set it
 
 
 @dataclass(kw_only=True)
 class Options:
-    checkpoint: Positional[str]  # checkpoint folder, GGUF file or Hub ID; also the name of the model in requests
+    checkpoint: Positional[str]  # checkpoint folder, GGUF file or Hub ID; its last part names the model in requests
     scheme: str | None = None  # such as rerope:window=512+logn; default what it was saved under
     max_length: Length | None = None  # prompt and answer in tokens; default what the scheme reaches; 4 L if any length
-    max_tokens: int = 256  # of an answer, where a request does not say
+    max_tokens: int = 256  # of an answer, where a request does not set it
     max_requests: int = 8  # how many requests of max_length the cache holds
     max_batch_tokens: int | None = None  # of one step; default 512, or max_length where frequencies follow the length
-    temperature: float = 0.0  # 0 takes the likeliest token
-    top_p: float = 1.0  # of the probability, from which tokens are drawn
+    temperature: float = 0.0  # where a request does not set it; 0 takes the likeliest token
+    top_p: float = 1.0  # where a request does not set it: the share of the probability that tokens are drawn from
     dtype: str = "auto"  # auto (of the checkpoint; float32 on a CPU without bfloat16), float32, bfloat16 or float16
     device: str = "auto"  # auto, or a name that torch knows
     host: str = "localhost"  # to listen at
     port: int = 8000  # to listen at
+    api_key: str | None = None  # which requests must send as a bearer token; default none
 
 
 def main(options: Options) -> None:
@@ -67,6 +66,7 @@ def main(options: Options) -> None:
     from rope_patch.models.find_stacks import read_stack
     from rope_patch.patching import find_handle
     from rope_patch.saving.loading import load_model, load_tokenizer, quiet_transformers
+    from rope_patch.serving.batch import Batch, Sampling
 
     for name, least in {
         "max_length": 1,
@@ -92,175 +92,353 @@ def main(options: Options) -> None:
         raise EvaluationError(f"{scheme} is not served: a paged cache cannot keep what it sums up over earlier tokens")
     limit = options.max_length or longest_text(handle, checkpoint)
     whole_prompts = handle is not None and handle.scheme.length_dependent  # see docs/how-to/serve.md
-    model.generation_config.update(
-        max_new_tokens=UNSAID,
-        do_sample=options.temperature > 0,
-        temperature=options.temperature,
-        top_p=options.top_p,
-    )
-    batches = {
+    settings = {
         "num_blocks": options.max_requests * math.ceil(limit / PAGE),
         "max_batch_tokens": options.max_batch_tokens or (limit if whole_prompts else 512),
         "auto_switch_to_flash": False,  # it would bypass the scheme
         "max_blocks_per_request": 0,  # block tables, likewise
     }
-    app = application(options.checkpoint, model, tokenizer, limit, batches, options.max_tokens)
+    batch = Batch(model, tokenizer, settings, Sampling(options.temperature, options.top_p))
+    server = Server(options.checkpoint, model, batch, limit, options.max_tokens, options.api_key)
     say(f"serving {options.checkpoint} (L = {trained}) under {scheme}, up to {limit} tokens a request")
     uvicorn.run(
-        app, host=options.host, port=options.port, log_level="info", access_log=False, timeout_graceful_shutdown=10
+        server.application(),
+        host=options.host,
+        port=options.port,
+        http="h11",  # refuses endless headers
+        log_level="info",
+        access_log=False,
+        timeout_graceful_shutdown=10,
     )
 
 
 def longest_text(handle: Any, checkpoint: Any) -> int:
     """What a model reaches, in tokens: its maximum, or what the scheme's fields say; 4 L where they set no limit."""
-    from rope_patch.schemes.target import LONGEST, reach_of, sets_reach
+    from rope_patch.schemes.target import LONGEST, filled_for, takes_target
 
     if handle is None:
         return int(checkpoint.max_length)
+    reaches = []
     groups = [group for stack, plan in handle.mounted for group in plan.by_layer or ((stack, plan),)]
-    limits = [(plan.scheme, stack.checkpoint) for stack, plan in groups if sets_reach(plan.scheme, stack.checkpoint)]
-    longest = min((reach_of(*limit) or LONGEST for limit in limits), default=LONGEST)
+    for stack, plan in groups:
+        parts = [part for part in plan.scheme.resolve(stack.checkpoint).parts() if takes_target(type(part))]
+        # a field that was set limits the length, and not only what a scheme could do at most
+        if any(getattr(part, name) is not None for part in parts for name in filled_for(type(part), "auto")):
+            reaches.append(max(reach_of(part, stack.checkpoint) for part in parts))
+    longest = min(reaches, default=LONGEST)
     return longest if longest < LONGEST else 4 * int(checkpoint.training_length)
 
 
-def application(
-    name: str, model: Any, tokenizer: Any, limit: int, batches: dict[str, Any], max_tokens: int = 256
-) -> Any:
-    """The server of Transformers around one model that is loaded already.
+def reach_of(part: Any, checkpoint: Any) -> int:
+    """The longest text in tokens that a scheme reaches on a checkpoint, which is the target that its fields are for."""
+    from rope_patch.errors import InvalidField
+    from rope_patch.schemes.slots import Target
+    from rope_patch.schemes.target import LONGEST
+
+    own = {name: value for name, value in vars(part).items() if value is not None}
+    given: dict[str, Any] = {name: own[name] for name in ("window", "original_max_position_embeddings") if name in own}
+
+    def fields_for(tokens: int) -> Any:
+        return part.fields_for(Target(part.name, tokens, checkpoint, given))
+
+    def is_beyond(tokens: int) -> bool:
+        try:
+            start, wanted = fields_for(checkpoint.training_length), fields_for(tokens)
+        except InvalidField:
+            return True
+        return any(value > own.get(name, value) for name, value in wanted.items() if value != start.get(name))
+
+    lengths = range(checkpoint.training_length, LONGEST + 1)
+    return lengths[0] + max(1, bisect.bisect_left(lengths, True, key=is_beyond)) - 1
+
+
+class Refusal(Exception):
+    """A request that gets no answer: the status, and the reason."""
+
+    def __init__(self, reason: str, status: int = 400) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Server:
+    """The endpoint around one model that is loaded and patched.
 
     Args:
-        name: under which requests ask for it.
+        checkpoint: its folder, GGUF file or Hub ID; requests name the last part of it, or all of it.
         limit: prompt and answer of one request, in tokens.
-        batches: settings of the `ContinuousBatchingConfig`.
-        max_tokens: of an answer, where a request does not say.
+        max_tokens: of an answer, where a request does not set it.
     """
-    from fastapi import HTTPException
-    from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import JSONResponse
-    from jinja2 import TemplateError
-    from transformers import ContinuousBatchingConfig
-    from transformers.cli.serving.chat_completion import ChatCompletionHandler
-    from transformers.cli.serving.completion import CompletionHandler
-    from transformers.cli.serving.model_manager import ModelManager
-    from transformers.cli.serving.response import ResponseHandler
-    from transformers.cli.serving.server import build_server
-    from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 
-    class Limited(CBGenerateManager):
-        """Refuses what a batch cannot give, before it joins one."""
+    def __init__(
+        self, checkpoint: str, model: Any, batch: Any, limit: int, max_tokens: int, api_key: str | None = None
+    ) -> None:
+        self.names = (Path(checkpoint).name, checkpoint)
+        self.model, self.batch, self.tokenizer = model, batch, batch.tokenizer
+        self.limit, self.max_tokens, self.api_key = limit, max_tokens, api_key
 
-        def init_cb(self, model: Any, gen_config: Any) -> None:
-            super().init_cb(model, model.generation_config)
+    def application(self) -> Any:
+        """The server as an ASGI application."""
+        from starlette.applications import Starlette
+        from starlette.routing import Route
 
-        def generate_streaming(
-            self, model: Any, processor: Any, inputs: Any, gen_config: Any, *more: Any, **named: Any
-        ) -> Any:
-            check(inputs, gen_config)
-            return super().generate_streaming(model, processor, inputs, gen_config, *more, **named)
+        @contextlib.asynccontextmanager
+        async def lifespan(_: Any) -> AsyncIterator[None]:
+            self.batch.manager.start()
+            yield
+            self.batch.manager.stop(block=True, timeout=2)
 
-        async def generate_non_streaming(
-            self, model: Any, processor: Any, inputs: Any, gen_config: Any, *more: Any, **named: Any
-        ) -> Any:
-            check(inputs, gen_config)
-            return await super().generate_non_streaming(model, processor, inputs, gen_config, *more, **named)
+        routes = [
+            Route("/v1/completions", self.endpoint(self.complete), methods=["POST"]),
+            Route("/v1/chat/completions", self.endpoint(self.chat), methods=["POST"]),
+            Route("/v1/responses", self.endpoint(self.respond), methods=["POST"]),
+            Route("/v1/models", self.endpoint(self.models)),
+            Route("/health", self.health),
+        ]
+        return Starlette(routes=routes, lifespan=lifespan)
 
-    def check(inputs: Any, settings: Any) -> None:
-        prompt, served = len(inputs["input_ids"]), model.generation_config
-        if settings.max_new_tokens == UNSAID:
-            settings.max_new_tokens = max(1, min(max_tokens, limit - prompt))
-        wanted, allowed = prompt + settings.max_new_tokens, f"{limit} tokens of prompt and answer are allowed"
-        problems = {
-            "the prompt is empty": prompt == 0,
-            f"max_tokens={settings.max_new_tokens}: at least 1 is allowed": settings.max_new_tokens < 1,
-            f"{prompt} tokens of prompt and max_tokens={settings.max_new_tokens}: {allowed}": wanted > limit,
-            f"stop={settings.stop_strings!r}: a batch of Transformers knows no stop strings": bool(
-                settings.stop_strings
-            ),
-        }
-        for field in ("temperature", "top_p"):
-            one, other = getattr(settings, field), getattr(served, field)
-            problems[f"{field}={one}: this server was started with {other} for all requests"] = one != other
-        for problem, holds in problems.items():
-            if holds:
-                raise HTTPException(status_code=400, detail=problem)
+    def endpoint(self, handle: Any) -> Any:
+        """A route that answers every error as OpenAI has it."""
+        from starlette.requests import Request
 
-    class Strict:
-        """Before a handler of Transformers: what it would ignore, or break on, is a 400."""
-
-        async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        async def answer(request: Request) -> Any:
             try:
-                return await super().handle_request(body, request_id)  # type: ignore[misc]
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
-                raise HTTPException(status_code=400, detail=f"{type(error).__name__}: {error}") from error
+                given = request.headers.get("authorization", "").removeprefix("Bearer ")
+                if self.api_key is not None and not hmac.compare_digest(given.encode(), self.api_key.encode()):
+                    raise Refusal("the API key is missing or wrong", 401)
+                body = await read(request) if request.method == "POST" else {}
+                return await handle(request, body)
+            except Refusal as refusal:
+                return error(str(refusal), refusal.status)
+            except Exception:  # its text may name files of this machine
+                logging.getLogger("uvicorn.error").exception("a request failed")
+                return error("the server failed on this request", 503 if self.batch.error else 500)
 
-        def _validate_request(self, body: dict[str, Any]) -> None:
-            super()._validate_request(body)  # type: ignore[misc]
-            if not isinstance(self, CompletionHandler) and tokenizer.chat_template is None:
-                advice = "ask for /v1/completions, or save a tokenizer with a chat_template"
-                raise HTTPException(status_code=400, detail=f"{name} has no chat template: {advice}")
-            ignored: set[str] = self._unused_fields | {"frequency_penalty", "logit_bias", "generation_config"}  # type: ignore[attr-defined]
-            for field in sorted(ignored & body.keys() - HARMLESS):
-                value = body[field]
-                if value is not None and value is not False and value not in NEUTRAL.get(field, ()):
-                    raise HTTPException(status_code=400, detail=f"{field}={value!r:.80} is not served; leave it out")
+        return answer
 
-    class Chat(Strict, ChatCompletionHandler): ...
+    async def health(self, _: Any) -> Any:
+        """200 as long as the batch runs."""
+        from starlette.responses import JSONResponse
 
-    class Completion(Strict, CompletionHandler): ...
+        alive = self.batch.error is None
+        return JSONResponse({"status": "ok" if alive else "unhealthy"}, 200 if alive else 503)
 
-    class Response(Strict, ResponseHandler): ...
+    async def models(self, _: Any, __: Any) -> Any:
+        """The one model."""
+        from starlette.responses import JSONResponse
 
-    class OneModel(ModelManager):
-        """The model that is there, under its name."""
+        model = {"id": self.names[0], "object": "model", "created": 0, "owned_by": "rope_patch"}
+        return JSONResponse({"object": "list", "data": [model]})
 
-        def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
-            return model, tokenizer
+    async def complete(self, request: Any, body: dict[str, Any]) -> Any:
+        """The endings of one or several prompts."""
+        from rope_patch.serving.answers import Completions
+        from rope_patch.serving.requests import CompletionRequest
 
-        def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-            return [{"id": name, "object": "model", "created": 0, "owned_by": "rope_patch"}]
+        asked = self.parse(CompletionRequest, body)
+        prompts = [self.tokenizer(one).input_ids if isinstance(one, str) else one for one in asked.prompts]
+        answers = self.answers(asked, prompts, asked.max_tokens)
+        return await self.reply(request, asked, answers, Completions)
 
-        def shutdown(self) -> None:
-            state.shutdown()
+    async def chat(self, request: Any, body: dict[str, Any]) -> Any:
+        """The next message of a conversation."""
+        from jinja2 import TemplateError
 
-    # Transformers 5.17 cannot be told to leave attention alone, and asks no patched module either
-    fields = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-    supported = {field: value for field, value in batches.items() if field in fields}
+        from rope_patch.serving.answers import Chats
+        from rope_patch.serving.requests import ChatRequest
 
-    class State(GenerationState):
-        manager = Limited(ContinuousBatchingConfig(**supported))
+        if self.tokenizer.chat_template is None:
+            raise Refusal(self.no_template)
+        if body.get("tools"):
+            return await self.handle("chat", body)
+        asked = self.parse(ChatRequest, body)
+        try:
+            messages = [message.as_template_has_it() for message in asked.messages]
+            prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except (LookupError, TypeError, ValueError, TemplateError) as wrong:
+            raise Refusal(f"messages: {type(wrong).__name__}: {wrong}") from wrong
+        answers = self.answers(asked, [prompt], asked.max_completion_tokens or asked.max_tokens)
+        return await self.reply(request, asked, answers, Chats)
 
-        def get_manager(self, model_id: str, use_cb: bool = True) -> Limited:
-            self._cb_manager = self.manager  # for /health, and to be stopped
-            return self.manager
+    def parse(self, kind: Any, body: dict[str, Any]) -> Any:
+        """The request in a body."""
+        from rope_patch.serving.requests import parse
 
-    state = State(continuous_batching=True)
-    models = OneModel(force_model=name)
-    handlers = dict.fromkeys(name for name in inspect.signature(build_server).parameters if name.endswith("_handler"))
-    handlers |= {
-        "chat_handler": Chat(models, state),
-        "completion_handler": Completion(models, state),
-        "response_handler": Response(models, state),
-    }
-    app = build_server(models, **handlers, generation_state=state)
-    app.router.routes[:] = [route for route in app.routes if route.path in SERVED]
+        try:
+            asked = parse(kind, body)
+        except ValueError as wrong:
+            raise Refusal(str(wrong)) from wrong
+        self.check_model(asked.model)
+        return asked
 
-    def as_openai_has_it(message: str, status: int) -> JSONResponse:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+    def check_model(self, model: Any) -> str:
+        """The name of the model, where a request means it."""
+        if model not in (None, *self.names):
+            raise Refusal(f"model={model!r:.80}: this server has {self.names[0]!r} alone", 404)
+        return self.names[0]
 
-    @app.exception_handler(HTTPException)
-    async def refuse(_: Any, error: HTTPException) -> JSONResponse:
-        return as_openai_has_it(str(error.detail), 400 if error.status_code == 422 else error.status_code)
+    @property
+    def no_template(self) -> str:
+        """Why there are no chats."""
+        advice = "ask for /v1/completions, or save a tokenizer with a chat_template"
+        return f"{self.names[0]} has no chat template: {advice}"
 
-    @app.exception_handler(RequestValidationError)
-    async def refuse_body(_: Any, error: RequestValidationError) -> JSONResponse:
-        return as_openai_has_it(f"the body is not a JSON object: {error.errors()[0]['msg']}", 400)
+    def answers(self, asked: Any, prompts: list[list[int]], new_tokens: int | None) -> list[Any]:
+        """The answers that a request wants, before they begin: n to each prompt."""
+        from rope_patch.serving.answers import Answer
 
-    @app.exception_handler(Exception)
-    async def fail(_: Any, error: Exception) -> JSONResponse:
-        return as_openai_has_it(f"{type(error).__name__}: {error}", 500)
+        settings = {"temperature": asked.temperature, "top_p": asked.top_p, "top_logprobs": asked.alternatives}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        answers: list[Any] = []
+        for prompt in prompts:
+            new = new_tokens or max(1, min(self.max_tokens, self.limit - len(prompt)))
+            self.check(prompt, new)
+            for _ in range(asked.n or 1):
+                seed = secrets.randbits(63) if asked.seed is None else (asked.seed + len(answers)) % 2**63
+                sampling = replace(self.batch.default, **settings, seed=seed)
+                pieces = self.batch.answer(prompt, new, sampling, asked.stops)
+                answers.append(Answer(len(answers), prompt, pieces))
+        return answers
 
-    return app
+    def check(self, prompt: list[int], new_tokens: int) -> None:
+        """Refuse what the cache does not hold, and ids that the model does not know."""
+        if not prompt:
+            raise Refusal("the prompt is empty")
+        if new_tokens < 1:
+            raise Refusal(f"max_tokens={new_tokens}: at least 1 is allowed")
+        if len(prompt) + new_tokens > self.limit:
+            allowed = f"{self.limit} tokens of prompt and answer are allowed"
+            raise Refusal(f"{len(prompt)} tokens of prompt and max_tokens={new_tokens}: {allowed}")
+        if not all(0 <= token < len(self.tokenizer) for token in prompt):
+            raise Refusal(f"the prompt has ids beyond the vocabulary of {len(self.tokenizer)} tokens")
+
+    async def reply(self, request: Any, asked: Any, answers: list[Any], form: Any) -> Any:
+        """The whole answers, or a stream of them."""
+        from starlette.responses import JSONResponse, Response, StreamingResponse
+
+        formatted = form(self.names[0], self.tokenizer, asked.alternatives is not None)
+        if asked.stream:
+            usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+            return StreamingResponse(formatted.stream(answers, usage), media_type="text/event-stream")
+        work = asyncio.ensure_future(formatted.all_of(answers))
+        gone = asyncio.ensure_future(hung_up(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return JSONResponse(work.result()) if work.done() else Response(status_code=499)  # nobody reads it
+        finally:
+            work.cancel()
+            gone.cancel()
+
+    async def respond(self, _: Any, body: dict[str, Any]) -> Any:
+        """A response, by the handler of Transformers."""
+        return await self.handle("response", body)
+
+    async def handle(self, kind: str, body: dict[str, Any]) -> Any:
+        """Responses, and chats with tools: by the handlers of Transformers, in the same batch."""
+        from fastapi import HTTPException
+        from jinja2 import TemplateError
+
+        from rope_patch.serving.requests import ignored
+
+        if self.tokenizer.chat_template is None:
+            raise Refusal(self.no_template)
+        handler = self.handlers[kind]
+        unread = handler._unused_fields | {"frequency_penalty", "logit_bias", "generation_config", "seed"}
+        if problem := ignored(body, unread):
+            raise Refusal(problem)
+        body["model"] = self.check_model(body.get("model"))
+        try:
+            return await handler.handle_request(body, str(uuid.uuid4()))
+        except HTTPException as refusal:
+            raise Refusal(str(refusal.detail)) from refusal
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError) as wrong:
+            raise Refusal(f"{type(wrong).__name__}: {wrong}") from wrong
+
+    @cached_property
+    def handlers(self) -> dict[str, Any]:
+        """The handlers of Transformers around the model and the batch that are there."""
+        from transformers.cli.serving.chat_completion import ChatCompletionHandler
+        from transformers.cli.serving.model_manager import ModelManager
+        from transformers.cli.serving.response import ResponseHandler
+        from transformers.cli.serving.utils import CBGenerateManager, GenerationState
+
+        server = self
+
+        class Checked(CBGenerateManager):
+            def __init__(self) -> None:
+                super().__init__()
+                self._cb = server.batch.manager
+
+            def generate_streaming(
+                self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any
+            ) -> Any:
+                server.check_settings(inputs, config)
+                return super().generate_streaming(model, processor, inputs, config, *a, **k)
+
+            async def generate_non_streaming(
+                self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any
+            ) -> Any:
+                server.check_settings(inputs, config)
+                return await super().generate_non_streaming(model, processor, inputs, config, *a, **k)
+
+        class State(GenerationState):
+            def get_manager(self, model_id: str, use_cb: bool = True) -> Any:
+                return manager
+
+        class OneModel(ModelManager):
+            def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+                return server.model, server.tokenizer
+
+        default = self.batch.default
+        self.model.generation_config.update(
+            max_new_tokens=UNSAID,
+            do_sample=default.temperature > 0,
+            temperature=default.temperature,
+            top_p=default.top_p,
+        )
+        manager, state, models = Checked(), State(continuous_batching=True), OneModel(force_model=self.names[0])
+        return {"chat": ChatCompletionHandler(models, state), "response": ResponseHandler(models, state)}
+
+    def check_settings(self, inputs: Any, config: Any) -> None:
+        """Refuse what the handlers of Transformers cannot set for one request."""
+        prompt, default = inputs["input_ids"], self.batch.default
+        if config.max_new_tokens == UNSAID:
+            config.max_new_tokens = max(1, min(self.max_tokens, self.limit - len(prompt)))
+        self.check(prompt, config.max_new_tokens)
+        if config.stop_strings:
+            raise Refusal(f"stop={config.stop_strings!r} is not served here")
+        for field in ("temperature", "top_p"):
+            if (value := getattr(config, field)) != getattr(default, field):
+                raise Refusal(f"{field}={value}: this server was started with {getattr(default, field)}")
+
+
+async def read(request: Any) -> dict[str, Any]:
+    """The JSON object of a request."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > LARGEST_BODY:
+            raise Refusal(f"the body is too large; at most {LARGEST_BODY} bytes are allowed", 413)
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as wrong:
+        raise Refusal(f"the body is not JSON: {wrong}") from wrong
+    if not isinstance(content, dict):
+        raise Refusal("the body is not a JSON object")
+    return content
+
+
+async def hung_up(request: Any) -> None:
+    """Returns when the client closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def error(message: str, status: int) -> Any:
+    """An error as OpenAI has it."""
+    from starlette.responses import JSONResponse
+
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@
     rope-patch sweep --target 2x --documents 4 --schemes rerope yarn --budget-minutes 1
     torchrun --nproc-per-node 4 recipes/sweep.py recipes/configs/sweep_tiny.yaml
 
-Many schemes score the same tokens, from the training length L up to the target. The best guess of every scheme comes
-first, then log-n, other values, and values in between for the best of them. The class attribute `sweep` of a scheme
-names its values. The plain checkpoint (plain) and attention cut at L (window) are always measured. Rows are written
-as they are measured: run the same command again to resume.
+Many schemes score the same tokens of one half of the text, from the training length L up to the target. The best guess
+of every scheme comes first, then log-n, other values, and values in between for the best of them. The class attribute
+`sweep` of a scheme names its values. The other half of the text, which chose nothing, then confirms the best line or
+does not. References, such as the text cut to L (cut), are always measured. Rows are written as they are measured: run
+the same command again to resume.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from rope_patch.cli.options import Measured, Names, is_main, print_json, run, sa
 CONTENDERS = 3  # how many of the best schemes go on to the next round
 SHOWN = 6  # how many schemes the chart shows beside the references; with more it cannot be read
 TIE = 0.001  # nats at the target by which a line may be worse and still be preferred, if it is better over all lengths
-ERRORS = 2.0  # standard errors within which a difference counts as noise
 ROUNDS = (
     "the best guess of every scheme",
     f"log-n on top of the {CONTENDERS} best schemes",
@@ -43,11 +43,12 @@ class Options(Measured):
     target: str  # the length that matters, in tokens, or as 4x in multiples of L
     schemes: Names = ()  # only these, such as rerope yarn; default all that declare values
     regime: Literal["training-free", "fine-tune"] = "training-free"  # fine-tune adds schemes made for it
-    budget_minutes: float | None = None  # start no new line after this many minutes
-    budget_measurements: int | None = None  # most new measurements, of one line at one length each
+    budget_minutes: float | None = None  # for everything: references, candidates, and the confirmation of the best
+    budget_measurements: int | None = None  # most new measurements of candidates, of one line at one length each
+    protocol: Literal["last", "repeat", "far"] = "last"  # ordinary text, or what only a farther context can predict
     targets: int | None = None  # scored tokens per window; default min(L, 4096)
-    documents: int | None = None  # how many, drawn at random where there are more; default all
-    windows_per_document: int | None = None  # places scored in each document; default as many as make 16 in all
+    documents: int | None = None  # how many of each half, drawn at random where there are more; default all
+    windows_per_document: int | None = None  # places scored in each; default as many as make 16 in each half
     serve: str | None = None  # try only what this can serve: config (any reader of rope_parameters), vLLM or llama.cpp
     output: str = "runs/sweep"  # folder of sweep.jsonl and sweep.png
     dry_run: bool = False  # show what would be tried, and measure nothing
@@ -55,15 +56,14 @@ class Options(Measured):
 
 def main(options: Options) -> None:
     """Plan, measure round after round, and recommend."""
+    from rope_patch.cli.report import conclude, draw
     from rope_patch.data.corpora import load_text, name_of_text
-    from rope_patch.errors import MissingPackage, RopePatchError, counted
-    from rope_patch.evaluation import charts
+    from rope_patch.data.held_out import halves
+    from rope_patch.errors import RopePatchError, counted
     from rope_patch.evaluation.measured_model import MeasuredModel, pop_scheme
     from rope_patch.evaluation.processes import on_main
     from rope_patch.evaluation.row import Rows
     from rope_patch.evaluation.run import run as run_task
-    from rope_patch.evaluation.scheme_specs import CUT, REFERENCES
-    from rope_patch.evaluation.standard_errors import paired_difference
     from rope_patch.evaluation.tables import shortfalls
     from rope_patch.evaluation.tasks.perplexity import Perplexity
     from rope_patch.models.config import training_length
@@ -76,22 +76,30 @@ def main(options: Options) -> None:
     )
 
     # the plan, before anything slow
+    began = time.monotonic()
     swept = schemes_to_sweep(options.regime, options.schemes)
     checkpoint = options.model or default_checkpoint()
     config = load_config(checkpoint)
     trained = training_length(config)
     lengths = lengths_up_to(options.target, trained)
     wants = partial(is_served, server_named(options.serve), config)
+    asked: dict[str, Any] = {"targets": options.targets, "documents": options.documents, "seed": options.seed}
+    asked |= {"protocol": options.protocol, "windows_per_document": options.windows_per_document}
+    plan = Perplexity(text=name_of_text(options.text, options.dataset, options.split), **asked)
+    plan.check(lengths)
+    references = plan.references()
+    if options.budget_minutes is not None:
+        say(f"a budget of {options.budget_minutes:g} minutes for all: references, candidates, and the confirmation")
     if options.dry_run:
         first = [line for each in candidates(1, swept, {}) if wants(line := each.line(trained, lengths[-1]))]
         if options.json:
             print_json({"lengths": lengths, "first_round": first})
         elif is_main():
-            print(f"lengths {', '.join(map(str, lengths))} (L = {trained}); references {', '.join(REFERENCES)}")
+            print(f"lengths {', '.join(map(str, lengths))} (L = {trained}); references {', '.join(references)}")
             print("round 1, and what follows from it:", *first, sep="\n  ")
         return
 
-    # the model and the text
+    # the model, and the text in two halves
     results = Rows(Path(options.output) / "sweep.jsonl")
     with quiet_transformers():
         tokenizer = load_tokenizer(checkpoint)
@@ -99,22 +107,22 @@ def main(options: Options) -> None:
         model = load_model(checkpoint, dtype=options.dtype, device=options.device, attention=options.attention)
     learned = pop_scheme(model, say)
     say(f"trying {counted(len(swept), 'scheme')} at {', '.join(map(str, lengths))} tokens, best guesses first")
-    asked: dict[str, Any] = {"targets": options.targets, "documents": options.documents, "seed": options.seed}
-    asked["windows_per_document"] = options.windows_per_document
-    asked["text"] = name_of_text(options.text, options.dataset, options.split)
-    task = Perplexity(tokenizer, corpus, **asked).resolve(
-        MeasuredModel(model), lengths
-    )  # one choice of windows for all
-    name = options.model or "tiny-llama"
-    measured = partial(run_task, model, task, lengths=lengths, rows=results, name=name, trained=learned)
+    choosing, confirming = (
+        replace(plan, tokenizer=tokenizer, corpus=half).resolve(MeasuredModel(model), lengths)
+        for half in halves(corpus, tokenizer, lengths[-1] + 1, options.documents, options.seed)
+    )
+    settings = {"rows": results, "name": options.model or "tiny-llama", "trained": learned}
+    measured = partial(run_task, model, choosing, lengths=lengths, **settings)
+    confirmed = partial(run_task, model, confirming, lengths=[lengths[0], lengths[-1]], **settings)
 
     # round after round; what follows depends on nothing but what was measured
-    rows = {line: measured(schemes=[line]) for line in REFERENCES}
-    for note in shortfalls(rows[CUT][-1]):
+    slowest, known = timed(partial(measured, schemes=references))  # seconds of the slowest line so far, or of these
+    rows, confirmation = by_line(known), by_line(confirmed(schemes=references))
+    for note in shortfalls(rows[references[-1]][-1]):
         say(note)
     tried: dict[str, Candidate] = {}
     refused: dict[str, str] = {}
-    began, before, stopped = time.monotonic(), len(results.rows), ""
+    before, stopped = len(results.rows), ""
     for number, aim in enumerate(ROUNDS, start=1):
         at_target = {candidate: rows[line][-1].nll for line, candidate in tried.items()}
         spelled = {each.line(trained, lengths[-1]): each for each in candidates(number, swept, at_target)}
@@ -124,11 +132,13 @@ def main(options: Options) -> None:
             if line in rows or line in refused:
                 continue  # two values may be spelled alike once they are rounded
             wanted_rows = len(results.rows) - before + len(lengths)  # those of an earlier run cost nothing
-            if budget := on_main(partial(used_up, options, time.monotonic() - began, wanted_rows)):
+            seconds = time.monotonic() - began + 2 * slowest  # with this line, and the confirmation of the best
+            if budget := on_main(partial(used_up, options, seconds, wanted_rows)):
                 stopped = f"the budget of {budget} was used up in round {number} of {len(ROUNDS)}"
                 break
             try:
-                rows[line] = measured(schemes=[line], ahead=ahead)
+                seconds, rows[line] = timed(partial(measured, schemes=[line], ahead=ahead))
+                slowest = max(seconds, slowest) if tried else seconds
                 if not math.isnan(rows[line][-1].nll):
                     tried[line] = candidate
             except RopePatchError as reason:
@@ -136,29 +146,30 @@ def main(options: Options) -> None:
         if stopped:
             break
 
-    # the best line, compared with what one has for nothing
+    # the best line, on the half that did not choose it, compared with what one has for nothing
     stopped = stopped or "the plan was carried out to its end"
-    if not is_main():
-        return
     ranked = rank({line: rows[line] for line in tried})
     best = ranked[0] if ranked else None
-    difference, error = paired_difference(rows[best][-1], reference_of(rows)) if best else (0.0, None)
-    kind, words = recommend(rows, best, difference, error)
+    if best:
+        confirmation[best] = confirmed(schemes=[best])
+    if not is_main():
+        return
+    verdict, difference, error = recommend(confirmation, best)
     by_target = sorted(rows, key=lambda line: math.inf if math.isnan(rows[line][-1].nll) else rows[line][-1].nll)
     if options.json:
-        outcome = {"best": best, "recommended": best if kind == "better" else None, "verdict": kind, "sentence": words}
-        outcome |= {"difference": difference, "standard_error": error, "refused": refused, "stopped": stopped}
-        print_json({**outcome, "rows": [json.loads(row.to_json()) for line in by_target for row in rows[line]]})
+        outcome = {"best": best, "recommended": best if verdict.kind == "better" else None, "verdict": verdict.kind}
+        outcome |= {"sentence": verdict.sentence, "difference": difference, "standard_error": error}
+        outcome |= {"refused": refused, "stopped": stopped}
+        for name, found in (("rows", {line: rows[line] for line in by_target}), ("confirmation", confirmation)):
+            outcome[name] = [json.loads(row.to_json()) for line in found for row in found[line]]
+        print_json(outcome)
     else:
         print_table({line: rows[line] for line in by_target}, best, config)
-        print(stopped, *(f"not tried, {line}: {reason}" for line, reason in refused.items()), words, sep="\n")
+        print(stopped, *(f"not tried, {line}: {reason}" for line, reason in refused.items()), sep="\n")
     best_of_each = {tried[line].scheme: line for line in reversed(ranked)}
-    shown = (*REFERENCES, *sorted(best_of_each.values(), key=ranked.index)[:SHOWN])
-    try:
-        charts.save([row for line in shown for row in rows[line]], results.path.with_suffix(".png"))
-    except MissingPackage as missing:
-        say(str(missing))
-    say(f"wrote {options.output}")
+    shown = (*references, *sorted(best_of_each.values(), key=ranked.index)[:SHOWN])
+    draw([row for line in shown for row in rows[line]], results.path)
+    conclude(verdict, options)
 
 
 @dataclass(frozen=True)
@@ -282,47 +293,38 @@ def rank(rows: Mapping[str, Sequence[Any]]) -> list[str]:
     return sorted(lines, key=lambda line: line != best)
 
 
-def reference_of(rows: Mapping[str, Sequence[Any]]) -> Any:
-    """What a scheme has to beat: attention cut at L at the target, or the plain checkpoint on the text cut to L where
-    that is better. It is where attention has come to need its first tokens (https://arxiv.org/abs/2309.17453).
-    """
-    cut, at_l = rows["window"][-1], rows["plain"][0]
-    return at_l if at_l.nll < cut.nll else cut
+def timed(measure: Any) -> tuple[float, Any]:
+    """The seconds that a measurement takes, and its rows."""
+    began = time.monotonic()
+    rows = measure()
+    return time.monotonic() - began, rows
 
 
-def recommend(rows: Mapping[str, Sequence[Any]], best: str | None, difference: float, error: float | None) -> tuple:
-    """Whether the best line is `better`, `worse` or within the `noise` of `reference_of` these rows, and the evidence;
-    below 8 windows there are `too few` to tell.
+def by_line(rows: Sequence[Any]) -> dict[str, Any]:
+    """The rows of each line, in the order of its lengths."""
+    return {line: [row for row in rows if row.line == line] for line in dict.fromkeys(row.line for row in rows)}
+
+
+def recommend(confirmation: Mapping[str, Sequence[Any]], best: str | None) -> tuple[Any, float | None, float | None]:
+    """The verdict on the best line, its difference at the target from what is free, and the error of that.
+
+    Args:
+        confirmation: rows at L and at the target of text that did not choose: of the references and of the best line.
     """
-    from rope_patch.errors import counted
-    from rope_patch.evaluation.scheme_specs import display_name
-    from rope_patch.evaluation.standard_errors import FEW, pairs_of
+    from rope_patch.evaluation.standard_errors import paired_difference
+    from rope_patch.evaluation.verdict import Verdict, of_losses, reference_of
 
     if best is None:
         reasons = "the model refuses every scheme of the sweep, the server has none, or the budget allows none"
-        return "nothing", f"Nothing was tried: {reasons}."
-    at_target, beaten_by, cost = rows[best][-1], reference_of(rows), rows[best][0].nll - rows["plain"][0].nll
-    what = "attention cut at L" if beaten_by.line == "window" else "the text cut to L"
-    reference = f"{what} (`{beaten_by.line}`, {beaten_by.nll:.3f} at {beaten_by.length} tokens)"
-    apart = f"{abs(difference):.3f} {'below' if difference < 0 else 'above'}"
-    name = f"{display_name(best)} (`{best}`)"
-    if error is None or len(at_target.nll_by_document) < FEW:
-        return "too few", (
-            f"Nothing is recommended: the best, {name}, is {apart} {reference}, which "
-            f"{counted(at_target.windows, 'window')} cannot tell from chance. For {FEW} or more give a longer text, "
-            "more documents (--text FOLDER) or fewer --targets, and leave --windows-per-document out."
-        )
-    evidence = f"standard error {error:.3f} over {pairs_of(at_target)}"
-    price = f"It {'costs' if cost > 0 else 'gains'} {abs(cost):.3f} at {rows[best][0].length}."
-    if at_target.regime == "fine-tune":
-        price += " It is made to be fine-tuned, which it was not here."
-    if difference < -ERRORS * error:
-        at_best = f"{name}: {at_target.nll:.3f} at {at_target.length} tokens"
-        return "better", f"{at_best}, {apart} {what} ({evidence}). {price}"
-    if difference > ERRORS * error:
-        return "worse", f"Nothing beats {reference}: the best of the others, {name}, is {apart} it ({evidence})."
-    sentence = f"Nothing beats {reference} beyond noise: the best, {name}, is {apart} it ({evidence}). {price}"
-    return "noise", f"{sentence} More documents, or more windows of each, would tell them apart."
+        return Verdict("nothing", f"Nothing was tried: {reasons}.", "list"), None, None
+    rows = [row for line in confirmation for row in confirmation[line]]
+    verdict, at_l, at_target = of_losses(rows), confirmation[best][0], confirmation[best][-1]
+    difference, error = paired_difference(at_target, reference_of(rows, at_target.length))
+    if "plain" in confirmation:
+        cost = at_l.nll - confirmation["plain"][0].nll
+        price = f"It {'costs' if cost > 0 else 'gains'} {abs(cost):.3f} at {at_l.length} tokens."
+        verdict = replace(verdict, sentence=f"{verdict.sentence} {price}")
+    return verdict, difference, error
 
 
 def print_table(rows: Mapping[str, Sequence[Any]], best: str | None, config: Any) -> None:
@@ -330,22 +332,26 @@ def print_table(rows: Mapping[str, Sequence[Any]], best: str | None, config: Any
     from rich.console import Console
     from rich.table import Table
 
+    from rope_patch.evaluation.scheme_specs import CONTROLS, display_name
     from rope_patch.evaluation.tables import Grid, signed
 
-    grid, (first, *middle, target) = Grid.of([row for line in rows.values() for row in line]), rows["window"]
-    headers = [str(target.length), "minus cut", f"minus plain at {first.length}", *(str(row.length) for row in middle)]
-    title = f"{target.model}: NLL in nats per token, L = {first.length}, best first"
-    table = Table("scheme", *headers, "served by", title=title)
+    grid = Grid.of([row for line in rows for row in rows[line]])
+    (first, *middle, target), trained = grid.lengths, grid.any.training_length
+    free = display_name(grid.baseline)
+    table = Table("scheme", str(target), "minus cut", f"minus plain at {first}", *map(str, middle))
+    table.title = f"{grid.any.model}: NLL in nats per token, L = {trained}, best first"
+    table.add_column("served by")
     for series in grid.series:
-        measured = rows[series.line]
-        at_first = signed(measured[0].nll - rows["plain"][0].nll)
-        apart = "0" if series.line == target.line else grid.below(series, target.length)
-        cells = [f"{measured[-1].nll:.3f}", apart, at_first, *(f"{row.nll:.3f}" for row in measured[1:-1])]
-        served = ", ".join(servers_of(series.line, config)) or "this library"
-        table.add_row(grid.name(series), *cells, served, style="bold green" if series.line == best else None)
+        losses = [f"{row.nll:.3f}" if (row := grid.row(series, length)) else "" for length in (target, *middle)]
+        apart = "0" if series.line == grid.baseline else grid.below(series, target)
+        at_first, plain = grid.row(series, first), grid.row("plain", first)
+        cost = signed(at_first.nll - plain.nll) if at_first and plain else ""
+        served = "" if series.line in CONTROLS else ", ".join(servers_of(series.line, config)) or "this library"
+        style = "bold green" if series.line == best else None
+        table.add_row(grid.name(series), losses[0], apart, cost, *losses[1:], served, style=style)
     errors = (
-        "minus cut: loss minus that of attention cut at L, ± the standard error of this difference; minus plain: loss "
-        "minus that of the plain checkpoint"
+        f"minus cut: loss minus that of {free}, ± the error of this difference; minus plain: loss minus that of the "
+        "plain checkpoint"
     )
     servers = "served by: config is any server that reads Transformers' rope_parameters, see rope-patch export"
     Console().print(table, errors, *grid.notes(), servers, sep="\n")

@@ -138,7 +138,9 @@ def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[Lay
     for part in scheme.parts():
         training = "needed on this model, see the warning" if lost and part.regime == "training-free" else None
         yield "scheme", f"{part} ({type(part).__name__})"
-        if fields := _allowed(part):
+        rules = rules_of(type(part))  # type: ignore[arg-type]
+        changed = (field.name for field in dataclasses.fields(part) if getattr(part, field.name) != field.default)  # type: ignore[arg-type]
+        if fields := "; ".join(f"{name}: {rules[name].allowed()}" for name in changed if name in rules):
             yield "  fields", fields
         yield "  slot", ", ".join(sorted(part.slots))
         yield "  equation", part.equation
@@ -158,14 +160,9 @@ def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[Lay
                 yield from _numbers(states[0].scheme, stack, states[0].layer, states[0].weights.at_rest())
             else:
                 yield from _numbers(scheme, stack, full[0], LearnedWeights(table=full[0].bias_table).at_rest())
-        yield "positions", _position_map(scheme, stack.training_length)
-
-
-def _allowed(scheme: Scheme) -> str:
-    """What the fields that are not as usual may be, by their rules."""
-    rules = rules_of(type(scheme))  # type: ignore[arg-type]
-    fields = (field for field in dataclasses.fields(scheme) if getattr(scheme, field.name) != field.default)  # type: ignore[arg-type]
-    return "; ".join(f"{field.name}: {rules[field.name].allowed()}" for field in fields if field.name in rules)
+        m = 4 * stack.training_length
+        pairs = [(m, m - distance) for distance in (1, m // 16, m // 4, m // 2, m)]
+        yield "positions", "  ".join(f"({m}, {n}): {rotated_distance(scheme, m, n)}" for m, n in pairs)
 
 
 @torch.no_grad()
@@ -242,12 +239,6 @@ def _by_reason(reasons: dict[int, str]) -> Iterable[str]:
     for index, reason in reasons.items():
         layers.setdefault(reason, []).append(index)
     return (f"{_numbered(indices)}: {reason}" for reason, indices in layers.items())
-
-
-def _position_map(scheme: Scheme, training_length: int) -> str:
-    m = 4 * training_length
-    pairs = [(m, m - distance) for distance in (1, training_length // 4, training_length, 2 * training_length, m)]
-    return "  ".join(f"({m}, {n}): {rotated_distance(scheme, m, n)}" for m, n in pairs)
 
 
 def rotated_distance(scheme: Scheme, m: int, n: int) -> str:

@@ -42,9 +42,7 @@ FLOORS = [
 TRANSFORMERS = {"models", "mounting", "saving", "patching", "evaluation", "serving", "training"}
 """Parts that may import Transformers."""
 
-SCHEME_TOOLS = {
-    f"rope_patch.schemes.{name}" for name in ("base", "compose", "names", "registry", "rules", "slots", "target")
-}
+SCHEME_TOOLS = {f"rope_patch.schemes.{name}" for name in ("base", "compose", "registry", "rules", "slots", "target")}
 TOOLS = {module for module in MODULES if module.startswith("rope_patch.schemes.tools.")}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from rope_patch.evaluation.row import Row, Rows
 from rope_patch.evaluation.scheme_specs import display_name
-from rope_patch.evaluation.standard_errors import paired_difference, standard_error
+from rope_patch.evaluation.standard_errors import loss_error, paired_difference, standard_error
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = sorted(path.parent.name for path in DOCS.glob("results/real/*/perplexity.jsonl"))
@@ -33,25 +32,29 @@ def table(name: str) -> str:
 
 def _cell(row: Row, reference: Row) -> str:
     if row == reference:
-        return f"{row.nll:.3f} ± {standard_error(row.nll_by_document):.3f}"
+        return f"{row.nll:.3f} ± {loss_error(row):.3f}"
     difference, error = paired_difference(row, reference)
     return f"{row.nll:.3f} ({difference:+.3f} ± {error:.3f})"
 
 
 def by_text(path: Path) -> str:
-    """NLL on far tokens by text, and the mean difference from the text cut to L over all windows."""
+    """NLL on far tokens by text, the difference from the text cut to L with its error, over windows of one text or over
+    several texts, and NLL of the other tokens.
+    """
     rows = Rows(path).rows
     cells = {(row.line, row.text): row for row in rows}
     texts, lines = (list(dict.fromkeys(each)) for each in zip(*((row.text, row.line) for row in rows), strict=True))
     table = [["scheme", *(f"{text} ({rows_of(rows, text).windows})" for text in texts), "beside the cut"]]
+    table[0] += [f"the other tokens of {text}" for text in texts if cells["cut", text].others_nll]
     table += [["---"] * len(table[0])]
     for line in lines:
         pairs = [(cells[line, text], cells["cut", text]) for text in texts if (line, text) in cells]
-        windows = [zip(*(one.nll_by_document for one in pair), strict=True) for pair in pairs]
-        apart = [ours - cut for of_text in windows for ours, cut in of_text]
         shown = [f"{cells[line, text].nll:.3f}" if (line, text) in cells else "" for text in texts]
-        mean = f"{statistics.fmean(apart):+.2f} ± {standard_error(apart) or math.nan:.2f}"
-        table += [[display_name(line), *shown, mean if line != "cut" and len(pairs) == len(texts) else ""]]
+        apart = [paired_difference(row, cut) for row, cut in pairs]
+        error = apart[0][1] if len(texts) == 1 else standard_error([difference for difference, _ in apart])
+        mean = f"{statistics.fmean(difference for difference, _ in apart):+.2f}{f' ± {error:.2f}' if error else ''}"
+        others = [f"{row.others_nll:.3f}" for row, _ in pairs if row.others_nll]
+        table += [[display_name(line), *shown, mean if line != "cut" and len(pairs) == len(texts) else "", *others]]
     return "".join(f"| {' | '.join(line)} |\n" for line in table)
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 
 import pytest
@@ -149,24 +150,29 @@ def test_a_client_that_hangs_up_disturbs_nobody(client, alone):
         ({"max_tokens": LIMIT}, f"and max_tokens={LIMIT}: {LIMIT} tokens of prompt and answer are allowed"),
         ({"prompt": TEXT * 2}, f"{LIMIT} tokens of prompt and answer are allowed"),
         ({"prompt": ""}, "the prompt is empty"),
-        ({"temperature": 0.7}, "temperature=0.7: this server was started with 0.0 for all requests"),
-        ({"stop": ["\n"]}, "knows no stop strings"),
-        ({"model": "gpt-4"}, "requested 'gpt-4'"),
-        ({"n": 2}, "n=2 is not served; leave it out"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [10**6]}, "ids beyond the vocabulary"),
+        ({"prompt": [[1, 2], [-1]]}, "ids beyond the vocabulary"),
+        ({"prompt": 3}, "prompt"),
+        ({"temperature": 3}, "temperature=3: Input should be less than or equal to 2"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"top_p": 0}, "top_p=0: Input should be greater than 0"),
+        ({"n": 0}, "n=0: Input should be greater than or equal to 1"),
         ({"best_of": 3}, "best_of=3 is not served"),
-        ({"logprobs": 5}, "logprobs=5 is not served"),
-        ({"logprobs": 0}, "logprobs=0 is not served"),
+        ({"logprobs": 21}, "logprobs=21: Input should be less than or equal to 20"),
         ({"echo": True}, "echo=True is not served"),
         ({"logit_bias": {"5": 1}}, "logit_bias={'5': 1} is not served"),
         ({"presence_penalty": 0.5}, "presence_penalty=0.5 is not served"),
         ({"frequency_penalty": 0.5}, "frequency_penalty=0.5 is not served"),
-        ({"max_tokens": 0}, "max_tokens=0: at least 1 is allowed"),
-        ({"max_tokens": -3}, "max_tokens=-3: at least 1 is allowed"),
-        ({"max_tokens": "many"}, "ValueError"),
-        ({"temperature": "hot"}, "ValueError"),
-        ({"extra_body": {"generation_config": "{}"}}, "generation_config='{}' is not served"),
-        ({"extra_body": {"no_such_field": 1}}, "no_such_field"),
-        ({"prompt": ["a", "b"]}, "prompt must be a string"),
+        ({"max_tokens": 0}, "max_tokens=0: Input should be greater than or equal to 1"),
+        ({"max_tokens": -3}, "max_tokens=-3"),
+        ({"max_tokens": "many"}, "max_tokens='many': Input should be a valid integer"),
+        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"stop": 3}, "stop"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"stream_options": {"bits": True}}, "stream_options.bits"),
+        ({"extra_body": {"generation_config": "{}"}}, "generation_config='{}'"),
+        ({"extra_body": {"no_such_field": 1}}, "no_such_field=1: Extra inputs are not permitted"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -195,13 +201,16 @@ def chat(client, messages, **settings):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"n": 2}, "n=2 is not served"),
-        ({"logprobs": True}, "logprobs=True is not served"),
-        ({"top_logprobs": 3, "logprobs": False}, "top_logprobs=3 is not served"),
+        ({"top_logprobs": 30, "logprobs": True}, "top_logprobs=30"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "seed": 1}, "seed=1 is not served"),
         ({"response_format": {"type": "json_object"}}, "response_format={'type': 'json_object'} is not served"),
         ({"messages": []}, ""),
-        ({"messages": [{"content": "a"}]}, "KeyError: 'role'"),
-        ({"messages": "hello"}, "TypeError"),
+        ({"messages": [{"content": "a"}]}, "messages.0.role"),
+        ({"messages": "hello"}, "messages='hello': Input should be a valid list"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content=[{'type': 'image_url'}]",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -213,6 +222,7 @@ def test_what_a_chat_cannot_have_is_a_400(client, settings, sentence, stream):
 
 def test_fields_that_ask_for_nothing_are_fine(client, alone):
     nothing = {
+        "tools": [],
         "n": 1,
         "logprobs": False,
         "user": "me",
@@ -232,6 +242,100 @@ def test_a_body_that_is_no_request_is_a_400_with_the_reason(client, body):
         urllib.request.urlopen(urllib.request.Request(url, body, kind), timeout=60)
     assert refusal.value.code == 400
     assert json.load(refusal.value)["error"]["message"]
+
+
+def test_an_unknown_model_is_a_404(client, folder):
+    with pytest.raises(openai.NotFoundError, match="this server has"):
+        complete(client, "a", model="gpt-4")
+    assert client.models.list().data[0].id == folder.name  # and not where it lies
+    assert complete(client, PROMPTS[1], model=str(folder)).model == folder.name
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_before_a_stop_string(client, alone, stream):
+    whole = alone(PROMPTS[3])
+    stop = whole[5:9]  # begins within a token, and its parts come one after the other
+    answer = complete(client, PROMPTS[3], stop=[stop, "never"], stream=stream)
+    parts = list(answer) if stream else [answer]
+    assert "".join(part.choices[0].text for part in parts) == whole[: whole.index(stop)]
+    assert parts[-1].choices[0].finish_reason == "stop"
+
+
+def test_draws_follow_the_seed_and_nothing_else(client):
+    def drawn(seed, **settings):
+        return complete(client, PROMPTS[2], temperature=1.5, seed=seed, **settings).choices[0].text
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        crowded = list(pool.map(drawn, range(6)))
+    assert crowded == [drawn(seed) for seed in range(6)]
+    assert len(set(crowded)) > 3
+    several = complete(client, PROMPTS[2], temperature=1.5, seed=0, n=3)
+    assert [choice.text for choice in several.choices] == crowded[:3]
+    assert drawn(3, top_p=1e-6) == complete(client, PROMPTS[2]).choices[0].text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_as_texts_and_as_ids(client, alone, patched, stream):
+    _, tokenizer = patched
+    for prompts in (PROMPTS[1:3], [tokenizer(prompt).input_ids for prompt in PROMPTS[1:3]]):
+        answer = complete(
+            client, prompts, n=2, stream=stream, stream_options={"include_usage": True} if stream else None
+        )
+        parts = list(answer) if stream else [answer]
+        texts = [""] * 4
+        for part in parts:
+            for choice in part.choices:
+                texts[choice.index] += choice.text
+        assert texts == [alone(prompt) for prompt in PROMPTS[1:3] for _ in range(2)]
+        usage = parts[-1].usage
+        assert usage.prompt_tokens == sum(len(tokenizer(prompt).input_ids) for prompt in PROMPTS[1:3])
+        assert usage.completion_tokens == 4 * NEW
+
+
+@torch.no_grad()
+def test_log_probabilities_are_those_of_the_model(client, patched):
+    model, tokenizer = patched
+    ids = tokenizer(PROMPTS[2], return_tensors="pt").input_ids
+    generated = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    expected = model(generated).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+    own = expected.gather(1, generated[0, ids.shape[1] :, None])[:, 0]
+    logprobs = complete(client, PROMPTS[2], logprobs=2).choices[0].logprobs
+    torch.testing.assert_close(torch.tensor(logprobs.token_logprobs), own, atol=1e-4, rtol=0)
+    best = expected.topk(2).values
+    for row, top in enumerate(logprobs.top_logprobs):
+        assert sorted(top.values(), reverse=True) == pytest.approx(best[row].tolist(), abs=1e-4)
+    assert "".join(logprobs.tokens) == tokenizer.decode(generated[0, ids.shape[1] :])
+    assert logprobs.text_offset == [len("".join(logprobs.tokens[:place])) for place in range(NEW)]
+
+
+def test_log_probabilities_of_a_chat(client):
+    plain = chat(client, [{"role": "user", "content": "import os"}], logprobs=True, top_logprobs=2)
+    content = plain.choices[0].logprobs.content
+    assert len(content) == NEW
+    assert all(token.logprob == token.top_logprobs[0].logprob > token.top_logprobs[1].logprob for token in content)
+    streamed = chat(client, [{"role": "user", "content": "import os"}], logprobs=True, stream=True)
+    parts = [token for chunk in streamed if chunk.choices[0].logprobs for token in chunk.choices[0].logprobs.content]
+    assert [token.token for token in parts] == [token.token for token in content]
+
+
+def test_a_client_that_hangs_up_unstreamed_frees_its_place(client, alone):
+    with pytest.raises(openai.APITimeoutError):
+        complete(client.with_options(timeout=0.2), PROMPTS[2], max_tokens=500, logprobs=20)
+    assert complete(client, PROMPTS[1]).choices[0].text == alone(PROMPTS[1])
+
+
+def test_a_body_that_is_too_large_and_endless_headers_are_refused(client):
+    with pytest.raises(openai.APIStatusError) as refusal:
+        complete(client, "a" * (17 * 2**20))
+    assert refusal.value.status_code == 413
+    address = urllib.parse.urlsplit(str(client.base_url))
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        with contextlib.suppress(OSError):  # it may answer before the last of them
+            for number in range(10_000):
+                connection.sendall(b"x-%d: abcdefgh\r\n" % number)
+            connection.sendall(b"\r\n")
+        assert b" 4" in connection.recv(64).partition(b"\r\n")[0][:12]
 
 
 REACHED = {
@@ -262,7 +366,7 @@ def test_a_server_announces_what_a_scheme_reaches(spec):
 
 
 def test_a_checkpoint_without_a_template_under_a_scheme_until_sigterm():
-    with server(default_checkpoint(), "--scheme", "yarn:factor=2") as (address, process):
+    with server(default_checkpoint(), "--scheme", "yarn:factor=2", "--api-key", "none") as (address, process):
         client = client_of(address)
         assert complete(client, "import os\n").usage.completion_tokens == NEW
         for stream in (False, True):
@@ -272,6 +376,8 @@ def test_a_checkpoint_without_a_template_under_a_scheme_until_sigterm():
             client.responses.create(model=default_checkpoint(), input="a")
         with pytest.raises(openai.BadRequestError, match="512 tokens of prompt and answer are allowed"):
             complete(client, "import os", max_tokens=512)
+        with pytest.raises(openai.AuthenticationError):
+            complete(client.with_options(api_key="other"), "import os")
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) in (0, -signal.SIGTERM)
         output = process.stdout.read()

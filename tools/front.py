@@ -4,7 +4,7 @@
     python -m tools.front --output runs/front
 
 Above, a passage that the text repeats more than L later: with the text cut to L, under the scheme, and inside L. Below,
-the next words of a novel, which hardly need what is far. Bars are means, and dots single texts.
+the next words of a novel, which hardly need what is far. Bars are means over texts.
 """
 
 from __future__ import annotations
@@ -65,11 +65,12 @@ def front(page: Page) -> Figure:
     from rope_patch.evaluation.charts import blank
 
     far, novel = losses("repeat", FAR), losses("perplexity", NOVEL)
-    figure = blank(6.4, 4.3, layout="constrained")
+    figure = blank(6.4, 4.4, layout="constrained")
     figure.set_facecolor(page.back)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[len(far), len(novel)])
     bars(above, "A passage read more than L tokens ago", far, page)
     bars(below, "The next words of a novel", novel, page)
+    figure.suptitle("TinyLlama, 4,096 tokens: twice its L", x=0.01, ha="left", size=SIZE, color=page.ink)
     below.set_xlabel("NLL, nats per token: shorter is better", size=SIZE, color=page.ink)
     return figure
 
@@ -79,7 +80,7 @@ def losses(protocol: str, names: Mapping[str, str]) -> dict[str, list[float]]:
     from rope_patch.evaluation.row import Rows
 
     rows = Rows(ROWS / f"{protocol}.jsonl").rows
-    return {name: [row.nll for row in rows if row.line == line and at(row)] for line, name in names.items()}
+    return {name: [row.loss for row in rows if row.line == line and at(row)] for line, name in names.items()}
 
 
 def at(row: Row) -> bool:
@@ -88,16 +89,15 @@ def at(row: Row) -> bool:
 
 
 def bars(axes: Axes, title: str, found: Mapping[str, Sequence[float]], page: Page) -> None:
-    """A bar for each line, with its value, and a dot for each of its texts."""
+    """A bar for each line, with its value: the mean over texts."""
     axes.set_facecolor(page.back)
-    axes.set_title(title, loc="left", size=SIZE + 1, weight="bold", color=page.ink)
+    axes.set_title(title, loc="left", size=SIZE + 1, weight="bold", color=page.ink, pad=8)
     for place, (name, values) in enumerate(found.items()):
         mean = statistics.fmean(values)
         axes.barh(place, mean, height=0.72, color=page.scheme if "ReRoPE" in name else page.plain)
-        axes.text(0.06, place, f"{mean:.2f}", va="center", size=SIZE, weight="bold", color=page.back)
-        if len(values) > 1:
-            axes.plot(values, [place] * len(values), "o", markersize=5, color=page.ink, markeredgecolor=page.back)
+        axes.text(mean + 0.05, place, f"{mean:.2f}", va="center", size=SIZE + 2, weight="bold", color=page.ink)
     axes.set_yticks(range(len(found)), found, size=SIZE, color=page.ink)
+    axes.margins(x=0.18)
     axes.invert_yaxis()
     axes.tick_params(left=False, bottom=False, labelbottom=False)
     axes.spines[:].set_visible(False)

@@ -61,9 +61,10 @@ def _may_see_nothing(inputs: AttentionInputs, call: Call) -> bool:
 
 def _is_block(inputs: AttentionInputs, call: Call) -> bool:
     """Whether several queries at consecutive positions follow keys of a cache."""
+    if torch.compiler.is_compiling() or not inputs.causal:
+        return False
     few = inputs.q_length <= QUERIES or inputs.q_length * inputs.kv_length <= SMALL
-    after_keys = few and inputs.q_length < inputs.kv_length
-    if torch.compiler.is_compiling() or not after_keys or not inputs.causal:
+    if not few or inputs.q_length >= inputs.kv_length:
         return False
     return call.forward_cache.once("consecutive", lambda: bool((inputs.query_positions.diff(dim=-1) == 1).all()))
 

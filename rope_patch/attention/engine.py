@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from rope_patch.attention import chunked, decode, dense, oracle, products, segmented
-from rope_patch.attention.bias import has_terms
+from rope_patch.attention import decode, operator, oracle, paths
 from rope_patch.attention.call import Call
 from rope_patch.attention.decay import attend_with_decay
 from rope_patch.attention.fused import launch as fused
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
-from rope_patch.attention.spans import Span
 from rope_patch.attention.tile_kernels import FlashCUDA, kernel_for
 from rope_patch.schemes.slots import ALL_PAIRS, Region
-
-Spans = Callable[[AttentionInputs], "tuple[Span, ...] | None"]
 
 
 def score(
@@ -38,9 +32,11 @@ def score(
             return decode.attend_in_graph(inputs, call), None
         return decode.attend(inputs, call, decay), None
     inputs = inputs.with_branches(tuple(_branch(inputs, call, region) for region in call.regions))
+    if torch.compiler.is_compiling() and operator.applies(inputs, decay, mode):
+        return operator.attend(inputs, decay, mode), None
 
     def attend_block(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return oracle.attend(inputs) if mode == "oracle" else (attend(inputs, mode, call.spans), None)
+        return oracle.attend(inputs) if mode == "oracle" else (paths.attend(inputs, mode, call.spans), None)
 
     return attend_block(inputs) if decay is None else attend_with_decay(inputs, decay, attend_block)
 
@@ -71,23 +67,3 @@ def _branch(inputs: AttentionInputs, call: Call, region: Region) -> Branch:
         oldest = decode.slots_of(region, int(inputs.query_start), int(inputs.query_start)).start
         first = min(oldest, inputs.kv_length)  # a text may be too short for a region
     return Branch(region, call.query(region), call.key(region, slice(first, None)), first)
-
-
-def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.Tensor:
-    """Output `(batch, heads, q_len, value_dim)` of rotated branches; `spans` finds the spans of a call, or None, and is
-    called only when they help.
-    """
-    if mode == "oracle":
-        return oracle.attend(inputs)[0]
-    small = inputs.q_length * inputs.kv_length <= decode.SMALL
-    if mode == "auto" and small and dense.applies(inputs):
-        return dense.attend(inputs)
-    in_order = not inputs.scattered and (inputs.causal or inputs.q_length == inputs.kv_length)
-    geometric = in_order and inputs.fits_kernels and has_terms(inputs)
-    if mode != "chunked" and geometric and not torch.compiler.is_compiling():
-        in_spans = spans(inputs) if not small or mode == "segmented" else None
-        if in_spans is not None and segmented.applies(inputs, in_spans):
-            if mode == "auto" and products.applies(inputs):
-                return products.attend(inputs, in_spans)
-            return segmented.attend(inputs, in_spans)
-    return chunked.attend(inputs)

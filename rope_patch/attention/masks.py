@@ -93,7 +93,8 @@ def read_mask(
             "call model.set_attn_implementation('sdpa') first"
         )
     if isinstance(mask, Groups):
-        groups = mask.as_subclass(torch.Tensor)[:, 0, 0, :kv_length]
+        with torch._C.DisableTorchFunctionSubclass():  # the result is a plain tensor
+            groups = mask[:, 0, 0, :kv_length]
     elif mask.ndim == 2:
         groups = groups_of_pads(mask)[:, :kv_length]
     elif mask.dtype == torch.bool or mask.is_floating_point():

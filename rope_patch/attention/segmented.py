@@ -63,24 +63,13 @@ class _Segmented(torch.autograd.Function):
         value: torch.Tensor,
         *states: torch.Tensor,
     ) -> torch.Tensor:
-        places = tuple((branch.region, branch.first) for branch in inputs.branches)
-        branches, query, scale = _as_branches(places, states), states[0], inputs.scaling
-        blocks = blocks_of(spans, branches, kernel_for(query, value, bias is not None), bias)
-        batch, heads, length = query.shape[:3]
-        # the layout of the kernels' outputs, and the one that the model needs next
-        out = torch.empty(batch, length, heads, value.shape[-1], dtype=value.dtype, device=value.device).transpose(1, 2)
-        if sum(len(range(batch)[block.rows]) * block.q_length for block in blocks) < batch * length:
-            out.zero_()
-        lse = torch.full(query.shape[:3], -torch.inf, dtype=wide(query[:0]).dtype, device=query.device)
-        longest = max((block.q_length for block in blocks), default=0)
-        for group, block in itertools.product(head_groups(query, value, longest), blocks):
-            place = block.rows, group.heads, block.queries
-            out[place], lse[place] = _attend(block, group, branches, value, scale)
+        out, lse = forward(inputs, spans, bias)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(value, out, lse, *states)
         nothing = value.new_empty(0)  # states are saved once, where hooks see them
         ctx.inputs = dataclasses.replace(inputs, branches=(), value=nothing, bias=None, running_bias=None)
-        ctx.spans, ctx.places, ctx.bias = spans, places, bias
+        ctx.places = tuple((branch.region, branch.first) for branch in inputs.branches)
+        ctx.spans, ctx.bias = spans, bias
         return out
 
     @staticmethod
@@ -89,27 +78,63 @@ class _Segmented(torch.autograd.Function):
         branches = _as_branches(ctx.places, states)
         if torch.is_grad_enabled():  # a second derivative is wanted
             return _by_definition(ctx, grad, branches, value)
-        blocks = blocks_of(ctx.spans, branches, kernel_for(states[0], value, ctx.bias is not None), ctx.bias)
-        of_value, *of_states = (torch.zeros_like(state) for state in (value, *states))
-        shares = _as_branches(ctx.places, of_states)
+        inputs = dataclasses.replace(ctx.inputs, branches=tuple(branches), value=value)
         of_bias = torch.zeros_like(ctx.bias.source) if ctx.needs_input_grad[3] else None
-        for group in head_groups(states[0], value, value.shape[2]):
-            to_keys = _to_keys(group, blocks, of_value, shares)
-            for block in blocks:
-                kernel, to_queries = block.kernel.of_heads(group.heads), _to_queries(group, block, shares)
-                for piece in block.pieces:
-                    place = block.rows, group.heads, piece.queries
-                    work = block.work(piece, group, branches, value, ctx.inputs.scaling)
-                    merged = Merged(out[place], lse[place], grad[place])
-                    of_query, of_key, of_values = kernel.backward(work, merged, of_bias)
-                    to_queries[piece.branch].add(EVERY, piece.queries, of_query)
-                    to_keys[piece.branch].add(block.rows, piece.keys, of_key)
-                    to_keys[-1].add(block.rows, piece.keys, of_values)
-                for sums in to_queries:
-                    sums.close()
-            while to_keys:
-                to_keys.pop().close()  # freed before the next heads allocate theirs
-        return (None, None, None, of_bias, of_value, *of_states)
+        gradients = backward(inputs, ctx.spans, ctx.bias, Merged(out, lse, grad), of_bias)
+        return (None, None, None, of_bias, *gradients)
+
+
+def forward(
+    inputs: AttentionInputs, spans: tuple[Span, ...], bias: TileBias | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp, `(batch, heads, q_len, value_dim)` and `(batch, heads, q_len)`."""
+    branches, query, value = inputs.branches, inputs.branches[0].query, inputs.value
+    blocks = blocks_of(spans, branches, kernel_for(query, value, bias is not None), bias)
+    batch, heads, length = query.shape[:3]
+    # the layout of the kernels' outputs, and the one that the model needs next
+    out = torch.empty(batch, length, heads, value.shape[-1], dtype=value.dtype, device=value.device).transpose(1, 2)
+    if sum(len(range(batch)[block.rows]) * block.q_length for block in blocks) < batch * length:
+        out.zero_()
+    lse = torch.full(query.shape[:3], -torch.inf, dtype=wide(query[:0]).dtype, device=query.device)
+    longest = max((block.q_length for block in blocks), default=0)
+    for group, block in itertools.product(head_groups(query, value, longest), blocks):
+        place = block.rows, group.heads, block.queries
+        out[place], lse[place] = _attend(block, group, branches, value, inputs.scaling)
+    return out, lse
+
+
+def backward(
+    inputs: AttentionInputs,
+    spans: tuple[Span, ...],
+    bias: TileBias | None,
+    merged: Merged,
+    of_bias: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """The gradients of the values, and of the queries and keys of each branch, from those of the output of `forward`.
+    That of the bias is added to `of_bias`, if given, in the shape of its `source`.
+    """
+    value, places = inputs.value, tuple((branch.region, branch.first) for branch in inputs.branches)
+    states = [state for branch in inputs.branches for state in (branch.query, branch.key)]
+    blocks = blocks_of(spans, inputs.branches, kernel_for(states[0], value, bias is not None), bias)
+    of_value, *of_states = (torch.zeros_like(state) for state in (value, *states))
+    shares = _as_branches(places, of_states)
+    for group in head_groups(states[0], value, value.shape[2]):
+        to_keys = _to_keys(group, blocks, of_value, shares)
+        for block in blocks:
+            kernel, to_queries = block.kernel.of_heads(group.heads), _to_queries(group, block, shares)
+            for piece in block.pieces:
+                place = block.rows, group.heads, piece.queries
+                work = block.work(piece, group, inputs.branches, value, inputs.scaling)
+                in_tile = Merged(merged.out[place], merged.lse[place], merged.grad[place])
+                of_query, of_key, of_values = kernel.backward(work, in_tile, of_bias)
+                to_queries[piece.branch].add(EVERY, piece.queries, of_query)
+                to_keys[piece.branch].add(block.rows, piece.keys, of_key)
+                to_keys[-1].add(block.rows, piece.keys, of_values)
+            for sums in to_queries:
+                sums.close()
+        while to_keys:
+            to_keys.pop().close()  # freed before the next heads allocate theirs
+    return [of_value, *of_states]
 
 
 def _by_definition(

@@ -158,14 +158,12 @@ def _only_run(groups: torch.Tensor) -> tuple[int, int] | None:
 
 def _first_keys(mask: torch.Tensor, query_start: int) -> torch.Tensor | None:
     """First visible slot of each query, `(batch, q_len)`, -1 if it sees nothing; None unless all see intervals."""
-    count = mask.sum(dim=-1)
-    first = mask.int().argmax(dim=-1)
+    count, numbers = mask.sum(dim=-1, dtype=torch.int32), mask.view(torch.uint8)
+    first, last = numbers.argmax(dim=-1), mask.shape[-1] - 1 - numbers.flip(-1).argmax(dim=-1)
     own = torch.arange(mask.shape[1], device=mask.device) + query_start
-    sees_itself = mask.gather(-1, own.expand(len(mask), -1)[..., None])[..., 0]
     blind = count == 0
     # every slot from the first visible one to the query's own is visible, and none after it
-    after = torch.stack([row.tril(query_start).sum(dim=-1) for row in mask])
-    interval = (count == own - first + 1) & sees_itself & (after == count)
+    interval = (last == own) & (count == own - first + 1)
     return torch.where(blind, -1, first).cpu() if bool((interval | blind).all()) else None
 
 

@@ -55,18 +55,13 @@ Results go to stdout, sentences, progress and errors to stderr. exit status: 0 d
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        words: of the command line; default those of this process.
-
-    Returns:
-        exit status, see `HELP`.
-    """
+    """Run one command, by default that of this process; returns the exit status, see `HELP`."""
     command, *rest = (sys.argv[1:] if words is None else list(words)) or ["--help"]
     try:
-        if command in ("--help", "-h"):
-            print(HELP.format(commands="\n".join(f"  {name:<12}{_summary(name)}" for name in available())))
+        if command in ("--help", "-h"):  # docstrings are read without tyro
+            docs = {name: ast.get_docstring(ast.parse(COMMANDS[name].read_text())) or "" for name in available()}
+            shown = (f"  {name:<12}{doc.partition(chr(10))[0].rstrip('.')}" for name, doc in docs.items())
+            print(HELP.format(commands="\n".join(shown)))
             return 0
         if command == "--version":
             print(f"rope-patch {__version__}")
@@ -101,8 +96,3 @@ def load(command: str) -> ModuleType:
         sys.modules[name] = util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
-
-
-def _summary(command: str) -> str:
-    """The first line of the docstring, which is read without tyro."""
-    return (ast.get_docstring(ast.parse(COMMANDS[command].read_text())) or "").partition("\n")[0].rstrip(".")

@@ -44,10 +44,7 @@ def main(options: Options) -> None:
 
 
 class _Later(ModuleType):
-    """A module that is imported when something of it is used.
-
-    What schemes declare needs no tensors, and torch takes longer to import than all the rest.
-    """
+    """A module that is imported when something of it is used: what schemes declare needs no tensors."""
 
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get(self.__name__) is self:
@@ -89,7 +86,7 @@ def _markdown(schemes: list[dict[str, Any]]) -> str:
 
 def _entry(cls: Any) -> dict[str, Any]:
     from rope_patch.schemes.base import SLOTS, Scheme
-    from rope_patch.schemes.names import other_names
+    from rope_patch.schemes.registry import other_names
     from rope_patch.schemes.rules import rules_of
 
     fields, rules = dataclasses.fields(cls), rules_of(cls)

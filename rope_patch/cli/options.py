@@ -101,9 +101,7 @@ def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | No
 
     Args:
         options: a dataclass, whose module's docstring is the help.
-        main: what to do.
         words: of the command line; default those of this process, which then ends.
-        prog: how the command is called.
 
     Returns:
         exit status: 0, 2 for wrong input, 130 when interrupted, 141 where whoever read stdout went away.
@@ -121,12 +119,7 @@ def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | No
 
 
 def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
-    """The options that a YAML file and a command line give; the command line overrules the file.
-
-    Args:
-        options: a dataclass.
-        words: `[CONFIG.yaml] [--option value] ...`.
-        prog: how the command is called.
+    """The options that `[CONFIG.yaml] [--option value] ...` gives; the command line overrules the file.
 
     Raises:
         EvaluationError: names what is wrong, its value and what is allowed.
@@ -211,19 +204,17 @@ def print_json(document: Any) -> None:
         print(json.dumps(document, indent=2))
 
 
-def _say_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    """A warning of this library as a sentence for a person at a terminal; others as Python shows them."""
-    if issubclass(category, RopePatchWarning):
-        say(str(message).partition(" (warnings.simplefilter")[0])
-    else:
-        sys.stderr.write(warnings.formatwarning(message, category, *where[:2]))
-
-
 def _ending(action: Callable[[], object]) -> int:
+    def tell(message: Warning | str, category: type[Warning], *where: Any, **_: Any) -> None:
+        if issubclass(category, RopePatchWarning):  # a sentence for a person at a terminal
+            say(str(message).partition(" (warnings.simplefilter")[0])
+        else:
+            sys.stderr.write(warnings.formatwarning(message, category, *where[:2]))
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", RopePatchWarning)
-            warnings.showwarning = _say_warning
+            warnings.showwarning = tell
             action()
         sys.stdout.flush()  # now, while a reader that went away can still be met
     except BrokenPipeError:
@@ -234,14 +225,10 @@ def _ending(action: Callable[[], object]) -> int:
         say(f"{error.filename}: {error.strerror}" if named else " ".join(str(error).split()))  # type: ignore[union-attr]
         return 2
     except KeyboardInterrupt:
-        say(f"interrupted; what was written is kept; to go on: {_as_typed()}")
+        typed = ["rope-patch", *sys.argv[1:]] if Path(sys.argv[0]).name == "rope-patch" else sys.orig_argv
+        say(f"interrupted; what was written is kept; to go on: {shlex.join(typed)}")
         return INTERRUPTED
     return 0
-
-
-def _as_typed() -> str:
-    installed = Path(sys.argv[0]).name == "rope-patch"
-    return shlex.join(["rope-patch", *sys.argv[1:]] if installed else sys.orig_argv)
 
 
 def _flags(field: dataclasses.Field[Any]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Hold out a share of a text for measurements."""
+"""Hold out a share of a text for measurements, or half of it for a confirmation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, IterableDataset, concatenate_datasets
 
+from rope_patch.data.windows import ids_of
 from rope_patch.errors import EvaluationError
 
 DOCUMENTS = 64  # the maximum; more add little information, and each is read at every length
+FEW = 8  # documents, with fewer of which errors are taken over windows
 
 
 def hold_out(
@@ -70,3 +72,45 @@ def hold_out(
     others = documents.select([index for index in range(len(sizes)) if index != biggest])
     name = f"the last {cut / len(text):.0%} of {whole[0]['name']}, held out"
     return concatenate_datasets([others, head]), tail, name
+
+
+def halves(
+    corpus: Any, tokenizer: Any, needed: int, documents: int | None = None, seed: int = 0
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A text in two halves that share no token: what one of them chose, the other can confirm.
+
+    Documents are dealt in random order. Fewer than 8 would leave too few to each half, so those that have room for it
+    are cut in the middle, and an error over their windows describes these documents alone.
+
+    Args:
+        corpus: rows with `name` and `text`, or `input_ids` in place of `text`.
+        needed: tokens of the longest context and its targets; shorter documents stay in the first half.
+        documents: how many of each half are read; default all.
+
+    Raises:
+        EvaluationError: the text has room for one half only.
+    """
+    read: dict[int, dict[str, Any]] = {}
+    whole: list[int] = []
+    for index in np.random.default_rng(seed).permutation(len(corpus)).tolist():
+        if documents is not None and len(whole) == 2 * documents:
+            break
+        read[index] = {"name": corpus[index]["name"], "input_ids": ids_of(corpus[index], tokenizer)}
+        if len(read[index]["input_ids"]) >= needed:
+            whole.append(index)
+    middle = {n: len(row["input_ids"]) // 2 for n, row in read.items()}
+    cut = {index for index in whole if len(whole) < FEW and middle[index] >= needed}
+    dealt = [index for index in whole if index not in cut]
+    second = cut | set(dealt[1::2])
+    if whole and not second:
+        raise EvaluationError(
+            f"the text is too short: one half of it chooses, the other confirms, and each needs {needed} tokens; the "
+            f"only document long enough has {len(read[whole[0]]['input_ids'])}; use a longer text, more documents or a "
+            "shorter target"
+        )
+
+    def part(index: int, place: slice) -> dict[str, Any]:
+        return {**read[index], "input_ids": read[index]["input_ids"][place if index in cut else slice(None)]}
+
+    first = [part(index, slice(middle[index])) for index in sorted(read) if index in cut or index not in second]
+    return first, [part(index, slice(middle[index], None)) for index in sorted(second)]

@@ -120,7 +120,7 @@ def select(
     for index in tqdm(order, desc="reading", unit="document", leave=False, disable=None):
         if len(kept) == documents:
             break
-        ids = _ids(rows[index], tokenizer)
+        ids = ids_of(rows[index], tokenizer)
         lengths.append(len(ids))
         if len(ids) >= needed:
             kept[index] = torch.tensor(ids[:limit])
@@ -144,7 +144,8 @@ def select(
     )
 
 
-def _ids(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
+def ids_of(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    """The tokens of a document, without special ones."""
     if "input_ids" in row:
         return torch.as_tensor(row["input_ids"]).tolist()
     return tokenizer(row["text"], add_special_tokens=False, verbose=False)["input_ids"]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rope_patch.errors import require
 from rope_patch.evaluation.row import Row
-from rope_patch.evaluation.scheme_specs import CONTROLS, REFERENCES, display_name
-from rope_patch.evaluation.standard_errors import standard_error
+from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, REFERENCES, display_name
+from rope_patch.evaluation.standard_errors import loss_error
 from rope_patch.evaluation.tables import Grid, Series, failed_within, headline, is_far, label
 
 if TYPE_CHECKING:
@@ -87,14 +87,16 @@ def figure(rows: Sequence[Row], **settings: Any) -> Figure:
 def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") -> Figure:
     """The chart: x is the context length in multiples of L (log 2), y the loss, and bands are its standard errors.
 
-    Below it, where attention cut at L is among the lines, NLL minus that of the cut with the errors of this difference:
-    beneath zero, what lies beyond L helps to predict the same tokens. Of a training, the first measurement of a scheme
-    is dotted, and of the others the last is shown.
+    Below it, where attention cut at L or the text cut to L is among the lines, NLL minus that of the cut with the
+    errors of this difference: beneath zero, what lies beyond L helps to predict the same tokens. Attention cut at L is
+    left out where it lost its sinks. Of a training, the first measurement of a scheme is dotted, and of the others the
+    last is shown.
     """
     grid = Grid.of(rows)
     trained = grid.any.training_length
     close_up = len(grid.series) > 1 and any(one.line == grid.baseline for one in grid.series)
     shown = [one for one in grid.series if one.step is None or one.step in {0, *grid.steps(one.line)[-1:]}]
+    shown = [one for one in shown if not (one.line == CUT and grid.lost_its_sinks)]
     bands = "bands: ± one standard error" + ", in the lower panel of the difference" * close_up
     notes = [f"Model: {Path(grid.any.model).name}, trained at L = {trained}", *grid.notes()]
     notes += [bands] if grid.any.nll_by_document[1:] else []
@@ -107,7 +109,7 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
     names, closest, apart = {}, {}, {}
     for one in shown:
         cells = [grid.row(one, length) for length in grid.lengths]
-        losses = [(row.loss, standard_error(row.nll_by_document) or 0) if row else (math.nan, 0) for row in cells]
+        losses = [(row.loss, loss_error(row) or 0) if row else (math.nan, 0) for row in cells]
         names[grid.name(one)] = plot_band(axes[0], multiples, losses, **_style(one, grid))
         if close_up:
             apart[one] = [(difference, error or 0) for difference, error in (grid.apart(one, n) for n in grid.lengths)]
@@ -264,7 +266,7 @@ def _style(series: Series, grid: Grid) -> dict[str, Any]:
         return {"color": colour, "linestyle": style, "linewidth": 1.6, "zorder": 2}
     others = list(dict.fromkeys(one.line for one in grid.series if one.line not in COMPARED))
     turn, look = divmod(others.index(series.line), len(COLOURS))
-    dashes = (0, (turn, 1)) if turn else "-"
+    dashes: Any = (0, (turn, 1)) if turn else "-"
     if series.step == 0 and any(grid.steps(series.line)):
         dashes = ":"
     return {"color": COLOURS[look], "marker": MARKERS[look], "linestyle": dashes, "linewidth": 1.8, "markersize": 4.5}

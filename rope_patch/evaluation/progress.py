@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from rope_patch.evaluation.processes import joined, sharded
+from rope_patch.evaluation.row import Row
 from rope_patch.models.head import find_language_model
 
 
@@ -34,7 +36,7 @@ class Progress:
         self._even = 12 * find_language_model(model).config.get_text_config().hidden_size
         self._costs = [sum(map(self._cost, sizes)) for sizes in cells]
         self._at_once = 1 if sharded(model) else joined().num_processes
-        self._number, self._name, self._measured = 0, "", False
+        self._number, self._name, self._found, self._measured = 0, "", "", False
         main, terminal = joined().is_main_process, sys.stderr.isatty()
         self._lines = main and not terminal and sys.stderr is sys.__stderr__
         self._bar: Any = tqdm(
@@ -58,7 +60,7 @@ class Progress:
     def begin(self, name: str) -> None:
         """Finish the previous cell and begin the next."""
         self._finish()
-        self._number, self._name, self._measured = self._number + 1, name, False
+        self._number, self._name, self._found, self._measured = self._number + 1, name, "", False
         self._bar.set_description(name, refresh=False)
 
     def skip(self) -> None:
@@ -69,6 +71,11 @@ class Progress:
         """This process has read a context of the cell."""
         self._measured = True
         self._bar.update(min(self._at_once * self._cost(size), self._bar.total - self._bar.n))
+
+    def found(self, rows: Sequence[Row]) -> None:
+        """What was measured in the cell: its losses, or its shares of correct answers."""
+        told = [f"loss {row.loss:.3f}" if math.isnan(row.share) else f"{row.share:.0%} right" for row in rows]
+        self._found = f": {', '.join(dict.fromkeys(told))}"
 
     def left(self) -> float:
         """Estimate of the remaining seconds."""
@@ -82,4 +89,6 @@ class Progress:
         if self._lines and self._measured:
             elapsed, left = map(tqdm.format_interval, (self._bar.format_dict["elapsed"], self.left()))
             place = f"{self._number} of {len(self._costs)}"
-            print(f"{place}: {self._name}; {elapsed} elapsed, about {left} left", file=sys.stderr, flush=True)
+            print(
+                f"{place}: {self._name}{self._found}; {elapsed} elapsed, about {left} left", file=sys.stderr, flush=True
+            )

@@ -89,6 +89,7 @@ def run(
                         of_cell = _measure(model, task, cell, wanted, scores, rows, bar)
                     else:
                         bar.skip()
+                    bar.found(of_cell)
                     measured_rows += of_cell
     return measured_rows
 

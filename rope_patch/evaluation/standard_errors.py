@@ -1,8 +1,7 @@
 """Is a difference more than noise? Differences are paired by text, because a hard text is hard for both.
 
-The error is s / sqrt(n) of n documents. With fewer than 8 documents it is that of their windows, or of blocks of
-adjacent windows. Windows of one document are less independent than documents, above all if their contexts overlap: such
-an error describes only this document, and is too small rather than too large.
+The error of n documents is s / sqrt(n). With fewer than 8 documents it is that of their windows, or of blocks of
+adjacent windows, and allows for what neighbours share (`error_of_neighbours`). It describes only these documents.
 """
 
 from __future__ import annotations
@@ -10,29 +9,149 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
 
 from rope_patch.errors import EvaluationError, counted
 from rope_patch.evaluation.row import Row
 
+FEW_TOKENS = 100  # of those that a protocol chose: with fewer nothing is claimed
 FEW = 8  # with fewer documents windows are counted; with fewer windows an error means little
+TAIL = statistics.NormalDist().cdf(-2)  # of a normal distribution, beyond two errors on one side
+SHARED = 0.33  # correlation of neighbours for which `error_of_neighbours` is unbiased, amid those of 0 to 0.5
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """s / sqrt(n); None for fewer than two values, or if one is not finite."""
-    finite = all(map(math.isfinite, values))
-    return statistics.stdev(values) / len(values) ** 0.5 if finite and len(values) > 1 else None
+    """s / sqrt(n) of independent values; None for fewer than two, or if one is not finite."""
+    return statistics.stdev(values) / len(values) ** 0.5 if _usable(values) else None
+
+
+def _usable(values: Sequence[float]) -> bool:
+    return len(values) > 1 and all(map(math.isfinite, values))
+
+
+def error_of_neighbours(values: Sequence[float]) -> float | None:
+    """The error of the mean of windows in the order of their text, so that +-2 errors cover it in 95 % of texts.
+
+        e = t_q / 2 sqrt(sum_j b_j^2 / (n sum_j f_j)),  j = 1, ..., q
+        b_j = sqrt(2 / n) sum_i x_i cos(pi j (i + 1/2) / n)
+        f_j = (1 - r)^2 / (1 - 2 r cos(pi j / n) + r^2),  r = 0.33
+
+    The slowest cosines hold what neighbours share: their squares estimate the variance of the mean under any
+    correlation that fades within the text. f_j is the share that they see if neighbours correlate by r. The estimate
+    has q = n / 4 degrees of freedom, at least 2, for which Student's t_q allows.
+
+    Source: Lazarus, Lewis, Stock & Watson 2018, "HAR Inference: Recommendations for Practice" (equal-weighted cosines);
+    f_j from the spectrum of an autoregressive process.
+
+    Returns:
+        None for fewer than two values, or if one is not finite.
+    """
+    if not _usable(values):
+        return None
+    n = len(values)
+    waves = np.arange(1, _freedom_of_neighbours(n) + 1)[:, None] * np.pi / n
+    squares = 2 / n * (np.cos(waves * (np.arange(n) + 0.5)) @ np.asarray(values)) ** 2
+    seen = (1 - SHARED) ** 2 / (1 - 2 * SHARED * np.cos(waves) + SHARED**2)
+    return student(TAIL, len(waves)) / 2 * math.sqrt(squares.sum() / seen.sum() / n)
+
+
+def _freedom_of_neighbours(n: int) -> int:
+    return min(n - 1, max(2, n // 4))
+
+
+def loss_error(row: Row) -> float | None:
+    """The error of a loss, over documents or over neighbouring windows; None where it has no more than one."""
+    return _error(row, row.nll_by_document)
+
+
+def _error(row: Row, values: Sequence[float]) -> float | None:
+    return standard_error(values) if _by_document(row) else error_of_neighbours(values)
+
+
+def _by_document(row: Row) -> bool:
+    documents = row.documents or FEW  # rows of old files do not name them
+    return documents >= FEW or len(row.nll_by_document) == documents
 
 
 def paired_difference(row: Row, reference: Row) -> tuple[float, float | None]:
-    """NLL of one row minus that of another on the same texts, and the standard error of this difference.
+    """NLL of one row minus that of another on the same texts, and the error of this difference.
 
     Raises:
         EvaluationError: the rows have different texts.
     """
-    if (row.texts, row.protocol) != (reference.texts, reference.protocol):
-        raise EvaluationError(f"{row.line} and {reference.line} were measured on different texts and cannot be paired")
-    pairs = zip(row.nll_by_document, reference.nll_by_document, strict=False)  # rows of old files have none
-    return row.loss - reference.loss, standard_error([one - other for one, other in pairs])
+    return contrast((1, row), (-1, reference))
+
+
+def contrast(*terms: tuple[int, Row]) -> tuple[float, float | None]:
+    """A sum of losses on the same texts, each times its sign, and the error of this sum.
+
+    Raises:
+        EvaluationError: the rows have different texts.
+    """
+    (_, first), *others = terms
+    for _, row in others:
+        if (row.texts, row.protocol) != (first.texts, first.protocol):
+            raise EvaluationError(f"{first.line} and {row.line} were measured on different texts and cannot be paired")
+    by_document = zip(*(row.nll_by_document for _, row in terms), strict=False)  # rows of old files have none
+    sums = [math.fsum(sign * nll for (sign, _), nll in zip(terms, losses, strict=True)) for losses in by_document]
+    return math.fsum(sign * row.loss for sign, row in terms), _error(first, sums)
+
+
+def is_below(row: Row, reference: Row, tries: int = 1) -> bool:
+    """Whether a loss is below another one on the same texts by more than noise.
+
+    Args:
+        tries: how many rows this one is the best of.
+    """
+    difference, error = paired_difference(row, reference)
+    return error is not None and not tells_nothing(row) and difference < -noise_of(row, tries) * error
+
+
+def tells_nothing(row: Row) -> bool:
+    """Whether a protocol that scores only some tokens found too few of them."""
+    return row.chosen_share is not None and (row.scored_tokens or 0) < FEW_TOKENS
+
+
+def noise_of(row: Row, tries: int = 1) -> float:
+    """How many errors of this row noise exceeds to one side in 2.3 % of texts at most: two, or more if units are few.
+
+    Args:
+        tries: of how many the best is meant, since the best of many is flattered (Bonferroni's correction).
+    """
+    n = len(row.nll_by_document)
+    if _by_document(row):
+        return student(TAIL / tries, n - 1)
+    freedom = _freedom_of_neighbours(n)
+    return 2 * student(TAIL / tries, freedom) / student(TAIL, freedom)
+
+
+@cache
+def student(tail: float, freedom: int) -> float:
+    """The t beyond which Student's distribution has this share on one side, by bisection.
+
+    Source: Abramowitz & Stegun, "Handbook of Mathematical Functions", 26.7.3 and 26.7.4.
+    """
+
+    def beyond(t: float) -> float:
+        angle = math.atan2(t, math.sqrt(freedom))
+        odd, cosine = freedom % 2, math.cos(angle)
+        term = total = cosine if odd else 1.0
+        for i in range(1 + odd, freedom - 2, 2):
+            term *= cosine**2 * i / (i + 1)
+            total += term
+        total *= freedom > 1
+        within = 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+        return (1 - within) / 2
+
+    low, high = 0.0, 1.0
+    while beyond(high) > tail:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if beyond(middle) > tail else (low, middle)
+    return high
 
 
 def pairs_of(row: Row) -> str:

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -16,19 +17,29 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_patch.errors import EvaluationError, counted
+from rope_patch.evaluation.effective_length import NEAR_NOTHING, SHARE, effective_length, lines_of
+from rope_patch.evaluation.references import lost_its_sinks, with_text_cut
 from rope_patch.evaluation.row import Row
-from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, PLAIN, REFERENCES, TEXT_CUT, display_name
-from rope_patch.evaluation.standard_errors import FEW, paired_difference, pairs_of, standard_error
+from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, REFERENCES, TEXT_CUT, display_name
+from rope_patch.evaluation.standard_errors import (
+    FEW,
+    FEW_TOKENS,
+    is_below,
+    loss_error,
+    paired_difference,
+    pairs_of,
+    tells_nothing,
+)
 from rope_patch.evaluation.tasks.perplexity import PROTOCOLS
+from rope_patch.evaluation.verdict import copies
 
 _REGIMES = {
     "fine-tune": ("†", "made to be fine-tuned; measured here without"),
     "from-scratch": ("‡", "made to be trained with from scratch; measured here without"),
 }
 
+LOST_MARK = "§"  # of attention cut at L that lost its sinks
 WIDE = 120  # columns of a table without a terminal
-COPIES = 0.1  # nats that a passage inside L must be worth to a checkpoint that can copy
-NEAR_NOTHING = 0.1  # with a lower score within the training length, the checkpoint cannot do the task
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None, what: str = "the answers") -> None:
@@ -77,6 +88,7 @@ class Grid:
         """
         if not rows:
             raise EvaluationError("there are no rows to show")
+        rows = with_text_cut(rows)
         shared = {name: name for name in ("protocol", "model", "weights", "texts", "dtype")}
         if rows[0].step is not None:
             del shared["weights"]  # a training changes them
@@ -102,7 +114,8 @@ class Grid:
     def baseline(self) -> str:
         """The line that losses are compared with."""
         protocol = PROTOCOLS.get(self.any.protocol or "")
-        return protocol.baseline if protocol else CUT
+        chosen = protocol.baseline if protocol else CUT
+        return TEXT_CUT if chosen == CUT and self.lost_its_sinks else chosen
 
     def row(self, series: Series | str, length: int) -> Row | None:
         """The row of one cell, if it was measured; of a line without its step, the row before any training."""
@@ -111,11 +124,13 @@ class Grid:
         return self.rows.get((series, length))
 
     def cell(self, series: Series, length: int) -> str:
-        """NLL of one cell with three decimals, starred if it is the best of its column and not all are equal."""
-        column = [row.loss for one in self.series if (row := self.row(one, length)) and not math.isnan(row.loss)]
-        row, best = self.row(series, length), f"{min(column, default=0):.3f}"
+        """NLL of one cell with three decimals, starred if it is below every other of its column by more than noise."""
+        row = self.row(series, length)
+        rivals = [self.row(one, length) for one in self.series if one != series and one.line != NEAR]
+        others = [rival for rival in rivals if rival and not math.isnan(rival.loss)]
+        best = row and series.line != NEAR and others and all(is_below(row, other, len(others)) for other in others)
         shown = f"{row.loss:.3f}".replace("nan", "-") if row else "-"
-        return f"{shown}*" if shown == best != f"{max(column):.3f}" else f"{shown} "
+        return f"{shown}*" if best else f"{shown} "
 
     def apart(self, series: Series, length: int) -> tuple[float, float | None]:
         """NLL minus that of the baseline, and the standard error of the difference; NaN if one is missing."""
@@ -128,7 +143,7 @@ class Grid:
         if row is None:
             return ""
         if series.line == self.baseline or math.isnan(difference):
-            return plus_minus(standard_error(row.nll_by_document))
+            return plus_minus(loss_error(row))
         return f"{signed(difference)}{between}{plus_minus(error)}"
 
     def steps(self, line: str) -> list[int]:
@@ -140,30 +155,39 @@ class Grid:
         if series.step:
             return f"{display_name(series.line)}, {counted(series.step, 'step')}"
         regime = next(row.regime for (one, _), row in self.rows.items() if one == series)
-        name = " ".join([display_name(series.line), *_REGIMES.get(regime, ())[:1]])
+        lost = series.line == CUT and self.lost_its_sinks
+        name = " ".join([display_name(series.line), *_REGIMES.get(regime, ())[:1], *([LOST_MARK] if lost else [])])
         return f"{name}, before" if len(self.steps(series.line)) > 1 else name
 
+    def _no_text_cut(self, row: Row) -> list[str]:
+        """A sentence if the text cut to L would have no room for the targets."""
+        protocol, room = PROTOCOLS.get(row.protocol or "last"), (row.targets or 0) <= row.training_length
+        if room or not protocol or TEXT_CUT not in protocol.references or self.row(TEXT_CUT, row.length):
+            return []
+        return [f"no line for the text cut to L: {row.training_length} tokens have no room for {row.targets} targets"]
+
+    @cached_property
+    def lost_its_sinks(self) -> bool:
+        """Whether attention cut at L is no reference for this checkpoint."""
+        return lost_its_sinks(*(self.row(line, self.lengths[-1]) for line in (CUT, TEXT_CUT)))
+
     def _lost_first_tokens(self) -> list[str]:
-        """A sentence if attention cut at L is not a valid reference for this checkpoint."""
-        cut, trained = self.row(CUT, self.lengths[-1]), self.row(PLAIN, self.any.training_length)
-        if not cut or not trained or (cut.texts, cut.protocol) != (trained.texts, trained.protocol):
+        """A sentence if attention cut at L is no reference for this checkpoint."""
+        cut, text_cut = (self.row(line, self.lengths[-1]) for line in (CUT, TEXT_CUT))
+        if not cut or not text_cut or not self.lost_its_sinks:
             return []
-        difference, error = paired_difference(cut, trained)
-        if error is None or difference < 0.1 or difference < 4 * error:
-            return []
+        difference, error = paired_difference(cut, text_cut)
         return [
-            f"attention cut at L is {signed(difference)} {plus_minus(error)} from the plain checkpoint at L: it has "
-            "lost the first tokens, which this checkpoint needs; compare with plain at L, the text cut to L"
+            f"{LOST_MARK} attention cut at L is {signed(difference)} {plus_minus(error)} from the text cut to L: it "
+            "has lost the first tokens, which this checkpoint needs"
         ]
 
     def _cannot_copy(self) -> list[str]:
         """A sentence if a repeated passage shows nothing of this checkpoint."""
         near, cut = (self.row(line, self.lengths[-1]) for line in (NEAR, TEXT_CUT))
-        if not near or not cut:
+        if not near or not cut or copies(near, cut):
             return []
         gain, error = paired_difference(near, cut)
-        if gain < -max(COPIES, 2 * (error or 0)):
-            return []
         return [
             f"this means nothing: with the passage inside L the plain checkpoint predicts its copy {signed(gain)} "
             f"{plus_minus(error)} from the text cut to L, so it cannot copy"
@@ -183,10 +207,21 @@ class Grid:
             + ", ".join(filter(None, [counted(row.documents or 0, "document"), *settings])),
             *([f"standard errors over {pairs_of(row)}"] if row.nll_by_document[1:] else []),
             *shortfalls(row),
+            *_of_chosen(row),
+            *self._no_text_cut(row),
             *self._lost_first_tokens(),
             *self._cannot_copy(),
             *(" ".join(note) for regime, note in _REGIMES.items() if regime in regimes),
         ]
+
+
+def _of_chosen(row: Row) -> list[str]:
+    """How many tokens a protocol chose, and whether they are too few."""
+    if row.chosen_share is None:
+        return []
+    count = counted(row.scored_tokens or 0, "token")
+    few = f"; below {FEW_TOKENS} nothing is claimed" if tells_nothing(row) else ""
+    return [f"{count}, {row.chosen_share:.1%} of the last {row.targets} of the windows{few}; others: the rest of these"]
 
 
 def shortfalls(row: Row) -> list[str]:
@@ -221,8 +256,11 @@ def losses(rows: Sequence[Row], width: int = WIDE) -> Group:
     shown = Table(box=box.SIMPLE_HEAD)
     shown.add_column("scheme", overflow="fold")
     between = " " if 30 + 16 * len(grid.lengths) <= width else "\n"
+    others = grid.any.others_nll is not None  # a second column where a protocol scores only some tokens
     for length in grid.lengths:
         shown.add_column(f"{length}\n{length / trained:g}L", justify="right", overflow="fold")
+        if others:
+            shown.add_column("others", justify="right", overflow="fold", style="dim")
     starred = False
     for series in grid.series:
         cells = []
@@ -233,12 +271,19 @@ def losses(rows: Sequence[Row], width: int = WIDE) -> Group:
             cells.append(
                 Text.assemble((cell, "bold green" if best else ""), "\n", (grid.below(series, length, between), "dim"))
             )
+            if others:
+                row = grid.row(series, length)
+                cells.append(Text(f"{row.others_nll:.3f}" if row and row.others_nll is not None else "-"))
         shown.add_row(Text(grid.name(series), "dim" if series.line in (*REFERENCES, *CONTROLS) else ""), *cells)
     title = f"{Path(grid.any.model).name}: NLL in nats per token by context length, L = {trained}"
-    errors = "the standard error of each loss"
+    errors = "the error of each loss"
     if grid.row(grid.baseline, grid.lengths[0]):
-        errors = f"loss minus that of {display_name(grid.baseline)}, ± the standard error of this difference"
-    notes = [*(["* best of its column"] if starred else []), f"below each loss: {errors}", *grid.notes()]
+        errors = f"loss minus that of {display_name(grid.baseline)}, ± the error of this difference"
+    notes = [
+        *(["* best of its column, by more than noise"] if starred else []),
+        f"below each loss: {errors}",
+        *grid.notes(),
+    ]
     return Group(Text(title, style="bold"), shown, *(Text(note, style="dim") for note in notes))
 
 
@@ -287,7 +332,7 @@ def answers(rows: Sequence[Row], what: str = "the answers") -> Group:
             label(task, failed): lambda row, task=task: row.share if row.task == task else None  # type: ignore[misc]
             for task in dict.fromkeys(row.task for row in rows)
         }
-    lengths, lines = sorted({row.length for row in rows}), list(dict.fromkeys(row.line for row in rows))
+    lengths, lines = sorted({row.length for row in rows}), lines_of(rows)
     shown = Table("depths" if by_depth else "task", "scheme", *map(str, lengths))
     for title, share_of in sections.items():
         for line in lines:
@@ -298,4 +343,9 @@ def answers(rows: Sequence[Row], what: str = "the answers") -> Group:
                 cells.append(f"{100 * fmean(share_of(row) or 0 for row in cell):.0f}{error}" if cell else "-")
             shown.add_row(title, display_name(line), *cells)
         shown.add_section()
-    return Group(Text(headline(rows, what), style="bold"), shown)
+    reach = [f"effective length, the longest with {SHARE:.0%} of the best score within L (NoLiMa, 2502.05167):"]
+    for line in lines:
+        found = effective_length([row for row in rows if row.line == line])
+        told = f"{found}, of {found.base:.0%} within L" if found else "none, the task is not done within L"
+        reach.append(f"  {display_name(line)}: {told}")
+    return Group(Text(headline(rows, what), style="bold"), shown, *map(Text, reach))

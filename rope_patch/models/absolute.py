@@ -44,12 +44,27 @@ def read_table(stack: PreTrainedModel) -> AbsoluteTable:
         UnsupportedModel: there are several tables, positions also enter in another way, something of fixed size cannot
             grow with the table, or saving would not keep a longer one.
     """
-    name, embedding = _only_table(stack)
-    _refuse_other_positions(stack)
+    (name, embedding), *others = _tables(stack)
+    if others:
+        names = (name, *(other for other, _ in others))
+        _refuse(stack, f"it has several position tables ({', '.join(names)})")
+    if embedding.weight.is_meta:
+        _refuse(stack, f"the weights of {name} are on the meta device; load them before patching")
+    owners = [path for path, weight in stack.named_parameters(remove_duplicate=False) if weight is embedding.weight]
+    if len(owners) > 1:
+        _refuse(stack, f"{name} shares its weights ({', '.join(owners)})")
+    kind = getattr(stack.config, "position_embedding_type", None) or "absolute"
+    if kind != "absolute":
+        _refuse(stack, f"position_embedding_type={kind!r}; only 'absolute' adds positions to nothing but the input")
+    if getattr(stack.config, "relative_attention", False):
+        _refuse(stack, "its attention also has relative positions (relative_attention=True)")
     reserved = _measure_reserved(stack, name, embedding)
     buffers = _buffers(stack, embedding.num_embeddings, reserved)
     table = AbsoluteTable(stack, name, embedding, reserved, buffers)
-    _refuse_sinusoids(stack, name, table.rows)
+    squared_norms = table.rows.double().square().sum(dim=-1)
+    half = squared_norms.new_tensor(table.rows.shape[-1] / 2)  # sin^2 + cos^2 in every pair
+    if torch.allclose(squared_norms, half, rtol=1e-2):
+        _refuse(stack, f"the rows of {name} are computed sinusoids, not learned")
     if not any(holder is table.config for holder, _, _ in table.limits()):
         _refuse(stack, f"its config does not contain the number of rows of {name}, so a longer one could not be loaded")
     return table
@@ -64,34 +79,6 @@ def _tables(module: nn.Module) -> Iterator[tuple[str, nn.Embedding]]:
 def _has_table(module: nn.Module) -> bool:
     reads_text = isinstance(module, PreTrainedModel) and module.main_input_name == "input_ids"
     return reads_text and next(_tables(module), None) is not None
-
-
-def _only_table(stack: PreTrainedModel) -> tuple[str, nn.Embedding]:
-    tables = list(_tables(stack))
-    if len(tables) > 1:
-        _refuse(stack, f"it has several position tables ({', '.join(name for name, _ in tables)})")
-    (name, embedding), *_ = tables
-    if embedding.weight.is_meta:
-        _refuse(stack, f"the weights of {name} are on the meta device; load them before patching")
-    owners = [name for name, weight in stack.named_parameters(remove_duplicate=False) if weight is embedding.weight]
-    if len(owners) > 1:
-        _refuse(stack, f"{name} shares its weights ({', '.join(owners)})")
-    return name, embedding
-
-
-def _refuse_other_positions(stack: PreTrainedModel) -> None:
-    kind = getattr(stack.config, "position_embedding_type", None) or "absolute"
-    if kind != "absolute":
-        _refuse(stack, f"position_embedding_type={kind!r}; only 'absolute' adds positions to nothing but the input")
-    if getattr(stack.config, "relative_attention", False):
-        _refuse(stack, "its attention also has relative positions (relative_attention=True)")
-
-
-def _refuse_sinusoids(stack: PreTrainedModel, name: str, rows: torch.Tensor) -> None:
-    squared_norms = rows.double().square().sum(dim=-1)
-    half = squared_norms.new_tensor(rows.shape[-1] / 2)  # sin^2 + cos^2 in every pair
-    if torch.allclose(squared_norms, half, rtol=1e-2):
-        _refuse(stack, f"the rows of {name} are computed sinusoids, not learned")
 
 
 def _buffers(stack: PreTrainedModel, rows: int, reserved: int) -> tuple[tuple[nn.Module, str], ...]:
@@ -124,7 +111,7 @@ def _measure_reserved(stack: PreTrainedModel, name: str, embedding: nn.Embedding
         with torch.no_grad(), _Lookup(embedding.weight):
             stack(input_ids=tokens[None])
     except _FirstLookup as lookup:
-        rows = lookup.rows[: len(tokens)]
+        rows = lookup.args[0][: len(tokens)]
     except Exception as error:  # models of other kinds may fail in any way
         raise UnsupportedModel(f"{type(stack).__name__} cannot read a text of four tokens: {error}") from error
     else:
@@ -135,8 +122,7 @@ def _measure_reserved(stack: PreTrainedModel, name: str, embedding: nn.Embedding
 
 
 class _FirstLookup(BaseException):  # not an Exception, so that no model catches it
-    def __init__(self, rows: list[int]) -> None:
-        self.rows = rows
+    """Its argument is the rows that are looked up."""
 
 
 class _Lookup(TorchFunctionMode):

@@ -101,13 +101,7 @@ def is_causal(attention: nn.Module, given: bool | None = None) -> bool:
 
 
 class Heads(NamedTuple):
-    """The queries of one attention module.
-
-    Attributes:
-        num: number of query heads.
-        dim: dimensions of a query head.
-        value_dim: dimensions of a value head.
-    """
+    """The number of query heads of one attention module, and the dimensions of a query head and of a value head."""
 
     num: int
     dim: int
@@ -121,13 +115,12 @@ class AttentionLayer:
     Attributes:
         index: `layer_idx`, the index in the cache.
         spec: its rotary embedding, or the one that a scheme would add.
-        heads: their number and sizes.
         kind: its layer type in the config; without one, `full_attention` or `sliding_attention` by its window.
         layout: how it pairs dimensions, or would; None if the module rotates in other layers, but not in this one, or
             if it is `unscored` and could not be measured.
         rotary: the tables that rotate it; None without rotation.
-        sliding_window: its window in tokens; None without a window.
-        bias_table: the learned biases by bucket of distance, `(num_buckets, heads)`; None without biases.
+        sliding_window: in tokens.
+        bias_table: the learned biases by bucket of distance, `(num_buckets, heads)`.
         gets_positions: whether its block passes position ids to it.
         normed: whether a norm follows the rotation and undoes a scale of cos and sin.
         unscored: why its queries and keys cannot be scored here, so that only its tables can be replaced; empty if they
@@ -157,11 +150,6 @@ class AttentionLayer:
     def layer_type(self) -> str | None:
         """Layer type of its rotary tables; None if all layers share one set, or have none."""
         return None if self.rotary is None else self.rotary.layer_type
-
-    @property
-    def is_causal(self) -> bool:
-        """See `is_causal`."""
-        return is_causal(self.module)
 
 
 @dataclass(frozen=True)
@@ -236,11 +224,6 @@ class Stack:
     def config(self) -> Any:
         """The current config of the stack."""
         return self.module.config
-
-    @property
-    def num_cached(self) -> int:
-        """Number of cache layers for the layers of the stack, attention or not."""
-        return max(layer.index for layer in (*self.layers, *self.others)) + 1
 
     @property
     def training_length(self) -> int:

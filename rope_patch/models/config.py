@@ -66,11 +66,8 @@ _LARGEST_SIZE = 10**15
 
 
 def wrong_field(fields: Mapping[str, Any], names: Container[str] | None = None) -> str:
-    """What is impossible in a config: the name and value of a field, and what is allowed; empty without one.
-
-    Args:
-        fields: of the config, with those of configs inside it as dicts.
-        names: of the fields to look at; default all that are known here.
+    """What is impossible in the `fields` of a config and of configs inside it: name and value of a field, and what is
+    allowed; empty without one. `names` are the fields to look at, by default all that are known here.
     """
     for name, value in fields.items():
         if name in _FIELDS and (names is None or name in names) and (value is not None or name in _REQUIRED):
@@ -132,13 +129,10 @@ def _check_entry(entry: dict[str, Any], family: str) -> None:
     if not isinstance(entry.get("rope_type", "default"), str):
         raise UnsupportedModel(f"{family}: rope_type={entry['rope_type']!r} is not allowed; it must be a string")
     for name in _NUMBERS:
-        value = entry.get(name)
-        if not _is_positive(value) and (value is not None or name == "rope_theta"):
+        value: Any = entry.get(name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (is_number and 0 < value < _LARGEST) and (value is not None or name == "rope_theta"):
             raise UnsupportedModel(f"{family}: {name}={value!r} in `rope_parameters`; it must be a number above 0")
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _LARGEST
 
 
 def training_length(config: Any) -> int:
@@ -150,7 +144,7 @@ def training_length(config: Any) -> int:
     """
     config = before_patch(config)
     entries = rope_entries(config)
-    for entry in (_of_full_attention(entries), *entries.values()):
+    for entry in (entries[main_layer_type(entries)], *entries.values()):
         if entry.get("rope_type") == "dynamic":
             break  # for this type, Transformers ignores the entry's own length and scales from the maximum
         if entry.get("original_max_position_embeddings"):
@@ -184,14 +178,6 @@ def configs_of_type(config: Any, layer_type: str | None) -> list[Any]:
     return [config_of_layer(config, i) for i, kind in enumerate(types) if layer_type in (None, kind)] or [config]
 
 
-def scheme_of_config(config: Any) -> Scheme | None:
-    """The scheme that `config.rope_parameters` describes, that of full attention if layer types differ; None if there
-    is none here.
-    """
-    entries = rope_entries(config)
-    return scheme_of_entry(_of_full_attention(entries), nested=None not in entries)
-
-
 def scheme_of_layer_type(config: Any, layer_type: str | None) -> Scheme | None:
     """The scheme that `config.rope_parameters` describes for the layers of one type; None if there is none here."""
     return scheme_of_entry(rope_entries(config)[layer_type], nested=layer_type is not None)
@@ -212,8 +198,9 @@ def check_computable(config: Any) -> None:
             raise UnsupportedModel(f"{type(config).__name__}: rope_type={entry['rope_type']!r}; {allowed}")
 
 
-def _of_full_attention(entries: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
-    return entries.get("full_attention") or next(iter(entries.values()))
+def main_layer_type(entries: dict[str | None, dict[str, Any]]) -> str | None:
+    """The layer type of `rope_entries` that stands for a checkpoint: full attention, or the first."""
+    return "full_attention" if entries.get("full_attention") else next(iter(entries))
 
 
 def scheme_of_entry(entry: dict[str, Any], nested: bool) -> Scheme | None:

@@ -48,7 +48,15 @@ def head_alone(model: PreTrainedModel, output_type: type) -> Iterator[Head]:
     model._modules[prefix] = stack_output
 
     def head(states: torch.Tensor) -> torch.Tensor:
-        return _apply_head(model, stack_output, states)
+        stack_output.states = states
+        unused = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
+        # not `model()`: hooks and wrappers, such as those with which FSDP2 gathers weights, expect the whole model
+        outputs = type(model).forward(model, input_ids=unused, use_cache=False, return_dict=True)
+        if stack_output.states is not None or outputs.logits.shape[:2] != states.shape[:2]:
+            raise EvaluationError(
+                f"{type(model).__name__}: its head is not a function of the hidden states of `{prefix}`"
+            )
+        return outputs.logits
 
     try:
         yield head
@@ -65,18 +73,6 @@ def separate_stack(model: PreTrainedModel) -> nn.Module:
     if model.base_model is model:
         raise EvaluationError(f"{type(model).__name__} has no stack separate from its head")
     return model.base_model
-
-
-def _apply_head(model: PreTrainedModel, stack_output: _StackOutput, states: torch.Tensor) -> torch.Tensor:
-    stack_output.states = states
-    unused = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
-    # not `model()`: hooks and wrappers, such as those with which FSDP2 gathers weights, expect the whole model
-    outputs = type(model).forward(model, input_ids=unused, use_cache=False, return_dict=True)
-    if stack_output.states is not None or outputs.logits.shape[:2] != states.shape[:2]:
-        raise EvaluationError(
-            f"{type(model).__name__}: its head is not a function of the hidden states of `{model.base_model_prefix}`"
-        )
-    return outputs.logits
 
 
 class _StackOutput(nn.Module):

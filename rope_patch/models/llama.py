@@ -19,18 +19,17 @@ from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.errors import InvalidField, UnsupportedModel
-from rope_patch.models.base import AttentionLayer, Heads, RotaryTables, Stack
+from rope_patch.models.base import AttentionLayer, Heads, RotaryTables, Stack, is_causal
 from rope_patch.models.config import (
     checkpoint_of_config,
     config_of_layer,
     head_dim,
+    main_layer_type,
     rope_entries,
-    scheme_of_config,
     scheme_of_layer_type,
     training_length,
 )
-from rope_patch.models.meta import filled
-from rope_patch.models.module_state import unchanged
+from rope_patch.models.module_state import EmptyTables, ModuleState
 from rope_patch.models.passed_tables import passed_tables
 from rope_patch.models.probe import Followed, Measuring, follows_buffers, measure_fixed, measure_tables
 
@@ -51,8 +50,10 @@ def read(stack: PreTrainedModel) -> Stack:
     checkpoint = checkpoint_of_config(stack.config)
     with contextlib.ExitStack() as tried:
         for module in modules:
-            tried.enter_context(filled(module, stack))
-            tried.enter_context(unchanged(module))
+            if empty := EmptyTables(module, stack):
+                tried.callback(empty.restore)
+                empty.fill()
+            tried.callback(ModuleState(module).restore)
         configs = (
             [stack.config] if len(modules) == 1 else [getattr(module, "config", stack.config) for module in modules]
         )
@@ -69,8 +70,9 @@ def read(stack: PreTrainedModel) -> Stack:
         )
     if len(modules) > 1:  # some may be unused
         rotary = tuple(dict.fromkeys(layer.rotary for layer in layers if layer.rotary is not None))
-    checkpoint = dataclasses.replace(checkpoint, bidirectional=not all(layer.is_causal for layer in layers))
-    return Stack(stack, checkpoint, scheme_of_config(stack.config), layers, rotary)
+    checkpoint = dataclasses.replace(checkpoint, bidirectional=not all(is_causal(layer.module) for layer in layers))
+    native = scheme_of_layer_type(stack.config, main_layer_type(rope_entries(stack.config)))
+    return Stack(stack, checkpoint, native, layers, rotary)
 
 
 def _is_rotary(module: nn.Module) -> bool:
@@ -92,18 +94,14 @@ def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
 
 def _compared(tables: RotaryTables, config: Any) -> RotaryTables:
     """The tables, compared with what their module and their config describe."""
-    tables = dataclasses.replace(tables, rotating_pairs=_rotating_pairs(tables.inv_freq))
+    count = int(tables.inv_freq.count_nonzero())
+    if 0 < count < tables.inv_freq.numel() and bool(tables.inv_freq[:count].all()):
+        tables = dataclasses.replace(tables, rotating_pairs=count)
     if follows_buffers(tables):
         return dataclasses.replace(tables, as_declared=_as_declared(tables, config))
     fixed = measure_fixed(tables, training_length(config))
     as_declared = bool(fixed.attention_scaling == tables.attention_scaling) and _as_declared(tables, config)
     return dataclasses.replace(tables, as_declared=as_declared, fixed=fixed)
-
-
-def _rotating_pairs(inv_freq: torch.Tensor) -> int | None:
-    """Number of leading pairs that rotate; None if all of them do, or none."""
-    count = int(inv_freq.count_nonzero())
-    return count if 0 < count < inv_freq.numel() and bool(inv_freq[:count].all()) else None
 
 
 def _as_declared(tables: RotaryTables, config: Any) -> bool:
@@ -201,7 +199,8 @@ def _read_layer(
         sliding = getattr(config, "attention_chunk_size", None)
     elif sliding is None:
         # Mistral-like: only the config has the window, for every layer
-        sliding = getattr(config, "sliding_window", None) if _window_for_all(config) else None
+        for_all = getattr(config, "use_sliding_window", True) and not types
+        sliding = getattr(config, "sliding_window", None) if for_all else None
     layout, normed, gets_positions, unscored = None, False, True, keeps or _reads_tables_otherwise(module)
     heads = Heads(config.num_attention_heads, *[head_dim(config)] * 2)
     try:
@@ -257,7 +256,3 @@ def _reads_tables_otherwise(module: nn.Module) -> str:
         if inner is not module and "position_embeddings" in inspect.signature(inner.forward).parameters:
             return f"{type(inner).__name__} inside it reads the rotary tables as well"
     return ""
-
-
-def _window_for_all(config: Any) -> bool:
-    return bool(getattr(config, "use_sliding_window", True)) and not getattr(config, "layer_types", None)

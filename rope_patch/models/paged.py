@@ -38,7 +38,6 @@ class Request:
     Attributes:
         queries, keys: its slices of the row's queries, and of the keys that the cache returned.
         position_ids: of its queries, `(1, q_len)`.
-        forward_cache: shared by the layers for this request.
     """
 
     queries: slice
@@ -86,7 +85,6 @@ def attend_by_request(
     Args:
         attend: returns the output for a `Request`, its query, key and value, and the other `kwargs`.
         position_ids: of the whole row, `(1, tokens)`.
-        forward_cache: of the forward.
 
     Shape:
         query `(1, heads, tokens, head_dim)`, key and value `(1, kv_heads, tokens, head_dim)`; returns

@@ -32,11 +32,6 @@ class Call:
     named: dict[str, Any]
     result: Any = None
 
-    @property
-    def place(self) -> tuple[nn.Module, str | None]:
-        """The module and the layer type that it is asked for."""
-        return self.module, self.named.get("layer_type")
-
 
 class _Recorder(nn.Module):
     """In place of a module: `answer` gives the result of a call, and the call is kept."""
@@ -62,7 +57,8 @@ def passed_tables(stack: PreTrainedModel, rotary: Sequence[RotaryTables]) -> dic
     passed: dict[nn.Module, RotaryTables | None] = {}
     for answer in (_states, lambda *args, **kwargs: (_states(*args, **kwargs), None)):  # as a block may return
         calls = _calls(stack, {**dict.fromkeys(blocks, answer), **{module: module for module, _ in owners}})
-        made = [(owners[place], call.result) for call in calls if (place := call.place) in owners]
+        asked = [((call.module, call.named.get("layer_type")), call.result) for call in calls]
+        made = [(owners[place], result) for place, result in asked if place in owners]
         for call in calls:
             received = call.named.get("position_embeddings", ...)
             if call.module in blocks and received is None:

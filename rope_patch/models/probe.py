@@ -60,12 +60,8 @@ class Followed(UnsupportedModel):
 
 
 class Rotation(NamedTuple):
-    """The rotation of an attention module.
-
-    Attributes:
-        layout: None if queries and keys do not depend on the tables.
-        normed: whether a norm follows that commutes with the rotation.
-        heads: their number and sizes.
+    """The rotation of an attention module: its `layout`, None if queries and keys do not depend on the tables, and
+    whether it is `normed`, which is a norm behind it that commutes with the rotation.
     """
 
     layout: RotaryLayout | None
@@ -233,14 +229,18 @@ def passes_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) 
     Raises:
         UnsupportedModel: the block cannot run alone.
     """
+
+    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Reached(by_name(module, args, kwargs).get("position_ids") is not None)
+
     hidden = _hidden(module)
-    handle = module.register_forward_pre_hook(_Reached.stop, with_kwargs=True)
+    handle = module.register_forward_pre_hook(stop, with_kwargs=True)
     try:
         tables = rotary.compute(torch.arange(_TOKENS)[None], like=hidden)
         with torch.no_grad():
             block.forward(**_arguments(block, hidden, tables))
     except _Reached as reached:
-        return reached.has_positions and _names_positions(block)
+        return reached.args[0] and _names_positions(block)
     except Exception as error:  # any error means that the block needs other arguments
         raise UnsupportedModel(f"{type(block).__name__} cannot run alone: {error}") from error
     finally:
@@ -249,14 +249,7 @@ def passes_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) 
 
 
 class _Reached(BaseException):  # not an Exception, so that no model catches it
-    """Ends a forward when it reaches attention."""
-
-    def __init__(self, has_positions: bool) -> None:
-        self.has_positions = has_positions
-
-    @classmethod
-    def stop(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise cls(by_name(module, args, kwargs).get("position_ids") is not None)
+    """Ends a forward when it reaches attention; its argument is whether positions arrive there."""
 
 
 def device_of(module: nn.Module) -> torch.device:

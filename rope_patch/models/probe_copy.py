@@ -68,7 +68,8 @@ class ProbeCopies:
         if not _runs_its_class(module):
             raise NoProbeCopy(f"{type(module).__name__} has hooks, or a forward that is not its class's")
         weights = [weight for weight in module._parameters.values() if weight is not None]
-        if not all(_is_plain(weight) for weight in weights):
+        plain = (type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point() for weight in weights)
+        if not all(plain):
             return module  # packed weights, which only their owner can read
         if type(module) is nn.Linear:
             return _Projection(module, self.device, self._random)
@@ -135,10 +136,6 @@ def _runs_its_class(module: nn.Module) -> bool:
         former = getattr(own.get("_old_forward"), "__func__", None)
         return former is type(module).forward and all(type(hook).__module__ == "accelerate.hooks" for hook in hooks)
     return "forward" not in own
-
-
-def _is_plain(weight: torch.Tensor) -> bool:
-    return type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()
 
 
 def _frozen(value: Any) -> Hashable:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Collection
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from rope_patch.errors import InvalidField, NotExpressible, UnsupportedModel, did_you_mean
-from rope_patch.models.base import Stack
+from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.config import (
     SCALING,
     before_patch,
@@ -108,15 +110,8 @@ def entry_of(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def stated_length(scheme: Scheme, parameters: dict[str, Any], config: Any) -> int | None:
-    """The context of a checkpoint under a scheme, in tokens: what its `max_position_embeddings` are, factor times L.
-
-    Args:
-        scheme: without a target.
-        parameters: the scheme as `rope_parameters`.
-        config: of the unpatched checkpoint.
-
-    Returns:
-        None if the scheme does not define a length.
+    """The context of a checkpoint under a scheme, in tokens: its `max_position_embeddings`, factor times L; None if the
+    scheme, without a target and as `parameters`, defines no length. The `config` is that of the unpatched checkpoint.
     """
     if parameters == config.rope_parameters:
         return cast(int, config.max_position_embeddings)
@@ -286,3 +281,36 @@ def native_scheme_of(stack: Stack) -> Scheme:
         kind = entry_of(stack.config.rope_parameters)["rope_type"]
         raise UnsupportedModel(f"no scheme here has the rope_type {kind!r} of this checkpoint")
     return stack.native
+
+
+def rebuilt_numbers(layer: AttentionLayer, scaling: dict[str, Any]) -> dict[str, float]:
+    """The numbers that the layer's attention module would have with another scaling in its config, by attribute; those
+    that stay the same are left out. Latent attention multiplies its softmax scale by the square of YaRN's temperature
+    when it is built; a scheme that replaces the checkpoint's frequencies replaces that, too.
+
+    Args:
+        scaling: an entry of `rope_parameters`, without what the checkpoint keeps, such as its base.
+    """
+    config = getattr(layer.module, "config", None)
+    entries = {} if config is None else rope_entries(config)
+    if layer.layer_type not in entries:
+        return {}
+    kept = {key: value for key, value in entries[layer.layer_type].items() if key not in SCALING}
+    changed: dict[Any, Any] = {**entries, layer.layer_type: {**scaling, **kept}}
+    try:
+        before, after = _float_attributes(layer, entries), _float_attributes(layer, changed)
+    except Exception:  # a class that needs more than its config reads no rotary parameters
+        return {}
+    return {name: value for name, value in after.items() if value != before.get(name)}
+
+
+def _float_attributes(layer: AttentionLayer, entries: dict[Any, Any]) -> dict[str, float]:
+    """The numbers of a new module of the layer's class, without weights."""
+    module = layer.module
+    config = copy.copy(cast(Any, module.config))
+    vars(config)["rope_parameters"] = entries.get(None, entries)
+    needed = inspect.signature(type(module)).parameters.values()
+    arguments = {each.name: getattr(module, each.name) for each in needed if each.default is each.empty}
+    with torch.device("meta"):
+        made = type(module)(**{**arguments, "config": config})
+    return {name: value for name, value in vars(made).items() if isinstance(value, float)}

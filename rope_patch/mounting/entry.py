@@ -73,25 +73,23 @@ class StackEntry:
     def _advance(self, tokens: Tokens, module: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor:
         if isinstance(kwargs.get("cache"), PagedAttentionCache):
             raise UnsupportedPositions(f"{self.scheme}: a paged cache cannot keep its state after each token")
-        cache = kwargs.get("past_key_values")
-        if cache is None and self._wants_cache(module, kwargs):
+        cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+        recomputes = module.training and getattr(module, "gradient_checkpointing", False)
+        if use_cache is None:
+            use_cache = getattr(module.config, "use_cache", False)
+        if cache is None and use_cache and self.causal and not recomputes:
             cache = kwargs["past_key_values"] = _new_cache(module)
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
         if not isinstance(cache, Cache):
             return self._embed(tokens)
-        history = _history(cache, self.num_layers)
+        history = next((layer for layer in cache.layers if isinstance(layer, StateHistory)), None)
+        if history is None:
+            complete_layers(cache, self.num_layers).append(history := StateHistory())
         last = history.keys[:, 0, -1] if history.get_seq_length() else None
         placed, states = self.scheme.advance(tokens, last, self.weights())
         history.update(states[:, None], states[:, None, :, :0])
         return placed
-
-    def _wants_cache(self, module: nn.Module, kwargs: dict[str, Any]) -> bool:
-        recomputes = module.training and getattr(module, "gradient_checkpointing", False)
-        use_cache = kwargs.get("use_cache")
-        if use_cache is None:
-            use_cache = cast(Any, module.config).use_cache
-        return self.causal and not recomputes and use_cache
 
 
 def _new_cache(module: nn.Module) -> Cache:
@@ -117,14 +115,6 @@ class StateHistory(DynamicLayer):
 
     # otherwise a cache of static layers would count as a growing one, and its masks would be omitted
     is_compileable = True
-
-
-def _history(cache: Cache, num_layers: int) -> StateHistory:
-    for layer in cache.layers:
-        if isinstance(layer, StateHistory):
-            return layer
-    complete_layers(cache, num_layers).append(history := StateHistory())
-    return history
 
 
 @dataclass(eq=False)

@@ -16,14 +16,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Cache, QuantizedCache
+from transformers import QuantizedCache
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from rope_patch.attention.forward_cache import StackForwardCache
 from rope_patch.attention.masks import Groups, groups_of_documents, groups_of_pads
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions, tokens_of
-from rope_patch.models.base import RotaryTables, is_causal
+from rope_patch.models.base import is_causal
 from rope_patch.models.cached_keys import CACHE_TAG, CacheTagging, cache_in
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.identity_table import IdentityTable
@@ -51,18 +51,13 @@ class StackHook:
     counts: bool = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments with pads and packed documents as groups, one number per key.
-
-        Transformers would build a mask with a number per pair of tokens.
-        """
+        """The arguments with pads and packed documents as groups, one number per key instead of one per pair."""
         kwargs = by_name(module, args, kwargs)
         check_tokens(module, kwargs)
         changed = {}
         if self.counts and kwargs.get("position_ids") is None:
             changed["position_ids"] = counted_positions(kwargs)
-        if torch.compiler.is_compiling():
-            return ((), {**kwargs, **changed}) if changed else None
-        for forward_cache in self.forward_caches:
+        for forward_cache in () if torch.compiler.is_compiling() else self.forward_caches:
             forward_cache.forget()
         chosen = cast(Any, module.config)._attn_implementation == "sdpa" and all(map(scores_here, self.scorers))
         groups = None
@@ -75,7 +70,10 @@ class StackHook:
 
 
 def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Tensor | None:
-    """Groups of the keys of a forward, if Transformers would otherwise build a mask."""
+    """Groups of the keys of a forward, if Transformers would otherwise build a mask. While compiling it builds one
+    unless a cache is empty, because it cannot see that there are no pads and that no document ends.
+    """
+    compiling = torch.compiler.is_compiling()
     tokens = tokens_of(kwargs)
     if tokens is None or tokens.shape[1] == 1:
         return None
@@ -83,15 +81,17 @@ def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Te
     if isinstance(positions, torch.Tensor) and positions.ndim == 3:
         positions = positions[0]  # of the text, see `PassPositions`
     if isinstance(mask, torch.Tensor):
-        return groups_of_pads(mask) if mask.ndim == 2 and not mask.all() else None
+        return groups_of_pads(mask) if mask.ndim == 2 and (compiling or not mask.all()) else None
     if not causal:
         return None  # in both directions Transformers does not separate documents
     use_cache = getattr(config, "use_cache", False) if kwargs.get("use_cache") is None else kwargs["use_cache"]
     without_cache = kwargs.get("past_key_values") is None and not use_cache
-    if mask is None and without_cache and isinstance(positions, torch.Tensor) and positions.ndim == 2:
+    if mask is not None or not without_cache:
+        return None
+    if isinstance(positions, torch.Tensor) and positions.ndim == 2:
         documents = groups_of_documents(positions)
-        return documents if documents.any() else None
-    return None
+        return documents if compiling or documents.any() else None
+    return groups_of_pads(tokens.new_ones(tokens.shape[:2])) if compiling and positions is None else None
 
 
 @dataclass(eq=False)
@@ -113,8 +113,11 @@ class LayerHook:
             self._check_paged(module, kwargs["cache"])
         if not scores_here(module):
             return None  # the user chose another attention for this module, which needs its own positions
-        cache = self._tagged(cache_in(kwargs))
-        hidden = kwargs["hidden_states"]
+        hidden, cache = kwargs["hidden_states"], cache_in(kwargs)
+        if cache is not None:
+            CacheTagging(state.layer.index, state.cache_tag).tag(cache)
+        if isinstance(cache, QuantizedCache):
+            raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
         start = None if cache is None else query_start(cache, state.layer.index, hidden.shape[1])
         position_ids = self._positions(kwargs, start)
         anchor = state.anchor_for(keeps_keys=paged or cache is not None)
@@ -126,7 +129,13 @@ class LayerHook:
             slots = hidden.shape[1] if call.kv_length is None else call.kv_length
             call.added = contributions(added, cache, state.layer.index, state.num_layers, slots)
         if state.rotates and state.layer.rotary is not None:
-            kwargs["position_embeddings"] = _first_rotation(kwargs["position_embeddings"], call)
+            given, caches = kwargs["position_embeddings"], call.forward_cache
+            if anchor in (None, UNROTATED):
+                rotation = caches.derived("identity", lambda: _identity(given, hidden.device.type), given)
+            else:
+                rotary, place = state.layer.rotary, ("anchor", state.tables, anchor, hidden.dtype)
+                rotation = caches.once(place, lambda: rotary.compute(anchor(position_ids), like=hidden))
+            kwargs["position_embeddings"] = rotation
         kwargs["rope_patch"] = call
         return (), kwargs
 
@@ -152,18 +161,6 @@ class LayerHook:
                 "create a new manager"
             )
 
-    def _tagged(self, cache: Cache | None) -> Cache | None:
-        """The cache of a call, which now has the tag of the scheme; None without a cache.
-
-        Raises:
-            UnsupportedPositions: it has another tag, or it is quantised.
-        """
-        if cache is not None:
-            CacheTagging(self.state.layer.index, self.state.cache_tag).tag(cache)
-        if isinstance(cache, QuantizedCache):
-            raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
-        return cache
-
     def _positions(self, kwargs: dict[str, Any], start: int | torch.Tensor | None) -> torch.Tensor:
         """Positions of the queries, `(batch or 1, q_len)`; without any, slots are counted from `start`.
 
@@ -182,18 +179,6 @@ class LayerHook:
                 f"{layer.name}: position_ids of shape {tuple(position_ids.shape)}; (batch, length) is allowed"
             )
         return cast(torch.Tensor, position_ids)
-
-
-def _first_rotation(given: Any, call: ForwardCall) -> Any:
-    """The tables that the module itself applies to both queries and keys, in the form of those `given`."""
-    hidden = call.states
-    if call.anchor in (None, UNROTATED):
-        return call.forward_cache.derived("identity", lambda: _identity(given, hidden.device.type), given)
-    anchor, rotary = call.anchor, cast(RotaryTables, call.state.layer.rotary)
-    return call.forward_cache.once(
-        ("anchor", call.state.tables, anchor, hidden.dtype),
-        lambda: rotary.compute(anchor(call.position_ids), like=hidden),
-    )
 
 
 def _identity(given: Any, device_type: str) -> Any:

@@ -32,12 +32,8 @@ class LayerState:
 
     Attributes:
         scheme: with its defaults filled in.
-        layer: the facts about its attention module.
-        rotation: where queries and keys are rotated.
         frequencies: `late` if the scheme's frequencies are computed in the attention function, `model` if the model's
             tables are read.
-        weights: the locations of its learned parameters.
-        attention: how to score.
         forward_cache: what it shares with the other layers of its group.
         config: the model's config, with its current attention implementation.
         num_layers: number of the stack's layers that keep keys in a cache.
@@ -66,7 +62,10 @@ class LayerState:
         # regions of negative distance contain only keys after the query, which a causal call never sees
         self.regions = tuple(region for region in self.both_ways if region.stop > 0)
         self.rotates = self.rotation != "module"
-        self.anchor = self._farthest_keys() if self.rotation == "anchored" else None
+        farthest = max(self.regions, key=lambda region: region.start, default=None)
+        # the model's own tables have one position for all pairs: a map with a pair axis is no anchor
+        anchored = self.rotation == "anchored" and farthest is not None and pairs_of(farthest.key_map) is None
+        self.anchor: PositionMap | None = farthest.key_map if anchored else None  # type: ignore[union-attr]
         kept = "unrotated" if self.anchor is None else f"rotated by {self.anchor}"
         self.kept = kept if self.rotates else OWN_ROTATION
         self.cache_tag = cache_tag(self.scheme, self.kept)
@@ -76,15 +75,6 @@ class LayerState:
         # properties that every call needs
         self.methods, self.decays, self.scales = self.scheme.methods, self.scheme.decays, "query_scale" in slots
         self.scores = bool(slots & {"segments", "bias", "values"}) or self.decays or self.attention != "auto"
-
-    def _farthest_keys(self) -> PositionMap | None:
-        """The map of the keys that are farthest from their queries; None if it has a pair axis, because the model's own
-        tables have one position for all pairs.
-        """
-        if not self.regions:
-            return None
-        farthest = max(self.regions, key=lambda region: region.start).key_map
-        return farthest if pairs_of(farthest) is None else None
 
     @property
     def reads_groups(self) -> bool:

@@ -48,7 +48,10 @@ class LearnedWeights:
 
     def __call__(self) -> dict[str, torch.Tensor]:
         """All of them by name."""
-        values = {} if self.table is None else {"relative_attention_bias": _rows(self.table)}
+        values: dict[str, torch.Tensor] = {}
+        if (table := self.table) is not None:  # if accelerate offloaded the weights, a call fetches them
+            is_here = not table.weight.is_meta
+            values["relative_attention_bias"] = table.weight if is_here else table(torch.arange(table.num_embeddings))
         for module, names in self.holders:
             values |= getattr(module, NAME)(names)
         return values
@@ -61,11 +64,6 @@ class LearnedWeights:
         for module, _ in self.holders:  # what adapters train comes last
             values |= {path.rpartition(".")[2]: value for path, value in getattr(module, NAME).named_parameters()}
         return {name: value if value.is_meta else value.detach().cpu() for name, value in values.items()}
-
-
-def _rows(table: nn.Embedding) -> torch.Tensor:
-    """The weights of a table; if accelerate offloaded them, a call of the table fetches them."""
-    return table(torch.arange(table.num_embeddings)) if table.weight.is_meta else table.weight
 
 
 def install_parameters(
@@ -84,8 +82,13 @@ def install_parameters(
         InvalidField: a field does not fit the model.
     """
     layers = list(layers)
+
+    def every_table() -> Iterator[torch.Tensor]:
+        for name, value in scheme.parameters(shape_of(stack, layers[0]), torch.Generator()).items():
+            yield from itertools.repeat(value, 1 if name in scheme.shared else len(layers))
+
     if scheme.learns:
-        _check_size(scheme, shape_of(stack, layers[0]), len(layers))
+        require_room("+".join(str(part) for part in scheme.parts() if part.learns), every_table)
     names = _initial_values(scheme, stack, layers[0], seed=0) if scheme.learns else {}
     shared = tuple(name for name in names if name in scheme.shared)
     own = tuple(name for name in names if name not in scheme.shared)
@@ -104,14 +107,6 @@ def install_parameters(
         holders = tuple(item for item in ((stack.module, shared), (layer.module, own)) if item[1])
         locations[layer.name] = LearnedWeights(holders, layer.bias_table)
     return locations
-
-
-def _check_size(scheme: Scheme, shape: ModelShape, num_layers: int) -> None:
-    def make() -> Iterator[torch.Tensor]:
-        for name, value in scheme.parameters(shape, torch.Generator()).items():
-            yield from itertools.repeat(value, 1 if name in scheme.shared else num_layers)
-
-    require_room("+".join(str(part) for part in scheme.parts() if part.learns), make)
 
 
 def _initial_values(scheme: Scheme, stack: Stack, layer: AttentionLayer, seed: int) -> dict[str, torch.Tensor]:

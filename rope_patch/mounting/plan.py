@@ -22,7 +22,7 @@ from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, di
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
 from rope_patch.models.cached_keys import OWN_ROTATION, CacheTagging, cache_tag
 from rope_patch.models.config import scheme_of_layer_type
-from rope_patch.models.rebuilding import rebuilt_numbers
+from rope_patch.models.rope_parameters import rebuilt_numbers
 from rope_patch.mounting.entry import install_entry, install_table
 from rope_patch.mounting.hooks import LayerHook, StackHook
 from rope_patch.mounting.layer_state import LayerState, Rotation
@@ -48,7 +48,6 @@ class Plan:
         scheme: with its defaults filled in, and composed with `nope` if a bias replaces the rotation.
         rotary: the layer types whose tables change (None for the one set of all layers).
         late: indices of the layers whose attention is replaced.
-        rotation: where queries and keys of those layers are rotated.
         frequencies: the tables that those layers read: the `model`'s, or their own (`late`).
         left_alone: index and reason of every unchanged layer.
         numbers: by layer, the attributes that its attention module computed from `rope_parameters` when it was built,
@@ -211,12 +210,13 @@ def _fits_tables(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]
     shared = any(layer.rotary in ours for layer in every if layer not in touched and layer.rotates)
     follows = scheme.length_dependent or scheme.learned_frequencies
     is_one = not (follows or _reads_unrotated(scheme)) and all(tables.fixed is None for tables in stack.rotary)
-    return bool(stack.rotary) and is_one and not shared and not _is_undone(scheme, touched)
-
-
-def _is_undone(scheme: Scheme, layers: Sequence[AttentionLayer]) -> bool:
-    """Whether a norm after the rotation undoes a scheme's attention scaling."""
-    return any(layer.normed and scheme.frequencies_on(layer.spec).attention_scaling != 1 for layer in layers)
+    return (
+        bool(stack.rotary)
+        and is_one
+        and not shared
+        # a norm after the rotation undoes an attention scaling
+        and all(scheme.frequencies_on(layer.spec).attention_scaling == 1 for layer in touched if layer.normed)
+    )
 
 
 def _rotation(scheme: Scheme, stack: Stack, frequencies: str, mount: Mount) -> Rotation:
@@ -413,7 +413,7 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
                 attention=attention,
                 forward_cache=forward_cache,
                 config=config,
-                num_layers=stack.num_cached,
+                num_layers=max(each.index for each in (*stack.layers, *stack.others)) + 1,
             )
         )
     return states

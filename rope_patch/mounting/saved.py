@@ -30,8 +30,6 @@ class Notice:
     """A scheme and the warnings about it, each of which is given once.
 
     Attributes:
-        record: the value of `RECORD`.
-        scheme: as text.
         native: the scheme of the plain checkpoint, as text.
         is_native: whether both are the same.
         is_stated: whether plain Transformers reads the scheme from the config and the weights.
@@ -146,7 +144,13 @@ class AdapterHook:
 
     def __call__(self, model: PreTrainedModel, *_: Any) -> None:
         """Find the configs of new adapters. Models may share one, which then records the scheme of this model."""
-        for config in _adapters_of(model):
+        configs = list((vars(model).get("peft_config") or {}).values())
+        if not configs and "peft" in sys.modules:  # prompts in front of a model leave no trace in it
+            from peft import PeftModel
+
+            around = (each for each in instances_of(PeftModel) if each._modules.get("base_model") is model)
+            configs = [config for wrapper in around for config in wrapper.peft_config.values()]
+        for config in configs:
             top = holder = vars(config).get("save_pretrained")
             while isinstance(holder, SaveModel) and holder.notice is not self.notice:
                 holder = holder._before
@@ -155,16 +159,6 @@ class AdapterHook:
             elif holder is not top:
                 holder.restore()
                 holder._before, config.save_pretrained = top, holder
-
-
-def _adapters_of(model: PreTrainedModel) -> list[Any]:
-    """The configs of adapters in a model, or of prompts in front of it, which leave no trace in the model."""
-    if (inside := vars(model).get("peft_config")) or "peft" not in sys.modules:
-        return list((inside or {}).values())
-    from peft import PeftModel
-
-    wrappers = [wrapper for wrapper in instances_of(PeftModel) if wrapper._modules.get("base_model") is model]
-    return [config for wrapper in wrappers for config in wrapper.peft_config.values()]
 
 
 def install_saving(models: Iterable[nn.Module], notice: Notice, changes: Changes) -> None:

@@ -16,11 +16,8 @@ _SAMPLES = 1025
 
 
 def scheme_warning(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str:
-    """A sentence without a full stop, for a warning and for `describe`; empty where nothing is wrong.
-
-    Args:
-        scheme: as it was asked for.
-        mounted: the parts of a model, as they were read before the patch, and where the scheme goes in each.
+    """A sentence without a full stop, for a warning and for `describe`; empty where nothing is wrong. The parts of a
+    model are as they were read before the patch, each `mounted` with the plan for it.
     """
     groups = _by_scheme(mounted)
     longest = 2 * max(stack.checkpoint.max_length for stack, _ in groups)
@@ -29,8 +26,11 @@ def scheme_warning(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str
     names = "+".join(part.name for part in scheme.parts())
     if lost := next(filter(None, (lost_positions(stack, plan.scheme) for stack, plan in groups)), ""):
         return f"{names} replaces {lost} that the model was trained with: it needs training under {names}"
-    if any(_is_foreign(stack, plan.scheme) for stack, plan in groups):
-        return f"{names} is for training from scratch: a pretrained model needs training under {names}"
+    for stack, plan in groups:  # a part that acts from the first token on expects weights that were trained under it
+        own = stack.native.resolve(stack.checkpoint).parts() if stack.native else ()
+        foreign = (part for part in plan.scheme.parts() if part.regime == "from-scratch" and part not in own)
+        if not all(part.learns for part in foreign):
+            return f"{names} is for training from scratch: a pretrained model needs training under {names}"
     return ""
 
 
@@ -52,12 +52,6 @@ def lost_positions(stack: Stack, scheme: Scheme) -> str:
     if stack.rotary:
         return "the rotation" if NoPE() in scheme.parts() else ""
     return "" if type(stack.native) in map(type, scheme.parts()) else "the bias"
-
-
-def _is_foreign(stack: Stack, scheme: Scheme) -> bool:
-    """Whether a part that acts from the first token on expects weights that were trained under it."""
-    own = stack.native.resolve(stack.checkpoint).parts() if stack.native else ()
-    return any(part.regime == "from-scratch" and not part.learns for part in scheme.parts() if part not in own)
 
 
 def _is_idle(stack: Stack, plan: Plan, longest: int) -> bool:

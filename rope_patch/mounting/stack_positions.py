@@ -36,9 +36,7 @@ class PassPositions:
     positions (Llama 4, Zaya) or those of all axes (GLM-4.5V), the layers receive them as another argument.
 
     Attributes:
-        axes: number of axes on which the stack reads positions.
         in_front: whether a stack of several axes knows the axis of the text.
-        as_argument: whether the layers receive another argument.
         counts: whether the scheme only counts tokens and leaves the rotation to the model, like log-n.
         enters: whether positions are added at the input, where they are counted without pads.
     """
@@ -61,9 +59,13 @@ class PassPositions:
         if tokens is None or (self.axes == 1 and PASSED in kwargs):
             return None  # without tokens the model itself raises
         given = kwargs.get("position_ids")
-        if given is None:
-            rows = 1 if self.axes == 1 else len(tokens)
-            given = _tokens_before(kwargs, tokens) if self.enters else _slots(kwargs, tokens)[:rows]
+        if given is None and self.enters:
+            given = _tokens_before(kwargs, tokens)
+        elif given is None:  # as such stacks count, pads included
+            cache = kwargs.get("past_key_values")
+            start = cache.get_seq_length() if isinstance(cache, Cache) else 0
+            slots = (torch.arange(tokens.shape[1], device=tokens.device) + start)[None]
+            given = slots if self.axes == 1 else slots.expand(len(tokens), -1)
         if self.axes == 1:
             return (), {**kwargs, PASSED: given[0] if given.ndim == 3 else given}
         text, on_axes = self._of_text(given, kwargs, tokens, module)
@@ -98,13 +100,6 @@ class PassPositions:
         elif not agree:
             raise UnsupportedPositions(reason)
         return on_axes[0]
-
-
-def _slots(kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
-    """Positions as such stacks count them, pads included, `(batch, length)`."""
-    cache = kwargs.get("past_key_values")
-    start = cache.get_seq_length() if isinstance(cache, Cache) else 0
-    return (torch.arange(tokens.shape[1], device=tokens.device) + start).expand(tokens.shape[:2])
 
 
 def _tokens_before(kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_patch.errors import UnsupportedModel
-from rope_patch.models.meta import EmptyTables, Refilling
-from rope_patch.models.module_state import ModuleState, remove_hook
+from rope_patch.models.module_state import EmptyTables, ModuleState, Refilling, remove_hook
 
 _HOOK, _STATE, _FORWARD = "(hook)", "(state)", "(forward)"
 """Entries of the log that are not attribute names."""
@@ -95,8 +94,8 @@ class Changes:
 
     def settle_configs(self) -> None:
         """From here on, changes in a forked config are the user's, and `undo` keeps them."""
-        for fork in self._forks:
-            fork.settle()
+        for each in self._forks:
+            each.settled = copy.copy(vars(each.fork))
 
     def undo(self) -> None:
         """Restore everything; a tensor follows the device and dtype of the one it replaces.
@@ -147,17 +146,13 @@ class ConfigFork:
     def __init__(self, original: PreTrainedConfig, fork: PreTrainedConfig) -> None:
         self.original = original
         self.fork = fork
-        self._settled: dict[str, Any] | None = None
-
-    def settle(self) -> None:
-        """Record the current values of the copy."""
-        self._settled = copy.copy(vars(self.fork))
+        self.settled: dict[str, Any] | None = None
 
     def join(self) -> None:
         """Copy the user's changes to the original, and make the copy equal to the original."""
-        if self._settled is not None:  # else the installation failed before users could see the copy
+        if self.settled is not None:  # else the installation failed before users could see the copy
             for name, value in vars(self.fork).items():
-                if name not in self._settled or self._settled[name] is not value:
+                if name not in self.settled or self.settled[name] is not value:
                     vars(self.original)[name] = value
         vars(self.fork).clear()
         vars(self.fork).update(vars(self.original))

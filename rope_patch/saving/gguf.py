@@ -126,11 +126,6 @@ def _config_of(path: str | Path, metadata: dict[str, Any], arguments: dict[str, 
             )
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     config.update({name: arguments.pop(name) for name in vars(config).keys() & arguments.keys() - {"dtype"}})
-    _check_scaling(path, metadata, config)
-    return config
-
-
-def _check_scaling(path: str | Path, metadata: dict[str, Any], config: Any) -> None:
     kind = next((value for name, value in metadata.items() if name.endswith(".rope.scaling.type")), "none")
     parameters = getattr(config, "rope_parameters", None) or {}
     if kind != "none" and parameters.get("rope_type", "default") == "default":
@@ -138,3 +133,4 @@ def _check_scaling(path: str | Path, metadata: dict[str, Any], config: Any) -> N
             f"{path} has rope scaling {kind!r}, which Transformers does not read from a GGUF file; use the checkpoint "
             "from which it was made"
         )
+    return config

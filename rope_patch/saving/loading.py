@@ -88,16 +88,8 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
 def _one_error(
     path: str | Path, arguments: dict[str, Any], what: str = "", passed: tuple[type[Exception], ...] = _CLEAR
 ) -> Iterator[None]:
-    """For damaged files and impossible configs, Transformers and safetensors raise errors of any type.
-
-    Args:
-        arguments: of the user, for Transformers.
-        what: is loaded from the path; default the model.
-        passed: errors that are raised as they are.
-
-    Raises:
-        NoCheckpoint: what cannot be loaded and why, in one line.
-        TypeError: Transformers does not know one of the arguments.
+    """For damaged files and impossible configs, Transformers and safetensors raise errors of any type: all but those
+    `passed` become a `NoCheckpoint` in one line, and a `TypeError` for an argument of the user stays.
     """
     try:
         yield
@@ -147,10 +139,17 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
             vars(part).pop(RECORD, None)
     if record is not None:
         restore_native(config.get_text_config(), record)
-    with _advice_of_ours(path, places):
+    try:
         if record is None:
             return _class_of(config).from_pretrained(path, config=config, **kwargs)
         model = load_class(_class_of(config), path, config=config, **kwargs)
+    except OSError as error:  # for pickled weights, Transformers mentions an argument that the user never passed
+        if all(cached_file(path, name, **OPTIONAL, **places) is None for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+            raise
+        raise NoCheckpoint(
+            f"{path} has no weights in safetensors; from_pretrained(..., use_safetensors=False) reads pickled ones if "
+            "they are plain tensors"
+        ) from error
     resume(model, record)
     load_parameters(model, path, **places)
     return model
@@ -180,20 +179,6 @@ def _config_of(path: str | Path, **places: Any) -> Any:
         raise UnsupportedModel(
             f"{path}: its model needs remote code, which is never run here; only models in Transformers and "
             "Baichuan's can be loaded"
-        ) from error
-
-
-@contextmanager
-def _advice_of_ours(path: str | Path, places: dict[str, Any]) -> Iterator[None]:
-    """For pickled weights, Transformers' error mentions an argument that the user never passed; raise our own."""
-    try:
-        yield
-    except OSError as error:
-        if all(cached_file(path, name, **OPTIONAL, **places) is None for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-            raise
-        raise NoCheckpoint(
-            f"{path} has no weights in safetensors; from_pretrained(..., use_safetensors=False) reads pickled ones if "
-            "they are plain tensors"
         ) from error
 
 

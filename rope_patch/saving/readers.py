@@ -128,12 +128,7 @@ def form_of(parameters: dict[str, Any], architectures: Any) -> str:
 
 
 def supported(parameters: dict[str, Any], architectures: Any, length: int = 0) -> tuple[Support, ...]:
-    """What Transformers, vLLM and llama.cpp make of `rope_parameters`.
-
-    Args:
-        architectures: of the config.
-        length: the context to serve, in tokens.
-    """
+    """What Transformers, vLLM and llama.cpp make of `rope_parameters`, for a context of `length` tokens."""
     form = form_of(parameters, architectures)
     rows = []
     for name, reader in (("Transformers", TRANSFORMERS), (VLLM.name, VLLM), (LLAMA_CPP.name, LLAMA_CPP)):
@@ -143,11 +138,8 @@ def supported(parameters: dict[str, Any], architectures: Any, length: int = 0) -
 
 
 def served_by(scheme: Scheme | None, config: Any) -> list[str]:
-    """Which of `SERVERS` can compute a scheme on a checkpoint, with "(partly)" after those with limits.
-
-    Args:
-        scheme: None for the plain checkpoint, which all of them serve.
-        config: of the checkpoint; it stays unchanged.
+    """Which of `SERVERS` can compute a scheme on a checkpoint, with "(partly)" after those with limits. All of them
+    serve the plain checkpoint, which is None.
     """
     if scheme is None:
         return list(SERVERS)

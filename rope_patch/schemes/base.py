@@ -17,6 +17,7 @@ import torch
 from rope_patch.errors import NotExpressible
 from rope_patch.schemes.rules import rules_of
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs, Region, Target, Tokens
+from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, Regime, RotarySpec, Slot, Weights
 
 
@@ -110,7 +111,8 @@ class Scheme:
         causal_only: whether the scheme has no meaning for keys after the query.
         keeps_rows: whether the first rows of its table of positions are the checkpoint's own.
         rope_type: the `rope_type` of Transformers that means the same; None where there is none.
-        shared: names of its learned parameters that all layers have in common; each layer has its own of the others.
+        shared: names of its learned parameters that all layers have in common; each layer has its own of the others,
+            and of all of them where a field `per_layer` is true.
         precise: names of its learned parameters that stay in float32 where the model is in half precision.
         every_block: whether positions enter at the input of every layer, and not of the first alone.
         breaks_graph: whether it asks for the values of positions, which a compiler does not have.
@@ -128,9 +130,9 @@ class Scheme:
     summary: ClassVar[str] = ""
     aliases: ClassVar[tuple[str, ...]] = ()
     length_dependent: ClassVar[IfAny] = False
-    learned_frequencies: ClassVar[Annotated[bool, Composed(any, filling=("frequencies",))]] = False
-    refines: ClassVar[Annotated[bool, Composed(_any_and_all, filling=("frequencies",))]] = False
-    chooses_pairs: ClassVar[Annotated[bool, Composed(any, filling=("frequencies",))]] = False
+    learned_frequencies: ClassVar[Annotated[bool, Composed(any, filling=("frequencies", "refine"))]] = False
+    refines: ClassVar[Annotated[bool, Composed(_any_and_all, filling=("frequencies", "refine"))]] = False
+    chooses_pairs: ClassVar[Annotated[bool, Composed(any, filling=("frequencies", "refine"))]] = False
     decays: ClassVar[IfAny] = False
     linear: ClassVar[Annotated[bool, Composed(all, filling=("bias",))]] = False
     only_masks: ClassVar[Annotated[bool, Composed(_any_and_all, filling=("bias", "content_bias", "running_bias"))]] = (
@@ -157,6 +159,8 @@ class Scheme:
         Raises:
             InvalidField: names the field, its value and what is allowed.
         """
+        if getattr(self, "per_layer", False):
+            vars(self)["shared"] = ()
         if torch.compiler.is_compiling():
             return  # made of a scheme that was checked; a compiler cannot trace how annotations are read
         for rule in rules_of(type(self)).values():  # type: ignore[arg-type]
@@ -191,7 +195,7 @@ class Scheme:
         Raises:
             InvalidField: a field does not fit this width.
         """
-        raise NotImplementedError
+        return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)
 
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
         """f, made of the frequencies of another scheme by one that `refines`. Listed beside that scheme it does not own
@@ -330,7 +334,10 @@ class Scheme:
         if self.rope_type is None:
             slots = ", ".join(sorted(self.slots))
             raise NotExpressible(f"{self.name} fills {slots}; the rope_parameters of Transformers have no type for it")
-        return {"rope_type": self.rope_type, **{k: v for k, v in self.fields().items() if v is not None}}
+        fields = {name: value for name, value in self.fields().items() if value is not None}
+        if hasattr(self, original := "original_max_position_embeddings"):
+            fields.setdefault(original, rotary.training_length)
+        return {"rope_type": self.rope_type, **fields}
 
     # --- what the library derives ---------------------------------------------------------------------------------
 
@@ -403,6 +410,7 @@ class Scheme:
 
 SLOTS: dict[str, Slot] = {
     "frequencies": "frequencies",
+    "refine": "frequencies",
     "segments": "segments",
     "query_scale": "query_scale",
     "bias": "bias",

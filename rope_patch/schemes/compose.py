@@ -1,8 +1,9 @@
-"""A scheme made of schemes."""
+"""Schemes made of schemes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -10,14 +11,39 @@ import torch
 
 from rope_patch.errors import InvalidField, SlotConflict
 from rope_patch.schemes.base import COMPOSED, SLOTS, Composed, Scheme, Source
-from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs
-from rope_patch.schemes.tools.rotary import inverse_frequencies
+from rope_patch.schemes.slots import Checkpoint, ModelShape
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Slot, Weights
 
 _SHARED: frozenset[Slot] = frozenset({"query_scale", "bias"})
 
 
-class Compose(Scheme):
+class Combined(Scheme):
+    """A scheme that has its class attributes of others, the `inner` ones; see `Composed`."""
+
+    inner: tuple[Scheme, ...]
+
+    @property
+    def methods(self) -> frozenset[str]:
+        return frozenset().union(*(scheme.methods for scheme in self.inner))
+
+    @property
+    def is_table(self) -> bool:
+        return all(scheme.is_table for scheme in self.inner if "embedding" in scheme.methods)
+
+    @property
+    def learns(self) -> bool:
+        return any(scheme.learns for scheme in self.inner)
+
+
+def _of_the_inner(name: str, rule: Composed) -> property:
+    return property(lambda self: rule.of(name, self.inner))
+
+
+for _name, _rule in COMPOSED.items():
+    setattr(Combined, _name, _of_the_inner(_name, _rule))
+
+
+class Compose(Combined):
     """Schemes side by side: one owner per slot, except that query scales multiply, biases add, and what refines
     frequencies is given those of their owner, in the order listed.
 
@@ -46,9 +72,9 @@ class Compose(Scheme):
                 )
         if not schemes:
             raise InvalidField("Compose: no scheme was given; pass at least one")
-        self._parts = tuple(part for scheme in schemes for part in scheme.parts())
+        self.inner = tuple(part for scheme in schemes for part in scheme.parts())
         owners: dict[Slot, Scheme] = {}
-        for part in self._parts:
+        for part in self.inner:
             for slot in () if part.by_layer else part.slots - _SHARED - ({"frequencies"} if part.refines else set()):
                 if slot in owners:
                     raise SlotConflict(f"{owners[slot]} and {part} both own the slot {slot!r}; keep one of them")
@@ -56,28 +82,16 @@ class Compose(Scheme):
         self._owners = owners
 
     def parts(self) -> tuple[Scheme, ...]:
-        return self._parts
-
-    @property
-    def methods(self) -> frozenset[str]:
-        return frozenset().union(*(part.methods for part in self._parts))
-
-    @property
-    def is_table(self) -> bool:
-        return all(part.is_table for part in self._having("embedding"))
-
-    @property
-    def learns(self) -> bool:
-        return any(part.learns for part in self._parts)
+        return self.inner
 
     def reach(self, checkpoint: Checkpoint) -> Scheme:
-        return Compose(*(part.reach(checkpoint) for part in self._parts))
+        return Compose(*(part.reach(checkpoint) for part in self.inner))
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
-        return Compose(*(part.resolve(checkpoint) for part in self._parts))
+        return Compose(*(part.resolve(checkpoint) for part in self.inner))
 
     def of_layers(self, kinds: Mapping[int, str], num_layers: int) -> dict[int, Scheme | None]:
-        by_part = [part.of_layers(kinds, num_layers) for part in self._parts]
+        by_part = [part.of_layers(kinds, num_layers) for part in self.inner]
         by_layer: dict[int, Scheme | None] = {}
         for index in kinds:
             here = [scheme for schemes in by_part if (scheme := schemes[index]) is not None]
@@ -86,29 +100,15 @@ class Compose(Scheme):
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         if (owner := self._owners.get("frequencies")) is None:
-            return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)
+            return super().frequencies(rotary, length, weights)
         return self.refine(owner.frequencies(rotary, length, weights), rotary, weights)
 
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        return reduce(lambda found, part: part.refine(found, rotary, weights), self._parts, frequencies)
-
-    def query_scale(self, positions: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        return reduce(
-            torch.mul, (part.query_scale(positions, num_heads, weights) for part in self._having("query_scale"))
-        )
-
-    def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        return reduce(torch.add, (part.bias(distance, num_heads, weights) for part in self._having("bias")))
-
-    def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        return reduce(torch.add, (part.content_bias(pairs, weights) for part in self._having("content_bias")))
-
-    def running_bias(self, states: torch.Tensor, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        return reduce(torch.add, (part.running_bias(states, weights) for part in self._having("running_bias")))
+        return reduce(lambda found, part: part.refine(found, rotary, weights), self.inner, frequencies)
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         parameters: dict[str, torch.Tensor] = {}
-        for part in self._parts:
+        for part in self.inner:
             for name, value in part.parameters(shape, random).items():
                 if name in parameters:
                     raise SlotConflict(f"two schemes of {self} learn parameters called {name!r}; keep one of them")
@@ -116,40 +116,41 @@ class Compose(Scheme):
         return parameters
 
     def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
-        for part in self._parts:
+        for part in self.inner:
             part.rope_parameters(rotary)  # names the first part that Transformers has no words for
         return self._owners["frequencies"].rope_parameters(rotary)
 
-    def _having(self, method: str) -> Iterable[Scheme]:
-        return (part for part in self._parts if method in part.methods)
-
     def fields(self) -> dict[str, Any]:
-        return {"schemes": [part.to_dict() for part in self._parts]}
+        return {"schemes": [part.to_dict() for part in self.inner]}
 
     def __str__(self) -> str:
-        return "+".join(map(str, self._parts))
+        return "+".join(map(str, self.inner))
 
     def __repr__(self) -> str:
-        return f"Compose({', '.join(map(repr, self._parts))})"
+        return f"Compose({', '.join(map(repr, self.inner))})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Compose) and self._parts == other._parts
+        return isinstance(other, Compose) and self.inner == other.inner
 
     def __hash__(self) -> int:
-        return hash(self._parts)
-
-
-def _of_the_parts(name: str, rule: Composed) -> property:
-    return property(lambda self: rule.of(name, self.parts()))
+        return hash(self.inner)
 
 
 def _of_the_owner(method: str, slot: Slot) -> Callable[..., Any]:
     return lambda self, *args, **kwargs: getattr(self._owners[slot], method)(*args, **kwargs)
 
 
+def _joined(method: str, join: Callable[..., Any]) -> Callable[..., Any]:
+    def of_all(self: Compose, *args: Any, **kwargs: Any) -> Any:
+        return reduce(join, (getattr(part, method)(*args, **kwargs) for part in self.inner if method in part.methods))
+
+    return of_all
+
+
 Scheme.composition = Compose
-for _name, _rule in COMPOSED.items():
-    setattr(Compose, _name, _of_the_parts(_name, _rule))
+Compose.query_scale = _joined("query_scale", operator.mul)  # type: ignore[method-assign]
+for _name in ("bias", "content_bias", "running_bias"):
+    setattr(Compose, _name, _joined(_name, operator.add))
 for _name, _slot in {**SLOTS, "advance": SLOTS["embedding"], "rows": SLOTS["embedding"]}.items():
     if _name not in vars(Compose):
         setattr(Compose, _name, _of_the_owner(_name, _slot))

@@ -13,8 +13,6 @@ from rope_patch.schemes.rules import Above, AtLeast
 from rope_patch.schemes.slots import ModelShape, Pairs
 from rope_patch.typing import NO_WEIGHTS, Weights
 
-_LEARNED = ("log_scale", "threshold_factor", "input_weight", "input_offset", "output_weight", "output_offset")
-
 _EPSILON = 1e-6
 """Keeps the quotient finite, as in the paper's listing."""
 
@@ -47,6 +45,7 @@ class FIRE(Scheme):
         "https://arxiv.org/abs/2310.04418",
     )
     regime = "from-scratch"
+    shared = ("log_scale", "threshold_factor", "input_weight", "input_offset", "output_weight", "output_offset")
     absolute = True
     causal_only = True
 
@@ -54,10 +53,6 @@ class FIRE(Scheme):
     threshold: Annotated[float, Above(0)] = 512.0
     initial_scale: Annotated[float, Above(0)] = 0.01
     per_layer: bool = True
-
-    @property
-    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
-        return () if self.per_layer else _LEARNED
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         def uniform(*size: int, inputs: int) -> torch.Tensor:
@@ -73,7 +68,7 @@ class FIRE(Scheme):
         }
 
     def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        learned = {name: weights[name].to(pairs.scores.dtype) for name in _LEARNED}
+        learned = {name: weights[name].to(pairs.scores.dtype) for name in type(self).shared}
 
         def psi(x: torch.Tensor) -> torch.Tensor:
             return (learned["log_scale"] * x).abs().log1p()

@@ -11,8 +11,7 @@ import torch
 
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.rules import AtLeast
-from rope_patch.schemes.tools.rotary import inverse_frequencies
-from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
+from rope_patch.typing import NO_WEIGHTS, Frequencies, RotarySpec, Weights
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,6 @@ class FoPECut(Scheme):
     sweep = None  # needs training
 
     training_length: Annotated[int, AtLeast(1)] | None = None
-
-    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)
 
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
         slowest = 2 * math.pi / (self.training_length or rotary.training_length)

@@ -77,9 +77,6 @@ class PowerScaling(Scheme):
 
     power: Annotated[float, Above(0)]
 
-    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)
-
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
         given = frequencies.inv_freq
         share = 1 - torch.arange(0, rotary.dim, 2, device=given.device).float() / rotary.dim

@@ -45,14 +45,11 @@ class KERPLE(Scheme):
         "https://github.com/chijames/KERPLE",
     )
     regime = "from-scratch"
+    shared = ("kernel_scale", "kernel_shape")
 
     variant: Literal["log", "power"] = "log"
     initial_scale: Annotated[float, Above(0)] = 0.01
     per_layer: bool = True
-
-    @property
-    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
-        return () if self.per_layer else ("kernel_scale", "kernel_shape")
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         most_scale, most_shape = (2, 1) if self.variant == "log" else (1, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 
@@ -59,7 +59,3 @@ class Llama3Scaling(Scheme):
         blended = (1 - kept) * inv_freq / self.factor + kept * inv_freq
         scaled = torch.where(wavelength > trained / low, inv_freq / self.factor, blended)
         return Frequencies(torch.where(wavelength < trained / high, inv_freq, scaled))
-
-    def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
-        trained = self.original_max_position_embeddings or rotary.training_length
-        return {**super().rope_parameters(rotary), "original_max_position_embeddings": trained}

@@ -129,5 +129,4 @@ class LongRoPE(Scheme):
             raise NotExpressible("longrope: the factors of Transformers' longrope are the same in all layers")
         parameters = super().rope_parameters(rotary)
         del parameters["learned"]
-        trained = self.original_max_position_embeddings or rotary.training_length
-        return {**parameters, "original_max_position_embeddings": trained}
+        return parameters

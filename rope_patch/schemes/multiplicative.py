@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.rules import AtLeast
-from rope_patch.schemes.slots import ModelShape, Target, Tokens
+from rope_patch.schemes.slots import ModelShape, Tokens, rows_for
 from rope_patch.schemes.tools.tables import rows_at
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -43,9 +43,7 @@ class Multiplicative(Scheme):
 
     num_positions: Annotated[int, AtLeast(1)] | None = None
 
-    @classmethod
-    def fields_for(cls, target: Target) -> dict[str, Any]:
-        return {"num_positions": max(target.tokens, target.training_length)}
+    fields_for = rows_for
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         return {"position_factors": torch.ones(self.num_positions or shape.training_length, shape.hidden_size)}

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rope_patch.errors import InvalidField, did_you_mean
-from rope_patch.schemes.base import COMPOSED, Composed, Scheme, Source
-from rope_patch.schemes.registry import as_scheme, get_scheme, register_form, scheme_from_dict, split_outside_brackets
+from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.compose import Combined
+from rope_patch.schemes.registry import FORMS, as_scheme, get_scheme, scheme_from_dict, split_outside_brackets
 from rope_patch.schemes.slots import Checkpoint
 
 REST = "rest"
@@ -19,7 +20,7 @@ _SLICE = re.compile(r"-?\d{0,9}:-?\d{0,9}(:(0*[1-9]\d{0,8})?)?", re.ASCII)
 _RANGES = re.compile(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*", re.ASCII)
 
 
-class PerLayer(Scheme):
+class PerLayer(Combined):
     """A scheme for each layer of a stack.
 
     A selected layer is changed even if `patch` alone would skip it: a layer with a sliding window, or a layer without
@@ -54,25 +55,27 @@ class PerLayer(Scheme):
         self._schemes = {_selector(selector): _scheme(scheme) for selector, scheme in schemes.items()}
         if len(self._schemes) < len(schemes):
             raise InvalidField(f"PerLayer: duplicate selector in {', '.join(map(str, schemes))}")
-        if not self._inner:
+        self.inner = tuple(scheme for scheme in self._schemes.values() if scheme is not None)
+        if not self.inner:
             raise InvalidField(f"PerLayer: every selector of {self} is None, which changes nothing")
 
-    @property
-    def _inner(self) -> tuple[Scheme, ...]:
-        return tuple(scheme for scheme in self._schemes.values() if scheme is not None)
-
     @classmethod
-    def from_text(cls, text: str) -> PerLayer:
-        """Parse the text form.
+    def read(cls, layers: Any) -> PerLayer:
+        """The mixture from its text form, or from a saved dict.
 
         Args:
-            text: `[selector=scheme;...]`, with `none` for layers to leave unchanged.
+            layers: `[selector=scheme;...]`, with `none` for layers to leave unchanged; or a dict from selectors to the
+                dict of a scheme, or to None.
 
         Raises:
-            InvalidField, UnknownScheme, SlotConflict: the text is invalid.
+            InvalidField, UnknownScheme, SlotConflict: the text or the dict is invalid.
         """
-        if not (text.startswith("[") and text.endswith("]")):
-            raise InvalidField(f"layers:{text} does not have the form layers:[selector=scheme;...]")
+        if isinstance(layers, dict):
+            return cls({key: None if value is None else scheme_from_dict(value) for key, value in layers.items()})
+        if not (isinstance(text := layers, str) and text.startswith("[") and text.endswith("]")):
+            raise InvalidField(
+                f"layers={layers!r} is not allowed; layers:[selector=scheme;...] or a dict from selectors to schemes is"
+            )
         schemes: dict[str | int, str | Scheme | Sequence[str | Scheme] | None] = {}
         for item in filter(None, split_outside_brackets(text[1:-1], ";")):
             selector, equals, spec = (part.strip() for part in item.partition("="))
@@ -82,20 +85,6 @@ class PerLayer(Scheme):
                 raise InvalidField(f"layers:{text} contains the selector {selector!r} twice; each is allowed once")
             schemes[selector] = None if spec.lower() in ("none", "null") else spec
         return cls(schemes)
-
-    @classmethod
-    def from_fields(cls, layers: Any = None) -> PerLayer:
-        """Build the mixture from a saved dict.
-
-        Args:
-            layers: maps a selector to the dict of a scheme, or to None.
-
-        Raises:
-            InvalidField, UnknownScheme, SlotConflict: the dict is invalid.
-        """
-        if not isinstance(layers, dict):
-            raise InvalidField(f"layers={layers!r} is not allowed; a dict from selectors to schemes is expected")
-        return cls({key: None if value is None else scheme_from_dict(value) for key, value in layers.items()})
 
     def of_layers(self, kinds: Mapping[int, str], num_layers: int) -> dict[int, Scheme | None]:
         selected: dict[int, tuple[str, Scheme | None]] = {}
@@ -119,14 +108,6 @@ class PerLayer(Scheme):
     def _each(self, change: Callable[[Scheme], Scheme]) -> PerLayer:
         return PerLayer({key: None if value is None else change(value) for key, value in self._schemes.items()})
 
-    @property
-    def methods(self) -> frozenset[str]:
-        return frozenset().union(*(scheme.methods for scheme in self._inner))
-
-    @property
-    def learns(self) -> bool:
-        return any(scheme.learns for scheme in self._inner)
-
     def fields(self) -> dict[str, Any]:
         return {"layers": {key: None if value is None else value.to_dict() for key, value in self._schemes.items()}}
 
@@ -142,15 +123,6 @@ class PerLayer(Scheme):
 
     def __hash__(self) -> int:
         return hash(frozenset(self._schemes.items()))
-
-
-def _of_the_layers(name: str, rule: Composed) -> property:
-    return property(lambda self: rule.of(name, self._inner))
-
-
-for _name, _rule in COMPOSED.items():
-    if _name != "by_layer":
-        setattr(PerLayer, _name, _of_the_layers(_name, _rule))
 
 
 def _selector(selector: Any) -> str:
@@ -250,7 +222,4 @@ def _every(every: int, full: list[Scheme], local: Scheme) -> PerLayer:
     return PerLayer({f"{every - 1}::{every}": full, REST: local})
 
 
-register_form("layers", PerLayer.from_text, PerLayer.from_fields)
-register_form("hwfa", hwfa)
-register_form("rnope_swa", rnope_swa)
-register_form("yarn_full", full_layers)
+FORMS.update(layers=PerLayer.read, hwfa=hwfa, rnope_swa=rnope_swa, yarn_full=full_layers)

@@ -5,19 +5,31 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rope_patch.errors import InvalidField, MissingField, UnknownScheme, did_you_mean
+from rope_patch.errors import InvalidField, MissingField, UnknownScheme, did_you_mean, nearest
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
-from rope_patch.schemes.names import WHERE, find_name
 from rope_patch.schemes.target import Reaching, filled_for, takes_target
 
 _REGISTRY: dict[str, type[Scheme]] = {}
-_FORMS: dict[str, Callable[..., Scheme]] = {}
-_SAVED: dict[str, Callable[..., Scheme]] = {}
-"""Names of mixtures of schemes: what makes one from its fields or from text in brackets, and from a dict."""
+
+FORMS: dict[str, Callable[..., Scheme]] = {}
+"""Further names, of mixtures of schemes: what makes one from its fields. Text in brackets is the field `layers`."""
+
+_ALL = "`rope-patch list` shows all"
+_NOTHING = "for the model as it is, do not patch it, or call unpatch(model)"
+_SINKS = (
+    "lm_infinite comes nearest: a window and the first tokens, all far distances alike, such as "
+    "lm_infinite:local_window=1024,n_global=4"
+)
+_ADVICE = {
+    **dict.fromkeys(("none", "null", "plain", "off", "original", "native", "unpatched"), _NOTHING),
+    **dict.fromkeys(("streamingllm", "attentionsink", "attentionsinks"), _SINKS),
+}
+"""What to write for names without a scheme here, or with other fields."""
 
 _DEEPEST = 8
 """Brackets within brackets: a list of numbers in a mixture of layers has two."""
@@ -41,15 +53,6 @@ def register_scheme(cls: type[Scheme]) -> type[Scheme]:
     return cls
 
 
-def register_form(name: str, make: Callable[..., Scheme], load: Callable[..., Scheme] | None = None) -> None:
-    """Let specs use a `name` for what `make` makes of their fields, or of a `text` in brackets; `load` reads what
-    `Scheme.to_dict` wrote under that name.
-    """
-    _FORMS[name] = make
-    if load is not None:
-        _SAVED[name] = load
-
-
 def list_schemes() -> list[str]:
     """The registered names, sorted."""
     return sorted(_REGISTRY)
@@ -64,7 +67,42 @@ def scheme_class(name: str) -> type[Scheme]:
     Raises:
         UnknownScheme: with the five nearest names.
     """
-    return _REGISTRY[find_name(name if isinstance(name, str) else repr(name), _REGISTRY)]
+    return _REGISTRY[find_name(name if isinstance(name, str) else repr(name))]
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"[-_\s]", "", name).lower()
+
+
+def other_names(cls: type[Scheme]) -> list[str]:
+    """What Transformers, vLLM and papers call a scheme."""
+    return [name for name in (cls.rope_type, *vars(cls).get("aliases", ())) if name]
+
+
+def find_name(typed: str, forms: Iterable[str] = ()) -> str:
+    """The registered name, or that of one of the `forms`, that is meant.
+
+    Args:
+        typed: the name in any case, with or without hyphens and underscores; that of the class; or the name in
+            Transformers (its `rope_type`), in vLLM or in a paper (its `aliases`).
+
+    Raises:
+        UnknownScheme: with the five nearest names, or what to write instead.
+    """
+    names = [*_REGISTRY, *forms]
+    if typed in names:
+        return typed
+    spelled = {_folded(name): name for name in names}
+    for name, cls in _REGISTRY.items():
+        for other in (cls.__name__, *other_names(cls)):
+            spelled.setdefault(_folded(other), name)
+    if (meant := spelled.get(_folded(typed))) is not None:
+        return meant
+    if (advice := _ADVICE.get(_folded(typed))) is not None:
+        raise UnknownScheme(f"there is no scheme {typed!r}; {advice}")
+    ranked = dict.fromkeys(spelled[other] for other in nearest(_folded(typed), spelled, len(spelled), 0))
+    *most, last = map(repr, list(ranked)[:5])
+    raise UnknownScheme(f"there is no scheme {typed!r}; did you mean {', '.join(most)} or {last}? {_ALL}")
 
 
 def get_scheme(name: str, **fields: Any) -> Scheme:
@@ -125,9 +163,7 @@ def _from_dict(data: Any) -> Scheme:
         if not isinstance(parts, (list, tuple)) or len(fields) > 1:
             raise InvalidField(f"{data!r} is no composition: its name and a list of 'schemes' are expected")
         return Compose(*map(_from_dict, parts))
-    if isinstance(name := data["name"], str) and name in _SAVED:
-        return _called(name, _SAVED[name], fields)
-    return _build(scheme_class(data["name"]), fields)
+    return _made(data["name"], fields)
 
 
 def as_scheme(schemes: Iterable[str | Scheme], fields: dict[str, Any]) -> Scheme:
@@ -144,7 +180,7 @@ def as_scheme(schemes: Iterable[str | Scheme], fields: dict[str, Any]) -> Scheme
     if "target" in fields and len(schemes) > 1 and all(isinstance(scheme, str) for scheme in schemes):
         schemes = ["+".join(map(str, schemes))]
     if not schemes:
-        raise InvalidField(f"no scheme was given; name one, such as 'yarn', factor=4; {WHERE}")
+        raise InvalidField(f"no scheme was given; name one, such as 'yarn', factor=4; {_ALL}")
     if fields and (len(schemes) > 1 or isinstance(schemes[0], Scheme)):
         raise _misplaced(schemes, fields)
     built = [scheme if isinstance(scheme, Scheme) else get_scheme(scheme, **fields) for scheme in schemes]
@@ -170,7 +206,7 @@ def _misplaced(schemes: list[Any], fields: dict[str, Any]) -> InvalidField:
 def _no_scheme(given: Any, fields: dict[str, Any]) -> UnknownScheme | InvalidField:
     """What to write instead of something that is neither a name nor a scheme."""
     if given is None:
-        find_name("none", _REGISTRY)
+        find_name("none")
     if given not in _REGISTRY.values():
         return UnknownScheme(
             f"{given!r} is not a scheme; write a name such as 'yarn', or an object such as YaRN(factor=4)"
@@ -186,7 +222,7 @@ def _spelled(fields: dict[str, Any]) -> str:
 
 def _aim(parts: list[tuple[str, dict[str, Any]]], target: Any) -> None:
     """Give a target to those of several parsed schemes that take one."""
-    aimed = [fields for name, fields in parts if name not in _FORMS and takes_target(scheme_class(name))]
+    aimed = [fields for name, fields in parts if name not in FORMS and takes_target(scheme_class(name))]
     if not aimed:
         raise _means_nothing([name for name, _ in parts], target)
     for fields in aimed:
@@ -204,9 +240,9 @@ def _means_nothing(names: list[str], target: Any) -> InvalidField:
 
 def _parse(text: str) -> tuple[str, dict[str, Any]]:
     typed, _, rest = text.strip().partition(":")
-    name = find_name(typed.strip(), _REGISTRY, _FORMS)
-    if rest.startswith("[") and name in _FORMS:
-        return name, {"text": rest}
+    name = find_name(typed.strip(), FORMS)
+    if rest.startswith("[") and name in FORMS:
+        return name, {"layers": rest}
     fields: dict[str, Any] = {}
     for item in filter(None, split_outside_brackets(rest)):
         key, equals, value = item.partition("=")
@@ -248,53 +284,40 @@ def _value(text: str) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _made(name: str, fields: dict[str, Any]) -> Scheme:
-    return _called(name, _FORMS[name], fields) if name in _FORMS else _build(scheme_class(name), fields)
-
-
-def _called(name: str, make: Callable[..., Scheme], fields: dict[str, Any]) -> Scheme:
+def _made(name: Any, fields: dict[str, Any]) -> Scheme:
+    """A scheme, or one of the `FORMS`, from its fields."""
+    make: Any = FORMS[name] if isinstance(name, str) and name in FORMS else scheme_class(name)
+    aims = isinstance(make, type) and takes_target(make)
     known = inspect.signature(make).parameters
+    if isinstance(make, type) and "target" in fields and "target" not in known:
+        return _reaching(make, {**fields})
+    allowed = [*known, "target"] if aims else list(known)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    for field in () if takes_any else fields:
-        if field not in known:
-            raise InvalidField(f"{name} has no field {field!r}; {did_you_mean(field, known)}")
-    if missing := [field for field, parameter in known.items() if _needed(parameter) and field not in fields]:
-        raise InvalidField(f"{name} needs {', '.join(missing)}, such as layers:[0-2=nope;rest=none]")
-    return make(**fields)
-
-
-def _needed(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-
-
-def _build(cls: type[Scheme], fields: dict[str, Any]) -> Scheme:
-    known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    if "target" in fields and "target" not in known:
-        return _reaching(cls, {**fields})
-    allowed = [*known, "target"] if takes_target(cls) else list(known)
-    for name, value in fields.items():
-        if name not in known:
-            raise InvalidField(f"{cls.name} has no field {name!r}; {did_you_mean(str(name), allowed)}")
-        if value == "auto" and takes_target(cls) and name in filled_for(cls, 1):
+    for field, value in fields.items():
+        if field not in known and not takes_any:
+            raise InvalidField(f"{name} has no field {field!r}; {did_you_mean(str(field), allowed)}")
+        if value == "auto" and aims and field in filled_for(make, 1):
             raise InvalidField(
-                f"{cls.name}: {name}='auto' is not allowed; write target=8192, the length in tokens to reach, or "
+                f"{name}: {field}='auto' is not allowed; write target=8192, the length in tokens to reach, or "
                 "target=auto where lengths are measured"
             )
-    if missing := [name for name in _required(cls) if name not in fields]:
-        error = MissingField(f"{cls.name} needs {', '.join(missing)}; its fields are {', '.join(allowed)}")
-        error.scheme, error.given = cls, fields
+    if missing := [field for field in _required(make) if field not in fields]:
+        example = "" if isinstance(make, type) else ", such as layers:[0-2=nope;rest=none]"
+        error = MissingField(f"{name} needs {', '.join(missing)}; its fields are {', '.join(allowed)}{example}")
+        error.scheme, error.given = make, fields
         raise error
-    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    return make(**{field: tuple(value) if isinstance(value, list) else value for field, value in fields.items()})
 
 
-def _required(cls: type[Scheme]) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]  # type: ignore[arg-type]
+def _required(make: Callable[..., Scheme]) -> list[str]:
+    known = inspect.signature(make).parameters.values()
+    return [each.name for each in known if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
 
 
 def _reaching(cls: type[Scheme], fields: dict[str, Any]) -> Scheme:
     target = fields.pop("target")
     if not takes_target(cls):
         raise _means_nothing([cls.name], target)
-    like = _build(cls, {**filled_for(cls, target), **fields})  # what is wrong with the others is known now
+    like = _made(cls.name, {**filled_for(cls, target), **fields})  # what is wrong with the others is known now
     given = (field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
     return Reaching(like, target, tuple(name for name in given if fields.get(name) is not None))

@@ -7,8 +7,7 @@ import math
 from dataclasses import dataclass
 
 from rope_patch.schemes.base import Scheme, Source
-from rope_patch.schemes.tools.rotary import inverse_frequencies
-from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
+from rope_patch.typing import NO_WEIGHTS, Frequencies, RotarySpec, Weights
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,6 @@ class Resonance(Scheme):
     regime = "fine-tune"
     refines = True
     sweep = None  # rounds another scheme's frequencies; alone it extends nothing
-
-    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)
 
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
         given = frequencies.inv_freq.double()

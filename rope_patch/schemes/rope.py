@@ -82,9 +82,6 @@ class LearnedRoPE(Scheme):
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         return {"log_speed": torch.zeros(shape.pairs)}
 
-    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)
-
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
         if not weights:
             return frequencies  # their initial values

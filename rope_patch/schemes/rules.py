@@ -1,16 +1,18 @@
 """What a field of a scheme may be. The rule is a part of its annotation: `window: Annotated[int, AtLeast(1)]`.
 
 It is read there by the check of every new scheme, by `describe` and `rope-patch list`, by the pages of the
-documentation, and by the random tests. A field without a rule is not checked, unless it is a `bool` or a `Literal`.
+documentation, and by the tests. A field without a rule is not checked, unless it is a `bool` or a `Literal`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from rope_patch.errors import InvalidField, did_you_mean
 
@@ -36,75 +38,48 @@ class Rule:
         """Whether a `value` of the right type is allowed."""
         raise NotImplementedError
 
-    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
-        """Values of a `kind` just inside of what is allowed, and just outside: for tests."""
-        raise NotImplementedError
-
     def refusal(self, field: str, value: Any, noun: str, scheme: Any) -> str:
         """The error, behind the name of the scheme."""
         return f"{field}={value!r} is not allowed; {field} must be {self.allowed(noun, scheme)}"
 
 
 @dataclass(frozen=True)
-class _Bound(Rule):
+class Bound(Rule):
     """A limit on one side: a number, or the name of another field, which may be open."""
 
     bound: float | str
+    _holds: ClassVar[Callable[[Any, Any], bool]]
+    _words: ClassVar[str]
 
-    def _of(self, scheme: Any) -> float | None:
+    def of(self, scheme: Any) -> float | None:
+        """The limit beside the other fields of a scheme; None if the field that gives it is open."""
         return getattr(scheme, self.bound) if isinstance(self.bound, str) else self.bound
 
-    def _said(self, scheme: Any) -> str:
-        if not isinstance(self.bound, str):
-            return f"{self.bound:g}"
-        return self.bound if scheme is None else f"{self.bound}={self._of(scheme):g}"
+    def allowed(self, noun: str, scheme: Any = None) -> str:
+        name = f"{self.bound}=" if isinstance(self.bound, str) else ""
+        limit = self.bound if name and scheme is None else f"{name}{self.of(scheme):g}"
+        return self._words.format(noun=noun, limit=limit)
+
+    def holds(self, value: Any, scheme: Any) -> bool:
+        return (limit := self.of(scheme)) is None or type(self)._holds(value, limit)
 
 
-class AtLeast(_Bound):
+class AtLeast(Bound):
     """A number from a bound on: `AtLeast(1)`, `AtLeast("beta_slow")`."""
 
-    def allowed(self, noun: str, scheme: Any = None) -> str:
-        return f"{noun} of at least {self._said(scheme)}"
-
-    def holds(self, value: Any, scheme: Any) -> bool:
-        return (bound := self._of(scheme)) is None or value >= bound
-
-    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
-        least = self._of(scheme) or 0
-        step = 1 if kind is int else 1e-3
-        return [kind(least), kind(least) + step], [least - step]
+    _holds, _words = operator.ge, "{noun} of at least {limit}"
 
 
-class AtMost(_Bound):
+class AtMost(Bound):
     """A number up to a bound; beside a rule that gives the lower one."""
 
-    def allowed(self, noun: str, scheme: Any = None) -> str:
-        return f"at most {self._said(scheme)}"
-
-    def holds(self, value: Any, scheme: Any) -> bool:
-        return (bound := self._of(scheme)) is None or value <= bound
-
-    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
-        if (most := self._of(scheme)) is None:
-            return [], []
-        return [kind(most)], [most + (1 if kind is int else 1e-3)]
-
-    def refusal(self, field: str, value: Any, noun: str, scheme: Any) -> str:
-        return f"{field}={value} is not allowed; it must be {self.allowed(noun, scheme)}"
+    _holds, _words = operator.le, "at most {limit}"
 
 
-class Above(_Bound):
+class Above(Bound):
     """A number beyond a bound: `Above(0)`."""
 
-    def allowed(self, noun: str, scheme: Any = None) -> str:
-        return f"{noun} above {self._said(scheme)}"
-
-    def holds(self, value: Any, scheme: Any) -> bool:
-        return (bound := self._of(scheme)) is None or value > bound
-
-    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
-        bound = self._of(scheme) or 0
-        return [bound + (1 if kind is int else 1e-3)], [bound, bound - 1]
+    _holds, _words = operator.gt, "{noun} above {limit}"
 
 
 @dataclass(frozen=True)
@@ -121,9 +96,6 @@ class Between(Rule):
     def holds(self, value: Any, scheme: Any) -> bool:
         return self.low < value < self.high and value != self.excluded
 
-    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
-        return [self.low + 1e-3, self.high - 1e-3, self.excluded + 1e-3], [self.low, self.high, self.excluded]
-
 
 @dataclass(frozen=True)
 class EvenFrom(Rule):
@@ -138,9 +110,6 @@ class EvenFrom(Rule):
     def holds(self, value: Any, scheme: Any) -> bool:
         return value in range(self.low, self.high + 1, 2)
 
-    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
-        return [self.low, self.high], [self.low - 2, self.low + 1, self.high + 2]
-
 
 @dataclass(frozen=True)
 class TrueOrFalse(Rule):
@@ -154,9 +123,6 @@ class TrueOrFalse(Rule):
     def holds(self, value: Any, scheme: Any) -> bool:
         return True
 
-    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
-        return [True, False], [0, 1, "true"]
-
 
 @dataclass(frozen=True)
 class OneOf(Rule):
@@ -169,9 +135,6 @@ class OneOf(Rule):
 
     def holds(self, value: Any, scheme: Any) -> bool:
         return value in self.words
-
-    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
-        return list(self.words), ["", self.words[0] + "s", 0]
 
     def refusal(self, field: str, value: Any, noun: str, scheme: Any) -> str:
         return f"{field}={value!r}: {did_you_mean(str(value), self.words)}"
@@ -190,10 +153,6 @@ class SomeOf(Rule):
         items = sorted(value, key=str)
         return bool(items) and items == [word for word in sorted(self.words) if word in items]
 
-    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
-        words = self.words
-        return [(words[0],), words, words[::-1]], [(), (words[0], words[0]), (*words, "other"), words[0]]
-
 
 @dataclass(frozen=True)
 class NumbersAboveZero(Rule):
@@ -206,9 +165,6 @@ class NumbersAboveZero(Rule):
 
     def holds(self, value: Any, scheme: Any) -> bool:
         return bool(value) and all(_is_of(item, float) and item > 0 and is_computable(item) for item in value)
-
-    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
-        return [(1e-3,), (1, 2.0)], [(), (0,), (1.0, -1), (1.0, True), ("1",), 1.0]
 
 
 @dataclass(frozen=True)
@@ -253,16 +209,6 @@ class FieldRule:
             numbers = any(isinstance(rule, NumbersAboveZero) for rule in self.rules)
             object.__setattr__(scheme, self.name, tuple(map(float, value)) if numbers else tuple(value))
 
-    def edges(self, scheme: Any) -> tuple[list[Any], list[Any]]:
-        """Values at the edge of what is allowed beside the other fields of a scheme, and values beyond: for tests."""
-        pairs = [rule.edges(self.kind, scheme) for rule in self.rules]
-        legal = [value for inside, _ in pairs for value in inside]
-        illegal = [value for _, outside in pairs for value in outside]
-        if self.kind in _WORDS:
-            illegal += [True, "1", (1,), float("nan"), float("inf"), 2 * LARGEST] + [0.5] * (self.kind is int)
-        legal = [value for value in legal if self.broken(value, scheme) is None]
-        return legal + [None] * self.optional, illegal + [None] * (not self.optional) + [object()]
-
     @property
     def _noun(self) -> str:
         return _WORDS.get(self.kind, "")
@@ -276,14 +222,10 @@ def rules_of(cls: type) -> dict[str, FieldRule]:
         NameError: the annotation of a rule needs a name that its module does not have.
     """
     hints = _annotations(cls)
-    read = {field.name: _read(field.name, hints[field.name]) for field in dataclasses.fields(cls)}
-    rules = {name: rule for name, rule in read.items() if rule is not None}
-    ordered: dict[str, FieldRule] = {}
-    for name, rule in rules.items():
-        for other in (each.bound for each in rule.rules if isinstance(each, _Bound) and each.bound in rules):
-            ordered.setdefault(str(other), rules[str(other)])
-        ordered.setdefault(name, rule)
-    return ordered
+    read = (_read(field.name, hints[field.name]) for field in dataclasses.fields(cls))
+    rules = [rule for rule in read if rule is not None]
+    rules.sort(key=lambda rule: any(isinstance(getattr(each, "bound", None), str) for each in rule.rules))
+    return {rule.name: rule for rule in rules}
 
 
 def _annotations(cls: type) -> dict[str, Any]:

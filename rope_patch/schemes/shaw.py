@@ -40,6 +40,7 @@ class ShawRelative(Scheme):
         "https://github.com/tensorflow/tensor2tensor",
     )
     regime = "from-scratch"
+    shared = ("key_table", "value_table")
 
     max_distance: Annotated[int, AtLeast(1)] = 16
     values: bool = True
@@ -49,10 +50,6 @@ class ShawRelative(Scheme):
     @property
     def methods(self) -> frozenset[str]:
         return frozenset({"content_bias", "relative_values"} if self.values else {"content_bias"})
-
-    @property
-    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
-        return () if self.per_layer else ("key_table", "value_table")
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         rows = [2 * self.max_distance + 1]

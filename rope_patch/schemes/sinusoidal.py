@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.rules import Above, AtLeast
-from rope_patch.schemes.slots import Target, Tokens
+from rope_patch.schemes.slots import Tokens, rows_for
 from rope_patch.schemes.tools.sinusoids import sinusoidal_rows
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -53,9 +53,7 @@ class Sinusoidal(Scheme):
     amplitude: Annotated[float, Above(0)] = 1.0
     grid_width: Annotated[int, AtLeast(1)] | None = None
 
-    @classmethod
-    def fields_for(cls, target: Target) -> dict[str, Any]:
-        return {"num_positions": max(target.tokens, target.training_length)}
+    fields_for = rows_for
 
     def embedding(self, tokens: Tokens, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         x = tokens.states

@@ -85,6 +85,12 @@ def factor_for(cls: type, target: Target) -> dict[str, Any]:
 
 
 @classmethod  # type: ignore[misc]
+def rows_for(cls: type, target: Target) -> dict[str, Any]:
+    """`Scheme.fields_for` of a scheme with a row for each of `num_positions`: the target, but at least L."""
+    return {"num_positions": max(target.tokens, target.training_length)}
+
+
+@classmethod  # type: ignore[misc]
 def nothing_for(cls: type, target: Target) -> dict[str, Any]:
     """`Scheme.fields_for` of a scheme that reaches every length as it is."""
     return {}

@@ -47,6 +47,7 @@ class T5Bias(Scheme):
         "https://github.com/google-research/text-to-text-transfer-transformer",
     )
     regime = "fine-tune"
+    shared = ("relative_attention_bias",)
     sweep = None  # learned: there is nothing to measure before it is trained
 
     num_buckets: Annotated[int, AtLeast(4)] | None = None
@@ -58,10 +59,6 @@ class T5Bias(Scheme):
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:
         return {"interpolation": target.factor()}
-
-    @property
-    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
-        return () if self.per_layer else ("relative_attention_bias",)
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         own_buckets, own_distance = checkpoint.buckets or (32, 128)

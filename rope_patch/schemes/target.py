@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rope_patch.errors import InvalidField, MissingField
-from rope_patch.schemes.base import COMPOSED, Scheme
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.compose import Combined
 from rope_patch.schemes.slots import Checkpoint, Target
 
 LONGEST = 10**15
@@ -18,7 +18,7 @@ _VAST = Checkpoint(LONGEST, num_heads=1, max_length=LONGEST)
 
 
 @dataclass(frozen=True)
-class Reaching(Scheme):
+class Reaching(Combined):
     """A scheme whose open fields follow from a target length and a checkpoint.
 
     It declares the properties of the scheme that it becomes, and computes nothing before it is resolved.
@@ -32,6 +32,10 @@ class Reaching(Scheme):
     like: Scheme
     target: int | str
     given: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        own = {name: getattr(self.like, name) for name in ("name", "equation", "source")}
+        vars(self).update(own, inner=(self.like,))
 
     def reach(self, checkpoint: Checkpoint) -> Scheme:
         given = {name: getattr(self.like, name) for name in self.given}
@@ -52,14 +56,6 @@ class Reaching(Scheme):
     def fields(self) -> dict[str, Any]:
         plain = self.like.fields()
         return {"target": self.target, **{name: plain[name] for name in self.given}}
-
-
-def _declared(name: str) -> property:
-    return property(lambda self: getattr(self.like, name))
-
-
-for _name in ("name", "equation", "source", "methods", "is_table", "learns", *COMPOSED):
-    setattr(Reaching, _name, _declared(_name))
 
 
 def takes_target(kind: type[Scheme]) -> bool:
@@ -96,7 +92,7 @@ def _whatever_length(kind: type[Scheme], given: Mapping[str, Any], checkpoint: C
 def advise(error: MissingField, checkpoint: Checkpoint) -> MissingField:
     """The error with values for the missing fields on a checkpoint, if there is a rule for them."""
     kind, given, trained = error.scheme, error.given, checkpoint.training_length
-    if not takes_target(kind):
+    if not (isinstance(kind, type) and takes_target(kind)):
         return error
     try:
         rule, filled = _whatever_length(kind, given, checkpoint), _filled(kind, 4, given, checkpoint)
@@ -109,12 +105,6 @@ def advise(error: MissingField, checkpoint: Checkpoint) -> MissingField:
     values = ", ".join(f"{name}={value}{shares.get(value, '')}" for name, value in open_fields.items())
     how = "target='auto' fills it in" if rule else f"reaches {4 * trained} tokens, as target={4 * trained} does"
     return MissingField(f"{error}; on this model {values}{': ' if rule else ' '}{how}")
-
-
-def sets_reach(scheme: Scheme, checkpoint: Checkpoint) -> bool:
-    """Whether a field that was set limits `reach_of`, and not only what a scheme could do at most."""
-    parts = [part for part in scheme.resolve(checkpoint).parts() if takes_target(type(part))]
-    return any(getattr(part, name) is not None for part in parts for name in filled_for(type(part), "auto"))
 
 
 def reached(scheme: Scheme, checkpoints: Iterable[Checkpoint]) -> Scheme:
@@ -131,31 +121,3 @@ def reached(scheme: Scheme, checkpoints: Iterable[Checkpoint]) -> Scheme:
                 "lengths; set the fields instead of the target"
             )
     return of_parts[0] if of_parts else scheme
-
-
-def reach_of(scheme: Scheme, checkpoint: Checkpoint) -> int | None:
-    """The longest text in tokens that a scheme reaches on a checkpoint, which is the target that its fields are for.
-
-    Returns:
-        `LONGEST` where every length is reached; None where no length follows from its fields.
-    """
-    parts = [part for part in scheme.resolve(checkpoint).parts() if takes_target(type(part))]
-    return max((_reach_of_part(part, checkpoint) for part in parts), default=None)
-
-
-def _reach_of_part(part: Scheme, checkpoint: Checkpoint) -> int:
-    own = {name: value for name, value in vars(part).items() if value is not None}
-    given: dict[str, Any] = {name: own[name] for name in ("window", "original_max_position_embeddings") if name in own}
-
-    def fields_for(tokens: int) -> dict[str, Any]:
-        return part.fields_for(Target(part.name, tokens, checkpoint, given))
-
-    def is_beyond(tokens: int) -> bool:
-        try:
-            start, wanted = fields_for(checkpoint.training_length), fields_for(tokens)
-        except InvalidField:
-            return True
-        return any(value > own.get(name, value) for name, value in wanted.items() if value != start.get(name))
-
-    lengths = range(checkpoint.training_length, LONGEST + 1)
-    return lengths[0] + max(1, bisect.bisect_left(lengths, True, key=is_beyond)) - 1

@@ -43,6 +43,7 @@ class URPE(Scheme):
         "https://github.com/lsj2408/URPE",
     )
     regime = "fine-tune"
+    shared = ("distance_factors",)
     sweep = None  # learned: there is nothing to measure before it is trained
 
     max_distance: Annotated[int, AtLeast(1)] | None = None
@@ -57,10 +58,6 @@ class URPE(Scheme):
                 f"urpe: max_distance={self.max_distance} is not allowed; {self.num_buckets} buckets hold single "
                 f"distances up to {single}, and max_distance must lie beyond"
             )
-
-    @property
-    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
-        return () if self.per_layer else ("distance_factors",)
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         return dataclasses.replace(self, max_distance=self._farthest(checkpoint.training_length))

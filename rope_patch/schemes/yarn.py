@@ -110,7 +110,7 @@ class YaRN(Scheme):
             raise NotExpressible("yarn: the ramp of Transformers is linear in the index, not in rotations")
         parameters = super().rope_parameters(rotary)
         del parameters["ramp"]
-        return {**parameters, "original_max_position_embeddings": self._trained(rotary)}
+        return parameters
 
 
 @dataclass(frozen=True)

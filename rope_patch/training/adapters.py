@@ -35,7 +35,9 @@ def make_trainable(model: nn.Module, method: str, *, rank: int, alpha: float, dr
     language_model = find_language_model(model)
     saved = [NAME] if learned_parameters(model) else []
     if "norms" in method:
-        saved += sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_norm(module)})
+        norms = [name for name, module in model.named_modules() if "norm" in type(module).__name__.lower()]
+        weighted = (name for name in norms if list(model.get_submodule(name).parameters(recurse=False)))
+        saved += sorted({name.rpartition(".")[2] for name in weighted})
     if "embeddings" in method:
         embeddings = language_model.get_input_embeddings()
         saved += [name.rpartition(".")[2] for name, module in model.named_modules() if module is embeddings]
@@ -53,10 +55,6 @@ def make_trainable(model: nn.Module, method: str, *, rank: int, alpha: float, dr
         if parameter.requires_grad:  # in bfloat16, small steps would be rounded away
             parameter.data = parameter.data.float()
     return adapted
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower() and bool(list(module.parameters(recurse=False)))
 
 
 def _projections(model: nn.Module) -> list[str]:

@@ -12,7 +12,7 @@ additional work: every row passes through the head once forward and once backwar
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,17 +23,21 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from rope_patch.errors import EvaluationError
 from rope_patch.models.head import Head, find_language_model, head_alone, separate_stack
+from rope_patch.training.long_ce import LongCE
 
 _IGNORED = -100  # the label of positions without a prediction, as everywhere in Transformers
 
 
 @contextmanager
-def chunked_loss(model: nn.Module, rows_per_chunk: int = 256) -> Iterator[None]:
+def chunked_loss(model: nn.Module, rows_per_chunk: int = 256, *, long_ce: LongCE | None = None) -> Iterator[None]:
     """Within the block, `model(..., labels=labels)` returns its usual loss, without logits.
 
     The head of the model, a causal one of Transformers, sees `rows_per_chunk` positions at a time. The model itself is
     called, so `Trainer`, PEFT, `DistributedDataParallel` and `fully_shard` work around it without changes. Terms that a
     model adds to its loss, such as the balance of experts, are omitted.
+
+    Args:
+        long_ce: weights of the tokens, which make it the loss LongCE; short contexts cost further forwards.
 
     Raises:
         EvaluationError: the model has no head that can run alone, or `rows_per_chunk` is below 1.
@@ -53,7 +57,7 @@ def chunked_loss(model: nn.Module, rows_per_chunk: int = 256) -> Iterator[None]:
         if labels is None:
             return forward(*args, **inputs)
         inputs = {"input_ids": args[0]} | inputs if args else inputs
-        return _loss_alone(language_model, labels, rows_per_chunk, **inputs)
+        return _loss_alone(language_model, labels, rows_per_chunk, long_ce, **inputs)
 
     language_model.forward = chunked
     try:
@@ -68,6 +72,7 @@ def _loss_alone(
     model: PreTrainedModel,
     labels: torch.Tensor,
     rows_per_chunk: int,
+    long_ce: LongCE | None,
     *,
     shift_labels: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | int | None = None,
@@ -75,16 +80,21 @@ def _loss_alone(
 ) -> CausalLMOutput:
     """The mean of -ln p over all labels, or their sum divided by `num_items_in_batch`: the loss of Transformers."""
     inputs = {name: value for name, value in inputs.items() if value is not None}
-    outputs = model.base_model(**{**inputs, "use_cache": False, "return_dict": True})
+    stack = model.base_model
+    outputs = stack(**{**inputs, "use_cache": False, "return_dict": True})
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=_IGNORED)
-    states = outputs.last_hidden_state.flatten(0, 1)
-    targets = shift_labels.flatten().to(states.device)
+    shift_labels = shift_labels.to(outputs.last_hidden_state.device)
+    states, targets = outputs.last_hidden_state.flatten(0, 1), shift_labels.flatten()
     places = (targets != _IGNORED).nonzero()[:, 0]
     count = len(places) if num_items_in_batch is None else num_items_in_batch
     with head_alone(model, type(outputs)) as head:
         trained = [value for value in model.parameters() if value.requires_grad and torch.is_grad_enabled()]
-        loss = _ChunkedLoss.apply(head, targets, places.split(rows_per_chunk), states, *trained)
+        weigh = None
+        if long_ce is not None:
+            rows = max(1, rows_per_chunk // len(shift_labels))
+            weigh = long_ce.weigher(stack, head, inputs, shift_labels, rows)
+        loss = _ChunkedLoss.apply(head, targets, places.split(rows_per_chunk), states, weigh, *trained)
     return CausalLMOutput(loss=loss / (count.to(loss.device) if torch.is_tensor(count) else max(1, count)))
 
 
@@ -98,6 +108,7 @@ class _ChunkedLoss(torch.autograd.Function):
         targets: torch.Tensor,
         chunks: Sequence[torch.Tensor],
         states: torch.Tensor,
+        weigh: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         """Compute loss and gradients, so both run under the current autocast."""
@@ -110,7 +121,8 @@ class _ChunkedLoss(torch.autograd.Function):
             chunk = states[rows].requires_grad_(states_gradient is not None)
             inputs = [*parameters] if states_gradient is None else [*parameters, chunk]
             with torch.enable_grad():
-                loss = nn.functional.cross_entropy(head(chunk[None])[0].float(), targets[rows], reduction="sum")
+                losses = nn.functional.cross_entropy(head(chunk[None])[0].float(), targets[rows], reduction="none")
+                loss = (losses if weigh is None else losses * weigh(rows, losses)).sum()
                 gradients = torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ()
             for gradient_sum, gradient in zip(sums, gradients, strict=False):
                 if gradient is not None:
@@ -135,4 +147,4 @@ class _ChunkedLoss(torch.autograd.Function):
         for gradient in gradients:
             if gradient is not None:
                 gradient *= output_gradient
-        return None, None, None, *gradients
+        return None, None, None, gradients[0], None, *gradients[1:]

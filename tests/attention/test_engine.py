@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from rope_patch.attention import chunked, dense, engine, oracle, segmented
+from rope_patch.attention import chunked, dense, oracle, paths, segmented
 from rope_patch.attention.spans import find_spans
 from tests.attention.test_segmented import ROWS, gradients_of, inputs_of
 
@@ -17,7 +17,7 @@ def attend(inputs, mode="segmented"):
         rows = len(inputs.value)
         return find_spans(inputs.query_positions, inputs.mask, inputs.groups, inputs.query_start, rows, inputs.causal)
 
-    return engine.attend(inputs, mode, spans)
+    return paths.attend(inputs, mode, spans)
 
 
 @pytest.fixture

@@ -11,7 +11,16 @@ from rope_patch import Scheme, get_scheme, patch, unpatch
 from rope_patch.mounting.parameters import learned_parameters
 from tests.cases import CASES, COMPOSITIONS, ROUTES
 from tests.families import build
-from tests.runs import assert_close, cached_logits, left_padded, logits, positions_of, tokens
+from tests.runs import (
+    assert_close,
+    assert_same_gradients,
+    cached_logits,
+    gradients,
+    left_padded,
+    logits,
+    positions_of,
+    tokens,
+)
 
 
 @pytest.fixture
@@ -110,6 +119,26 @@ def test_one_graph_serves_texts_of_different_lengths(shallow):
         compiled = torch.compile(shallow, fullgraph=True, dynamic=True, backend="eager")
         for length in (40, 33, 57):
             assert_close(logits(compiled, tokens(length)), logits(shallow, tokens(length)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["rerope:window=64", "xpos:scale_base=64"])
+def test_a_compiled_prefill_is_as_eager_mode_forward_and_backward_without_more_graphs(shallow, spec):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    patch(shallow, spec)
+    compiled = torch.compile(shallow, fullgraph=True, backend=backend)
+    for length in (600, 40, 700):
+        texts = tokens(length, rows=2)
+        found = {name.removeprefix("_orig_mod."): gradient for name, gradient in gradients(compiled, texts).items()}
+        assert_same_gradients(found, gradients(shallow, texts))
+    assert len(graphs) == 2  # one, and one for any length, as without a patch
+    masks = [node.args[1] for graph in graphs for node in graph.graph.nodes if "rope_patch.spans" in str(node.target)]
+    assert masks == [None, None], "groups are read, not a mask of all pairs"
 
 
 @pytest.mark.nightly

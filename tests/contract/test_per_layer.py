@@ -248,7 +248,7 @@ WRONG = {
     "layers:[rest=none]": "which changes nothing",
     "layers:[0]": "selector=scheme",
     "layers:0=nope": "layers has no field '0'",
-    "layers": "needs text",
+    "layers": "needs layers",
     "layers:[0=rerope]": "rerope needs window",
     "layers:[0=hwfa;rest=none]": "itself a scheme by layer",
     "layers:[0=sinusoidal;rest=none]": "adds positions to the input",

@@ -69,13 +69,22 @@ def test_perplexity_from_end_to_end(words, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert run_recipe("perplexity", words()) == 0
     said = capsys.readouterr()
-    for name in ("plain checkpoint", "attention cut at L", "ReRoPE, w = 8, log-n", "text: texts; ", "±"):
+    for name in (
+        "plain checkpoint",
+        "text cut to L",
+        "attention cut at L",
+        "ReRoPE, w = 8, log-n",
+        "text: texts; ",
+        "±",
+    ):
         assert name in said.out
     assert str(tmp_path / "out" / "perplexity.png") in said.err
     assert "1 document too short for 64 tokens" in said.out
     assert (tmp_path / "out" / "perplexity.png").stat().st_size > 20_000
     written = [json.loads(line) for line in (tmp_path / "out" / "perplexity.jsonl").read_text().splitlines()]
-    assert len(written) == 9
+    assert len(written) == 12
+    losses = {(row["line"], row["length"]): row["nll"] for row in written}
+    assert {losses["cut", length] for length in (16, 32, 64)} == {losses["plain", 16]}  # L is 16
 
     monkeypatch.setattr(shared, "chunked_nll", None)  # the second time nothing is computed
     assert run_recipe("perplexity", [*words(), "--json"]) == 0

@@ -76,18 +76,18 @@ def test_measurements_that_follow_count(clock):
 
 
 def measured(results=None):
-    measure(tiny_llama(), byte_tokenizer(), documents(45, 50), ["plain", "window"], [16, 32], results=results)
+    return measure(tiny_llama(), byte_tokenizer(), documents(45, 50), ["plain", "window"], [16, 32], results=results)
 
 
 def test_a_line_for_each_row_that_is_measured_and_none_for_others(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "__stderr__", sys.stderr)
-    measured(Rows(tmp_path / "rows.jsonl"))
+    losses = [f"{row.nll:.3f}" for row in measured(Rows(tmp_path / "rows.jsonl"))]
     lines = [LINE.fullmatch(line) for line in capsys.readouterr().err.splitlines()]
     assert [line.groups() for line in lines] == [
-        ("1", "4", "plain checkpoint at 16"),
-        ("2", "4", "plain checkpoint at 32"),
-        ("3", "4", "attention cut at L at 16"),
-        ("4", "4", "attention cut at L at 32"),
+        ("1", "4", f"plain checkpoint at 16: loss {losses[0]}"),
+        ("2", "4", f"plain checkpoint at 32: loss {losses[1]}"),
+        ("3", "4", f"attention cut at L at 16: loss {losses[2]}"),
+        ("4", "4", f"attention cut at L at 32: loss {losses[3]}"),
     ]
     measured(Rows(tmp_path / "rows.jsonl"))
     assert capsys.readouterr() == ("", "")
@@ -124,3 +124,4 @@ def test_in_a_log_there_are_lines_and_no_bars(checkpoint, tmp_path):
     lines = [line for line in said.splitlines() if LINE.fullmatch(line)]
     assert len(lines) == 3 * 2 * 2
     assert lines[-1].endswith("about 00:00 left")
+    assert all("% right; " in line for line in lines)

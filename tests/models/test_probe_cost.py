@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 
 from rope_patch import UnsupportedModel, patch, unpatch
 from rope_patch.models.find_stacks import read_stack, read_stacks
-from rope_patch.models.module_state import unchanged
+from rope_patch.models.module_state import ModuleState
 from rope_patch.models.probe import measure_heads, measure_layout
 from tests.families import RUN, build
 from tests.models import t5_families
@@ -136,8 +136,9 @@ def test_what_copies_tell_is_what_each_layer_does_itself(family):
         if layer.rotary is None:
             assert layer.heads == measure_heads(layer.module)
         else:
-            with unchanged(layer.rotary.module):
-                itself = measure_layout(layer.name, layer.module, layer.rotary)
+            state = ModuleState(layer.rotary.module)
+            itself = measure_layout(layer.name, layer.module, layer.rotary)
+            state.restore()
             assert (layer.layout, layer.normed, layer.heads) == itself
     assert snapshot(model) == before
 

@@ -7,6 +7,7 @@ import torch
 
 from rope_patch import ALiBi, Compose, Learned, LogN, ReRoPE, RoPE, Scheme, SlotConflict, get_scheme
 from rope_patch.schemes.base import COMPOSED
+from rope_patch.schemes.compose import Combined
 from rope_patch.typing import RotarySpec
 
 FOLLOWING = {"slots", "brings_bias", "to_dict", "fields_for", "composition", "frequencies_on"}
@@ -16,7 +17,7 @@ FOLLOWING = {"slots", "brings_bias", "to_dict", "fields_for", "composition", "fr
 def not_composed(cls: type[Scheme]) -> set[str]:
     """What a scheme of this class declares of itself and no composition of it would."""
     public = {name for name in {*vars(cls), *cls.__annotations__} if not name.startswith("_")}
-    return public - vars(Compose).keys() - FOLLOWING
+    return public - vars(Compose).keys() - vars(Combined).keys() - FOLLOWING
 
 
 def test_a_composition_answers_whatever_a_scheme_is_asked():

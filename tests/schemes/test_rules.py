@@ -11,7 +11,20 @@ import torch
 
 from rope_patch import InvalidField, Scheme, get_scheme, list_schemes, patch
 from rope_patch.schemes import scheme_class
-from rope_patch.schemes.rules import Above, AtLeast, AtMost, FieldRule, rules_of
+from rope_patch.schemes.rules import (
+    LARGEST,
+    Above,
+    AtLeast,
+    AtMost,
+    Between,
+    Bound,
+    EvenFrom,
+    FieldRule,
+    NumbersAboveZero,
+    OneOf,
+    SomeOf,
+    rules_of,
+)
 from rope_patch.typing import NO_WEIGHTS
 from tests.cases import CASES
 from tests.runs import logits, tokens
@@ -61,7 +74,7 @@ def test_rules_are_read_from_annotations():
         ({"older": "2"}, "spelled: older='2' is not allowed; older must be an integer of at least 2"),
         ({"high": 0.5}, "spelled: high=0.5 is not allowed; high must be a number of at least low=1"),
         ({"high": "x", "low": 0}, "spelled: low=0 is not allowed; low must be a number above 0"),
-        ({"low": 9}, "spelled: low=9 is not allowed; it must be at most 8"),
+        ({"low": 9}, "spelled: low=9 is not allowed; low must be at most 8"),
         ({"word": "ones"}, "spelled: word='ones': did you mean 'one'? allowed: one, other"),
         (
             {"high": 1e300},
@@ -96,12 +109,47 @@ def test_every_field_has_a_rule(name):
 def test_what_is_beyond_a_rule_is_refused_and_what_is_within_is_not(name, field):
     usual = get_scheme(CASES[name])
     rule = rules_of(type(usual))[field]
-    legal, illegal = rule.edges(usual)
+    legal, illegal = edges(rule, usual)
     for value in legal:
         rule.check(with_field(usual, field, value))
     for value in illegal:
         with pytest.raises(InvalidField, match=rf"^{name}: {field}="):
             dataclasses.replace(usual, **{field: value})
+
+
+def edges(rule, scheme):
+    """Values at the edge of what a rule allows beside the other fields of a scheme, and values beyond."""
+    pairs = [edges_of(each, rule.kind, scheme) for each in rule.rules]
+    legal, illegal = ([value for pair in pairs for value in pair[side]] for side in (0, 1))
+    if rule.kind in (int, float):
+        illegal += [True, "1", (1,), float("nan"), float("inf"), 2 * LARGEST] + [0.5] * (rule.kind is int)
+    legal = [value for value in legal if rule.broken(value, scheme) is None]
+    return legal + [None] * rule.optional, illegal + [None] * (not rule.optional) + [object()]
+
+
+def edges_of(rule, kind, scheme):
+    """Values of a kind just inside of what one rule allows, and just outside."""
+    step = 1 if kind is int else 1e-3
+    if isinstance(rule, Bound):
+        limit = rule.of(scheme)
+        if isinstance(rule, AtMost):
+            return ([], []) if limit is None else ([kind(limit)], [limit + step])
+        limit = limit or 0
+        if isinstance(rule, AtLeast):
+            return [kind(limit), kind(limit) + step], [limit - step]
+        return [limit + step], [limit, limit - 1]
+    if isinstance(rule, Between):
+        return [rule.low + 1e-3, rule.high - 1e-3, rule.excluded + 1e-3], [rule.low, rule.high, rule.excluded]
+    if isinstance(rule, EvenFrom):
+        return [rule.low, rule.high], [rule.low - 2, rule.low + 1, rule.high + 2]
+    if isinstance(rule, OneOf):
+        return list(rule.words), ["", rule.words[0] + "s", 0]
+    if isinstance(rule, SomeOf):
+        words = rule.words
+        return [(words[0],), words, words[::-1]], [(), (words[0], words[0]), (*words, "other"), words[0]]
+    if isinstance(rule, NumbersAboveZero):
+        return [(1e-3,), (1, 2.0)], [(), (0,), (1.0, -1), (1.0, True), ("1",), 1.0]
+    return [True, False], [0, 1, "true"]
 
 
 def with_field(scheme, field, value):

@@ -91,7 +91,7 @@ def test_scores_are_multiplied_by_the_square_of_the_attention_factor():
         ({"shift": 0}, "shift=0"),
         ({"window": -1}, "window=-1"),
         ({"attention_factor": 0}, "attention_factor=0"),
-        ({"shift": 4, "window": 5}, "window=5 is not allowed; it must be at most shift=4"),
+        ({"shift": 4, "window": 5}, "window=5 is not allowed; window must be at most shift=4"),
     ],
 )
 def test_wrong_fields_are_named(fields, named):
@@ -100,5 +100,5 @@ def test_wrong_fields_are_named(fields, named):
 
 
 def test_a_window_that_the_shift_of_the_checkpoint_cannot_hold_is_named():
-    with pytest.raises(InvalidField, match="window=11 is not allowed; it must be at most shift=10"):
+    with pytest.raises(InvalidField, match="window=11 is not allowed; window must be at most shift=10"):
         STRING(window=11).resolve(Checkpoint(32, 4, 32))

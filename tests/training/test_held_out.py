@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from datasets import Dataset
 
-from rope_patch.data.held_out import DOCUMENTS, hold_out
+from rope_patch.data.held_out import DOCUMENTS, halves, hold_out
 from rope_patch.errors import EvaluationError
 from tests.evaluation.conftest import byte_tokenizer, documents
 
@@ -82,3 +83,35 @@ def test_the_first_documents_of_a_stream_are_held_out(number):
     else:
         assert len(held) == number // 10
         assert sorted(texts_of(trained_on) + texts_of(held)) == sorted(texts_of(corpus))
+
+
+# --- halves -----------------------------------------------------------------------------------------------------------
+
+
+def tokens_of(half):
+    return [token for row in half for token in row["input_ids"]]
+
+
+@pytest.mark.parametrize("sizes", [[100], [100, 60], [20, 21, 22, 5], [50] * 9, [20] * 30])
+def test_halves_share_no_token_and_lose_none(sizes):
+    ends = np.cumsum(sizes).tolist()
+    corpus = [{"name": f"d{end}", "input_ids": list(range(end - n, end))} for n, end in zip(sizes, ends, strict=True)]
+    first, second = halves(corpus, None, 20)
+    assert sorted(tokens_of(first) + tokens_of(second)) == list(range(ends[-1]))
+    assert all(len(row["input_ids"]) >= 20 for row in second)
+    assert sum(len(row["input_ids"]) >= 20 for row in first) in (len(second), len(second) + 1)
+    if len(sizes) >= 8:  # documents stay whole: what is of one text is in one half
+        assert {row["name"] for row in first}.isdisjoint(row["name"] for row in second)
+
+
+def test_halves_read_no_more_documents_than_are_wanted():
+    corpus = [{"name": f"d{i}", "input_ids": [i] * 20} for i in range(100)]
+    first, second = halves(corpus, None, 20, documents=5, seed=1)
+    assert (len(first), len(second)) == (5, 5)
+    assert halves(corpus, None, 20, documents=5, seed=1) == (first, second)
+    assert halves(corpus, None, 20, documents=5, seed=2) != (first, second)
+
+
+def test_a_text_with_room_for_one_half_is_refused_by_its_size():
+    with pytest.raises(EvaluationError, match="each needs 20 tokens; the only document long enough has 39"):
+        halves([{"name": "a", "input_ids": [1] * 39}, {"name": "b", "input_ids": [1] * 19}], None, 20)

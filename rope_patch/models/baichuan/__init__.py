@@ -39,10 +39,7 @@ def published_remote_code(module: nn.Module) -> str | None:
     """Advice for a model that runs the code of 2023 in Baichuan's checkpoint folders.
 
     That code reads positions from its own tables, outside the attention interface of Transformers, so no scheme can be
-    mounted on it, whether it is all of `module` or a part.
-
-    Returns:
-        a sentence for the user; None for any other model.
+    mounted on it, whether it is all of `module` or a part. None for any other model.
     """
     for part in module.modules():
         cls = type(part)

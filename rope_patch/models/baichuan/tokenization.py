@@ -9,7 +9,6 @@ from typing import Any
 from transformers import AddedToken
 from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
-from rope_patch.models.baichuan.chat import chat_template as template_of
 from rope_patch.models.baichuan.configuration import BaichuanConfig
 
 USER_TOKEN_ID, ASSISTANT_TOKEN_ID = 195, 196
@@ -17,6 +16,24 @@ USER_TOKEN_ID, ASSISTANT_TOKEN_ID = 195, 196
 
 FIRST_VOCABULARY = 64000
 """Size of the vocabulary of the first Baichuan; that of Baichuan 2 is twice as large."""
+
+
+_TEMPLATE = """\
+{%- for message in messages -%}
+    {%- if message['role'] == 'user' -%}
+        {{- '<user>' + message['content'] -}}
+    {%- elif message['role'] == 'assistant' -%}
+        {{- '<assistant>' + message['content'] <eos> -}}
+    {%- elif <system> -%}
+        {{- message['content'] -}}
+    {%- else -%}
+        {{- raise_exception('role ' + message['role'] + ' at place ' + loop.index0|string + '; allowed: <roles>') -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<assistant>' -}}
+{%- endif -%}
+"""
 
 
 class BaichuanTokenizer(SentencePieceBackend):
@@ -73,7 +90,7 @@ class BaichuanTokenizer(SentencePieceBackend):
             user, assistant = self._roles = tuple(self.convert_ids_to_tokens(index) for index in roles)
             self._update_trie(self._roles)
             if chat_template is None:
-                self.chat_template = template_of(user, assistant, _is_second_generation(folder, self.vocab_size))
+                self.chat_template = chat_template_of(user, assistant, _is_second_generation(folder, self.vocab_size))
 
     def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
         # a role may be a control piece only, which sentencepiece never matches in a text
@@ -124,6 +141,26 @@ class BaichuanTokenizer(SentencePieceBackend):
 
 class BaiChuanTokenizer(BaichuanTokenizer):
     """The spelling of Baichuan-7B."""
+
+
+def chat_template_of(user: str, assistant: str, second_generation: bool) -> str:
+    """A chat template in Jinja: the prompt that the published `chat` method builds, without any bos; `user` and
+    `assistant` open a turn.
+
+    Baichuan 2, the second generation, accepts a raw system text at the start and closes no turn. Baichuan accepts no
+    system text, and closes the assistant's turns with eos.
+    """
+    differences = {
+        "<user>": user,
+        "<assistant>": assistant,
+        "<eos>": "" if second_generation else "+ eos_token",
+        "<system>": "message['role'] == 'system' and loop.first" if second_generation else "false",
+        "<roles>": "system (first), user, assistant" if second_generation else "user, assistant",
+    }
+    template = _TEMPLATE
+    for place, text in differences.items():
+        template = template.replace(place, text)
+    return template
 
 
 def _is_second_generation(folder: Path, vocab_size: int) -> bool:

@@ -1,0 +1,292 @@
+"""Attention as one operator, for compiled graphs.
+
+A compiler knows the shapes of a call and not its values, so it cannot find spans. In the operator values are known, and
+a graph scores a text by the same paths as eager mode. The spans are an operator of their own: a compiler computes equal
+calls once, so all layers that share a mask share its spans.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import library
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from rope_patch.attention import paths, segmented
+from rope_patch.attention.bias import DiagonalTerm, KeyTerm, TileBias, has_terms, tile_bias
+from rope_patch.attention.decay import Decay, attend_with_decay
+from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch, wide
+from rope_patch.attention.spans import MOST_SPANS_PER_ROW, Span, find_spans
+from rope_patch.attention.tile_kernels import Merged
+from rope_patch.schemes.slots import ALL_PAIRS, Region
+from rope_patch.schemes.tools.positions import Identity
+from rope_patch.schemes.tools.rotary import RotaryLayout
+
+
+class _Arguments(NamedTuple):
+    """The arguments of the operator: an `AttentionInputs` and a decay in the types that operators can have.
+
+    Attributes:
+        states: query and key of each branch; their slots are those of the values.
+        start: slot of the first query, a scalar.
+        source: of the `TileBias`.
+        rate: of the decay, whose layout pairs the dimensions `pairs`, all first ones before all second ones.
+        spans: the result of `_spans`.
+        regions: start, stop, chunk and `keys_below` of each branch. Their maps are not needed: states are rotated.
+        gradient: whether a gradient will be needed.
+        learns: whether `source` needs one.
+    """
+
+    states: list[torch.Tensor]
+    value: torch.Tensor
+    positions: torch.Tensor
+    key_positions: torch.Tensor
+    start: torch.Tensor
+    mask: torch.Tensor | None
+    groups: torch.Tensor | None
+    source: torch.Tensor | None
+    rate: torch.Tensor | None
+    spans: torch.Tensor
+    regions: list[float]
+    pairs: list[int]
+    scaling: float
+    causal: bool
+    scattered: bool
+    mode: AttentionMode
+    gradient: bool
+    learns: bool
+
+    @property
+    def bias(self) -> TileBias | None:
+        """The bias by distance or by running sums."""
+        if self.source is None:
+            return None
+        if self.source.ndim == 3:
+            return KeyTerm(self.source)
+        return DiagonalTerm(self.source, 0 if self.causal else 1 - self.value.shape[2])
+
+    def inputs(self) -> AttentionInputs:
+        """The call of eager mode."""
+        numbers = [self.regions[i : i + 4] for i in range(0, len(self.regions), 4)]
+        regions = [
+            Region(Identity(), Identity(), start, stop, int(chunk), below) for start, stop, chunk, below in numbers
+        ]
+        pairs = zip(regions, self.states[::2], self.states[1::2], strict=True)
+        bias, running_bias = (None, None) if self.bias is None else self.bias.as_inputs()
+        return AttentionInputs(
+            branches=tuple(Branch(None if region == ALL_PAIRS else region, q, k) for region, q, k in pairs),
+            value=self.value,
+            query_positions=self.positions,
+            key_positions=self.key_positions,
+            mask=self.mask,
+            causal=self.causal,
+            query_start=int(self.start),
+            scaling=self.scaling,
+            bias=bias,
+            running_bias=running_bias,
+            groups=self.groups,
+            scattered=self.scattered,
+        )
+
+    def segments(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
+        """See `paths.segments`; None also under a decay, which has spans for each block."""
+        return (
+            None
+            if self.rate is not None
+            else paths.segments(inputs, self.mode, lambda _: _decoded(self.spans, self.causal))
+        )
+
+    def attend(self, inputs: AttentionInputs) -> torch.Tensor:
+        """The output as in eager mode."""
+        if self.rate is None:
+            return paths.attend(inputs, self.mode, lambda _: _decoded(self.spans, self.causal))
+        half = len(self.pairs) // 2
+        layout = RotaryLayout(tuple(self.pairs[:half]), tuple(self.pairs[half:]))
+
+        def block(inputs: AttentionInputs) -> tuple[torch.Tensor, None]:
+            return paths.attend(inputs, self.mode, _found), None
+
+        return attend_with_decay(inputs, Decay(layout, self.rate), block)[0]
+
+    @property
+    def differentiable(self) -> list[torch.Tensor]:
+        """The tensors that may receive gradients."""
+        return [self.value, *self.states, *([self.source] if self.learns and self.source is not None else [])]
+
+
+def applies(inputs: AttentionInputs, decay: Decay | None, mode: AttentionMode) -> bool:
+    """Whether the operator can compute a call. It knows no maps of regions, by which a decay counts, and no gradient
+    flows into a mask.
+    """
+    counts = decay is None or all(branch.region is None for branch in inputs.branches)
+    differentiable = inputs.mask is not None and inputs.mask.requires_grad
+    return mode != "oracle" and counts and inputs.fits_kernels and has_terms(inputs) and not differentiable
+
+
+def attend(inputs: AttentionInputs, decay: Decay | None, mode: AttentionMode) -> torch.Tensor:
+    """Output `(batch, heads, q_len, value_dim)` of a call whose branches have all keys, while compiling."""
+    bias, start = tile_bias(inputs), inputs.query_start
+    if not isinstance(start, torch.Tensor):
+        start = torch.full((), start)
+    arguments = _Arguments(
+        states=[state for branch in inputs.branches for state in (branch.query, branch.key)],
+        value=inputs.value,
+        positions=inputs.query_positions,
+        key_positions=inputs.key_positions,
+        start=start,
+        mask=inputs.mask,
+        groups=inputs.groups,
+        source=None if bias is None else bias.source,
+        rate=None if decay is None else decay.rate,
+        spans=_spans(inputs.query_positions, inputs.mask, inputs.groups, start, inputs.value.shape[0], inputs.causal),
+        regions=[bound for branch in inputs.branches for bound in _bounds(branch.region or ALL_PAIRS)],
+        pairs=[] if decay is None else [*decay.layout.first, *decay.layout.second],
+        scaling=inputs.scaling,
+        causal=inputs.causal,
+        scattered=inputs.scattered,
+        mode=mode,
+        gradient=torch.is_grad_enabled(),
+        learns=torch.is_grad_enabled() and bias is not None and bias.source.requires_grad,
+    )
+    gradient = arguments.gradient and any(tensor.requires_grad for tensor in arguments.differentiable)
+    return _attend(*arguments._replace(gradient=gradient))[0].transpose(1, 2)
+
+
+def _bounds(region: Region) -> tuple[float, ...]:
+    return float(region.start), float(region.stop), float(region.chunk), float(region.keys_below)
+
+
+_SCHEMA = """(Tensor[] states, Tensor value, Tensor positions, Tensor key_positions, Tensor start, Tensor? mask,
+Tensor? groups, Tensor? source, Tensor? rate, Tensor spans, float[] regions, int[] pairs, float scaling, bool causal,
+bool scattered, str mode, bool gradient, bool learns"""
+
+
+@library.custom_op("rope_patch::attend", mutates_args=(), schema=f"{_SCHEMA}) -> (Tensor, Tensor)")
+def _attend(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `(batch, q_len, heads, value_dim)`, and its log-sum-exp, which is read only where `segments` are found."""
+    arguments = _Arguments(*args)
+    inputs = arguments.inputs()
+    if arguments.gradient and (spans := arguments.segments(inputs)) is not None:
+        out, lse = segmented.forward(inputs, spans, arguments.bias)
+    else:
+        out, lse = arguments.attend(inputs), _shaped(*args)[1]
+    return out.transpose(1, 2).contiguous(), lse
+
+
+@_attend.register_fake
+def _shaped(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments = _Arguments(*args)
+    query, value = arguments.states[0], arguments.value
+    batch, heads, length = query.shape[:3]
+    return value.new_empty(batch, length, heads, value.shape[-1]), wide(query.new_empty(0)).new_empty(query.shape[:3])
+
+
+@library.custom_op(
+    "rope_patch::attend_backward",
+    mutates_args=(),
+    schema=f"{_SCHEMA}, Tensor out, Tensor lse, Tensor grad) -> Tensor[]",
+)
+def _attend_backward(*args: Any) -> list[torch.Tensor]:
+    """The gradients of `_Arguments.differentiable`."""
+    *given, out, lse, grad = args
+    arguments, grad = _Arguments(*given), grad.transpose(1, 2)
+    inputs, bias = arguments.inputs(), arguments.bias
+    if (spans := arguments.segments(inputs)) is not None:
+        of_bias = torch.zeros_like(bias.source) if bias is not None and arguments.learns else None
+        merged = Merged(out.transpose(1, 2), lse, grad)
+        gradients = segmented.backward(inputs, spans, bias, merged, of_bias)
+        return gradients if of_bias is None else [*gradients, of_bias]
+    return _differentiated(arguments, grad)
+
+
+@_attend_backward.register_fake
+def _like_differentiable(*args: Any) -> list[torch.Tensor]:
+    return [torch.empty_like(tensor) for tensor in _Arguments(*args[:-3]).differentiable]
+
+
+def _differentiated(arguments: _Arguments, grad: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients of a call without segments, which computes its output again."""
+    fresh = [tensor.detach().requires_grad_() for tensor in arguments.differentiable]
+    count = len(arguments.states)
+    value, states, source = fresh[0], fresh[1 : 1 + count], fresh[1 + count :]
+    arguments = arguments._replace(value=value, states=states, source=source[0] if source else arguments.source)
+    # inside of an operator, autograd is excluded
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView:
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        out = arguments.attend(arguments.inputs())
+        gradients = torch.autograd.grad(out, fresh, grad, allow_unused=True, materialize_grads=True)
+    return [torch.empty_like(x).copy_(gradient) for x, gradient in zip(fresh, gradients, strict=True)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    leaves, ctx.tree = tree_flatten((*inputs, *output))
+    ctx.save_for_backward(*(leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves))
+    ctx.others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    leaves = [other if kept is None else kept for kept, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+    given = tree_unflatten(leaves, ctx.tree)
+    of_value, *others = _attend_backward(*given, grad)
+    fields = given[: len(_Arguments._fields)]
+    gradients: list[Any] = [[] if isinstance(field, list) and not field else None for field in fields]
+    count = len(given[0])
+    gradients[:2] = others[:count], of_value
+    if others[count:]:
+        gradients[_Arguments._fields.index("source")] = others[count]
+    return tuple(gradients)
+
+
+_attend.register_autograd(_backward, setup_context=_keep)
+
+_COLUMNS = 10
+"""Numbers of a span in the result of `_spans`."""
+
+
+@library.custom_op(
+    "rope_patch::spans",
+    mutates_args=(),
+    schema="(Tensor positions, Tensor? mask, Tensor? groups, Tensor start, int rows, bool causal) -> Tensor",
+)
+def _spans(positions: Any, mask: Any, groups: Any, start: Any, rows: int, causal: bool) -> torch.Tensor:
+    """The result of `find_spans`, `(1 + most, 10)`: their number, or -1 for None, and a row for each."""
+    table = _no_spans(positions, mask, groups, start, rows, causal)
+    spans = find_spans(positions, mask, groups, int(start), rows, causal)
+    if spans is None or len(spans) >= len(table):
+        table[0, 0] = -1
+        return table
+    table[0, 0] = len(spans)
+    for number, span in enumerate(spans, start=1):
+        bounds = (bound for part in (span.rows, span.queries, span.keys) for bound in (part.start, part.stop))
+        window = -1 if span.window == math.inf else int(span.window)
+        table[number] = torch.tensor([*bounds, span.first_position, window, span.hidden, span.before])
+    return table
+
+
+@_spans.register_fake
+def _no_spans(positions: Any, mask: Any, groups: Any, start: Any, rows: int, causal: bool) -> torch.Tensor:
+    return torch.zeros(1 + rows * (MOST_SPANS_PER_ROW + 1), _COLUMNS, dtype=torch.int64)
+
+
+def _decoded(table: torch.Tensor, causal: bool) -> tuple[Span, ...] | None:
+    """The result of `find_spans` from that of `_spans`."""
+    count = int(table[0, 0])
+    if count < 0:
+        return None
+    spans = []
+    for row in table[1 : 1 + count].tolist():
+        rows, queries, keys = (slice(*row[i : i + 2]) for i in (0, 2, 4))
+        first_position, window, hidden, before = row[6:]
+        spans.append(
+            Span(rows, queries, keys, first_position, math.inf if window < 0 else window, causal, hidden, before)
+        )
+    return tuple(spans)
+
+
+def _found(inputs: AttentionInputs) -> tuple[Span, ...] | None:
+    start, rows = int(inputs.query_start), inputs.value.shape[0]
+    return find_spans(inputs.query_positions, inputs.mask, inputs.groups, start, rows, inputs.causal)

@@ -1,0 +1,208 @@
+"""What a measurement comes to, in one or two sentences, and the command to run next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rope_patch.errors import counted
+from rope_patch.evaluation.effective_length import effective_length, lines_of
+from rope_patch.evaluation.references import with_text_cut
+from rope_patch.evaluation.row import Row
+from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, REFERENCES, TEXT_CUT, display_name
+from rope_patch.evaluation.standard_errors import (
+    FEW,
+    contrast,
+    is_below,
+    noise_of,
+    paired_difference,
+    pairs_of,
+    tells_nothing,
+)
+
+CHEAPER = "It is cheaper to cut the text to L."
+COPIES = 0.1  # nats that a passage inside L must be worth to a checkpoint that can copy
+FEW_COPIES = 4  # windows from which on the large differences of protocol `repeat` can be told from chance
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A conclusion.
+
+    Attributes:
+        kind: `better` or `worse` than the reference by more than noise, `noise`, `too few` windows to tell, `nothing`
+            to compare; of a training `length` or `language` instead of `better`.
+        sentence: the evidence and what follows from it.
+        command: of `rope-patch`, to run next on the same model and text.
+    """
+
+    kind: str
+    sentence: str
+    command: str
+
+
+def reference_of(rows: Sequence[Row], length: int) -> Row | None:
+    """What is free at a length, and so has to be beaten: the lower of attention cut at L and the text cut to L.
+
+    Attention cut at L is the higher one if it has come to need its first tokens (https://arxiv.org/abs/2309.17453).
+
+    Args:
+        rows: of references, and others.
+
+    Returns:
+        None if neither was measured.
+    """
+    at_length = {row.line: row for row in with_text_cut(rows) if row.length == length and not row.step}
+    free = [row for line in (CUT, TEXT_CUT) if (row := at_length.get(line)) and not math.isnan(row.loss)]
+    return min(free, key=lambda row: row.loss, default=None)
+
+
+def of_losses(rows: Sequence[Row]) -> Verdict:
+    """Whether a scheme reads farther than L to any use, from the losses of schemes and references.
+
+    The best scheme at each length beyond L is compared with `reference_of`, with a correction for the number of tries.
+    """
+    first = rows[0]
+    schemes = [row for row in rows if row.line not in (*REFERENCES, *CONTROLS) and not math.isnan(row.loss)]
+    tried = [row for row in schemes if row.length > first.training_length]
+    beyond = sorted({row.length for row in tried}, reverse=True)
+    free = {length: row for length in beyond if (row := reference_of(rows, length))}
+    if not free:
+        return Verdict(
+            "nothing",
+            f"No scheme was measured beyond L = {first.training_length} beside a reference, so nothing can be said "
+            "about reading farther.",
+            f"perplexity --lengths 1x,2x,4x --scheme rerope+logn --protocol {first.protocol or 'last'}",
+        )
+    controls = {row.line: row for row in rows if row.length == max(free) and row.line in CONTROLS}
+    if controls.keys() >= set(CONTROLS) and not copies(controls[NEAR], controls[TEXT_CUT]):
+        return Verdict(
+            "nothing",
+            "The plain checkpoint does not copy the passage even inside L, so no other row means anything.",
+            f"perplexity --protocol last --lengths 1x,{max(free)} --scheme {tried[0].line}",
+        )
+    verdicts = []  # of the longest first
+    for length, reference in free.items():
+        at_length = [row for row in tried if row.length == length]
+        verdicts.append(compare(min(at_length, key=lambda row: row.loss), reference, len(tried)))
+    return next((verdict for verdict in verdicts if verdict.kind == "better"), verdicts[0])
+
+
+def copies(near: Row, cut: Row) -> bool:
+    """Whether the plain checkpoint gains from a passage inside L, without which `repeat` means nothing."""
+    gain, error = paired_difference(near, cut)
+    return gain < -max(COPIES, 2 * (error or 0))
+
+
+def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
+    """The best of some rows beside what is free on the same text.
+
+    Args:
+        tries: how many rows it is the best of; 1 if other text chose it.
+    """
+    difference, error = paired_difference(best, free)
+    what = "attention cut at L" if free.line == CUT else "the text cut to L"
+    reference, name = f"{what} ({free.loss:.3f})", f"{display_name(best.line)} (`{best.line}`)"
+    apart = f"{abs(difference):.3f} {'below' if difference < 0 else 'above'}"
+    few, too_few = FEW_COPIES if best.protocol == "repeat" else FEW, ""
+    if tells_nothing(best):
+        too_few = f"{best.scored_tokens} tokens"
+    elif error is None or len(best.nll_by_document) < few:
+        too_few = counted(best.windows or 0, "window")
+    if error is None or too_few:
+        return Verdict(
+            "too few",
+            f"At {best.length} tokens {name} is {apart} {reference}, which {too_few} cannot tell from chance. A longer "
+            "text or more documents (--text FOLDER) give more of them; more windows also come from fewer --targets.",
+            f"perplexity --protocol {best.protocol or 'last'} --lengths 1x,{best.length} --scheme {best.line}",
+        )
+    evidence = f"(error {error:.3f} over {pairs_of(best)})"
+    if best.regime == "fine-tune" and not best.step:
+        evidence += ", without the fine-tuning that it is made for"
+    options = f"--lengths 1x,{best.length} --scheme {best.line}"
+    repeated = "last" if best.protocol == "repeat" else "repeat"
+    if is_below(best, free, tries):
+        return Verdict(
+            "better",
+            f"Reading farther pays: at {best.length} tokens {name} is {apart} {reference} {evidence}.",
+            f"passkey --task spans {options}",
+        )
+    if is_below(free, best):
+        return Verdict(
+            "worse",
+            f"Nothing beats {reference}: the best of the others at {best.length} tokens, {name}, is {apart} it "
+            f"{evidence}. {CHEAPER}",
+            f"perplexity --protocol {repeated} {options}",
+        )
+    return Verdict(
+        "noise",
+        f"Nothing beats {reference} by more than noise: the best at {best.length} tokens, {name}, is {apart} it "
+        f"{evidence}. {CHEAPER}",
+        f"perplexity --protocol {repeated} {options}",
+    )
+
+
+def of_training(rows: Sequence[Row], folder_of: Callable[[str], Path]) -> Verdict:
+    """Whether a fine-tuning taught length, or language, which helps at L as much as beyond.
+
+        gain(l) = NLL of what is free at l before the training - NLL after it
+
+    Length is what gain(l) has beyond gain(L).
+
+    Args:
+        rows: with their `step`, of the references before the training too.
+        folder_of: where the checkpoint of a scheme is, for the next command.
+    """
+    steps = {row.line: row.step for row in sorted(rows, key=lambda row: row.step or 0) if row.step}
+    trained = {(row.line, row.length): row for row in rows if row.step and row.step == steps[row.line]}
+    at_l = rows[0].training_length
+    longest = max((length for _, length in trained), default=0)
+    free, before = reference_of(rows, longest), reference_of(rows, at_l)
+    after = min((trained[key] for key in trained if key[1] == longest), key=lambda row: row.loss, default=None)
+    if not free or not after or longest <= at_l:
+        told = f"Nothing was trained and measured beyond L = {at_l} beside a reference."
+        return Verdict("nothing", told, "finetune --scheme yarn:target=auto --length 2x")
+    command = (
+        f"perplexity --protocol repeat --model {folder_of(after.line) / 'checkpoint'} --scheme {after.line} "
+        f"--lengths 1x,{longest}"
+    )
+    verdict = compare(after, free, len(steps))
+    after_at_l = trained.get((after.line, at_l))
+    if verdict.kind != "better" or not before or not after_at_l:
+        return Verdict(verdict.kind, f"After {counted(after.step or 0, 'step')}: {verdict.sentence}", command)
+    (gain, _), (gain_at_l, _) = (contrast((1, one), (-1, two)) for one, two in ((free, after), (before, after_at_l)))
+    more, error = contrast((1, free), (-1, after), (-1, before), (1, after_at_l))
+    told = (
+        f"After {counted(after.step or 0, 'step')} {display_name(after.line)} gains {gain:.3f} at {longest} tokens and "
+        f"{gain_at_l:.3f} at L = {at_l}"
+    )
+    if error is not None and more > noise_of(after) * error:
+        return Verdict("length", f"{told}: {more:.3f} (error {error:.3f}) of the gain is length.", command)
+    return Verdict("language", f"{told}: it learned language, not length. {CHEAPER}", command)
+
+
+def of_answers(rows: Sequence[Row]) -> Verdict:
+    """Whether a scheme still answers where the references no longer do, by their effective lengths."""
+    found = {line: effective_length([row for row in rows if row.line == line]) for line in lines_of(rows)}
+    known = {line: one for line, one in found.items() if one is not None}
+    tried = {line: one for line, one in known.items() if line not in REFERENCES}
+    trained = rows[0].training_length
+    if not known or not tried:
+        what = "no scheme was measured" if known else "no scheme answers at the shortest lengths"
+        return Verdict(
+            "nothing",
+            f"Nothing can be said about reading farther: {what}.",
+            "passkey --task spans --lengths 1x,2x,4x --scheme rerope+logn",
+        )
+    best = max(tried, key=lambda line: (tried[line].length, tried[line].low))
+    free = max((known[line] for line in known if line in REFERENCES), default=None, key=lambda one: one.length)
+    told = f"{display_name(best)} (`{best}`) answers up to {tried[best]}"
+    command = f"perplexity --protocol repeat --lengths 1x,{max(row.length for row in rows)} --scheme {best}"
+    if free is None:
+        return Verdict("nothing", f"{told}; without references nobody knows what is gained.", command)
+    beside = f"the references up to {free}"
+    if tried[best].low > max(free.high, trained):
+        return Verdict("better", f"Reading farther pays: {told}, {beside}.", command)
+    return Verdict("noise", f"{told}, {beside}: no gain beyond noise. {CHEAPER}", command)

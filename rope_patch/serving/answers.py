@@ -1,0 +1,183 @@
+"""Answers as an OpenAI client reads them: whole, or as a stream of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rope_patch.serving.batch import Piece, Token
+
+
+@dataclass
+class Answer:
+    """One of the answers to a request: its number, the ids of its prompt, and its pieces as they come."""
+
+    index: int
+    prompt: Sequence[int]
+    pieces: AsyncIterator[Piece]
+
+
+async def collect(answer: Answer) -> Piece:
+    """The whole answer as one piece."""
+    text: list[str] = []
+    tokens: list[Token] = []
+    reason = None
+    async with aclosing(answer.pieces) as pieces:  # type: ignore[type-var]
+        async for piece in pieces:
+            text.append(piece.text)
+            tokens += piece.tokens
+            reason = piece.finish_reason
+    return Piece("".join(text), tokens, reason)
+
+
+class Format:
+    """The objects of one endpoint.
+
+    Attributes:
+        whole, chunk: `object` of an answer and of a part of a stream.
+    """
+
+    whole: ClassVar[str]
+    chunk: ClassVar[str]
+
+    def __init__(self, model: str, tokenizer: Any, logprobs: bool) -> None:
+        self.tokenizer, self.logprobs = tokenizer, logprobs
+        self.head = {"id": f"answer-{uuid.uuid4()}", "created": int(time.time()), "model": model}
+
+    def choice(self, index: int, piece: Piece, *, streamed: bool, offset: int) -> dict[str, Any]:
+        """One choice: an answer, or the next part of one that begins at a character `offset` of its text."""
+        raise NotImplementedError
+
+    async def all_of(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        tasks = [asyncio.ensure_future(collect(answer)) for answer in answers]
+        try:
+            pieces = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        choices = [
+            self.choice(answer.index, piece, streamed=False, offset=0)
+            for answer, piece in zip(answers, pieces, strict=True)
+        ]
+        usage = usage_of(answers, sum(len(piece.tokens) for piece in pieces))
+        return {**self.head, "object": self.whole, "choices": choices, "usage": usage}
+
+    async def stream(self, answers: Sequence[Answer], usage: bool) -> AsyncIterator[str]:
+        """Server-sent events; with `usage`, the last but one has it."""
+        parts: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
+
+        async def follow(answer: Answer) -> None:
+            try:
+                async with aclosing(answer.pieces) as pieces:  # type: ignore[type-var]
+                    async for piece in pieces:
+                        parts.put_nowait((answer.index, piece))
+                parts.put_nowait((answer.index, None))
+            except Exception as failure:
+                parts.put_nowait((answer.index, failure))
+
+        tasks = [asyncio.ensure_future(follow(answer)) for answer in answers]
+        running, tokens, offsets = len(answers), 0, [0] * len(answers)
+        try:
+            for opening in self.openings(len(answers)):
+                yield self.event(choices=[opening])
+            while running:
+                index, piece = await parts.get()
+                if isinstance(piece, BaseException):
+                    yield event_of({"error": {"message": "the server failed on this request", "type": "server_error"}})
+                    return
+                if piece is None:
+                    running -= 1
+                    continue
+                tokens += len(piece.tokens)
+                yield self.event(choices=[self.choice(index, piece, streamed=True, offset=offsets[index])])
+                offsets[index] += len(piece.text)
+            if usage:
+                yield self.event(choices=[], usage=usage_of(answers, tokens))
+            yield "data: [DONE]\n\n"
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def openings(self, answers: int) -> Sequence[dict[str, Any]]:
+        """Choices that come before the first tokens of a stream."""
+        return ()
+
+    def event(self, **fields: Any) -> str:
+        """The next event of a stream."""
+        return event_of({**self.head, "object": self.chunk, **fields})
+
+    def word(self, token: int) -> str:
+        """The text of one token."""
+        return str(self.tokenizer.decode([token]))
+
+
+class Completions(Format):
+    """Of /v1/completions."""
+
+    whole = chunk = "text_completion"
+
+    def choice(self, index: int, piece: Piece, *, streamed: bool, offset: int) -> dict[str, Any]:  # noqa: D102
+        logprobs = None
+        if self.logprobs:
+            words = [self.word(token.id) for token in piece.tokens]
+            logprobs = {
+                "tokens": words,
+                "token_logprobs": [token.logprob for token in piece.tokens],
+                "top_logprobs": [self.alternatives(token) for token in piece.tokens],
+                "text_offset": [offset + sum(map(len, words[:place])) for place in range(len(words))],
+            }
+        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+    def alternatives(self, token: Token) -> dict[str, float]:
+        """Log-probabilities by text: of the likeliest tokens, and of the token itself."""
+        ids = dict(token.alternatives) | {token.id: token.logprob}
+        return {self.word(one): logprob for one, logprob in ids.items() if logprob is not None}
+
+
+class Chats(Format):
+    """Of /v1/chat/completions."""
+
+    whole, chunk = "chat.completion", "chat.completion.chunk"
+
+    def openings(self, answers: int) -> Sequence[dict[str, Any]]:  # noqa: D102
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": index, "delta": delta, "finish_reason": None} for index in range(answers)]
+
+    def choice(self, index: int, piece: Piece, *, streamed: bool, offset: int) -> dict[str, Any]:  # noqa: D102
+        logprobs = None
+        if self.logprobs:
+            content = [
+                {
+                    **self.entry(token.id, token.logprob),
+                    "top_logprobs": [self.entry(*one) for one in token.alternatives],
+                }
+                for token in piece.tokens
+            ]
+            logprobs = {"content": content, "refusal": None}
+        message = {"delta": {"content": piece.text}}
+        if not streamed:
+            message = {"message": {"role": "assistant", "content": piece.text}}
+        return {"index": index, **message, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+    def entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        """A token with its log-probability."""
+        word = self.word(token)
+        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+
+
+def usage_of(answers: Sequence[Answer], tokens: int) -> dict[str, int]:
+    """Tokens read and written; a prompt with n answers counts once."""
+    prompt = sum({id(answer.prompt): len(answer.prompt) for answer in answers}.values())
+    return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+
+
+def event_of(body: dict[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(body)}\n\n"

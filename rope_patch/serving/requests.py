@@ -1,0 +1,138 @@
+"""The bodies of requests to an OpenAI endpoint: fields, types, what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Count = Annotated[int, Field(ge=1)]
+HARMLESS = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "truncation"}
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # values with which a field that is not served asks for nothing
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "echo", "suffix"), (0, "")),
+    **dict.fromkeys(("logit_bias", "include", "tools", "functions"), ({}, [])),
+    **dict.fromkeys(("tool_choice", "function_call"), ("auto", "none")),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "text": ({}, {"format": {"type": "text"}}),
+}
+
+
+class StreamOptions(BaseModel):
+    """What a stream has beside the text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool | None = None
+
+
+class GenerationRequest(BaseModel):
+    """What completions and chats share."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: int | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    max_tokens: Count | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives are wanted for each token; None for no log-probabilities."""
+        raise NotImplementedError
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions."""
+
+    prompt: str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, as texts or ids."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+    @property
+    def alternatives(self) -> int | None:  # noqa: D102
+        return self.logprobs
+
+
+class TextPart(BaseModel):
+    """A part of a message's content; images and sounds are not served."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a chat, with whatever its template reads beside the text."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: str
+    content: str | list[TextPart] | None = None
+
+    def as_template_has_it(self) -> dict[str, Any]:
+        """With a text as content."""
+        parts = self.content or ""
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {**self.model_dump(exclude_none=True), "content": text}
+
+
+class ChatRequest(GenerationRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def alternatives(self) -> int | None:  # noqa: D102
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+Body = TypeVar("Body", bound=GenerationRequest)
+
+
+def ignored(body: dict[str, Any], unread: Iterable[str]) -> str | None:
+    """Why a request is refused that asks for something by fields which nobody reads, if it does."""
+    for name in sorted(body.keys() & set(unread) - HARMLESS):
+        if body[name] is not None and body[name] is not False and body[name] not in NEUTRAL.get(name, ()):
+            return f"{name}={body[name]!r:.80} is not served; leave it out"
+    return None
+
+
+def parse(kind: type[Body], body: dict[str, Any]) -> Body:
+    """The request in a body.
+
+    Raises:
+        ValueError: a field is unknown, wrong or not served; the message names it, its value and the reason.
+    """
+    if problem := ignored(body, NEUTRAL.keys()):
+        raise ValueError(problem)
+    if "best_of" in body and body["best_of"] not in (None, body.get("n", 1)):
+        raise ValueError(f"best_of={body['best_of']!r:.80} is not served: answers are not ranked; use n")
+    try:
+        unread = HARMLESS | NEUTRAL.keys() | {"best_of"}
+        return kind.model_validate({name: body[name] for name in body if name not in unread and body[name] is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        # a field of several types ends in the name of the type that was tried
+        path = [
+            str(part) for part in first["loc"] if part != "str" and not str(part).startswith(("list[", "constrained-"))
+        ]
+        value = "" if first["type"] == "missing" else f"={first['input']!r:.80}"
+        raise ValueError(f"{'.'.join(path)}{value}: {first['msg']}") from error

@@ -1,0 +1,105 @@
+"""LongCE: a token that the model predicts better from the whole row than from a short context weighs more.
+
+    loss = mean over i of w[i] (-ln p(x[i] | all before it)),   w[i] = min(exp(loss_short[i] - loss_full[i]), 5)
+
+loss_short is that of a context which begins at the last multiple of d up to i - K, and has no gradient, nor has w. The
+first K tokens have no shorter context: w = 1. The model that is trained is its own judge.
+
+Source: Fang et al., 2410.23771, equations 7 and 8, who have K = 4096 and d = 1024 for a model of L = 4096.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.errors import EvaluationError
+from rope_patch.models.head import Head
+
+_MOST = 5.0  # gamma
+
+
+@dataclass(frozen=True)
+class LongCE:
+    """The weights of tokens, for `chunked_loss`.
+
+    Args:
+        short: K, the tokens that every short context has at least.
+        step: d, how many tokens share the beginning of their short contexts; smaller steps cost more forwards.
+
+    Raises:
+        EvaluationError: one of them is below 1.
+    """
+
+    short: int
+    step: int
+
+    def __post_init__(self) -> None:
+        for name in ("short", "step"):
+            if getattr(self, name) < 1:
+                raise EvaluationError(f"{name}={getattr(self, name)} is not allowed; it must be at least 1")
+
+    @classmethod
+    def beyond(cls, training_length: int, row_length: int) -> LongCE:
+        """K = L and d = L / 4 tokens, for rows of this length.
+
+        Raises:
+            EvaluationError: no token of a row has more than L tokens before it, so that all weigh the same.
+        """
+        if row_length <= training_length:
+            raise EvaluationError(
+                f"loss=longce with rows of {row_length} tokens is not allowed; it needs rows longer than the training "
+                f"length of {training_length}"
+            )
+        return cls(training_length, max(1, training_length // 4))
+
+    def weigher(
+        self, stack: nn.Module, head: Head, inputs: Mapping[str, Any], targets: torch.Tensor, rows: int
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """The weights of some tokens of a batch, `(tokens,)`, by their places in it and their losses, `(tokens,)` both.
+
+        Args: as of `short_losses`.
+        """
+        short = self.short_losses(stack, head, inputs, targets, rows).flatten()
+
+        def weigh(places: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
+            return (short[places] - losses.detach()).exp().clamp(max=_MOST).nan_to_num(1.0)
+
+        return weigh
+
+    @torch.no_grad()
+    def short_losses(
+        self, stack: nn.Module, head: Head, inputs: Mapping[str, Any], targets: torch.Tensor, rows: int
+    ) -> torch.Tensor:
+        """The losses from short contexts, `(batch, length)` as the shifted targets; NaN for the first K tokens.
+
+        Args:
+            inputs: of the stack. Tensors whose second dimension is the length are cut; positions begin anew.
+            rows: positions that pass through the head at a time.
+        """
+        losses = torch.full(targets.shape, torch.nan, dtype=torch.float32, device=targets.device)
+        length = targets.shape[1]
+        for start in range(0, length - self.short, self.step):
+            span = slice(start, start + self.short + self.step - 1)
+            part = {name: _part(name, value, span, length) for name, value in inputs.items()}
+            states = stack(**{**part, "use_cache": False, "return_dict": True}).last_hidden_state
+            for begin in range(self.short - 1, states.shape[1], rows):
+                chunk = states[:, begin : begin + rows]
+                place = slice(start + begin, start + begin + chunk.shape[1])
+                logits = head(chunk).float().transpose(1, 2)
+                losses[:, place] = nn.functional.cross_entropy(logits, targets[:, place], reduction="none")
+        return losses
+
+
+def _part(name: str, value: Any, span: slice, length: int) -> Any:
+    if not torch.is_tensor(value) or value.ndim < 2 or value.shape[1] != length:
+        return value
+    part = value[:, span]
+    if name != "position_ids":
+        return part
+    first = (part.diff(dim=1, prepend=part[:, :1]) < 0).cumsum(1) == 0  # tokens of the document that was cut
+    return torch.where(first, part - part[:, :1], part)

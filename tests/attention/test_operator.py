@@ -1,0 +1,100 @@
+"""The operator of compiled graphs, called eagerly: it takes the paths of eager mode, and its fake has its shapes."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import library
+
+from rope_patch.attention import operator, oracle, segmented
+from rope_patch.attention.decay import Decay
+from rope_patch.schemes.tools.rotary import half_split
+from tests.attention.test_segmented import ROWS, SUMS, gradients_of, in_double, inputs_of
+
+SPECS = ["", "rerope:window=6", "dca:chunk_size=9,local_window=2", "alibi", "sandwich:embedding_dim=16,base=100", SUMS]
+
+
+def of_groups(spec, rows=ROWS, q_length=45, dtype=torch.float32, **changes):
+    inputs, kept = inputs_of(spec, rows, q_length, 45, dtype)
+    branches = tuple(dataclasses.replace(branch, first=0) for branch in inputs.branches)
+    return dataclasses.replace(inputs, branches=branches, **changes), kept
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("mode", ["segmented", "chunked", "auto"])
+@pytest.mark.parametrize("q_length", [45, 20])
+def test_output_and_gradients_are_those_of_the_oracle(spec, mode, q_length):
+    inputs, kept = of_groups(spec, q_length=q_length)
+    grad = torch.randn(2, 4, q_length, 16, generator=torch.Generator().manual_seed(1))
+    expected, slopes = gradients_of(lambda x: oracle.attend(x)[0], in_double(inputs), kept, grad)
+    found, ours = gradients_of(lambda x: operator.attend(x, None, mode), inputs, kept, grad)
+    for one, other in zip([found, *ours], [expected, *slopes], strict=True):
+        assert (one.double() - other).norm() / other.norm() < 1e-5
+
+
+@pytest.mark.parametrize("mask", ["boolean", "additive", "window"])
+def test_a_mask_of_all_pairs_is_read_in_the_operator(mask):
+    inputs, kept = of_groups("rerope:window=6")
+    seen = inputs.visible()
+    if mask == "window":
+        seen = seen & torch.ones(45, 45, dtype=torch.bool).triu(-10)
+    given = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min) if mask == "additive" else seen
+    inputs = dataclasses.replace(inputs, mask=given, groups=None)
+    expected = oracle.attend(in_double(inputs))[0] * kept[:, None, :, None]
+    found = operator.attend(inputs, None, "segmented") * kept[:, None, :, None]
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_graph_scores_by_segments(monkeypatch):
+    taken = []
+    for name in ("forward", "backward"):
+        original = getattr(segmented, name)
+        monkeypatch.setattr(segmented, name, lambda *args, f=original, name=name: taken.append(name) or f(*args))
+    inputs, kept = of_groups("rerope:window=6")
+    gradients_of(lambda x: operator.attend(x, None, "segmented"), inputs, kept, torch.ones(2, 4, 45, 16))
+    assert taken == ["forward", "backward"]
+
+
+def test_a_decay_is_applied_in_blocks():
+    inputs, kept = of_groups("", dtype=torch.float64)
+    decay = Decay(half_split(16), torch.linspace(0.01, 0.2, 8))
+    m, n = inputs.m.double()[..., None], inputs.n.double()[..., None]
+    faded = torch.exp(-(m - n) * torch.cat([decay.rate, decay.rate]).double())
+    grad = torch.randn(2, 4, 45, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def by_definition(inputs):
+        (branch,) = inputs.branches
+        q, k, v = branch.query, branch.key.repeat_interleave(2, 1), inputs.value.repeat_interleave(2, 1)
+        scores = torch.einsum("bhmd,bhnd,bmnd->bhmn", q, k, faded[:, 0].clamp(max=1)) * inputs.scaling
+        return scores.masked_fill(~inputs.visible(), -1e30).softmax(-1) @ v
+
+    expected, slopes = gradients_of(by_definition, inputs, kept, grad)
+    found, ours = gradients_of(lambda x: operator.attend(x, decay, "auto"), inputs, kept, grad)
+    for one, other in zip([found, *ours], [expected, *slopes], strict=True):
+        assert (one - other).norm() / other.norm() < 1e-6
+
+
+@pytest.mark.parametrize("spec", ["rerope:window=6", "alibi", SUMS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shapes_without_values_are_those_with_them(spec, dtype, monkeypatch):
+    inputs, _ = of_groups(spec, dtype=dtype)
+    called = []
+    monkeypatch.setattr(operator, "_attend", lambda *args: called.append(args) or operator._shaped(*args))
+    leaves = [state.requires_grad_() for branch in inputs.branches for state in (branch.query, branch.key)]
+    operator.attend(inputs, None, "segmented")
+    assert all(leaf.requires_grad for leaf in leaves)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    library.opcheck(torch.ops.rope_patch.attend.default, called[0], test_utils=tests)
+    table = inputs.query_positions, None, inputs.groups, torch.tensor(0), 2, True
+    library.opcheck(torch.ops.rope_patch.spans.default, table, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_what_the_operator_cannot_compute_stays_in_the_graph():
+    inputs, _ = of_groups("alibi")
+    assert operator.applies(inputs, None, "auto")
+    mask = torch.zeros(1, 1, 45, 45, requires_grad=True)
+    assert not operator.applies(dataclasses.replace(inputs, mask=mask), None, "auto")
+    assert not operator.applies(dataclasses.replace(inputs, softcap=5.0), None, "auto")
+    assert not operator.applies(inputs, None, "oracle")
+    decay = Decay(half_split(16), torch.linspace(0.01, 0.2, 8))
+    assert not operator.applies(of_groups("rerope:window=6")[0], decay, "auto")  # it counts by the maps of regions

@@ -1,0 +1,201 @@
+"""What measurements come to, on rows whose answer is plain."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rope_patch.cli.options import Measured, parse
+from rope_patch.cli.report import conclude, spelled
+from rope_patch.evaluation.verdict import compare, copies, of_answers, of_losses, of_training, reference_of
+from tests.recipes import load_recipe
+
+from . import retrieval_rows
+from .rows import row
+
+NOISE = np.random.default_rng(3).standard_normal((60, 12)) * 0.02
+
+
+def measured(losses, seed=0, **changed):
+    """Rows by line and length; each is off by noise of its own, about 0.006 nats over 12 documents."""
+    return [
+        row(line=line, length=length, nll=nll + noise.mean(), nll_by_document=(nll + noise).tolist(), **changed)
+        for (line, by_length), place in zip(losses.items(), range(seed, 60), strict=False)
+        for (length, nll), noise in zip(by_length.items(), NOISE[4 * place :], strict=False)
+    ]
+
+
+FREE = {"plain": {256: 2.1, 1024: 5.0}, "cut": {256: 2.1, 1024: 2.1}, "window": {256: 2.1, 1024: 2.05}}
+
+
+def runs(verdict):
+    """The next command is one that can be typed."""
+    name, *words = shlex.split(verdict.command)
+    if name != "list":
+        parse(load_recipe(name).Options, words)
+    return verdict.kind
+
+
+@pytest.mark.parametrize(
+    ("nll", "kind", "words"),
+    [
+        (1.95, "better", "Reading farther pays: at 1024 tokens ReRoPE (`rerope`) is 0.1"),
+        (2.05, "noise", "It is cheaper to cut the text to L."),
+        (2.2, "worse", "Nothing beats attention cut at L (2.0"),
+    ],
+)
+def test_the_best_scheme_is_compared_with_what_is_free(nll, kind, words):
+    verdict = of_losses(measured({**FREE, "rerope": {256: 2.1, 1024: nll}, "pi:factor=4": {256: 2.1, 1024: 4.0}}))
+    assert runs(verdict) == kind
+    assert words in verdict.sentence
+
+
+def test_what_is_free_is_the_lower_of_both_cuts():
+    assert reference_of(measured(FREE), 1024).line == "window"
+    lost = {**FREE, "window": {256: 2.1, 1024: 8.6}}  # TinyLlama, whose attention needs its first tokens
+    assert reference_of(measured(lost), 1024).line == "cut"
+    old = measured({line: losses for line, losses in lost.items() if line != "cut"})  # files without such a line
+    assert (reference_of(old, 1024).line, reference_of(old, 1024).loss) == ("cut", old[0].loss)
+    assert reference_of(measured({"rerope": {1024: 2.0}}), 1024) is None
+    binned = measured({"plain": FREE["plain"], "rerope": {1024: 2.0}}, protocol="by_position")
+    assert reference_of(binned, 1024) is None  # every length scores other tokens
+    copied = {"near": {1024: 0.5}, "plain": {256: 0.5, 1024: 5.0}}
+    assert reference_of(measured(copied, protocol="repeat"), 1024) is None  # at L the plain checkpoint has the passage
+    assert reference_of(measured({**copied, "cut": {1024: 3.3}}, protocol="repeat"), 1024).line == "cut"
+
+
+def test_a_gain_at_2l_counts_though_it_is_gone_at_4l():
+    free = {line: {**by_length, 512: by_length[1024]} for line, by_length in FREE.items()}
+    verdict = of_losses(measured({**free, "yarn:factor=2": {512: 1.9, 1024: 3.0}}))
+    assert runs(verdict) == "better"
+    assert "at 512 tokens" in verdict.sentence
+
+
+def test_too_few_windows_and_missing_references_are_named():
+    few = [replace(each, nll_by_document=each.nll_by_document[:3], windows=3) for each in measured(FREE)]
+    few += [row(line="rerope", length=1024, nll=1.0, nll_by_document=[1.0, 1.1, 1.2], windows=3)]
+    verdict = of_losses(few)
+    assert runs(verdict) == "too few"
+    assert "which 3 windows cannot tell from chance" in verdict.sentence
+    far = measured({**FREE, "rerope": {256: 2.1, 1024: 1.0}}, protocol="far", chosen_share=0.02, scored_tokens=99)
+    assert "which 99 tokens cannot tell" in of_losses(far).sentence
+    assert of_losses([replace(each, scored_tokens=100) for each in far]).kind == "better"
+    for rows in (measured({"rerope": {1024: 2.0}}), measured({**FREE, "rerope": {256: 1.0}}), measured(FREE)):
+        assert runs(of_losses(rows)) == "nothing"
+
+
+def test_the_best_of_many_equals_is_seldom_called_better():
+    """No scheme differs from the cut but by noise: of 8 schemes the best is below it by two errors in one of seven."""
+    draws, texts = np.random.default_rng(0), 300
+    found = naive = 0
+    for _ in range(texts):
+        losses = 2 + 0.02 * draws.standard_normal((9, 12))
+        rows = [
+            row(line=line, length=1024, nll=each.mean(), nll_by_document=each.tolist())
+            for line, each in zip(["window", *(f"yarn:factor={k}" for k in range(2, 10))], losses, strict=True)
+        ]
+        found += of_losses(rows).kind == "better"
+        best = min(rows[1:], key=lambda each: each.nll)
+        naive += compare(best, rows[0]).kind == "better"
+    assert found <= 0.05 * texts < naive
+
+
+def test_of_repeated_passages_nothing_is_concluded_if_the_checkpoint_cannot_copy():
+    can = {"near": {1024: 0.9}, "cut": {1024: 3.3}, "rerope": {1024: 1.0}}
+    verdict = of_losses(measured(can, protocol="repeat"))
+    assert runs(verdict) == "better"
+    cannot = of_losses(measured({**can, "near": {1024: 3.28}}, protocol="repeat"))
+    assert runs(cannot) == "nothing"
+    assert "does not copy the passage even inside L" in cannot.sentence
+    near, cut = measured({"near": {1024: 3.0}, "cut": {1024: 3.3}})
+    assert copies(near, cut)
+    assert not copies(cut, near)
+
+
+# --- a training -------------------------------------------------------------------------------------------------------
+
+
+def trained(at_l, beyond, steps=100):
+    """Rows before and after: plain and both cuts as above, and YaRN, which is 2.3 at 1024 tokens before."""
+    before = {**FREE, "yarn:target=auto": {256: 2.1, 1024: 2.3}}
+    after = {"yarn:target=auto": {256: at_l, 1024: beyond}}
+    return [*measured(before, step=0), *measured(after, seed=9, step=steps)]
+
+
+@pytest.mark.parametrize(
+    ("at_l", "beyond", "kind", "words"),
+    [
+        (1.9, 1.85, "language", "it learned language, not length"),  # 0.2 at both
+        (1.8, 1.85, "language", "it learned language, not length"),  # even more at L
+        (2.1, 1.85, "length", "of the gain is length"),
+        (1.9, 1.6, "length", "gains 0.45"),
+        (2.1, 2.05, "noise", "Nothing beats attention cut at L"),
+        (2.1, 2.5, "worse", "It is cheaper to cut the text to L."),
+    ],
+)
+def test_a_gain_at_l_that_equals_that_beyond_is_language(at_l, beyond, kind, words):
+    verdict = of_training(trained(at_l, beyond), Path)
+    assert runs(verdict) == kind
+    assert words in verdict.sentence
+    assert "After 100 steps" in verdict.sentence
+
+
+def test_the_last_step_counts_and_a_training_within_l_is_named():
+    rows = [*trained(2.1, 1.6), *measured({"yarn:target=auto": {256: 2.1, 1024: 2.5}}, seed=12, step=300)]
+    assert of_training(rows, Path).kind == "worse"
+    assert runs(of_training([each for each in rows if each.length == 256], Path)) == "nothing"
+    assert runs(of_training(measured(FREE, step=0), Path)) == "nothing"
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def answered(shares, trials=50):
+    return [
+        retrieval_rows.row(line=line, length=length, accuracy=share, trials=trials)
+        for line, by_length in shares.items()
+        for length, share in by_length.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shares", "trials", "kind", "words"),
+    [
+        ({256: 1.0, 512: 1.0, 1024: 0.95}, 50, "better", "answers up to 1024 tokens, the references up to 256 tokens"),
+        ({256: 1.0, 512: 0.2, 1024: 0.1}, 50, "noise", "no gain beyond noise. It is cheaper to cut the text to L."),
+        ({256: 1.0, 512: 0.9, 1024: 0.1}, 4, "noise", "no gain beyond noise"),
+        ({256: 0.0, 512: 0.0, 1024: 0.0}, 50, "nothing", "no scheme was measured"),
+    ],
+)
+def test_answers_are_compared_by_effective_length(shares, trials, kind, words):
+    plain = {256: 1.0, 512: 0.3, 1024: 0.0}
+    verdict = of_answers(answered({"plain": plain, "window": plain, "rerope": shares}, trials))
+    assert runs(verdict) == kind
+    assert words in verdict.sentence
+
+
+def test_a_checkpoint_that_answers_nothing_is_named():
+    verdict = of_answers(answered({line: {256: 0.0, 1024: 0.0} for line in ("plain", "window", "rerope")}))
+    assert runs(verdict) == "nothing"
+    assert "no scheme answers at the shortest lengths" in verdict.sentence
+
+
+# --- the next command -------------------------------------------------------------------------------------------------
+
+
+def test_the_next_command_names_the_same_model_and_text(capsys):
+    options = Measured(model="my models/x", text="book.txt", json=True)
+    words = "rope-patch passkey --scheme 'rerope' --model 'my models/x' --text book.txt".replace("'rerope'", "rerope")
+    assert spelled("passkey --scheme rerope", options) == words
+    assert spelled("perplexity --model other", options) == "rope-patch perplexity --model other --text book.txt"
+    verdict = of_losses(measured(FREE))
+    conclude(verdict, options)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "rope-patch: Next: rope-patch perplexity" in err
+    conclude(verdict, Measured())
+    assert capsys.readouterr().out.splitlines()[0] == verdict.sentence
