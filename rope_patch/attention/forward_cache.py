@@ -93,7 +93,12 @@ class StackForwardCache(threading.local):
     """The `ForwardCache` of a stack's current forward.
 
     Each thread has its own, so that several threads can run one model.
+
+    Attributes:
+        counted: whether the stack counts the positions of this forward itself, from the number of cached tokens.
     """
+
+    counted = False
 
     def __init__(self) -> None:
         self._position_ids: torch.Tensor | None = None
@@ -108,6 +113,7 @@ class StackForwardCache(threading.local):
         if torch.compiler.is_compiling():
             return ForwardCache()
         if self._position_ids is not position_ids:
+            self.counted &= self._position_ids is None  # positions of another call
             self._position_ids, self._forward = position_ids, ForwardCache()
         return self._forward
 

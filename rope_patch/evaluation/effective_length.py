@@ -47,7 +47,9 @@ def effective_length(rows: Sequence[Row]) -> EffectiveLength | None:
     if not means[best] >= NEAR_NOTHING:
         return None
     spare = {n: means[n] - SHARE * means[best] for n in cells}
-    errors = {n: (_variance(cells[n]) + SHARE**2 * _variance(cells[best])) ** 0.5 if n != best else 0 for n in cells}
+    errors = {
+        n: (variance_of(cells[n]) + SHARE**2 * variance_of(cells[best])) ** 0.5 if n != best else 0 for n in cells
+    }
     length, low, high = (max(n for n in cells if spare[n] + side * errors[n] >= -1e-9) for side in (0, -2, 2))
     return EffectiveLength(length, low, high, means[best])
 
@@ -57,7 +59,7 @@ def lines_of(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row.line for row in rows))
 
 
-def _variance(cell: Sequence[Row]) -> float:
+def variance_of(cell: Sequence[Row]) -> float:
     """Of the mean of shares p of n questions: p (1 - p) / n each, with two right and two wrong ones more (Agresti)."""
     variances = []
     for row in cell:

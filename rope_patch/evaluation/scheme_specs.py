@@ -74,15 +74,19 @@ def scheme_at(spec: str, length: int, checkpoints: Iterable[Checkpoint] = ()) ->
 
 
 def with_references(schemes: Sequence[str], references: Sequence[str] = REFERENCES) -> tuple[str, ...]:
-    """The lines of a table, with missing references in front.
+    """The lines of a table, with missing references in front, and the text cut to L behind the plain checkpoint.
 
     Raises:
         RopePatchError: a scheme is misspelled; this is checked before a model is loaded.
     """
-    lines = (*(line for line in references if line not in schemes), *schemes)
+    missing = [line for line in references if line not in schemes]
+    lines = [*missing, *schemes]
+    if TEXT_CUT in missing and PLAIN in schemes:
+        lines.remove(TEXT_CUT)
+        lines.insert(lines.index(PLAIN) + 1, TEXT_CUT)  # so that it takes the row of the plain checkpoint at L
     for line in lines:
         scheme_at(line, 1)
-    return lines
+    return tuple(lines)
 
 
 def check_lengths(lengths: Sequence[int]) -> None:

@@ -6,14 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist, fmean
 
 from rope_patch.errors import counted
-from rope_patch.evaluation.effective_length import effective_length, lines_of
+from rope_patch.evaluation.effective_length import effective_length, lines_of, variance_of
 from rope_patch.evaluation.references import with_text_cut
 from rope_patch.evaluation.row import Row
 from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, REFERENCES, TEXT_CUT, display_name
 from rope_patch.evaluation.standard_errors import (
     FEW,
+    TAIL,
     contrast,
     is_below,
     noise_of,
@@ -184,25 +186,37 @@ def of_training(rows: Sequence[Row], folder_of: Callable[[str], Path]) -> Verdic
 
 
 def of_answers(rows: Sequence[Row]) -> Verdict:
-    """Whether a scheme still answers where the references no longer do, by their effective lengths."""
-    found = {line: effective_length([row for row in rows if row.line == line]) for line in lines_of(rows)}
-    known = {line: one for line, one in found.items() if one is not None}
-    tried = {line: one for line, one in known.items() if line not in REFERENCES}
-    trained = rows[0].training_length
-    if not known or not tried:
-        what = "no scheme was measured" if known else "no scheme answers at the shortest lengths"
-        return Verdict(
-            "nothing",
-            f"Nothing can be said about reading farther: {what}.",
-            "passkey --task spans --lengths 1x,2x,4x --scheme rerope+logn",
+    """Whether a scheme answers more than the references beyond L, and up to which effective length."""
+    lines, trained = lines_of(rows), rows[0].training_length
+    reach = {line: effective_length([row for row in rows if row.line == line]) for line in lines}
+    schemes, free = [line for line in lines if line not in REFERENCES], [line for line in lines if line in REFERENCES]
+    beyond = sorted({row.length for row in rows if row.length > trained}, reverse=True)
+    if not any(reach.values()) or not schemes or not free or not beyond:
+        what = (
+            "no scheme answers at the shortest lengths"
+            if not any(reach.values())
+            else ("a scheme, a reference and a length beyond L are needed")
         )
-    best = max(tried, key=lambda line: (tried[line].length, tried[line].low))
-    free = max((known[line] for line in known if line in REFERENCES), default=None, key=lambda one: one.length)
-    told = f"{display_name(best)} (`{best}`) answers up to {tried[best]}"
-    command = f"perplexity --protocol repeat --lengths 1x,{max(row.length for row in rows)} --scheme {best}"
-    if free is None:
-        return Verdict("nothing", f"{told}; without references nobody knows what is gained.", command)
-    beside = f"the references up to {free}"
-    if tried[best].low > max(free.high, trained):
-        return Verdict("better", f"Reading farther pays: {told}, {beside}.", command)
-    return Verdict("noise", f"{told}, {beside}: no gain beyond noise. {CHEAPER}", command)
+        command = "passkey --task spans --lengths 1x,2x,4x --scheme rerope+logn"
+        return Verdict("nothing", f"Nothing can be said about reading farther: {what}.", command)
+
+    def score(line: str, length: int) -> float:
+        return fmean(row.share for row in rows if (row.line, row.length) == (line, length))
+
+    verdicts = []  # of the longest first
+    for length in beyond:
+        best, known = (max(some, key=lambda line: score(line, length)) for some in (schemes, free))
+        cells = ([row for row in rows if (row.line, row.length) == (line, length)] for line in (best, known))
+        error = math.sqrt(sum(map(variance_of, cells)))
+        told = (
+            f"at {length} tokens {display_name(best)} (`{best}`) gives {score(best, length):.0%} of the answers, the "
+            f"best reference {score(known, length):.0%} (error {error:.0%}); effective lengths: "
+            f"{reach[best] or 'none'} beside {reach[known] or 'none'}."
+        )
+        command = f"perplexity --protocol repeat --lengths 1x,{length} --scheme {best}"
+        limit = -NormalDist().inv_cdf(TAIL / len(schemes) / len(beyond))
+        if score(best, length) - score(known, length) > limit * error:
+            verdicts.append(Verdict("better", f"Reading farther pays: {told}", command))
+        else:
+            verdicts.append(Verdict("noise", f"No gain beyond noise: {told} {CHEAPER}", command))
+    return next((verdict for verdict in verdicts if verdict.kind == "better"), verdicts[0])

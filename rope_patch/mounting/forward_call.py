@@ -17,6 +17,9 @@ from rope_patch.mounting.layer_state import LayerState
 from rope_patch.schemes.tools.positions import follow_on, joined, key_positions
 from rope_patch.typing import Frequencies, PositionMap, Weights
 
+_COUNTED = "_rope_patch_counted"
+"""Attribute of the positions in a cache: they are 0, 1, 2, ..., so that a step that goes on need not read them."""
+
 
 @dataclass(eq=False)
 class ForwardCall:
@@ -40,6 +43,7 @@ class ForwardCall:
         is_request: whether it is one request in a row of continuous batching, or one run of a row that processes share.
         heads: which of the layer's query heads arrive; None for all.
         row_lengths: `lengths` of rows of which only a part arrives.
+        counted: whether the stack itself counted the positions, from the number of cached tokens.
     """
 
     state: LayerState
@@ -59,6 +63,7 @@ class ForwardCall:
     is_request: bool = False
     heads: slice | None = None
     row_lengths: torch.Tensor | None = None
+    counted: bool = False
 
     @property
     def start(self) -> int | torch.Tensor:
@@ -147,6 +152,9 @@ class ForwardCall:
             return
         past = positions_in(cache, index, start, state.layer.name)
         self.past = past = self.forward_cache.same(("past", start), past)
+        if self.counted and getattr(past, _COUNTED, False):
+            self.forward_cache.once("first positions", lambda: [start])
+            return
         self.scattered = self.forward_cache.derived(
             ("scattered", start), lambda: not bool(follow_on(past, self.position_ids, self.seen)), past
         )
@@ -174,6 +182,8 @@ class ForwardCall:
             return
         if past is not None:
             positions = shared.derived("all", lambda: joined(past, self.position_ids), past)
+        if self.counted and (past is None or getattr(past, _COUNTED, False)):
+            setattr(positions, _COUNTED, True)
         in_order = True
         if static:
             in_order = shared.derived("in order", lambda: self._in_order(positions), positions)

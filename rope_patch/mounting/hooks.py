@@ -59,6 +59,7 @@ class StackHook:
             changed["position_ids"] = counted_positions(kwargs)
         for forward_cache in () if torch.compiler.is_compiling() else self.forward_caches:
             forward_cache.forget()
+            forward_cache.counted = kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None
         chosen = cast(Any, module.config)._attn_implementation == "sdpa" and all(map(scores_here, self.scorers))
         groups = None
         if self.scorers and chosen:
@@ -123,6 +124,7 @@ class LayerHook:
         anchor = state.anchor_for(keeps_keys=paged or cache is not None)
         call = ForwardCall(state, state.forward_cache.of(position_ids), hidden, position_ids, start, anchor)
         if cache is not None:
+            call.counted = state.forward_cache.counted and not torch.compiler.is_compiling()
             call.look_back(cache, kwargs.get("attention_mask"))
         if "running_bias" in state.methods:
             added = state.scheme.running_bias(hidden, state.weights())

@@ -72,6 +72,7 @@ class LayerState:
         self.follows_positions = bool(self.rotates or self.regions or slots & {"bias", "values"} or self.scheme.decays)
         rotary = self.layer.rotary
         self.tables = None if rotary is None else (rotary.layer_type, id(rotary.module))
+        self._static: dict[torch.device, Frequencies] = {}
         # properties that every call needs
         self.methods, self.decays, self.scales = self.scheme.methods, self.scheme.decays, "query_scale" in slots
         self.scores = bool(slots & {"segments", "bias", "values"}) or self.decays or self.attention != "auto"
@@ -98,5 +99,14 @@ class LayerState:
 
     def own_frequencies(self, lengths: Lengths, weights: Weights, device: torch.device) -> Frequencies:
         """f of the scheme itself on a `device`, with its decay and learned `weights`, for rows of these `lengths`."""
-        own = self.scheme.frequencies_on(self.layer.spec, lengths, weights)
-        return dataclasses.replace(own, inv_freq=own.inv_freq.to(device))
+
+        def compute() -> Frequencies:
+            own = self.scheme.frequencies_on(self.layer.spec, lengths, weights)
+            decay = None if own.decay is None else own.decay.to(device)
+            return dataclasses.replace(own, inv_freq=own.inv_freq.to(device), decay=decay)
+
+        if lengths is not None or weights or torch.compiler.is_compiling():
+            return compute()
+        if device not in self._static:  # copied to a device once
+            self._static[device] = compute()
+        return self._static[device]

@@ -133,7 +133,7 @@ class RotatedCall(Call):
             self.regions,
             query_tables=tuple(tables(late.position_ids, region.query_map, "q") for region in self.regions),
             key_tables=tuple(tables(keys, region.key_map, ("k", id(keys))) for region in self.regions),
-            partner=self.forward_cache.once("partners", lambda: torch.tensor(layout.partners(head_dim), device=device)),
+            partner=_partners(layout, head_dim, device),
             in_order=in_order,
         )
 
@@ -195,6 +195,12 @@ class RotatedCall(Call):
     def _shared(self, key: Any, compute: Callable[[], Any]) -> Any:
         """A value that layers compute once, unless their frequencies are learned."""
         return compute() if self.late.state.scheme.learned_frequencies else self.forward_cache.once(key, compute)
+
+
+@functools.lru_cache(maxsize=16)
+def _partners(layout: RotaryLayout, head_dim: int, device: torch.device) -> torch.Tensor:
+    """`RotaryLayout.partners` on a device, copied once."""
+    return torch.tensor(layout.partners(head_dim), device=device)
 
 
 def _has_pairs(position_map: PositionMap) -> bool:

@@ -125,6 +125,7 @@ class Run:
             heads=heads,
             row_lengths=self.row.lengths,
             is_request=True,
+            counted=False,
         )
 
 

@@ -63,6 +63,10 @@ def test_references_are_among_the_lines_unless_they_are_not_wanted():
     assert with_references(["yarn:factor=2"]) == ("plain", "window", "yarn:factor=2")
     assert with_references(["yarn:factor=2", "plain"]) == ("window", "yarn:factor=2", "plain")
     assert with_references(["yarn:factor=2"], ()) == ("yarn:factor=2",)
+    three = ("plain", "cut", "window")
+    assert with_references(["yarn:factor=2"], three) == (*three, "yarn:factor=2")
+    listed = ["yarn:factor=2", "plain", "window"]  # the cut follows the plain checkpoint, whose row at L it takes
+    assert with_references(listed, three) == ("yarn:factor=2", "plain", "cut", "window")
 
 
 def test_perplexity_from_end_to_end(words, tmp_path, capsys, monkeypatch):
@@ -83,12 +87,16 @@ def test_perplexity_from_end_to_end(words, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "out" / "perplexity.png").stat().st_size > 20_000
     written = [json.loads(line) for line in (tmp_path / "out" / "perplexity.jsonl").read_text().splitlines()]
     assert len(written) == 12
+    assert said.out.splitlines()[-1].startswith("Next: rope-patch ")
+    assert str(words()[1]) in said.out.splitlines()[-1]
     losses = {(row["line"], row["length"]): row["nll"] for row in written}
     assert {losses["cut", length] for length in (16, 32, 64)} == {losses["plain", 16]}  # L is 16
 
     monkeypatch.setattr(shared, "chunked_nll", None)  # the second time nothing is computed
     assert run_recipe("perplexity", [*words(), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == written
+    again = capsys.readouterr()
+    assert json.loads(again.out) == written
+    assert "rope-patch: Next: rope-patch " in again.err
 
 
 def test_whole_documents(words, capsys):

@@ -165,17 +165,24 @@ def answered(shares, trials=50):
 @pytest.mark.parametrize(
     ("shares", "trials", "kind", "words"),
     [
-        ({256: 1.0, 512: 1.0, 1024: 0.95}, 50, "better", "answers up to 1024 tokens, the references up to 256 tokens"),
-        ({256: 1.0, 512: 0.2, 1024: 0.1}, 50, "noise", "no gain beyond noise. It is cheaper to cut the text to L."),
-        ({256: 1.0, 512: 0.9, 1024: 0.1}, 4, "noise", "no gain beyond noise"),
-        ({256: 0.0, 512: 0.0, 1024: 0.0}, 50, "nothing", "no scheme was measured"),
+        ({256: 1.0, 512: 1.0, 1024: 0.95}, 50, "better", "effective lengths: 1024 tokens beside 256 tokens."),
+        ({256: 1.0, 512: 0.9, 1024: 0.02}, 50, "better", "at 512 tokens ReRoPE (`rerope`) gives 90% of the answers"),
+        ({256: 1.0, 512: 0.32, 1024: 0.02}, 50, "noise", "It is cheaper to cut the text to L."),
+        ({256: 1.0, 512: 0.5, 1024: 0.25}, 4, "noise", "No gain beyond noise: at 1024 tokens"),
+        ({256: 0.0, 512: 0.0, 1024: 0.0}, 50, "noise", "effective lengths: none beside 256 tokens"),
     ],
 )
-def test_answers_are_compared_by_effective_length(shares, trials, kind, words):
+def test_answers_beyond_l_are_compared_with_the_best_reference(shares, trials, kind, words):
     plain = {256: 1.0, 512: 0.3, 1024: 0.0}
     verdict = of_answers(answered({"plain": plain, "window": plain, "rerope": shares}, trials))
     assert runs(verdict) == kind
     assert words in verdict.sentence
+
+
+def test_answers_of_references_alone_or_within_l_compare_nothing():
+    shares = {256: 1.0, 1024: 0.5}
+    for rows in (answered({"plain": shares}), answered({"rerope": shares}), answered({"plain": {256: 1.0}})):
+        assert runs(of_answers(rows)) == "nothing"
 
 
 def test_a_checkpoint_that_answers_nothing_is_named():

@@ -124,8 +124,12 @@ class RotaryLayout:
         `(..., d/2)`.
         """
         matrix = torch.diag_embed(cos)
-        matrix[..., self.second, self.first] = -sin
-        matrix[..., self.first, self.second] = sin
+        first, second = self.halves
+        if isinstance(first, slice) and isinstance(second, slice):  # no index is copied to the device
+            matrix[..., second, first].diagonal(dim1=-2, dim2=-1).copy_(-sin)
+            matrix[..., first, second].diagonal(dim1=-2, dim2=-1).copy_(sin)
+        else:
+            matrix[..., self.second, self.first], matrix[..., self.first, self.second] = -sin, sin
         return matrix
 
 
