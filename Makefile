@@ -33,13 +33,14 @@ BIN := $(VENV)/bin
 .PHONY: setup demo demo-compare test scheme nightly zoo hard faults vllm-check transformers-tests lists notebooks notebooks-full docs wheel lint check bench \
 	gpu-check gpu-bench gpu-finetune clean
 
-# Each stamp is an extra of pyproject.toml: what a target needs, and no more.
+# Each stamp is an extra of pyproject.toml: what a target needs, and no more; `dev` has the others in it. Python compiles
+# what it imports, a small part of what is installed.
 $(VENV)/.%: pyproject.toml $(CONSTRAINTS)
 	@echo "== set-up: $(VENV) with rope-patch[$*] (a few minutes, once)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check -c $(CONSTRAINTS) torch
-	$(BIN)/pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[$*]"
-	@touch $@
+	$(BIN)/pip install --disable-pip-version-check --no-compile -c $(CONSTRAINTS) torch
+	$(BIN)/pip install --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e ".[$*]"
+	@touch $@ $(if $(filter dev,$*),$(VENV)/.test $(VENV)/.demo)
 
 setup: $(VENV)/.dev
 
@@ -110,8 +111,8 @@ docs: $(VENV)/.dev
 wheel: setup
 	@echo "== wheel and sdist, into dist/; then the wheel in an environment of its own, outside the repository"
 	rm -rf dist
-	$(BIN)/python -m build --outdir dist .
-	PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)) $(BIN)/python tests/wheel.py dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	OMP_NUM_THREADS=1 $(BIN)/python tests/wheel.py dist
 
 lint: setup
 	@echo "== lint and types"

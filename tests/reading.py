@@ -57,13 +57,22 @@ def remembering(read: Callable[[PreTrainedModel], Stack]) -> Callable[[PreTraine
 
 
 def _kind(stack: nn.Module) -> Hashable:
-    """`probe_copy.kind_of`, with configs by value."""
-    kinds = []
+    """`probe_copy.kind_of`, with configs by value, each once: modules share them."""
+    kinds: list[Hashable] = []
+    configs: dict[int, int] = {}
+
+    def frozen(value: Any) -> Hashable:
+        if id(value) in configs:
+            return configs[id(value)]
+        if isinstance(value, PreTrainedConfig):
+            configs[id(value)] = len(configs)
+        return _frozen(value)
+
     for name, module in stack.named_modules(remove_duplicate=False):
         if not probe_copy._runs_its_class(module):
             raise _Unclear
         own = {**probe_copy._settings(module), **module._parameters, **module._buffers}
-        kinds.append((name, type(module), module.training, tuple((each, _frozen(own[each])) for each in sorted(own))))
+        kinds.append((name, type(module), module.training, tuple((each, frozen(own[each])) for each in sorted(own))))
     return tuple(kinds)
 
 

@@ -10,18 +10,23 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from rope_patch import get_scheme
-from tests.cases import REPRESENTATIVE, ROUTES
+from tests.cases import ALL, REPRESENTATIVE, ROUTES
 from tests.families import FAMILIES, SAMPLE, SCALED
 
-ONE_IN = 6
+ONE_IN = 12
 """Of the squares of a board of families and schemes."""
 
+ONE_IN_FURTHER = 6
+"""Of the settings that are no `REPRESENTATIVE`, where a test runs Llama under all of them."""
 
-def in_usual_run(item: pytest.Item) -> bool:
+
+def in_usual_run(item: pytest.Item, of_one_scheme: bool = False) -> bool:
     """Whether a test is not for the long run alone.
 
-    What is tried on every family is tried on Llama under every scheme, and on the other families of the sample by
-    `is_sampled`. Of any other test that is marked `one_in(n)`, each n-th combination of its parameters.
+    What is tried on every family is tried on Llama under one scheme of each kind, and on the other families of the
+    sample by `is_sampled`. What is tried on Llama under every setting is tried under one of each kind, and under
+    every sixth of the others, by turns: each setting meets every sixth of these tests, and in a run that is of one
+    scheme all of them. Of any other test that is marked `one_in(n)`, each n-th combination of its parameters.
     """
     callspec = getattr(item, "callspec", None)
     if item.get_closest_marker("nightly") is not None:
@@ -35,29 +40,40 @@ def in_usual_run(item: pytest.Item) -> bool:
     if mark := item.get_closest_marker("one_in"):
         return sum(_place(each, callspec.params) for each in marks) % mark.args[0] == 0
     if family in SAMPLE - {"llama"} and spec in REPRESENTATIVE:
-        others = [each for each in marks if not {"family", "spec"} & set(_names(each))]
-        turn = zlib.crc32(item.originalname.encode()) + sum(_place(each, callspec.params) for each in others)
-        return is_sampled(family, spec, turn)
+        return is_sampled(family, spec, _turn(item, marks))
+    is_further = spec in ALL and spec not in REPRESENTATIVE and any(map(_takes_nearly_all, marks))
+    if is_further and not of_one_scheme and {"llama", "model"} & set(item.fixturenames):
+        return (ALL.index(spec) + _turn(item, marks)) % ONE_IN_FURTHER == 0
     return True
 
 
 def is_sampled(family: str, spec: str, turn: int) -> bool:
-    """Whether a square of the board is one of the usual run, at this turn of the board: every sixth square, so that
+    """Whether a square of the board is one of the usual run, at this turn of the board: every twelfth square, so that
     each family meets several schemes and each scheme several families.
 
     Tests differ in their turns, so that together they take every square. What a checkpoint scales is met by the schemes
-    that leave it and by one of each route, every other square of them.
+    that leave it and by one of each route, every third square of them.
     """
     if family in SCALED:
         met = [each for each in REPRESENTATIVE if each in ROUTES or _leaves_frequencies(each)]
-        return spec in met and (SCALED.index(family) + met.index(spec) + turn) % 2 == 0
-    others = [each for each in FAMILIES if each in SAMPLE and each not in SCALED]
+        return spec in met and (SCALED.index(family) + met.index(spec) + turn) % 3 == 0
+    others = [each for each in FAMILIES if each in SAMPLE - {"llama"} and each not in SCALED]
     return (others.index(family) + REPRESENTATIVE.index(spec) + turn) % ONE_IN == 0
 
 
 @functools.cache
 def _leaves_frequencies(spec: str) -> bool:
     return get_scheme(spec).slots <= {"segments", "query_scale"}
+
+
+def _turn(item: pytest.Item, marks: list[pytest.Mark]) -> int:
+    others = [each for each in marks if not {"family", "spec"} & set(_names(each))]
+    return zlib.crc32(item.originalname.encode()) + sum(_place(each, item.callspec.params) for each in others)
+
+
+def _takes_nearly_all(mark: pytest.Mark) -> bool:
+    values = [value if isinstance(value, tuple) else [value] for value in mark.args[1]]
+    return sum(any(isinstance(each, str) and each in ALL for each in value) for value in values) > 0.8 * len(ALL)
 
 
 def _names(mark: pytest.Mark) -> list[str]:

@@ -121,3 +121,16 @@ def test_what_a_config_loses(folder, changes, reader, lost):
 def test_what_is_no_checkpoint_ends_in_one_line(name, tmp_path, capsys):
     assert main(["doctor", str(tmp_path / name)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_readers_are_chosen_and_marked(capsys):
+    assert main(["doctor", default_checkpoint(), "--for", "mlx,onnx"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["mlx-lm", "ONNX Runtime GenAI"]
+    assert ("(run, 0.32.2)" in lines[0], "(read, 0.18.0)" in lines[1]) == (True, True)
+    assert main(["doctor", default_checkpoint(), "--for", "mxl"]) == 2
+
+
+def test_mlx_lm_does_not_read_the_words_of_transformers_5(folder):
+    place = folder(rope_parameters=YARN | {"rope_theta": 10000.0}, max_position_embeddings=1024, rope_scaling=None)
+    assert "it reads only rope_scaling and rope_theta" in losses(place)["mlx-lm"]

@@ -267,6 +267,7 @@ def test_a_scheme_that_starts_by_values_is_not_measured(llama, monkeypatch):
         assert logits(llama, tokens()).isfinite().all()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("spec", ROUTES)
 @pytest.mark.parametrize("mount", ["auto", "late"])
 @pytest.mark.parametrize("step", range(12))

@@ -107,6 +107,7 @@ def test_quantized_weights_are_patched_and_left_as_they_were(family, kind, dtype
     assert torch.equal(logits(model, tokens()), expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 @pytest.mark.parametrize("spec", ALL)
 def test_every_scheme_on_weights_out_of_sight(spec):

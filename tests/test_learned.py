@@ -68,6 +68,7 @@ def test_beside_the_rotation_a_pretrained_model_starts_as_it_was(llama, spec):
         assert_close(logits(llama, tokens()), expected, QUIET[spec])
 
 
+@pytest.mark.one_in(3)
 @learning
 @pytest.mark.parametrize("max_shard_size", ["5GB", "30KB"])
 def test_trained_numbers_survive_saving_and_loading(llama, spec, max_shard_size, tmp_path):

@@ -25,7 +25,7 @@ def test_every_family_meets_schemes_and_every_scheme_families(turn):
     for spec in REPRESENTATIVE:
         assert sum(is_sampled(family, spec, turn) for family in OTHERS) >= len(OTHERS) // ONE_IN
     for family in SCALED:
-        assert sum(is_sampled(family, spec, turn) for spec in REPRESENTATIVE) >= 4
+        assert sum(is_sampled(family, spec, turn) for spec in REPRESENTATIVE) >= 2
 
 
 def test_as_many_turns_take_every_square_once():

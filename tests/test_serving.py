@@ -223,7 +223,7 @@ def test_a_scheme_has_to_be_named_where_none_was_saved(checkpoint):
 )
 def test_each_reader_is_told_apart(scheme, vllm, llama_cpp, checkpoint):
     readers = {reader.name: reader for reader in describe_serving(checkpoint, scheme).readers}
-    assert (readers["Transformers"].reads, readers["vLLM"].reads, readers["llama.cpp"].reads) == (
+    assert (readers["Transformers 5"].reads, readers["vLLM"].reads, readers["llama.cpp"].reads) == (
         "yes",
         vllm,
         llama_cpp,
@@ -239,12 +239,12 @@ def test_other_families_read_it_as_it_was_meant(tmp_path):
     assert {reader.name: reader.reads for reader in serving.readers}["llama.cpp"] == "no"
 
 
-def test_a_field_that_transformers_overlooks_in_nested_parameters_is_refused(tmp_path):
+def test_a_field_that_transformers_overlooks_in_nested_parameters_becomes_lists(tmp_path):
     layers = ["sliding_attention", "full_attention"]
     sizes = {**SIZES, "head_dim": 16, "sliding_window": 8, "layer_types": layers}
     Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).save_pretrained(tmp_path / "gemma")
-    with pytest.raises(NotExpressible, match="ignores truncate=False"):
-        describe_serving(tmp_path / "gemma", "yarn:factor=4,truncate=false")
+    unrounded = describe_serving(tmp_path / "gemma", "yarn:factor=4,truncate=false").config["rope_parameters"]
+    assert unrounded["full_attention"]["rope_type"] == "longrope"
     serving = export_checkpoint(tmp_path / "gemma", tmp_path / "out", "yarn:factor=4")
     assert "rope_scaling" not in serving.config
     assert serving.config["rope_parameters"]["sliding_attention"]["rope_type"] == "default"
@@ -263,3 +263,68 @@ def test_the_command_says_what_it_would_write(checkpoint, tmp_path, capsys):
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["readers"]["vLLM"]["reads"] == "yes"
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+LISTED = [
+    "ntk_mixed:factor=4",
+    "mrrope:factor=4",
+    "clip",
+    "fope_cut",
+    "giraffe:cutoff_length=16",
+    "yarn:factor=4+resonance",
+    "proportional:partial_rotary_factor=0.5,factor=4",
+    "yarn:factor=4,attention_factor=1.3",
+    "yarn:factor=4,truncate=false",
+]
+
+
+@pytest.mark.filterwarnings("ignore::rope_patch.RopePatchWarning")
+@pytest.mark.parametrize("scheme", LISTED)
+def test_every_static_scheme_is_two_equal_lists(scheme, checkpoint, tmp_path):
+    asked = ["mlx"] if "truncate" in scheme else ["vllm"]
+    serving = export_checkpoint(checkpoint, tmp_path / "out", scheme, length=64, readers=asked)
+    entry = serving.config["rope_parameters"]
+    assert entry["rope_type"] == "longrope"
+    assert entry["short_factor"] == entry["long_factor"]
+    with rope_patch.patch(patched := loaded(checkpoint), scheme):
+        expected = logits(patched)
+        temperature = patched.model.rotary_emb.attention_scaling
+    torch.testing.assert_close(logits(loaded(tmp_path / "out")), expected, rtol=0, atol=2e-6)
+    assert entry["attention_factor"] == entry["short_mscale"] == entry["long_mscale"] == pytest.approx(temperature)
+    # what readers compute that know neither attention_factor nor short_mscale
+    trained = entry["original_max_position_embeddings"]
+    assert math.sqrt(1 + math.log(64 / trained) / math.log(trained)) == pytest.approx(temperature, rel=5e-3)
+    assert {reader.name: reader.reads for reader in serving.readers} == {serving.readers[0].name: "yes"}
+
+
+def test_layers_of_different_types_get_lists_of_their_own(tmp_path):
+    torch.manual_seed(0)
+    sizes = SIZES | {"max_position_embeddings": 32, "num_hidden_layers": 4, "head_dim": 16}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    Gemma3ForCausalLM(Gemma3TextConfig(**sizes, sliding_window=8, layer_types=kinds)).save_pretrained(tmp_path / "in")
+    export_checkpoint(tmp_path / "in", tmp_path / "out", "mrrope:factor=4")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
+    assert (written["full_attention"]["rope_type"], written["sliding_attention"]["rope_type"]) == (
+        "longrope",
+        "default",
+    )
+    with rope_patch.patch(patched := loaded(tmp_path / "in"), "mrrope:factor=4"):
+        expected = logits(patched)
+    torch.testing.assert_close(logits(loaded(tmp_path / "out")), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("scheme", ["rerope:window=8", "dynamic_yarn", "xpos", "learned_rope", "logn"])
+def test_lists_are_static_frequencies_and_nothing_else(scheme, checkpoint):
+    with pytest.raises(NotExpressible):
+        describe_serving(checkpoint, scheme, 64, readers=["vllm"])
+
+
+def test_the_asked_readers_choose_the_form(checkpoint):
+    def form(*readers):
+        serving = describe_serving(checkpoint, "yarn:factor=4,truncate=false", readers=readers)
+        return serving.config["rope_parameters"]["rope_type"], [reader.reads for reader in serving.readers]
+
+    assert form("transformers", "vllm") == ("yarn", ["yes", "yes"])
+    assert form("mlx", "vllm") == ("longrope", ["yes", "yes"])
+    with pytest.raises(rope_patch.InvalidField, match="there is no reader 'vlm'; did you mean 'vllm'"):
+        form("vlm")

@@ -1,6 +1,7 @@
 """Install a built wheel in an environment of its own and use it outside the repository: `python tests/wheel.py dist`.
 
-The environment has what the wheel requires and the command line, so no matplotlib and no PEFT.
+The environment has what the wheel requires and the command line, so no matplotlib and no PEFT. What it requires is not
+installed a second time: it is linked from the environment of this Python, by the wheel's own list of requirements.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution, PathDistribution, distribution
 from pathlib import Path
+from zipfile import Path as ZipPath
+from zipfile import ZipFile
+
+from packaging.requirements import Requirement
 
 ONE_LINER = """
 import torch, transformers, rope_patch
@@ -39,8 +46,9 @@ def main(dist: str) -> None:
 def try_wheel(wheel: Path, folder: Path) -> None:
     """Raises where a command fails or prints something unexpected."""
     environment = folder / "environment"
-    venv.create(environment, with_pip=True)
-    programs = environment / ("Scripts" if os.name == "nt" else "bin")
+    venv.create(environment)
+    programs = environment / "bin"
+    (packages,) = environment.glob("lib/*/site-packages")
     away = folder / "away"
     away.mkdir()
 
@@ -52,12 +60,14 @@ def try_wheel(wheel: Path, folder: Path) -> None:
             raise SystemExit(f"{program} {' '.join(words)}: exit status {done.returncode}")
         return done.stdout
 
-    run("pip", "install", "--quiet", "--disable-pip-version-check", "torch")
-    run("pip", "install", "--quiet", "--disable-pip-version-check", str(wheel))
+    pip = [sys.executable, "-m", "pip", "--python", str(programs / "python")]
+    subprocess.run([*pip, "install", "--quiet", "--no-compile", "--no-deps", "--no-index", str(wheel)], check=True)
+    link(wheel, set(), packages)
+    subprocess.run([*pip, "check"], check=True)
     refused = subprocess.run([programs / "rope-patch", "list"], capture_output=True, text=True, cwd=away)
     if refused.returncode != 2 or 'pip install ".[cli]" in a checkout of rope_patch' not in refused.stderr:
         raise SystemExit(f"without tyro: {refused}")
-    run("pip", "install", "--quiet", "--disable-pip-version-check", f"{wheel}[cli]")
+    link(wheel, {"cli"}, packages)
     where = run("python", "-c", ONE_LINER).strip()
     if not Path(where).is_relative_to(environment):
         raise SystemExit(f"rope_patch was imported from {where}, not from the wheel")
@@ -71,6 +81,28 @@ def try_wheel(wheel: Path, folder: Path) -> None:
     rows = json.loads(run("rope-patch", "perplexity", *settings, "--output", "results", "--json"))
     if not schemes or {row["length"] for row in rows} != {64, 128}:
         raise SystemExit(f"the wheel lists {len(schemes)} schemes and measured {rows}")
+
+
+def link(wheel: Path, extras: set[str], packages: Path) -> None:
+    """Link what a wheel requires, and what that requires, into the `site-packages` of another environment."""
+    (metadata,) = (path for path in ZipPath(ZipFile(wheel)).iterdir() if path.name.endswith(".dist-info"))
+    for required in requirements(PathDistribution(metadata), extras, {}):
+        for name in {file.parts[0] for file in required.files or ()} - {"..", "__pycache__"}:
+            if not (packages / name).exists():
+                (packages / name).symlink_to(required.locate_file(name))
+
+
+def requirements(
+    package: Distribution, extras: Iterable[str], known: dict[tuple[str, str], Distribution]
+) -> Iterator[Distribution]:
+    """The packages that one requires under some of its extras, with all that these require; `known` are left out."""
+    for requirement in map(Requirement, package.requires or ()):
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": each}) for each in {"", *extras}):
+            key = requirement.name, ",".join(sorted(requirement.extras))
+            if key not in known:
+                known[key] = distribution(requirement.name)
+                yield known[key]
+                yield from requirements(known[key], requirement.extras, known)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
-"""What Transformers, vLLM and llama.cpp will understand of a folder's positions, and what they will drop.
+"""What Transformers, vLLM, SGLang, llama.cpp, mlx-lm and ONNX Runtime GenAI read of a folder's positions, and drop.
 
     rope-patch doctor recipes/assets/tiny-llama
+    rope-patch doctor recipes/assets/tiny-llama --for vllm,mlx
+
+Each line ends with how this is known: the program was run, or its source was read.
 
 Exit status 1 where something is lost.
 """
@@ -10,12 +13,13 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass
 
-from rope_patch.cli.options import Positional, print_json
+from rope_patch.cli.options import Positional, Readers, print_json
 
 
 @dataclass(kw_only=True)
 class Options:
     checkpoint: Positional[str]  # a checkpoint folder
+    readers: Readers = ""  # programs to tell about, such as vllm,mlx; default all
     json: bool = False  # print one JSON document
 
 
@@ -25,13 +29,13 @@ def main(options: Options) -> None:
     from rope_patch.saving.loading import quiet_transformers
 
     with quiet_transformers():
-        readings = diagnose(options.checkpoint)
+        readings = diagnose(options.checkpoint, [name for name in options.readers.split(",") if name])
     if options.json:
         print_json([asdict(reading) for reading in readings])
     else:
         for reading in readings:
-            print(f"{reading.reader:<16}{reading.understood}")
+            print(f"{reading.reader:<20}{reading.understood} ({reading.known})")
             for sentence in reading.lost:
-                print(f"{'':<16}lost: {sentence}")
+                print(f"{'':<20}lost: {sentence}")
     if any(reading.lost for reading in readings):
         sys.exit(1)

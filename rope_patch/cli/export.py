@@ -1,10 +1,14 @@
-"""A copy of a checkpoint whose config carries a scheme for Transformers, vLLM and llama.cpp.
+"""A copy of a checkpoint whose config carries a scheme for Transformers, vLLM, llama.cpp, mlx-lm and others.
 
     rope-patch export recipes/assets/tiny-llama --scheme yarn:factor=4
     rope-patch export recipes/assets/tiny-llama --scheme yarn:factor=4 --output runs/tiny-llama-yarn4
+    rope-patch export recipes/assets/tiny-llama --scheme mrrope:factor=4 --for transformers,vllm,mlx
+    rope-patch export FILE.gguf --scheme mrrope:factor=4 --output mrrope4.gguf
 
-Schemes of static frequencies can be written so (pi, ntk, abf, yarn, ntk_by_parts, llama3, longrope); whatever acts
-inside attention cannot, and is refused with the reason. Weights and tokenizer are not changed. A checkpoint that was
+All static frequencies can be written: as their own rope_type, or as two equal lists of the type longrope where there is
+none or more of the programs behind --for (transformers, transformers4, vllm, llama.cpp, mlx, sglang, onnx) read those.
+For llama.cpp, a GGUF file of Llama's architecture gets the factors as a tensor: name another GGUF file as the output.
+Whatever acts inside attention is refused with the reason. Weights and tokenizer are not changed. A checkpoint that was
 saved under a scheme needs no --scheme. Without --output nothing is written.
 """
 
@@ -13,7 +17,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from rope_patch.cli.options import Length, Positional, print_json
+from rope_patch.cli.options import Length, Positional, Readers, print_json
+from rope_patch.errors import EvaluationError
 
 
 @dataclass(kw_only=True)
@@ -21,7 +26,8 @@ class Options:
     checkpoint: Positional[str]  # a checkpoint folder, or a GGUF file, which is unpacked
     scheme: str | None = None  # such as yarn:factor=4; default what it was saved under
     length: Length | None = None  # context to serve in tokens; default factor times L
-    output: str | None = None  # the folder to write; without it, only show what would be written
+    readers: Readers = ""  # programs to write for, and to tell about; default all
+    output: str | None = None  # the folder to write, or a GGUF file; without it, only show what would be written
     link: bool = False  # hard links instead of copies of weights and tokenizer
     dry_run: bool = False  # write nothing, even with --output
     json: bool = False  # print one JSON document
@@ -32,12 +38,23 @@ def main(options: Options) -> None:
     from rope_patch.saving.export import describe_serving, export_checkpoint
     from rope_patch.saving.loading import as_folder, quiet_transformers
 
+    if options.output is not None and options.output.endswith(".gguf") and not options.dry_run:
+        from rope_patch.saving.gguf_export import export_gguf
+
+        if options.scheme is None:
+            raise EvaluationError(
+                "a GGUF file records no scheme; name the one to export, such as --scheme yarn:factor=4"
+            )
+        length = export_gguf(options.checkpoint, options.output, options.scheme, options.length)
+        print(f"{options.output}: {options.scheme}, served by llama.cpp up to {length} tokens")
+        return
+    readers = [name for name in options.readers.split(",") if name]
     with quiet_transformers(), as_folder(options.checkpoint) as folder:
         if options.output is None or options.dry_run:
-            serving = describe_serving(folder, options.scheme, options.length)
+            serving = describe_serving(folder, options.scheme, options.length, readers)
         else:
             serving = export_checkpoint(
-                folder, options.output, options.scheme, length=options.length, link=options.link
+                folder, options.output, options.scheme, length=options.length, readers=readers, link=options.link
             )
     if options.json:
         print_json(serving.to_dict())
@@ -45,5 +62,5 @@ def main(options: Options) -> None:
     print(f"{serving.scheme}: L = {serving.training_length}, served up to {serving.length} tokens")
     print(f"config.json changes:\n{json.dumps(serving.changed, indent=2)}")
     for reader in serving.readers:
-        print(f"{reader.name:<14}{reader.reads:<8}{reader.words}")
+        print(f"{reader.name:<20}{reader.reads:<8}{reader.words} ({reader.known})")
     print("nothing was written; name a folder with --output" if serving.output is None else f"folder  {serving.output}")

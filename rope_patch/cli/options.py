@@ -80,6 +80,10 @@ Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]
 """Words behind one option."""
 
 
+Readers = Annotated[str, tyro.conf.arg(name="for", metavar="NAME,NAME,...")]
+"""Programs that read a folder, such as `vllm,mlx`: the option `--for`."""
+
+
 @dataclass(kw_only=True)
 class Measured:
     """Options of every measurement. The default text is Python's standard library."""
@@ -233,7 +237,8 @@ def _ending(action: Callable[[], object]) -> int:
 
 def _flags(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     """How an option is spelled."""
-    name = "scheme" if field.type in ("Specs", Specs) else field.name.replace("_", "-")
+    other = {"Specs": "scheme", Specs: "scheme", "Readers": "for"}
+    name = other.get(field.type, field.name.replace("_", "-"))
     return (f"--{name}", f"--no-{name}") if field.type in ("bool", bool) else (f"--{name}",)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist, fmean
 
@@ -158,31 +158,40 @@ def of_training(rows: Sequence[Row], folder_of: Callable[[str], Path]) -> Verdic
         folder_of: where the checkpoint of a scheme is, for the next command.
     """
     steps = {row.line: row.step for row in sorted(rows, key=lambda row: row.step or 0) if row.step}
-    trained = {(row.line, row.length): row for row in rows if row.step and row.step == steps[row.line]}
+    trained = [row for row in rows if row.step and row.step == steps[row.line]]
     at_l = rows[0].training_length
-    longest = max((length for _, length in trained), default=0)
-    free, before = reference_of(rows, longest), reference_of(rows, at_l)
-    after = min((trained[key] for key in trained if key[1] == longest), key=lambda row: row.loss, default=None)
-    if not free or not after or longest <= at_l:
+    beyond = sorted({row.length for row in trained if row.length > at_l}, reverse=True)
+    free = {length: row for length in beyond if (row := reference_of(rows, length))}
+    if not free:
         told = f"Nothing was trained and measured beyond L = {at_l} beside a reference."
         return Verdict("nothing", told, "finetune --scheme yarn:target=auto --length 2x")
-    command = (
-        f"perplexity --protocol repeat --model {folder_of(after.line) / 'checkpoint'} --scheme {after.line} "
-        f"--lengths 1x,{longest}"
-    )
-    verdict = compare(after, free, len(steps))
-    after_at_l = trained.get((after.line, at_l))
+    verdicts = []  # of the longest first
+    for length, reference in free.items():
+        after = min((row for row in trained if row.length == length), key=lambda row: row.loss)
+        after_at_l = next((row for row in trained if (row.line, row.length) == (after.line, at_l)), None)
+        verdict = _of_gain(after, reference, after_at_l, reference_of(rows, at_l), len(steps) * len(free))
+        folder = folder_of(after.line) / "checkpoint"
+        command = f"perplexity --protocol repeat --model {folder} --scheme {after.line} --lengths 1x,{length}"
+        verdicts.append(replace(verdict, command=command))
+    return next((verdict for verdict in verdicts if verdict.kind in ("length", "language")), verdicts[0])
+
+
+def _of_gain(after: Row, free: Row, after_at_l: Row | None, before: Row | None, tries: int) -> Verdict:
+    """What a training gained at a length beyond L, beside what it gained at L."""
+    verdict, steps = compare(after, free, tries), counted(after.step or 0, "step")
     if verdict.kind != "better" or not before or not after_at_l:
-        return Verdict(verdict.kind, f"After {counted(after.step or 0, 'step')}: {verdict.sentence}", command)
+        return replace(verdict, sentence=f"After {steps}: {verdict.sentence}")
     (gain, _), (gain_at_l, _) = (contrast((1, one), (-1, two)) for one, two in ((free, after), (before, after_at_l)))
     more, error = contrast((1, free), (-1, after), (-1, before), (1, after_at_l))
     told = (
-        f"After {counted(after.step or 0, 'step')} {display_name(after.line)} gains {gain:.3f} at {longest} tokens and "
-        f"{gain_at_l:.3f} at L = {at_l}"
+        f"After {steps} {display_name(after.line)} gains {gain:.3f} at {after.length} tokens and {gain_at_l:.3f} at "
+        f"L = {after.training_length}"
     )
     if error is not None and more > noise_of(after) * error:
-        return Verdict("length", f"{told}: {more:.3f} (error {error:.3f}) of the gain is length.", command)
-    return Verdict("language", f"{told}: it learned language, not length. {CHEAPER}", command)
+        return replace(
+            verdict, kind="length", sentence=f"{told}: {more:.3f} (error {error:.3f}) of the gain is length."
+        )
+    return replace(verdict, kind="language", sentence=f"{told}: it learned language, not length. {CHEAPER}")
 
 
 def of_answers(rows: Sequence[Row]) -> Verdict:

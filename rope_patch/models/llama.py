@@ -70,7 +70,12 @@ def read(stack: PreTrainedModel) -> Stack:
         )
     if len(modules) > 1:  # some may be unused
         rotary = tuple(dict.fromkeys(layer.rotary for layer in layers if layer.rotary is not None))
-    checkpoint = dataclasses.replace(checkpoint, bidirectional=not all(is_causal(layer.module) for layer in layers))
+    widths = {layer.spec.dim for layer in layers if layer.rotates}
+    checkpoint = dataclasses.replace(
+        checkpoint,
+        bidirectional=not all(is_causal(layer.module) for layer in layers),
+        pairs=widths.pop() // 2 if len(widths) == 1 else None,
+    )
     native = scheme_of_layer_type(stack.config, main_layer_type(rope_entries(stack.config)))
     return Stack(stack, checkpoint, native, layers, rotary)
 

@@ -21,13 +21,16 @@ from rope_patch.models.config import (
     head_dim,
     rope_entries,
     scheme_of_entry,
+    scheme_of_layer_type,
     training_length,
 )
 from rope_patch.models.find_stacks import read_stacks
 from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.compose import Compose
 from rope_patch.schemes.ntk import AdjustedBase
 from rope_patch.schemes.per_layer import PerLayer
 from rope_patch.schemes.registry import scheme_class
+from rope_patch.schemes.tools.rotary import periods
 from rope_patch.typing import RotarySpec
 
 # types with which Transformers can express a share of the pairs: both are `proportional` with a factor
@@ -36,14 +39,19 @@ _STILL = ("default", "linear")
 _QUERY_SCALE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 _ORIGINAL = "original_max_position_embeddings"
 
+STANDS_STILL = 1e12
+"""The factor of a pair whose frequency is 0: it turns by less than 1e-6 in a million tokens."""
 
-def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
+
+def export_rope_parameters(scheme: Scheme, config: Any, as_lists: int | None = None) -> dict[str, Any]:
     """The `rope_parameters` with which plain Transformers, and other readers of its configs, compute this scheme.
 
     Args:
         scheme: with static frequencies, or Transformers' own length-dependent ones.
         config: of the unpatched checkpoint; it stays unchanged. If it nests the parameters by layer type, those
             of layers with a window within the training length stay.
+        as_lists: the longest context in tokens; the frequencies are then written as `equal_lists` instead of as the
+            scheme's own type.
 
     Returns:
         a dict for `config.rope_parameters`.
@@ -65,7 +73,13 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
         spec = RotarySpec(dim if is_share else int(dim * share), entry["rope_theta"], training_length(config))
         scaling = SCALING - set(_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())
         kept = {key: value for key, value in entry.items() if key not in scaling}
-        parameters = chosen.rope_parameters(spec)
+        if as_lists is not None:
+            if is_share:
+                spec = dataclasses.replace(spec, rotating_pairs=int(share * dim // 2))
+                kept["partial_rotary_factor"] = 1.0
+            parameters = equal_lists(chosen, scheme_of_layer_type(config, layer_type), spec, as_lists)
+        else:
+            parameters = chosen.rope_parameters(spec)
         if "factor" in parameters:
             parameters["factor"] = float(parameters["factor"])  # vLLM reads an int as a list of factors
         longest = getattr(config, "max_position_embeddings", None)
@@ -74,7 +88,7 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
                 f"{scheme} grows from the training length of {spec.training_length}; `dynamic` of Transformers grows "
                 f"from max_position_embeddings={longest}"
             )
-        if is_share and not chosen.chooses_pairs:
+        if as_lists is None and is_share and not chosen.chooses_pairs:
             if parameters.keys() - {"rope_type", "rope_theta", "factor"} or parameters["rope_type"] not in _STILL:
                 raise NotExpressible(
                     f"{scheme}: this checkpoint rotates only {share} of its pairs, which Transformers cannot combine "
@@ -99,6 +113,45 @@ def export_rope_parameters(scheme: Scheme, config: Any) -> dict[str, Any]:
             exported[layer_type] = parameters
     _check_accepted(scheme, exported, config)
     return exported
+
+
+def equal_lists(scheme: Scheme, native: Scheme | None, rotary: RotarySpec, length: int) -> dict[str, Any]:
+    """Static frequencies as an entry of the type `longrope` whose lists for short and long texts are the same.
+
+    Readers divide the checkpoint's frequencies by the lists. They agree on those, but not on the temperature a:
+    Transformers reads `attention_factor`, vLLM and SGLang `short_mscale` and `long_mscale`, and others compute
+    sqrt(1 + ln(M/o) / ln o) from M = `length` and o = `original_max_position_embeddings`. So o is M^(1/a^2), rounded,
+    and not L; equal lists need no L.
+
+    Args:
+        scheme: of one entry, resolved.
+        native: the entry's own scheme, whose frequencies are refined by one that only refines.
+        rotary: of the checkpoint.
+        length: the longest context in tokens.
+
+    Raises:
+        NotExpressible: its frequencies follow the length, were learned or decay, or it fills other slots.
+    """
+    if scheme.refines and native is not None:
+        scheme = Compose(native, scheme)
+    if scheme.slots != {"frequencies"} or scheme.length_dependent or scheme.learned_frequencies or scheme.decays:
+        raise NotExpressible(f"{scheme}: lists of factors are static frequencies, and nothing else")
+    found = scheme.frequencies_on(rotary)
+    period, inv_freq = periods(rotary.dim, rotary.base), found.inv_freq
+    factors = 1 / (inv_freq.double() * period.double())
+    factors = torch.where(inv_freq == 1 / period, 1.0, factors).clamp(max=STANDS_STILL)
+    temperature = float(found.attention_scaling)
+    original = max(2, round(length ** (1 / max(temperature, 1.0) ** 2)))
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors.tolist(),
+        "long_factor": factors.tolist(),
+        "factor": length / original,
+        "attention_factor": temperature,
+        "short_mscale": temperature,
+        "long_mscale": temperature,
+        "original_max_position_embeddings": original,
+    }
 
 
 def entry_of(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def read(stack: PreTrainedModel) -> Stack:
     )
     return Stack(
         stack,
-        Checkpoint(length, config.num_heads, length, both_sides, buckets),
+        Checkpoint(length, config.num_heads, length, both_sides, buckets, pairs=config.d_kv // 2),
         T5Bias(*buckets),
         layers,
         part="encoder" if both_sides else "decoder",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,20 @@ class Reading:
     Attributes:
         understood: the positions that it computes, such as `yarn, factor = 4.0`.
         lost: what it ignores or misreads, one sentence each.
+        known: how that was established, see `readers.Reader`.
     """
 
     reader: str
     understood: str
     lost: list[str]
+    known: str
 
 
-def diagnose(folder: str | Path) -> list[Reading]:
+def diagnose(folder: str | Path, keys: Iterable[str] = ()) -> list[Reading]:
     """How each of `READERS` interprets the positions of a checkpoint folder.
+
+    Args:
+        keys: of some readers alone, see `readers.Reader`.
 
     Raises:
         NoCheckpoint: there is no model in the folder, or its config cannot be read.
@@ -74,14 +79,13 @@ def diagnose(folder: str | Path) -> list[Reading]:
                 yield f"the context beyond max_position_embeddings={longest}; factor times L is {reach}"
         if reader.needs_float and kind == "linear" and not isinstance(factor, float):
             yield f"all of it: factor={factor} must be a float, or it does not start"
-        form = readers.form_of(read, raw.get("architectures"))
-        reads, words = reader.support.get(form, reader.support[""])
-        if reads == "no" or (reads == "partly" and form == "by layer type"):
-            yield f"{kind}: {words}"
+        (support,) = readers.supported(read, raw.get("architectures"), longest or 0, [reader])
+        if support.reads == "no" or (support.reads == "partly" and "rope_type" not in read):
+            yield f"{kind}: {support.words}"
 
     return [
-        Reading(reader.name, _spelled(older if reader.is_old else entry), list(lost(reader)))
-        for reader in readers.READERS
+        Reading(reader.name, _spelled(older if reader.is_old else entry), list(lost(reader)), reader.known)
+        for reader in readers.readers_called(keys)
     ]
 
 

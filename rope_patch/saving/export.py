@@ -1,4 +1,4 @@
-"""Export a checkpoint folder whose config expresses its scheme for Transformers, vLLM and llama.cpp.
+"""Export a checkpoint folder whose config expresses its scheme for other programs.
 
 docs/serving.md lists what each of them reads, and the source files for that.
 """
@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +23,15 @@ from rope_patch.models.rope_parameters import entry_of, export_rope_parameters, 
 from rope_patch.mounting.saved import RECORD
 from rope_patch.saving.checkpoint_kind import read_config
 from rope_patch.saving.loading import load_config
-from rope_patch.saving.readers import Support, check_own_code, servers_of, supported
+from rope_patch.saving.readers import (
+    Reader,
+    Support,
+    check_own_code,
+    parameters_for,
+    readers_called,
+    servers_of,
+    supported,
+)
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import get_scheme, scheme_from_dict
 
@@ -31,9 +40,6 @@ _POSITIONAL = (RECORD, "rope_parameters", "rope_scaling", "rope_theta", "origina
 
 _OF_TRAINING = ("optimizer", "scheduler", "rng_state", "trainer_state", "training_args", "scaler")
 """Prefixes of a trainer's files, which no reader needs."""
-
-_RATIO_TYPES = ("yarn", "longrope")
-"""Types for which some readers compute the factor as max_position_embeddings / original_max_position_embeddings."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +68,25 @@ class Serving:
             "training_length": self.training_length,
             "length": self.length,
             "config": self.changed,
-            "readers": {reader.name: {"reads": reader.reads, "words": reader.words} for reader in self.readers},
+            "readers": {reader.name: dataclasses.asdict(reader) for reader in self.readers},
             "output": None if self.output is None else str(self.output),
         }
 
 
-def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None, length: int | None = None) -> Serving:
+def describe_serving(
+    checkpoint: str | Path,
+    scheme: str | Scheme | None = None,
+    length: int | None = None,
+    readers: Iterable[str] = (),
+) -> Serving:
     """What `export_checkpoint` would write.
 
     Args:
         checkpoint: a folder with a `config.json`.
         scheme: default the one under which the checkpoint was saved.
         length: the context to serve, in tokens; default the scheme's factor times L.
+        readers: programs for whom the config is written, by `Reader.key`. A scheme is written as its own `rope_type`;
+            where there is none, or more of these programs compute it so, as `equal_lists` of the type `longrope`.
 
     Raises:
         NotExpressible: a config cannot express the scheme, or not for this checkpoint; the message names the reason.
@@ -93,17 +106,21 @@ def describe_serving(checkpoint: str | Path, scheme: str | Scheme | None = None,
     spelled = scheme if isinstance(scheme, str) else str(chosen)
     if record is not None:
         restore_native(text, copy.deepcopy(record))
-    parameters = _parameters(chosen, spelled, text)
     chosen = chosen.reach(checkpoint_of_config(text))
     trained = training_length(text)
-    length = _length(chosen, spelled, parameters, text, length)
+    asked, architectures = readers_called(readers), raw.get("architectures")
+    extended = extended_length(chosen, text)
+    parameters = _parameters(
+        chosen, spelled, text, asked if readers else (), architectures, length or extended or trained
+    )
+    length = _length(spelled, parameters, extended, length)
     before = raw["text_config"] if nested else raw
     part = _written(before, type(text), parameters, trained, length)
     changed = {key: part.get(key) for key in {**before, **part} if before.get(key) != part.get(key)}
     written = {**raw, "text_config": part} if nested else part
     written.pop(RECORD, None)
-    readers = supported(parameters, raw.get("architectures"), length)
-    return Serving(chosen, trained, length, written, {"text_config": changed} if nested else changed, readers)
+    support = supported(parameters, architectures, length, asked)
+    return Serving(chosen, trained, length, written, {"text_config": changed} if nested else changed, support)
 
 
 def export_checkpoint(
@@ -112,6 +129,7 @@ def export_checkpoint(
     scheme: str | Scheme | None = None,
     *,
     length: int | None = None,
+    readers: Iterable[str] = (),
     link: bool = False,
 ) -> Serving:
     """Write a copy of a checkpoint folder whose config contains the scheme. Readers do not need `rope_patch`.
@@ -120,7 +138,7 @@ def export_checkpoint(
     Subfolders are not copied, except `additional_chat_templates`. The folder appears atomically, complete.
 
     Args:
-        checkpoint, scheme, length: see `describe_serving`.
+        checkpoint, scheme, length, readers: see `describe_serving`.
         output: a new or empty folder.
         link: use hard links instead of copies, for an output on the same disk; a change to a linked file also changes
             the checkpoint's.
@@ -132,7 +150,7 @@ def export_checkpoint(
     folder, target = Path(checkpoint), Path(output)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(errno.EEXIST, "it already exists; choose another output, or remove it", str(target))
-    serving = describe_serving(folder, scheme, length)
+    serving = describe_serving(folder, scheme, length, readers)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as aside:
         unfinished = Path(aside) / target.name
@@ -167,9 +185,20 @@ def _scheme(folder: Path, requested: str | Scheme | None, record: dict[str, Any]
     return scheme
 
 
-def _parameters(scheme: Scheme, spelled: str, config: Any) -> dict[str, Any]:
+def extended_length(scheme: Scheme, config: Any) -> int | None:
+    """The context of a checkpoint under a scheme in tokens: factor times L; None if the scheme has no factor."""
+    factors = [part.factor for part in scheme.parts() if getattr(part, "factor", None)]  # type: ignore[attr-defined]
     try:
-        parameters = export_rope_parameters(scheme, config)
+        return stated_length(scheme, export_rope_parameters(scheme, config), config)
+    except NotExpressible:
+        return round(factors[0] * training_length(config)) if factors else None
+
+
+def _parameters(
+    scheme: Scheme, spelled: str, config: Any, readers: Iterable[Reader], architectures: Any, length: int
+) -> dict[str, Any]:
+    try:
+        parameters = parameters_for(readers, scheme, config, architectures, length)
     except NotExpressible as error:
         raise NotExpressible(
             f"{spelled} cannot be written into a config: {error}. {servers_of(scheme, spelled)}; a config holds "
@@ -186,13 +215,12 @@ def _parameters(scheme: Scheme, spelled: str, config: Any) -> dict[str, Any]:
     return parameters
 
 
-def _length(scheme: Scheme, spelled: str, parameters: dict[str, Any], config: Any, requested: int | None) -> int:
-    extended = stated_length(scheme, parameters, config)
+def _length(spelled: str, parameters: dict[str, Any], extended: int | None, requested: int | None) -> int:
     if requested is not None and requested < 1:
         raise NotExpressible(f"length={requested} is not allowed; it must be a number of tokens, at least 1")
     if requested is None and extended is None:
         raise NotExpressible(f"{spelled} does not define a context length; set a length in tokens")
-    if requested not in (None, extended) and entry_of(parameters)["rope_type"] in _RATIO_TYPES:
+    if requested not in (None, extended) and _follows_from_ratio(entry_of(parameters)):
         raise NotExpressible(
             f"length={requested} with {spelled}: some readers compute the factor as length / L, so the length must be "
             f"factor times L, {extended}; change the factor instead"
@@ -200,12 +228,20 @@ def _length(scheme: Scheme, spelled: str, parameters: dict[str, Any], config: An
     return cast(int, requested or extended)
 
 
+def _follows_from_ratio(entry: dict[str, Any]) -> bool:
+    """Whether some readers compute the factor as max_position_embeddings / original_max_position_embeddings."""
+    return entry["rope_type"] == "yarn" or (
+        entry["rope_type"] == "longrope" and entry["short_factor"] != entry["long_factor"]
+    )
+
+
 def _written(raw: dict[str, Any], kind: Any, parameters: dict[str, Any], trained: int, length: int) -> dict[str, Any]:
     """The part of config.json for the text model."""
     kept = {key: value for key, value in raw.items() if key not in _POSITIONAL}
     written = {**kept, "rope_parameters": parameters, "max_position_embeddings": length}
-    if entry_of(parameters)["rope_type"] in ("llama3", "longrope"):
-        written["original_max_position_embeddings"] = trained  # llama.cpp's converter reads it here, not in the entry
+    if (entry := entry_of(parameters))["rope_type"] in ("llama3", "longrope"):
+        # llama.cpp's converter reads it here, not in the entry
+        written["original_max_position_embeddings"] = entry.get("original_max_position_embeddings", trained)
     if "rope_type" in parameters:
         older = {**written, **_older_words(parameters)}
         if _reads_as(kind, older, parameters):

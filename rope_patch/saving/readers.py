@@ -5,16 +5,20 @@ docs/serving.md has the facts about vLLM and llama.cpp, and how they were establ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rope_patch.errors import NotExpressible
+from rope_patch.errors import InvalidField, NotExpressible, did_you_mean
 from rope_patch.models.rope_parameters import entry_of, export_rope_parameters
 from rope_patch.schemes.base import Scheme
 
 NEED_L = ("yarn", "llama3", "longrope")
 """Types that need L, `original_max_position_embeddings`."""
+
+LISTS = "equal lists", "equal lists with a temperature of their own"
+"""The forms of `equal_lists`; the second with a temperature that does not follow from the length and L."""
 
 _LLAMA_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
 """Architectures for which llama.cpp's converter writes the factors of `llama3`."""
@@ -31,6 +35,9 @@ class Reader:
     """The facts about one program.
 
     Attributes:
+        key: its name behind `--for`.
+        known: how the facts were established: run (the program, or its own rotary functions) or read (its source), and
+            the version.
         support: by the form of the parameters (see `form_of`), whether it computes them, `yes`, `partly` or `no`, and
             its start options or the reason; the empty name is for all other forms.
         record: what becomes of a scheme that `config.rope_patch` alone records, as the end of a sentence.
@@ -42,6 +49,8 @@ class Reader:
     """
 
     name: str
+    key: str
+    known: str
     support: Mapping[str, tuple[str, str]]
     record: str = ""
     is_old: bool = False
@@ -55,14 +64,16 @@ _TRANSFORMERS = {"": ("yes", "5 reads rope_parameters; before 5, rope_scaling an
 _LOAD = ": load it with rope_patch.from_pretrained"
 
 READERS = (
-    Reader("Transformers 5", _TRANSFORMERS, _LOAD, scaling_wins=True),
-    Reader("Transformers 4", _TRANSFORMERS, _LOAD, is_old=True),
+    Reader("Transformers 5", "transformers", "run, 5.23", _TRANSFORMERS, _LOAD, scaling_wins=True),
+    Reader("Transformers 4", "transformers4", "read, 4.57", _TRANSFORMERS, _LOAD, is_old=True),
     Reader(
         "vLLM",
+        "vllm",
+        "run, 0.32.0",
         {
             "": ("yes", _VLLM),
             "by layer type": _LAYER_TYPES,
-            "proportional": ("no", "its get_rope does not have this rope_type"),
+            "proportional": ("partly", "it ignores the factor"),
             "linear": ("yes", f"{_VLLM}: otherwise it multiplies {{length}} by the factor again"),
             "longrope": ("partly", f"{_VLLM}; it then uses the long factors for short texts, too"),
             "yarn with a temperature": ("partly", f"{_VLLM}; older releases ignore attention_factor and mscale"),
@@ -75,6 +86,8 @@ READERS = (
     ),
     Reader(
         "llama.cpp",
+        "llama.cpp",
+        "run, 0c1e570",
         {
             "": ("yes", "convert_hf_to_gguf.py writes it into the GGUF; start it with -c {length}"),
             "by layer type": _LAYER_TYPES,
@@ -85,16 +98,64 @@ READERS = (
             ),
             "yarn without rounding": ("no", "it rounds the ends of the ramp and does not support truncate=False"),
             "llama3 elsewhere": ("no", f"its converter writes llama3's factors for {', '.join(_LLAMA_CLASSES)} only"),
-            "longrope": ("no", "its converter writes the two lists for a few architectures only, such as Phi-3"),
+            **dict.fromkeys(
+                ("longrope", *LISTS),
+                (
+                    "no",
+                    "its converter writes lists of factors for a few architectures only, such as Phi-3; export to a "
+                    "GGUF file instead: --output OUT.gguf",
+                ),
+            ),
             "proportional": ("no", "its converter does not support this rope_type"),
             "dynamic": ("no", "it keeps the checkpoint's base"),
         },
         l_at_top=("llama3", "longrope"),
         cut=NEED_L,
     ),
+    Reader(
+        "mlx-lm",
+        "mlx",
+        "run, 0.32.2",
+        {
+            "": ("yes", "its models of Llama's kind read rope_scaling and rope_theta alone"),
+            "by layer type": _LAYER_TYPES,
+            "yarn with a temperature": ("partly", "it reads mscale and mscale_all_dim, and ignores attention_factor"),
+            "yarn without rounding": ("no", "it rounds the ends of the ramp and does not support truncate=False"),
+            "longrope": ("partly", "it uses the long factors for short texts, too, and ignores attention_factor"),
+            LISTS[1]: ("no", "it ignores attention_factor and computes sqrt(1 + ln k / ln L)"),
+            "dynamic": ("no", "it grows from max_position_embeddings={length}"),
+        },
+        is_old=True,
+    ),
+    Reader(
+        "SGLang",
+        "sglang",
+        "read, 0.5.23",
+        {
+            "": ("yes", "--context-length {length}"),
+            "by layer type": _LAYER_TYPES,
+            "yarn with a temperature": ("partly", "it reads attn_factor and mscale, and ignores attention_factor"),
+            "longrope": ("partly", "one text beyond L gives all texts of its batch the long factors"),
+            "proportional": ("partly", "it ignores the factor"),
+            "dynamic": ("no", "it uses one base, for the longest text that it serves"),
+        },
+        scaling_wins=True,
+    ),
+    Reader(
+        "ONNX Runtime GenAI",
+        "onnx",
+        "read, 0.18.0",
+        {
+            "": ("no", "its builder for Llama reads llama3 alone and silently ignores other types"),
+            "default": ("yes", ""),
+            "llama3": ("yes", ""),
+            "elsewhere": ("partly", "its builder reads linear and yarn, without attention_factor; others are refused"),
+        },
+        scaling_wins=True,
+    ),
 )
 
-TRANSFORMERS, _, VLLM, LLAMA_CPP = READERS
+TRANSFORMERS, _, VLLM, LLAMA_CPP = READERS[:4]
 
 SERVERS = ("config", VLLM.name, LLAMA_CPP.name)
 """Programs that may serve a scheme; `config` is any program that reads the `rope_parameters` of Transformers."""
@@ -102,13 +163,14 @@ SERVERS = ("config", VLLM.name, LLAMA_CPP.name)
 
 @dataclass(frozen=True)
 class Support:
-    """Whether a program computes the scheme from a folder: `reads` is `yes`, `partly` or `no`, and `words` are its
-    start options, or the reason.
+    """Whether a program computes the scheme from a folder: `reads` is `yes`, `partly` or `no`, `words` are its start
+    options or the reason, and `known` is how that was established, see `Reader`.
     """
 
     name: str
     reads: str
     words: str
+    known: str
 
 
 def form_of(parameters: dict[str, Any], architectures: Any) -> str:
@@ -124,17 +186,69 @@ def form_of(parameters: dict[str, Any], architectures: Any) -> str:
         return "yarn without rounding"
     if kind == "llama3" and not any(name in _LLAMA_CLASSES for name in architectures or ()):
         return "llama3 elsewhere"
+    if kind == "longrope" and parameters["short_factor"] == parameters["long_factor"]:
+        return LISTS[_has_temperature_of_its_own(parameters)]
     return kind
 
 
-def supported(parameters: dict[str, Any], architectures: Any, length: int = 0) -> tuple[Support, ...]:
-    """What Transformers, vLLM and llama.cpp make of `rope_parameters`, for a context of `length` tokens."""
-    form = form_of(parameters, architectures)
-    rows = []
-    for name, reader in (("Transformers", TRANSFORMERS), (VLLM.name, VLLM), (LLAMA_CPP.name, LLAMA_CPP)):
-        reads, words = reader.support.get(form, reader.support[""])
-        rows.append(Support(name, reads, words.format(length=length)))
+def _has_temperature_of_its_own(parameters: dict[str, Any]) -> bool:
+    """Whether `attention_factor` of a longrope is another than the one that follows from its factor and L."""
+    factor, trained = parameters.get("factor") or 1.0, parameters.get("original_max_position_embeddings") or 2
+    follows = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(trained))
+    return abs(parameters.get("attention_factor", follows) / follows - 1) > 2e-3
+
+
+def readers_called(keys: Iterable[str]) -> tuple[Reader, ...]:
+    """The readers with these names behind `--for`; all of them without a name.
+
+    Raises:
+        InvalidField: there is no such reader.
+    """
+    by_key = {reader.key: reader for reader in READERS}
+    for key in keys:
+        if key not in by_key:
+            raise InvalidField(f"there is no reader {key!r}; {did_you_mean(key, by_key)}")
+    return tuple(by_key[key] for key in keys) or READERS
+
+
+def supported(
+    parameters: dict[str, Any], architectures: Any, length: int = 0, readers: Iterable[Reader] = READERS
+) -> tuple[Support, ...]:
+    """What each of some readers makes of `rope_parameters`, for a context of `length` tokens."""
+    form, rows = form_of(parameters, architectures), []
+    for reader in readers:
+        elsewhere = reader.support.get("elsewhere") if not {*(architectures or ())} & {*_LLAMA_CLASSES} else None
+        reads, words = reader.support.get(form, elsewhere or reader.support[""])
+        rows.append(Support(reader.name, reads, words.format(length=length), reader.known))
     return tuple(rows)
+
+
+def parameters_for(
+    readers: Iterable[Reader], scheme: Scheme, config: Any, architectures: Any, length: int
+) -> dict[str, Any]:
+    """The `rope_parameters` of a scheme that most of the readers compute: its own type, or `equal_lists`.
+
+    Args:
+        readers: default all programs, of whom Transformers decides.
+        config: of the unpatched checkpoint; it stays unchanged.
+        architectures: of the config.
+        length: the context to serve, in tokens.
+
+    Raises:
+        NotExpressible: neither form expresses the scheme; the message has the reason of its own type.
+    """
+    forms, reasons = [], []
+    for as_lists in (None, length):
+        try:
+            forms.append(export_rope_parameters(scheme, config, as_lists))
+        except NotExpressible as error:
+            reasons.append(error)
+    if not forms:
+        raise reasons[0]
+    order = ("yes", "partly", "no")
+    rows = [supported(form, architectures, length, readers) for form in forms]
+    worst = [sorted((order.index(row.reads) for row in each), reverse=True) for each in rows]
+    return forms[worst.index(min(worst))]
 
 
 def served_by(scheme: Scheme | None, config: Any) -> list[str]:
@@ -145,12 +259,15 @@ def served_by(scheme: Scheme | None, config: Any) -> list[str]:
         return list(SERVERS)
     try:
         check_own_code(config.name_or_path, {"model_type": config.model_type, **vars(config)})
-        parameters = export_rope_parameters(scheme, config.get_text_config())
+        text = config.get_text_config()
+        parameters = parameters_for((), scheme, text, config.architectures, text.max_position_embeddings)
     except NotExpressible:
         return []
     if entry_of(parameters)["rope_type"] == "dynamic":
         return []  # its readers disagree
-    rows = zip(SERVERS, supported(parameters, config.architectures), strict=True)
+    rows = zip(
+        SERVERS, supported(parameters, config.architectures, readers=(TRANSFORMERS, VLLM, LLAMA_CPP)), strict=True
+    )
     return [f"{name} (partly)" if row.reads == "partly" else name for name, row in rows if row.reads != "no"]
 
 

@@ -2,11 +2,13 @@
 
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.base import Scheme, Source
+from rope_patch.schemes.clip import ClippedRoPE
 from rope_patch.schemes.complex_order import ComplexOrder
 from rope_patch.schemes.compose import Compose
 from rope_patch.schemes.cope import CoPE
 from rope_patch.schemes.dca import DualChunkAttention
 from rope_patch.schemes.deberta import Disentangled
+from rope_patch.schemes.dpe import DimensionWise
 from rope_patch.schemes.fire import FIRE
 from rope_patch.schemes.floater import FLOATER
 from rope_patch.schemes.fope import FoPECut
@@ -20,6 +22,7 @@ from rope_patch.schemes.llama3 import Llama3Scaling
 from rope_patch.schemes.lm_infinite import LMInfinite
 from rope_patch.schemes.logn import LogN
 from rope_patch.schemes.longrope import LongRoPE
+from rope_patch.schemes.mrrope import MrRoPE
 from rope_patch.schemes.multiplicative import Multiplicative
 from rope_patch.schemes.ntk import AdjustedBase, DynamicNTK, NTKScaling
 from rope_patch.schemes.ntk_mixed import NTKMixed

@@ -61,23 +61,33 @@ class NoPE(Scheme):
 
 @dataclass(frozen=True)
 class LearnedRoPE(Scheme):
-    """Every layer trains its frequencies, starting from those of the checkpoint or of the scheme listed with it.
+    """Layers train their frequencies, starting from those of the checkpoint or of the scheme listed with it.
 
     The parameter is the logarithm of each pair's speed-up, zero at first. The frequencies of a head span orders of
     magnitude. Equal steps, such as Adam's, change all of them in proportion; equal steps of the frequencies themselves
-    would throw the slow ones far off. The post trained the frequencies and found that they barely moved.
+    would throw the slow ones far off. The post trained the frequencies and found that they barely moved. LeRoPE
+    (2607.10134) shares one parameter among all layers and trains it without weight decay.
+
+    Args:
+        per_layer: False gives all layers the same frequencies.
     """
 
     name = "learned_rope"
     summary = "every layer trains the frequencies of its rotation"
     title = "learned RoPE"
-    equation = "theta_i <- theta_i exp(w_i), w learned per layer"
+    equation = "theta_i <- theta_i exp(w_i), w learned"
     source = Source("Transformer upgrade 2: rotary position embedding", 2021, "https://kexue.fm/archives/8265")
     regime = "fine-tune"
     refines = True
     learned_frequencies = True
     precise = ("log_speed",)
     sweep = None  # untrained it is RoPE
+
+    per_layer: bool = True
+
+    @property
+    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self.per_layer else self.precise
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         return {"log_speed": torch.zeros(shape.pairs)}

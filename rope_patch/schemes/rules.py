@@ -167,6 +167,19 @@ class NumbersAboveZero(Rule):
         return bool(value) and all(_is_of(item, float) and item > 0 and is_computable(item) for item in value)
 
 
+class WholeNumbers(NumbersAboveZero):
+    """The same with integers."""
+
+    def allowed(self, noun: str, scheme: Any = None) -> str:
+        return f"one integer of at least 1 per {self.each}"
+
+    def holds(self, value: Any, scheme: Any) -> bool:
+        return super().holds(value, scheme) and all(isinstance(item, int) for item in value)
+
+    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
+        return [(1,), (2, 1)], [(), (0,), (1, -1), (1.5,), (1, True), ("1",), 1]
+
+
 @dataclass(frozen=True)
 class FieldRule:
     """All that a field may be.
@@ -206,7 +219,7 @@ class FieldRule:
             size = "" if has_size else f", and 0 or of a size from {1 / LARGEST:g} to {LARGEST:g}"
             raise InvalidField(f"{scheme.name}: {rule.refusal(self.name, value, self._noun, scheme)}{size}")
         if isinstance(value, (list, tuple)):
-            numbers = any(isinstance(rule, NumbersAboveZero) for rule in self.rules)
+            numbers = any(type(rule) is NumbersAboveZero for rule in self.rules)
             object.__setattr__(scheme, self.name, tuple(map(float, value)) if numbers else tuple(value))
 
     @property

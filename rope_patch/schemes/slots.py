@@ -27,6 +27,7 @@ class Checkpoint:
         buckets: number of its relative buckets, and the distance from which all share the last one; None without
             bucketed biases.
         has_table: whether it adds learned position rows to its input.
+        pairs: d/2, the number of pairs of dimensions that rotate; None if they do not, or layers differ.
     """
 
     training_length: int
@@ -35,6 +36,7 @@ class Checkpoint:
     bidirectional: bool = False
     buckets: tuple[int, int] | None = None
     has_table: bool = False
+    pairs: int | None = None
 
 
 @dataclass(frozen=True)

@@ -316,7 +316,7 @@ def test_both_directions(run, name):
 
 
 def of_models(spec: str) -> tuple[int, list[float]]:
-    """How often a model of two layers calls the kernel, and its errors relative to the norm: of logits of padded rows,
+    """How often a model of one layer calls the kernel, and its errors relative to the norm: of logits of padded rows,
     of gradients, and of logits of two steps after a cache.
     """
     calls, found = [], []
@@ -324,14 +324,14 @@ def of_models(spec: str) -> tuple[int, list[float]]:
     with pytest.MonkeyPatch.context() as change:
         change.setattr(fused, "attend", lambda *given: calls.append(given) or attend(*given))
         for attention in ("fused", "oracle"):
-            model = build("llama").to(DEVICE)
+            model = build("llama", num_hidden_layers=1).to(DEVICE)
             patch(model, spec, attention=attention)
-            ids, mask = (x.to(DEVICE) for x in left_padded([tokens(40), tokens(33)]))
+            ids, mask = (x.to(DEVICE) for x in left_padded([tokens(30), tokens(23)]))
             logits = model(ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=False).logits
             leaf = model.model.layers[0].self_attn.q_proj.weight
             (gradient,) = torch.autograd.grad(logits[mask.bool()].square().sum(), leaf)
             with torch.no_grad():
-                steps = cached_logits(model, ids, [38, 1, 1], mask)
+                steps = cached_logits(model, ids, [28, 1, 1], mask)
             found.append((logits[mask.bool()], gradient, steps[mask.bool()]))
     return len(calls), [float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True)]
 
@@ -343,7 +343,7 @@ def of_models(spec: str) -> tuple[int, list[float]]:
 )
 def test_a_model_under_it_is_the_model_under_the_oracle(run, spec):
     calls, errors = run(of_models, spec)
-    assert calls == 2 * (1 + 3)
+    assert calls == 1 + 3
     assert max(errors) < TOLERANCES["float32"], errors
 
 

@@ -47,14 +47,6 @@ def test_explaining_itself_takes_less_than_a_second(words, status):
     assert seconds < 1
 
 
-def test_importing_the_package_costs_what_transformers_costs():
-    _, done = cpu_seconds("-c", "import rope_patch, sys; print('torch' in sys.modules, dir(rope_patch)[:1])")
-    assert done.stdout.startswith("False ['ALiBi']")
-    code = "import time; from transformers import LlamaForCausalLM; a = time.process_time()\n"
-    code += "from rope_patch import patch; print(time.process_time() - a)"
-    assert any(float(cpu_seconds("-c", code)[1].stdout) < 0.5 for _ in range(2))  # 0.1 on a machine that is quiet
-
-
 def test_the_public_names_are_all_that_dir_lists():
     assert dir(rope_patch) == sorted(rope_patch.__all__)
     assert {"patch", "unpatch", "YaRN", "UnknownScheme", "__version__"} <= set(dir(rope_patch))

@@ -48,7 +48,7 @@ def chunks(ids):
     return [17, 1, 1, 9, ids.shape[1] - 28]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("spec", ALL)
 @pytest.mark.parametrize(
     ("mount", "attention"),

@@ -49,7 +49,7 @@ def begun(model, cache=None):
     return cache
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("mount", ["auto", "late"])
 @pytest.mark.parametrize("static", [False, True])

@@ -39,7 +39,7 @@ def _traceable(scheme: Scheme) -> bool:
     return (scheme.learns or "embedding" in scheme.slots) and not scheme.breaks_graph
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("spec", [*ROUTES, CASES["self_extend"], CASES["window"]])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_one_graph_gives_the_logits_of_eager_mode(model, spec):
@@ -49,7 +49,7 @@ def test_one_graph_gives_the_logits_of_eager_mode(model, spec):
         assert_close(logits(compiled, tokens()), expected)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("spec", [spec for spec in CASES.values() if _traceable(get_scheme(spec))])
 def test_encodings_of_the_literature_compile_to_one_graph_too(shallow, spec):
     batch, mask = left_padded([tokens(), tokens(33)])
@@ -80,8 +80,9 @@ def test_patching_after_compiling_takes_effect_and_goes_away(shallow, spec):
 
 
 @pytest.mark.parametrize(("spec", "parts"), [("sinusoidal", "model"), ("floater", "model"), ("floater", "layers")])
-def test_positions_at_the_input_enter_a_model_that_is_compiled_already(llama, spec, parts):
-    with patch(build(), spec) as handle:
+def test_positions_at_the_input_enter_a_model_that_is_compiled_already(shallow, spec, parts):
+    llama = shallow
+    with patch(copy.deepcopy(llama), spec) as handle:
         train(handle.model)
         expected = logits(handle.model, tokens())
     plain = logits(llama, tokens())
@@ -150,7 +151,7 @@ def test_generated_code_gives_the_logits_of_eager_mode(shallow, spec):
         assert_close(logits(compiled, tokens()), expected, 1e-4)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     "spec", [CASES[name] for name in ("yarn", "rerope", "dca", "alibi", "shaw", "cope", "sinusoidal")]
 )
@@ -165,10 +166,13 @@ def test_decoding_with_a_compiled_model_equals_the_full_forward(shallow, spec, s
         assert_close(found[mask.bool()], expected[mask.bool()])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_generated_code_decodes_as_eager_mode_does(shallow):
     with patch(shallow, "rerope", window=6):
         expected = logits(shallow, tokens(16))
         cache = StaticCache(config=shallow.config, max_cache_len=20)
+        start = cached_logits(shallow, tokens(16)[:, :13], [13], cache=cache)
         compiled = torch.compile(shallow, fullgraph=True)
-        assert_close(cached_logits(compiled, tokens(16), [13, 1, 1, 1], cache=cache), expected, 1e-4)
+        with torch.no_grad():
+            steps = [compiled(tokens(16)[:, place : place + 1], past_key_values=cache).logits for place in (13, 14, 15)]
+        assert_close(torch.cat([start, *steps], dim=1), expected, 1e-4)

@@ -46,7 +46,7 @@ def by_modes(model, spec):
             return
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("family", "spec"), STATIC_ON_TABLES)
 def test_rotary_mount_equals_late_mount(model, spec):
     with patch(model, spec) as handle:

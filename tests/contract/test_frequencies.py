@@ -51,6 +51,7 @@ def of_transformers(config: LlamaConfig, length: int) -> tuple[torch.Tensor, flo
     return ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=torch.tensor(length))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("trained", TRAINING_LENGTHS)
 def test_frequencies_equal_those_of_transformers_bit_for_bit(head_dim, trained):

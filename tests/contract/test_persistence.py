@@ -175,6 +175,7 @@ def test_a_model_saved_after_unpatch_says_nothing_of_the_scheme(llama, tmp_path)
     assert json.loads(before) == json.loads(after)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", [family for family in RUN if family not in SHARED_TABLES])
 @pytest.mark.parametrize("spec", EXPRESSIBLE)
 def test_exported_parameters_make_plain_transformers_compute_the_scheme(family, spec):

@@ -101,10 +101,10 @@ def test_bfloat16_is_close_to_float32(model, spec, family):
 
 
 @pytest.mark.parametrize("spec", ALL)
-def test_float64_is_float32_with_more_digits(spec):
-    model = build().double()
-    with patch(model, spec):
-        found = logits(model, tokens())
+def test_float64_is_float32_with_more_digits(llama, spec):
+    llama.double()
+    with patch(llama, spec):
+        found = logits(llama, tokens())
     assert found.dtype == torch.float64
     with patch(build(), spec) as handle:
         assert_close(found.float(), logits(handle.model, tokens()), 1e-4)

@@ -25,13 +25,14 @@ from .conftest import losses, rows, weights, words_of
 CONFIGS = sorted((Path(__file__).parents[2] / "recipes" / "configs" / "accelerate").glob("*.yaml"))
 CASES = {
     "full": {},
-    "adapters, padded": {"method": "lora", "layout": "padded", "scheme": ["rerope:window=8"]},
-    "micro-batches": {"micro_batch_size": 1, "gradient_checkpointing": True, "scheme": ["kerple"]},
-    "stream": {"streaming": True},
+    "adapters, padded, micro-batches": {
+        **{"method": "lora", "layout": "padded", "scheme": ["rerope:window=8"]},
+        **{"micro_batch_size": 1, "gradient_checkpointing": True},
+    },
+    "stream, learned": {"streaming": True, "scheme": ["kerple"]},
     "shared rows": {"scheme": ["rerope:window=8+logn"], "gradient_checkpointing": True},
-    "shared stream": {"streaming": True, "layout": "padded", "method": "lora"},
 }
-TOGETHER = {"shared rows": {"context_parallel": 2}, "shared stream": {"context_parallel": 2}}
+TOGETHER = {"shared rows": {"context_parallel": 2}}
 
 
 def train(rank, *commands):

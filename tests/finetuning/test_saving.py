@@ -57,6 +57,7 @@ def tied_checkpoint(folder):
     return folder
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scheme", [SCHEME, LATE, LEARNED])
 @pytest.mark.parametrize(("method", "merge"), METHODS)
 def test_it_comes_back_under_its_scheme(method, merge, scheme, left, monkeypatch, tmp_path):

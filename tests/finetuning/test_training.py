@@ -78,6 +78,7 @@ def test_a_tied_head_stays_tied_and_another_is_left_alone():
     assert "lm_head.weight" not in trained(prepared("lora_norms_embeddings"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("scheme", [SCHEME, *LEARNED])
 def test_training_moves_what_is_trained_and_nothing_else(method, scheme, finetune):

@@ -149,7 +149,7 @@ def test_options(part, number, count, command):
     count(FUZZED, explore(command_lines(command), lambda words: read(command, words), number, part))
 
 
-@exploring(usual=15, hard=100)
+@exploring(usual=6, hard=100)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_yaml(part, number, count, command, tmp_path):
     path = tmp_path / "settings.yaml"

@@ -39,6 +39,7 @@ def fill(model, state):
     model.load_state_dict(state)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("load", [assign, fill])

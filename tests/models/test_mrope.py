@@ -67,6 +67,7 @@ def test_native_scheme_is_a_no_op(model, mount):
     assert torch.equal(run(model, image), with_picture)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "plain"), [("qwen2_vl", "qwen2"), ("qwen2_5_vl", "qwen2"), ("qwen3_vl", "qwen3")])
 @pytest.mark.parametrize("spec", REPRESENTATIVE)
 @pytest.mark.usefixtures("trained_parameters")
@@ -188,7 +189,7 @@ def test_a_query_scale_counts_tokens_also_where_axes_differ(model, family, form)
         assert_close(run(model, inputs[form]), run(reference, inputs[form]))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @of_each_kind
 @pytest.mark.parametrize("spec", [CASES["rerope"], CASES["yarn"]])
 def test_one_graph_reads_text_and_stops_at_an_image(model, spec):
@@ -207,6 +208,7 @@ def test_one_graph_reads_text_and_stops_at_an_image(model, spec):
                 compiled(ids, position_ids=apart, use_cache=False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", WITH_TOWER)
 @pytest.mark.parametrize("spec", [CASES["yarn"], CASES["rerope"]])
 def test_saving_loading_and_taking_back_a_whole_model(model, spec, tmp_path):

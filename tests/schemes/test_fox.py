@@ -114,6 +114,7 @@ def loss_gradients(attention, dtype, ids, **inputs):
     return found.logits.detach(), {name: parameter.grad.double() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("attention", ["segmented", "chunked"])
 @pytest.mark.parametrize("kind", ["long", "padded", "packed"])
 def test_long_texts_have_the_gradients_of_float64(attention, kind):

@@ -72,6 +72,7 @@ def test_they_stay_in_float32_and_train_in_every_layer(llama, spec):
         assert found[name].any()
 
 
+@pytest.mark.one_in(3)
 @each
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("mode", ["auto", "chunked", "segmented"])
@@ -200,7 +201,7 @@ def test_lists_of_the_wrong_length_are_named(llama):
 def test_a_compiled_model_decodes_and_trains_as_an_eager_one(spec):
     llama = build(num_hidden_layers=1)
     patch(llama, spec)
-    texts = tokens(rows=2), tokens(21)
+    texts = tokens(rows=2), tokens(rows=2, seed=1)
     steps, expected = cached_logits(llama, tokens(), [37, 1, 1, 1]), gradients(llama, *texts)
     assert_close(cached_logits(torch.compile(llama, fullgraph=True, backend="eager"), tokens(), [37, 1, 1, 1]), steps)
     found = gradients(torch.compile(llama, backend="aot_eager"), *texts)

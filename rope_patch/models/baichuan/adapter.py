@@ -36,4 +36,5 @@ def read(stack: PreTrainedModel) -> Stack:
         AttentionLayer(f"layers.{index}.self_attn", layer.self_attn, index, spec, half_split(head_dim), heads)
         for index, layer in enumerate(stack.layers)
     )
-    return Stack(stack, Checkpoint(length, config.num_attention_heads, length), ALiBi(), layers)
+    checkpoint = Checkpoint(length, config.num_attention_heads, length, pairs=head_dim // 2)
+    return Stack(stack, checkpoint, ALiBi(), layers)
