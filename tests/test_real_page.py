@@ -38,29 +38,31 @@ def _cell(row: Row, reference: Row) -> str:
 
 
 def by_text(path: Path) -> str:
-    """NLL on far tokens by text, the difference from the text cut to L with its error, over windows of one text or over
-    several texts, and NLL of the other tokens.
+    """NLL on far tokens and its difference from the text cut to L, text by text; over several texts the mean of these,
+    with its error over them; and that of the other tokens.
     """
     rows = Rows(path).rows
     cells = {(row.line, row.text): row for row in rows}
     texts, lines = (list(dict.fromkeys(each)) for each in zip(*((row.text, row.line) for row in rows), strict=True))
-    table = [["scheme", *(f"{text} ({rows_of(rows, text).windows})" for text in texts), "beside the cut"]]
-    table[0] += [f"the other tokens of {text}" for text in texts if cells["cut", text].others_nll]
-    table += [["---"] * len(table[0])]
+    head = ["scheme", *(f"{Path(text or '').stem} ({cells['cut', text].windows})" for text in texts)]
+    head += [*["beside the cut"] * (len(texts) > 1), *["the other tokens"] * (rows[0].others_nll is not None)]
+    table = [head, ["---"] * len(head)]
     for line in lines:
-        pairs = [(cells[line, text], cells["cut", text]) for text in texts if (line, text) in cells]
-        shown = [f"{cells[line, text].nll:.3f}" if (line, text) in cells else "" for text in texts]
-        apart = [paired_difference(row, cut) for row, cut in pairs]
-        error = apart[0][1] if len(texts) == 1 else standard_error([difference for difference, _ in apart])
-        mean = f"{statistics.fmean(difference for difference, _ in apart):+.2f}{f' ± {error:.2f}' if error else ''}"
-        others = [f"{row.others_nll:.3f}" for row, _ in pairs if row.others_nll]
-        table += [[display_name(line), *shown, mean if line != "cut" and len(pairs) == len(texts) else "", *others]]
+        pairs = {text: (cells[line, text], cells["cut", text]) for text in texts if (line, text) in cells}
+        apart = {text: paired_difference(*pair) for text, pair in pairs.items()}
+        shown = [f"{pairs[text][0].nll:.3f}{_beside(*apart[text])}" if text in pairs else "" for text in texts]
+        if len(texts) > 1:
+            mean, error = (f([one for one, _ in apart.values()]) for f in (statistics.fmean, standard_error))
+            shown.append(f"{mean:+.2f} ± {error:.2f}" if len(pairs) == len(texts) and line != "cut" else "")
+        others = [row.others_nll - cut.others_nll for row, cut in pairs.values() if row.others_nll and cut.others_nll]
+        table.append([display_name(line), *shown, *([f"{statistics.fmean(others):+.2f}"] if others else [])])
     return "".join(f"| {' | '.join(line)} |\n" for line in table)
 
 
-def rows_of(rows: list[Row], text: str) -> Row:
-    """Any row of a text."""
-    return next(row for row in rows if row.text == text)
+def _beside(difference: float, error: float | None) -> str:
+    if not difference:
+        return ""
+    return f" ({difference:+.2f}{'' if error is None else f' ± {error:.2f}'})"
 
 
 @pytest.mark.parametrize("path", FAR, ids=lambda path: f"{path.parent.name}-{path.stem}")
