@@ -45,7 +45,7 @@ def _reasons(stack: Stack, plan: Plan, layers: Sequence[AttentionLayer]) -> Iter
             yield f"{layer.name}: {layer.unscored}"
         if layer.kind not in _KINDS:
             yield f"{layer.name} is of kind {layer.kind}; allowed: {', '.join(_KINDS)}"
-        if layer.sliding_window is not None and not layer.is_causal:
+        if layer.sliding_window is not None and not is_causal(layer.module):
             yield f"{layer.name} has a window in both directions"
     if getattr(stack.config, "is_decoder", False) and getattr(stack.config, "is_encoder_decoder", False):
         yield f"{family} also reads an encoder; share the rows of model.get_encoder()"
