@@ -49,15 +49,14 @@ class Options(Measured):
     documents: int | None = None  # how many are scored; default all
     windows_per_document: int | None = None  # places scored in each; default as many as make 16 in all
     evaluate_every: int | None = None  # steps between two measurements; default only before and after
-    method: Literal["full", "lora", "lora_norms", "lora_embeddings", "lora_norms_embeddings"] = (
-        "full"  # which weights are trained
-    )
+    method: Literal["full", "lora", "lora_norms", "lora_embeddings", "lora_norms_embeddings"] = "full"  # what trains
     rank: int = 8  # of LoRA
     alpha: float = 16.0  # of LoRA
     dropout: float = 0.0  # of LoRA
     merge: bool = False  # save whole weights instead of adapters
     steps: int = 400  # of the optimiser
     batch_size: int = 64  # rows per step, over all processes
+    context_parallel: int = 1  # processes that share each row, started here unless a launcher did
     micro_batch_size: int | None = None  # rows in one forward; default all of a process
     learning_rate: float = 2e-5  # with AdamW (0.9, 0.95), as YaRN and LongLoRA
     warmup_steps: int = 20  # the learning rate rises over these
@@ -112,7 +111,7 @@ def main(options: Options) -> None:
         say(f"perplexity is measured on {text}")
         scored = ("targets", "documents", "windows_per_document", "seed")
         measured = {name: getattr(options, name) for name in scored} | {"name": options.model or "tiny-llama"}
-        measured |= {"tokenizer": tokenizer, "corpus": corpus, "text": text, "results": measurements}
+        measured |= {"tokenizer": tokenizer, "corpus": corpus, "text": text, "results": measurements, "start": False}
         for spec in options.schemes:
             finetune(options, spec, documents, {**measured, "points": points})
         if points is None:
@@ -131,9 +130,11 @@ def check(options: Options) -> None:
             raise EvaluationError(f"{name}={value} is not allowed; it must be at least 1")
     if not 0 < options.held_out < 1:
         raise EvaluationError(f"held_out={options.held_out} is not allowed; it is a share between 0 and 1")
-    at_once = int(os.environ.get("WORLD_SIZE", "1")) * (options.micro_batch_size or 1)
+    at_once = int(os.environ.get("WORLD_SIZE", "1")) // options.context_parallel * (options.micro_batch_size or 1)
     if options.batch_size % at_once:
         raise EvaluationError(f"batch_size={options.batch_size} is not allowed; it must be a multiple of {at_once}")
+    if options.loss == "longce" and options.context_parallel > 1:
+        raise EvaluationError("loss=longce is not allowed with context_parallel: its short contexts span several parts")
     if options.device not in ("auto", "cpu"):
         raise EvaluationError(f"device={options.device} is not allowed; Trainer takes auto or cpu")
     if options.dtype != "float32" and (options.method == "full" or options.precision != "bfloat16"):
@@ -200,8 +201,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     scheme = scheme_at(spec, options.length, [stack.checkpoint for stack in stacks])
     doublings = [trained * 2**n for n in range(30) if trained * 2**n < options.length]
     lengths = options.lengths or (*doublings, options.length)
-    when = {"every": options.evaluate_every, "start": False}
-    perplexity = callbacks.PerplexityCallback(lengths=lengths, line=spec, **when, **measured)
+    perplexity = callbacks.PerplexityCallback(lengths=lengths, line=spec, every=options.evaluate_every, **measured)
     for reference in REFERENCES:
         perplexity.measure(model, reference, 0, reference)
     if scheme is not None:
@@ -213,13 +213,13 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     model = adapters.make_trainable(model, options.method, **adapted)
     if options.gradient_checkpointing:
         language_model.gradient_checkpointing_enable({"use_reentrant": False})
-    called: list[Any] = [perplexity]
+    called: dict[str, Any] = {"callbacks": [perplexity], "sharing": options.context_parallel}
     if options.warm_start_steps:
-        called.append(callbacks.WarmStart(scheme, options.warm_start_steps, options.length / trained))
+        called["callbacks"].append(callbacks.WarmStart(scheme, options.warm_start_steps, options.length / trained))
     collators = {"packed": default_data_collator, "padded": PoSECollator(row_length, chunks=1)}
     collators["pose"] = PoSECollator(options.length, options.pose_chunks, options.seed)
     arguments = training_arguments(options, folder / "trainer")
-    trainer = checkpoints.SafeTrainer(model, arguments, collators[options.layout], rows, callbacks=called)
+    trainer = checkpoints.SafeTrainer(model, arguments, collators[options.layout], rows, **called)
     chunked = chunked_loss.chunked_loss(model, long_ce=weights)
     in_chunks = chunked if options.loss in ("chunked", "longce") else nullcontext()
     with in_chunks, redirect_stdout(sys.stderr):  # Trainer prints its log
@@ -264,7 +264,7 @@ def training_arguments(options: Options, folder: Path) -> Any:
     if options.decay_steps:
         decay = {"num_decay_steps": options.decay_steps, "decay_type": "linear"}
         schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": decay}
-    share = options.batch_size // PartialState().num_processes
+    share = options.batch_size * options.context_parallel // PartialState().num_processes
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=options.steps,
@@ -285,6 +285,7 @@ def training_arguments(options: Options, folder: Path) -> Any:
         save_total_limit=1,
         report_to=list(options.report_to) or "none",
         remove_unused_columns=False,
+        accelerator_config={"dispatch_batches": False} if options.context_parallel > 1 else None,
     )
     arguments._n_gpu = min(1, arguments.n_gpu)  # of one process: nn.DataParallel copies patched layers wrongly
     return arguments

@@ -5,6 +5,7 @@
     rope-patch perplexity --protocol repeat --lengths 2x --scheme rerope:window=128+logn
     python recipes/perplexity.py recipes/configs/demo.yaml
     torchrun --nproc-per-node 2 recipes/perplexity.py recipes/configs/demo.yaml
+    rope-patch perplexity --context-parallel 2 --lengths 65536
 
 The plain checkpoint (plain), the same on the text cut to its training length (cut), and attention cut at that length
 (window) are always among the lines, unless --no-references leaves them out. Rows are written as they are measured: run
@@ -33,6 +34,7 @@ class Options(Measured):
     tokens_per_document: int | None = None  # where whole documents are scored; default all
     documents: int | None = None  # how many, drawn at random where there are more; default all
     windows_per_document: int | None = None  # places scored in each document; default as many as make 16 in all
+    context_parallel: int = 1  # processes that share each context, started here unless a launcher did
     output: str = "runs/perplexity"  # folder of perplexity.jsonl and perplexity.png
 
 
@@ -74,8 +76,9 @@ def main(options: Options) -> None:
     corpus = load_text(options.text, options.dataset, split=options.split, column=options.column)
     lengths = ", ".join(map(str, options.lengths))
     say(f"measuring {counted(len(schemes), 'scheme')} at {lengths} tokens of {counted(len(corpus), 'document')}")
-    task, name = replace(task, tokenizer=tokenizer, corpus=corpus), options.model or "tiny-llama"
-    rows = run_task(model, task, schemes, options.lengths, results, name=name, trained=trained)
+    task = replace(task, tokenizer=tokenizer, corpus=corpus)
+    how = {"name": options.model or "tiny-llama", "trained": trained, "sharing": options.context_parallel}
+    rows = run_task(model, task, schemes, options.lengths, results, **how)
 
     if is_main():
         for note in shortfalls(rows[-1]):

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from rope_patch.attention.inputs import AttentionMode
 from rope_patch.errors import (
@@ -25,6 +26,7 @@ from rope_patch.models.paged import forget_managers
 from rope_patch.models.rope_parameters import scheme_of_parameters, stated_length, stated_parameters
 from rope_patch.mounting.layer_state import LayerState
 from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
+from rope_patch.mounting.row_sharing import reason_not_to_share
 from rope_patch.mounting.saved import Notice, install_saving
 from rope_patch.mounting.scheme_warnings import scheme_warning
 from rope_patch.mounting.undo import Changes
@@ -235,6 +237,10 @@ def _mount(model: nn.Module, scheme: Scheme, mounted: Mounted, mount: Mount, att
         for module, its_stack in rotary.items():
             changes.keep_filled(module, its_stack)
         install_saving([*find_around(model), *model.modules()], notice, changes)
+        if any(reason_not_to_share(*each) for each in mounted):
+            for holder in holders:
+                if isinstance(holder, PreTrainedModel):
+                    changes.set(holder, "_supports_context_parallel", False)
     except BaseException:
         changes.undo()
         raise

@@ -27,10 +27,15 @@ def run_one(function: Callable[..., None], *arguments: Any, seconds: float = 180
 
 def run_two(function: Callable[..., None], *arguments: Any, seconds: float = 180.0) -> list[int | None]:
     """The exit codes of `function(rank, *arguments)` in two processes that can join each other on gloo."""
+    return run_many(2, function, *arguments, seconds=seconds)
+
+
+def run_many(number: int, function: Callable[..., None], *arguments: Any, seconds: float = 180.0) -> list[int | None]:
+    """`run_two` for any number of processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    ranks = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(number)}
+    ranks = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
     return _run([(function, (rank, *arguments), environment) for rank, environment in enumerate(ranks)], seconds)
 
 

@@ -27,6 +27,7 @@ FLOORS = [
     {"models"},
     {"mounting"},
     {"patching"},
+    {"sharing"},
     {"saving", "description"},
     {"api", "data"},
     {"evaluation", "serving"},

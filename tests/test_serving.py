@@ -161,7 +161,6 @@ def test_a_scheme_is_measured_from_what_was_trained_not_from_an_earlier_extensio
         ("rerope:window=8", "rerope fills segments"),
         ("yarn:factor=4+logn", "logn fills query_scale"),
         ("alibi", "alibi fills bias"),
-        ("ntk_mixed:factor=4", "have no type for it"),
         ("dynamic_yarn", "no yarn that follows the length"),
         ("dynamic_ntk", r"readers disagree.*ntk:factor=k with k = l / L"),
         ("dynamic_ntk:factor=2", "k = 2 l / L - 1"),

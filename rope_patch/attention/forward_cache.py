@@ -63,14 +63,22 @@ class ForwardCache:
 
         return self.derived(("spans", *place), find, mask)[1]
 
-    def bias(self, scheme: Scheme, like: torch.Tensor, weights: Weights = NO_WEIGHTS) -> DistanceBias:
+    def bias(
+        self,
+        scheme: Scheme,
+        like: torch.Tensor,
+        weights: Weights = NO_WEIGHTS,
+        num_heads: int | None = None,
+        some: slice | None = None,
+    ) -> DistanceBias:
         """The bias of a scheme for queries `like` `(batch, heads, q_len, head_dim)`: one object for all layers with
-        the same `weights`, which computes its values once.
+        the same `weights`, which computes its values once. If `like` has only `some` heads, `num_heads` counts all.
         """
-        heads, device = like.shape[1], like.device
+        heads, device = num_heads or like.shape[1], like.device
 
         def bias(distance: torch.Tensor) -> torch.Tensor:
-            return scheme.bias(distance, heads, weights)
+            values = scheme.bias(distance, heads, weights)
+            return values if some is None or len(values) == 1 else values[some]
 
         def table(low: int, high: int) -> torch.Tensor:
             distances = torch.arange(low, high, device=device)

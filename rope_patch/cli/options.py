@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -112,7 +113,8 @@ def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | No
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # also the bars of libraries: in a log they are no lines
     try:
-        status = _ending(lambda: main(in_tokens(parse(options, sys.argv[1:] if words is None else words, prog))))
+        typed = sys.argv[1:] if words is None else words
+        status = _ending(lambda: main(in_tokens(_in_processes(parse(options, typed, prog), typed))))
     except SystemExit as end:  # after --help
         status = int(end.code or 0)
     if words is None:
@@ -146,6 +148,25 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
         if end.code:
             raise EvaluationError(_one_line(shown.getvalue())) from None
         raise
+
+
+def _in_processes(options: T, words: Sequence[str]) -> T:
+    """The same options, in one of the processes that share each row. Unless a launcher has started them, they are
+    started here, with the same words.
+
+    Raises:
+        EvaluationError: the launcher has started a number of processes that is no multiple.
+        SystemExit: those that were started here have ended.
+    """
+    number = getattr(options, "context_parallel", 1)
+    started = int(os.environ.get("WORLD_SIZE", number))
+    if number < 1 or started % number:
+        raise EvaluationError(f"context_parallel={number} is not allowed with {started} processes; a divisor is")
+    if number > 1 and "WORLD_SIZE" not in os.environ:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
+        recipe = sys.modules[type(options).__module__].__file__
+        raise SystemExit(subprocess.call([*launcher, str(recipe), *words]))
+    return options
 
 
 def in_tokens(options: Any) -> Any:

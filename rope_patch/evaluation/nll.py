@@ -7,6 +7,7 @@ from torch import nn
 
 from rope_patch.errors import EvaluationError
 from rope_patch.models.head import find_language_model, head_alone
+from rope_patch.sharing import sharing_of
 
 
 @torch.no_grad()
@@ -16,7 +17,8 @@ def chunked_nll(
     """-ln p(target | everything before it), in float32, for the last positions of the input.
 
     The stack runs once, over the whole length. The head, whose memory would grow with length x vocabulary, sees only
-    the scored positions, a chunk at a time.
+    the scored positions, a chunk at a time. Within `context_parallel` the processes share the row, and all of them
+    return the same.
 
     Args:
         model: a causal language model of Transformers, also inside PEFT or another wrapper.
@@ -32,8 +34,11 @@ def chunked_nll(
     if scored > length:
         raise EvaluationError(f"{scored} targets for a context of {length} tokens: at most {length} are predicted")
     language_model = find_language_model(model)
-    outputs = language_model.base_model(input_ids=input_ids, use_cache=False, return_dict=True)
-    hidden = outputs.last_hidden_state[:, length - scored :].split(rows_per_chunk, dim=1)
+    parallel = sharing_of(model)
+    own = input_ids if parallel is None else parallel.shard(input_ids)
+    outputs = language_model.base_model(input_ids=own, use_cache=False, return_dict=True)
+    states = outputs.last_hidden_state if parallel is None else parallel.gather(outputs.last_hidden_state)
+    hidden = states[:, length - scored :].split(rows_per_chunk, dim=1)
     with head_alone(language_model, type(outputs)) as head:
         losses = [
             nn.functional.cross_entropy(head(states).float().transpose(1, 2), expected, reduction="none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +11,8 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.distributed import fsdp
+
+from rope_patch.sharing import context_parallel, mesh_of, sharing_of
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -20,6 +23,17 @@ def joined(cpu: bool = False) -> PartialState:
     return PartialState(cpu=cpu or not torch.accelerator.is_available())
 
 
+def sharing_rows(number: int, model: nn.Module) -> AbstractContextManager[Any]:
+    """Within the block, `number` consecutive processes share each row of a model; nothing changes for one.
+
+    Raises:
+        EvaluationError: the number of all processes is not a multiple.
+    """
+    if number == 1:
+        return nullcontext()
+    return context_parallel(model, mesh_of(number, joined().device.type).get_group("cp"))
+
+
 def on_main(action: Callable[[], Result]) -> Result:
     """Run `action()` on the main process, and return its result on every process."""
     return broadcast_object_list([action() if joined().is_main_process else None])[0]
@@ -28,8 +42,11 @@ def on_main(action: Callable[[], Result]) -> Result:
 def over_processes(function: Callable[[Item], Result], items: Sequence[Item], model: nn.Module) -> list[Result]:
     """`[function(item) for item in items]`, with the items divided over the processes.
 
-    If FSDP2 shards the weights of the model, all processes must make the same calls, so each works on all items.
+    If FSDP2 shards the weights of the model, or processes share each row, all must make the same calls, so each works
+    on all items.
     """
+    if sharing_of(model) is not None:
+        return [function(item) for item in items]
     outermost = sharded(model)
     if outermost is None:
         with joined().split_between_processes(list(items)) as share:

@@ -20,7 +20,7 @@ from torch import nn
 
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.measured_model import Learned, MeasuredModel
-from rope_patch.evaluation.processes import on_main, over_processes
+from rope_patch.evaluation.processes import on_main, over_processes, sharing_rows
 from rope_patch.evaluation.progress import Progress
 from rope_patch.evaluation.row import Row, Rows
 from rope_patch.evaluation.scheme_specs import CONTROLS, SchemeAtLength, check_lengths, display_name, schemes_at_lengths
@@ -39,6 +39,7 @@ def run(
     name: str | None = None,
     trained: Learned | None = None,
     ahead: int = 0,
+    sharing: int = 1,
 ) -> list[Row]:
     """Measure every scheme at every length: scheme by scheme, length by length, cell by cell of the task.
 
@@ -57,6 +58,7 @@ def run(
         name: of the model in the rows; default `model.config.name_or_path`.
         trained: learned parameters from `pop_scheme`, used for lines of their scheme.
         ahead: how many similar calls follow, for the estimate of the remaining time.
+        sharing: number of processes that share each row, for texts that do not fit one; for perplexity of decoders.
 
     Raises:
         EvaluationError: lengths, settings or texts do not fit together.
@@ -78,7 +80,7 @@ def run(
     with Progress(model, sizes, ahead) as bar:
         for one, of_pass in zip(passes, cells, strict=True):
             scores: dict[int, Any] = {}
-            with measured.patched_with(one.scheme):
+            with measured.patched_with(one.scheme), sharing_rows(sharing, model):
                 for cell in of_pass:
                     bar.begin(f"{display_name(one.line)} at {one.length}{cell.title}")
                     wanted = [{**facts, **one.facts, **fields} for fields in cell.rows]

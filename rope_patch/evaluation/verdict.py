@@ -114,11 +114,12 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
     elif error is None or len(best.nll_by_document) < few:
         too_few = counted(best.windows or 0, "window")
     if error is None or too_few:
+        protocol = "longppl --evaluator DIR" if best.protocol == "longppl" else best.protocol or "last"
         return Verdict(
             "too few",
             f"At {best.length} tokens {name} is {apart} {reference}, which {too_few} cannot tell from chance. A longer "
             "text or more documents (--text FOLDER) give more of them; more windows also come from fewer --targets.",
-            f"perplexity --protocol {best.protocol or 'last'} --lengths 1x,{best.length} --scheme {best.line}",
+            f"perplexity --protocol {protocol} --lengths 1x,{best.length} --scheme {best.line}",
         )
     evidence = f"(error {error:.3f} over {pairs_of(best)})"
     if best.regime == "fine-tune" and not best.step:

@@ -40,7 +40,9 @@ class ForwardCall:
         added: what each slot adds to the running sums of the scheme's bias, `(batch, kv_len, heads)`; None without such
             a bias.
         looks_ahead: whether a query may see keys after it.
-        is_request: whether it is one request in a row of continuous batching.
+        is_request: whether it is one request in a row of continuous batching, or one run of a row that processes share.
+        heads: which of the layer's query heads arrive; None for all.
+        row_lengths: `lengths` of rows of which only a part arrives.
         counted: whether the stack itself counted the positions, from the number of cached tokens.
     """
 
@@ -59,6 +61,8 @@ class ForwardCall:
     added: torch.Tensor | None = None
     looks_ahead: bool = False
     is_request: bool = False
+    heads: slice | None = None
+    row_lengths: torch.Tensor | None = None
     counted: bool = False
 
     @property
@@ -69,6 +73,8 @@ class ForwardCall:
     @property
     def lengths(self) -> torch.Tensor:
         """Length of each row in tokens, without pads on either side, `(batch or 1,)`."""
+        if self.row_lengths is not None:
+            return self.row_lengths
         positions = None if self.tokens is None else self.key_positions(self.tokens.shape[-1])
         if positions is None or positions.ndim == 3:
             return self.position_ids.amax(dim=-1) + 1
@@ -78,6 +84,10 @@ class ForwardCall:
     def shareable(self) -> bool:
         """Whether layers can share key positions; a static cache counts in a separate tensor per layer."""
         return not isinstance(self.query_start, torch.Tensor)
+
+    def num_heads(self, query: torch.Tensor) -> int:
+        """The number of the layer's query heads, of which `query` `(batch, heads, q_len, head_dim)` has all or some."""
+        return query.shape[1] if self.heads is None else self.state.layer.heads.num
 
     def of_request(self, request: Request) -> ForwardCall:
         """The part of this call for one request in a row of continuous batching."""

@@ -64,13 +64,13 @@ class StackHook:
         groups = None
         if self.scorers and chosen:
             causal = is_causal(self.scorers[0], kwargs.get("is_causal"))
-            groups = _groups(kwargs, cast(Any, module.config), causal)
+            groups = groups_of_row(kwargs, cast(Any, module.config), causal)
         if groups is not None:
             changed["attention_mask"] = Groups.of(groups)
         return ((), {**kwargs, **changed}) if changed else None
 
 
-def _groups(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Tensor | None:
+def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Tensor | None:
     """Groups of the keys of a forward, if Transformers would otherwise build a mask. While compiling it builds one
     unless a cache is empty, because it cannot see that there are no pads and that no document ends.
     """

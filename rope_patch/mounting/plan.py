@@ -359,7 +359,7 @@ def _install_hooks(stack: Stack, states: Sequence[LayerState], changes: Changes)
     # an unchanged, sliding or delegating layer needs the mask of all pairs
     reads_groups = len(states) == stack.config.num_hidden_layers and all(state.reads_groups for state in states)
     scorers = tuple(state.layer.module for state in states)
-    if not reads_groups or _others_take_masks(stack.module, scorers):
+    if not reads_groups or others_take_masks(stack.module, scorers):
         scorers = ()
     # a stack that rotates counts for itself if it takes no positions
     counts = not stack.rotary and "position_ids" not in inspect.signature(stack.module.forward).parameters
@@ -371,7 +371,7 @@ def _install_hooks(stack: Stack, states: Sequence[LayerState], changes: Changes)
         changes.hook(state.layer.module, LayerHook(state, registration))
 
 
-def _others_take_masks(stack: nn.Module, scorers: Sequence[nn.Module]) -> bool:
+def others_take_masks(stack: nn.Module, scorers: Sequence[nn.Module]) -> bool:
     """Whether the mask of a stack also reaches modules that are not among these attention modules or around them: a
     convolution or a state, which pads must not enter (Falcon-H1, Zaya), or an indexer. Cross-attention has its own.
     """

@@ -10,9 +10,13 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.mounting.scoring import late_attention
+from rope_patch.mounting.shared_row import shared_attention
 
 IMPLEMENTATION = "rope_patch"
-"""The name; no other name changes."""
+"""The name; no other name changes but `SHARED`."""
+
+SHARED = "rope_patch_shared"
+"""The name where several processes share a row."""
 
 _users: weakref.WeakSet[Registration] = weakref.WeakSet()
 _registering = threading.RLock()  # reentrant: a thread that holds it may collect a user as garbage
@@ -27,6 +31,7 @@ class Registration:
         with _registering:
             _users.add(self)
             ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] = late_attention
+            ALL_ATTENTION_FUNCTIONS[SHARED] = shared_attention
         weakref.finalize(self, _forget_unused).atexit = False
 
     def restore(self) -> None:
@@ -43,9 +48,9 @@ def _forget_unused() -> None:
     with _registering:
         # `list`, because the length of a weak set may still include dead members
         if not list(_users) and IMPLEMENTATION in ALL_ATTENTION_FUNCTIONS._local_mapping:
-            del ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+            del ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION], ALL_ATTENTION_FUNCTIONS[SHARED]
 
 
 def scores_here(module: nn.Module) -> bool:
-    """Whether an attention module calls the registered function."""
-    return cast(Any, module.config)._attn_implementation == IMPLEMENTATION
+    """Whether an attention module calls a registered function."""
+    return cast(Any, module.config)._attn_implementation in (IMPLEMENTATION, SHARED)

@@ -12,6 +12,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import engine
+from rope_patch.attention.call import EVERY
 from rope_patch.attention.inputs import AttentionInputs, Content
 from rope_patch.attention.masks import keys_seen, read_mask, shows_later_keys
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
@@ -143,7 +144,10 @@ def scaled_query(call: ForwardCall, query: torch.Tensor, learned: Weights) -> to
         return query
 
     def scale() -> torch.Tensor:
-        factors = call.state.scheme.query_scale(call.position_ids.clamp(min=0), query.shape[1], learned)
+        positions, heads = call.position_ids.clamp(min=0), call.num_heads(query)
+        factors = call.state.scheme.query_scale(positions, heads, learned)
+        if call.heads is not None and len(factors) > 1:
+            factors = factors[call.heads]
         return factors.transpose(0, 1)[..., None].to(query.dtype)
 
     place = "query scale", query.shape[1], query.dtype
@@ -230,8 +234,10 @@ def _inputs(
         query_start=call.start,
         scattered=call.scattered,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        running_bias=None if call.added is None else running_sums(call.added, masks.seen()),
-        bias=call.forward_cache.bias(scheme, query, learned) if "bias" in methods else None,
+        running_bias=None if call.added is None else running_sums(call.added, masks.seen())[:, call.heads or EVERY],
+        bias=call.forward_cache.bias(scheme, query, learned, call.num_heads(query), call.heads)
+        if "bias" in methods
+        else None,
         content=Content(scheme, learned, call.states, projected, key) if by_content else None,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
@@ -249,7 +255,7 @@ def _refuse_part_of_a_row(scheme: Scheme, implementation: str) -> None:
         if str(getattr(function, "__module__", "")).startswith(("torch.distributed.", "deepspeed.")):
             raise UnsupportedPositions(
                 f"context parallelism is not supported: the attention of {scheme} sees only this process's part of the "
-                "row; use a scheme of static frequencies (pi, yarn)"
+                "row; use rope_patch.training.context_parallel, or a scheme of static frequencies (pi, yarn)"
             )
 
 

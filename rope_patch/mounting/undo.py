@@ -32,9 +32,9 @@ class Changes:
         self._log.append((target, name, name in own, own.get(name)))
         setattr(target, name, value)
 
-    def hook(self, module: nn.Module, hook: Any) -> None:
-        """`register_forward_pre_hook(with_kwargs=True)`, logged."""
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+    def hook(self, module: nn.Module, hook: Any, first: bool = False) -> None:
+        """`register_forward_pre_hook(with_kwargs=True)`, logged; `first` calls it before all others."""
+        module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
         self._log.append((module, _HOOK, True, hook))
 
     def hook_saving(self, module: nn.Module, hook: Any) -> None:

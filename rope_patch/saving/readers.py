@@ -147,8 +147,8 @@ READERS = (
         "read, 0.18.0",
         {
             "": ("no", "its builder for Llama reads llama3 alone and silently ignores other types"),
-            "default": ("yes", ""),
-            "llama3": ("yes", ""),
+            "default": ("yes", "its builder reads rope_theta"),
+            "llama3": ("yes", "its builder for Llama reads it"),
             "elsewhere": ("partly", "its builder reads linear and yarn, without attention_factor; others are refused"),
         },
         scaling_wins=True,

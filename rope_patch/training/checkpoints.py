@@ -14,10 +14,10 @@ from typing import Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch import nn
-from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
 from rope_patch.errors import EvaluationError
+from rope_patch.training.context_parallel import ContextParallelTrainer
 
 _ASIDE = "unfinished"
 
@@ -73,7 +73,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     aside.rmdir()
 
 
-class SafeTrainer(Trainer):
+class SafeTrainer(ContextParallelTrainer):
     """`transformers.Trainer` whose newest checkpoint is complete, even if the process is killed.
 
     Checkpoints are written to a temporary folder and renamed; older ones are deleted afterwards. A gradient that is not

@@ -5,7 +5,7 @@
 loss_short is that of a context which begins at the last multiple of d up to i - K, and has no gradient, nor has w. The
 first K tokens have no shorter context: w = 1. The model that is trained is its own judge.
 
-Source: Fang et al., 2410.23771, equations 7 and 8, who have K = 4096 and d = 1024 for a model of L = 4096.
+Source: Fang et al., 2410.23771, whose code has K = 4096 and d = 1024 for a model of L = 4096.
 """
 
 from __future__ import annotations

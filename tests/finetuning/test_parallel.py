@@ -30,7 +30,9 @@ CASES = {
         **{"micro_batch_size": 1, "gradient_checkpointing": True},
     },
     "stream, learned": {"streaming": True, "scheme": ["kerple"]},
+    "shared rows": {"scheme": ["rerope:window=8+logn"], "gradient_checkpointing": True},
 }
+TOGETHER = {"shared rows": {"context_parallel": 2}}
 
 
 def train(rank, *commands):
@@ -42,7 +44,8 @@ def train(rank, *commands):
 def test_two_processes_train_what_one_trains(options, tmp_path):
     shared = {"batch_size": 4, "save_every": 2, "steps": 3}
     alone = {name: options(**shared, **case, output=tmp_path / f"one {name}") for name, case in CASES.items()}
-    together = {name: {**case, "output": tmp_path / f"two {name}"} for name, case in alone.items()}
+    outputs = {name: {"output": tmp_path / f"two {name}"} for name in CASES}
+    together = {name: {**alone[name], **TOGETHER.get(name, {}), **outputs[name]} for name in CASES}
     assert run_one(train, 0, *map(words_of, alone.values())) == 0
     assert run_two(train, *map(words_of, together.values())) == [0, 0]
     for name, case in CASES.items():
