@@ -124,7 +124,7 @@ def test_every_help_shows_examples_and_explains_every_option(command, capsys):
     assert module.__doc__.split("\n")[0].strip() in shown
     for field in dataclasses.fields(module.Options):
         if "Positional" not in str(field.type) and field.name != "schemes":
-            assert f"--{field.name.replace('_', '-')}" in shown
+            assert f"--{'for' if field.type == 'Readers' else field.name.replace('_', '-')}" in shown
     assert shown.count("(default") + shown.count("(required") + shown.count("(repeatable") + shown.count("(sets") > 0
 
 

@@ -259,7 +259,7 @@ def test_no_mask_of_all_pairs_is_made_for_pads_and_documents(llama, spec, kind, 
         inputs = {"attention_mask": mask, "position_ids": positions_of(mask)}
     kept = inputs.get("attention_mask", torch.ones_like(ids)).bool()
     materialised = patch(llama, spec)
-    monkeypatch.setattr(hooks, "_groups", lambda *_: None)
+    monkeypatch.setattr(hooks, "groups_of_row", lambda *_: None)
     expected = logits(llama, ids, **inputs)
     monkeypatch.undo()
 
