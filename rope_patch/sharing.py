@@ -36,6 +36,7 @@ def shard(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor
     the number of processes.
 
     Args:
+        tensor: `(batch, length, ...)`, the same on every process.
         dim: the axis of tokens.
         group: the processes that share the row; default all.
 

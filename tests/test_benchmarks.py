@@ -75,7 +75,7 @@ def test_every_row_runs(row, monkeypatch):
 
 @pytest.mark.parametrize("scheme", SEGMENTS)
 def test_segment_schemes_are_measured_on_the_path_of_long_texts(scheme, monkeypatch):
-    monkeypatch.setattr("rope_patch.attention.engine.chunked.attend", pytest.fail)
+    monkeypatch.setattr("rope_patch.attention.paths.chunked.attend", pytest.fail)
     assert regions(Shape(8192, 2, 2, 16).small(), scheme).run().shape == (1, 2, 640, 16)
 
 

@@ -63,7 +63,7 @@ class Shares:
         return places
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """The part of this process of `x`, whose `dim` is the row."""
+        """The part of this process of `x`, `(..., length, ...)` with the row along `dim`."""
         return torch.cat([x.narrow(dim, run.start, run.stop - run.start) for run in self.runs(self.rank)], dim)
 
     def gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:

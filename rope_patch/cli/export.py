@@ -34,7 +34,11 @@ class Options:
 
 
 def main(options: Options) -> None:
-    """Write the copy, or show what it would be, and who reads it."""
+    """Write the copy, or show what it would be, and who reads it.
+
+    Raises:
+        EvaluationError: a GGUF file is to be written without a scheme.
+    """
     from rope_patch.saving.export import describe_serving, export_checkpoint
     from rope_patch.saving.loading import as_folder, quiet_transformers
 

@@ -71,8 +71,9 @@ class StackHook:
 
 
 def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Tensor | None:
-    """Groups of the keys of a forward, if Transformers would otherwise build a mask. While compiling it builds one
-    unless a cache is empty, because it cannot see that there are no pads and that no document ends.
+    """Groups of the keys of a forward, `(batch or 1, keys)`, if Transformers would otherwise build a mask. While
+    compiling it builds one unless a cache is empty, because it cannot see that there are no pads and that no document
+    ends.
     """
     compiling = torch.compiler.is_compiling()
     tokens = tokens_of(kwargs)

@@ -110,7 +110,9 @@ class Run:
         return cast(torch.Tensor, self.forward_cache.once(("mask", keys.start, keys.stop, window), seen))
 
     def of_call(self, call: ForwardCall, keys: slice, heads: slice | None, added: torch.Tensor | None) -> ForwardCall:
-        """The part of a call for these queries and `keys`; `added` as in `ForwardCall`, of the whole row."""
+        """The part of a call for these queries and `keys`; `added` as in `ForwardCall`, of the whole row,
+        `(batch, length, heads)`.
+        """
         positions = self.row.positions
         return dataclasses.replace(
             call,

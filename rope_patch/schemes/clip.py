@@ -50,6 +50,11 @@ class ClippedRoPE(Scheme):
         return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)
 
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
+        """As in `Scheme`.
+
+        Raises:
+            InvalidField: the checkpoint has fewer pairs than `pairs`.
+        """
         given = frequencies.inv_freq
         if self.pairs is not None and self.pairs > given.shape[-1]:
             raise InvalidField(f"clip: pairs={self.pairs} is not allowed; this checkpoint has {given.shape[-1]} pairs")

@@ -176,9 +176,6 @@ class WholeNumbers(NumbersAboveZero):
     def holds(self, value: Any, scheme: Any) -> bool:
         return super().holds(value, scheme) and all(isinstance(item, int) for item in value)
 
-    def edges(self, kind: Any, scheme: Any) -> tuple[list[Any], list[Any]]:
-        return [(1,), (2, 1)], [(), (0,), (1, -1), (1.5,), (1, True), ("1",), 1]
-
 
 @dataclass(frozen=True)
 class FieldRule:

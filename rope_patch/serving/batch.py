@@ -71,7 +71,7 @@ class Sampler(ContinuousBatchingLogitsProcessor):
         self._states: list[Any] = []
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """Nothing is passed by a tensor."""
+        """Nothing is passed by a tensor, `(requests,)`."""
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:

@@ -26,6 +26,7 @@ class ContextParallelTrainer(Trainer):
     and each computes its part. Loss and weights are those of one process.
 
     Args:
+        arguments, others: as for `Trainer`.
         sharing: number of processes; that of all processes is a multiple.
         backend: see `context_parallel`.
 

@@ -76,11 +76,12 @@ def named(draw: DrawFn, name: str, pairs: int, heads: int) -> Scheme:
     fields = dataclasses.fields(usual)  # type: ignore[arg-type]
     needed = [field for field in fields if field.default is dataclasses.MISSING]
     others = [field for field in fields if field not in needed and draw(st.booleans())]
+    lists = {len(value) for value in usual.fields().values() if isinstance(value, tuple)}
     scheme = None
     for wanted in [needed, *([field] for field in others)]:
         for _ in range(TRIES):
-            # a list has a number for each pair or for each head: its scheme knows for which
-            size = draw(st.sampled_from([pairs, heads]))
+            # a list has a number for each pair, for each head or for each group: its scheme knows for which
+            size = draw(st.sampled_from([pairs, heads, *lists]))
             values = {field.name: draw(values_of(usual, field, size)) for field in wanted}
             try:
                 scheme = fitting(name, (scheme or usual).fields() | values, pairs, heads)
@@ -105,7 +106,7 @@ def fitting(name: str, fields: dict[str, Any], pairs: int, heads: int) -> Scheme
         RopePatchError: it refuses.
     """
     scheme = get_scheme(name, **fields)
-    resolved = scheme.resolve(Checkpoint(TRAINING_LENGTH, heads, TRAINING_LENGTH))
+    resolved = scheme.resolve(Checkpoint(TRAINING_LENGTH, heads, TRAINING_LENGTH, pairs=pairs))
     sizes = ModelShape(heads, 2 * pairs, WIDTH, 1, VOCABULARY, TRAINING_LENGTH, 2 * pairs)
     weights = resolved.parameters(sizes, torch.Generator())
     if "frequencies" in resolved.slots:

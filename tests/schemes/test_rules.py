@@ -23,6 +23,7 @@ from rope_patch.schemes.rules import (
     NumbersAboveZero,
     OneOf,
     SomeOf,
+    WholeNumbers,
     rules_of,
 )
 from rope_patch.typing import NO_WEIGHTS
@@ -147,6 +148,8 @@ def edges_of(rule, kind, scheme):
     if isinstance(rule, SomeOf):
         words = rule.words
         return [(words[0],), words, words[::-1]], [(), (words[0], words[0]), (*words, "other"), words[0]]
+    if isinstance(rule, WholeNumbers):
+        return [(1,), (2, 1)], [(), (0,), (1, -1), (1.5,), (1, True), ("1",), 1]
     if isinstance(rule, NumbersAboveZero):
         return [(1e-3,), (1, 2.0)], [(), (0,), (1.0, -1), (1.0, True), ("1",), 1.0]
     return [True, False], [0, 1, "true"]

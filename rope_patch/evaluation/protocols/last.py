@@ -60,7 +60,11 @@ class Last(Protocol):
 
 
 def check_targets(targets: int, lengths: Sequence[int]) -> None:
-    """Refuse more targets than the shortest length has room for."""
+    """Refuse more targets than the shortest length has room for.
+
+    Raises:
+        EvaluationError: there are more.
+    """
     if targets > lengths[0]:
         raise EvaluationError(
             f"targets={targets} is more than the shortest length of {lengths[0]} tokens: every length must score the "

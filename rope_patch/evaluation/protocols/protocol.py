@@ -151,6 +151,11 @@ class Protocol(Task):
         return [Cell([{**facts, "length": at, "targets": targets} for at, targets in self.bins(length)], contexts)]
 
     def control(self, line: str) -> list[Cell]:
+        """What the plain checkpoint scores for one line of `references`.
+
+        Raises:
+            EvaluationError: the protocol has no such line.
+        """
         if line not in self.references:
             lines = ", ".join(self.references)
             raise EvaluationError(f"protocol {self.protocol!r} has no line {line!r}, only {lines} and schemes")

@@ -58,7 +58,11 @@ class Task:
         raise NotImplementedError
 
     def control(self, line: str) -> list[Cell]:
-        """What the plain checkpoint scores once for a line of `scheme_specs.CONTROLS`, with the rows of all lengths."""
+        """What the plain checkpoint scores once for a line of `scheme_specs.CONTROLS`, with the rows of all lengths.
+
+        Raises:
+            EvaluationError: the task has no such line.
+        """
         raise EvaluationError(f"{line!r} is a line of perplexity alone; task {self.name!r} has no such control")
 
     def score(self, model: nn.Module, item: Any) -> Any:
