@@ -54,6 +54,10 @@ def mesh_of(sharing: int, device: str = "cpu") -> DeviceMesh:
 
     The group of this process is `mesh_of(2).get_group("cp")`.
 
+    Args:
+        sharing: number of processes that share a row.
+        device: type of the device that they compute on.
+
     Raises:
         EvaluationError: the number of processes is not a multiple of `sharing`.
     """
@@ -76,11 +80,21 @@ class ContextParallel:
     group: Any = None
 
     def shard(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """See `shard`."""
+        """The part of this process, see `shard`.
+
+        Args:
+            tensor: `(batch, length, ...)`, the same on every process.
+            dim: the axis of tokens.
+        """
         return shard(tensor, dim, self.group)
 
     def gather(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The whole row on every process, in order: `shard` back. The gradients of all processes are summed."""
+        """The whole row on every process, in order: `shard` back. The gradients of all processes are summed.
+
+        Args:
+            tensor: the part of this process, `(batch, tokens, ...)`.
+            dim: the axis of tokens.
+        """
         lengths = torch.tensor([tensor.shape[dim]], device=tensor.device)
         distributed.all_reduce(lengths, group=self.group)
         return Shares.of(int(lengths), self.group).gathered(tensor, dim)

@@ -67,7 +67,7 @@ class Shares:
         return torch.cat([x.narrow(dim, run.start, run.stop - run.start) for run in self.runs(self.rank)], dim)
 
     def gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """The whole row, from the tokens of each process along `dim`; gradients are summed over the processes."""
+        """The whole row, `(..., length, ...)`, from the tokens of each process along `dim`; gradients are summed."""
         there = cast(Map, functools.partial(self._gather, dim=dim))
         return _Exchanged.apply(x, there, functools.partial(self._scatter_sum, dim=dim))
 
@@ -78,7 +78,7 @@ class Shares:
         return _Exchanged.apply(x, self._to_heads, self._to_tokens)
 
     def by_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """`by_heads` back."""
+        """`by_heads` back: `(batch, heads, tokens, head_dim)`."""
         return _Exchanged.apply(x, self._to_tokens, self._to_heads)
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:

@@ -156,7 +156,8 @@ def shared_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of a row that processes share, for layers under a scheme (with the call object of their
-    hook) and for all others. Shapes are those of `late_attention`, for the tokens of this process.
+    hook) and for all others. Shapes are those of `late_attention`, for the tokens of this process: queries
+    `(batch, heads, tokens, head_dim)`.
 
     Raises:
         UnsupportedPositions: the mask is not a `RowMask`.

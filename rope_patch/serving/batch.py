@@ -75,7 +75,7 @@ class Sampler(ContinuousBatchingLogitsProcessor):
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
-        """Keeps the requests of the coming step, in the order of their logits."""
+        """Keeps the requests of the coming step, in the order of their logits; zeros, `(requests,)`."""
         self._states = [request.state for request in requests_with_new_token]
         return torch.zeros(len(self._states), dtype=torch.int32)
 

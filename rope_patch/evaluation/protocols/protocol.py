@@ -200,7 +200,9 @@ class Protocol(Task):
 
 
 def blocks(contexts: Sequence[Context], scored: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-    """The losses of each document; with few documents those of their windows, or of blocks of many windows."""
+    """The losses of each document, `(scored,)` for each context; with few documents those of their windows, or of
+    blocks of many windows.
+    """
     by_document: dict[str, list[torch.Tensor]] = {}
     for context, losses in zip(contexts, scored, strict=True):
         by_document.setdefault(context.document, []).append(losses)
