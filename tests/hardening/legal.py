@@ -76,12 +76,13 @@ def named(draw: DrawFn, name: str, pairs: int, heads: int) -> Scheme:
     fields = dataclasses.fields(usual)  # type: ignore[arg-type]
     needed = [field for field in fields if field.default is dataclasses.MISSING]
     others = [field for field in fields if field not in needed and draw(st.booleans())]
-    lists = {len(value) for value in usual.fields().values() if isinstance(value, tuple)}
+    own = [len(value) for value in usual.fields().values() if isinstance(value, list)]
+    lengths = own[:1] if len(own) > 1 else [pairs, heads]  # several lists have one length
     scheme = None
     for wanted in [needed, *([field] for field in others)]:
         for _ in range(TRIES):
             # a list has a number for each pair, for each head or for each group: its scheme knows for which
-            size = draw(st.sampled_from([pairs, heads, *lists]))
+            size = draw(st.sampled_from(lengths))
             values = {field.name: draw(values_of(usual, field, size)) for field in wanted}
             try:
                 scheme = fitting(name, (scheme or usual).fields() | values, pairs, heads)
