@@ -160,8 +160,9 @@ def checkpoint_of_config(config: Any) -> Checkpoint:
     trained = training_length(config)
     longest = getattr(config, "max_position_embeddings", None) or trained
     shares = {entry.get("partial_rotary_factor", 1.0) for entry in rope_entries(config).values()}
-    pairs = int(head_dim(config) * shares.pop()) // 2 if len(shares) == 1 else None
-    return Checkpoint(trained, config_of_layer(config, 0).num_attention_heads, max(trained, longest), pairs=pairs)
+    first = config_of_layer(config, 0)
+    pairs = int(head_dim(first) * shares.pop()) // 2 if len(shares) == 1 else None
+    return Checkpoint(trained, first.num_attention_heads, max(trained, longest), pairs=pairs)
 
 
 def head_dim(config: Any) -> int:
