@@ -159,10 +159,7 @@ def checkpoint_of_config(config: Any) -> Checkpoint:
     """The properties from which a scheme takes its defaults."""
     trained = training_length(config)
     longest = getattr(config, "max_position_embeddings", None) or trained
-    shares = {entry.get("partial_rotary_factor", 1.0) for entry in rope_entries(config).values()}
-    first = config_of_layer(config, 0)
-    pairs = int(head_dim(first) * shares.pop()) // 2 if len(shares) == 1 else None
-    return Checkpoint(trained, first.num_attention_heads, max(trained, longest), pairs=pairs)
+    return Checkpoint(trained, config_of_layer(config, 0).num_attention_heads, max(trained, longest))
 
 
 def head_dim(config: Any) -> int:

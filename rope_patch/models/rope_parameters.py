@@ -17,6 +17,7 @@ from rope_patch.models.config import (
     SCALING,
     before_patch,
     checkpoint_of_config,
+    config_of_layer,
     configs_of_type,
     head_dim,
     rope_entries,
@@ -63,7 +64,9 @@ def export_rope_parameters(scheme: Scheme, config: Any, as_lists: int | None = N
         raise NotExpressible(f"{type(config).__name__} has no `rope_parameters`: its positions are not a rotation")
     if not scheme.by_layer:
         _check_not_shared(config)
-    scheme = scheme.resolve(checkpoint_of_config(config))
+    shares = {entry.get("partial_rotary_factor", 1.0) for entry in rope_entries(config).values()}
+    pairs = int(head_dim(config_of_layer(config, 0)) * shares.pop()) // 2 if len(shares) == 1 else None
+    scheme = scheme.resolve(dataclasses.replace(checkpoint_of_config(config), pairs=pairs))
     exported = copy.deepcopy(config.rope_parameters)
     for layer_type, chosen in _by_entry(scheme, config).items():
         entry = rope_entries(config)[layer_type]
