@@ -76,12 +76,12 @@ def named(draw: DrawFn, name: str, pairs: int, heads: int) -> Scheme:
     fields = dataclasses.fields(usual)  # type: ignore[arg-type]
     needed = [field for field in fields if field.default is dataclasses.MISSING]
     others = [field for field in fields if field not in needed and draw(st.booleans())]
-    own = [len(value) for value in usual.fields().values() if isinstance(value, list)]
-    lengths = own[:1] if len(own) > 1 else [pairs, heads]  # several lists have one length
+    groups = [name for name, rule in rules_of(type(usual)).items() if isinstance(rule.rules[0], WholeNumbers)]
+    lengths = [len(getattr(usual, groups[0]))] if groups else [pairs, heads]
     scheme = None
     for wanted in [needed, *([field] for field in others)]:
         for _ in range(TRIES):
-            # a list has a number for each pair, for each head or for each group: its scheme knows for which
+            # a list has a number for each pair, for each head, or for each of its groups: its scheme knows for which
             size = draw(st.sampled_from(lengths))
             values = {field.name: draw(values_of(usual, field, size)) for field in wanted}
             try:

@@ -80,9 +80,6 @@ def test_the_fast_ways_mean_what_the_oracle_means(part, number, count):
     count(CASES, explore(situation, holds, number, part))
 
 
-@pytest.mark.xfail(
-    strict=False, reason="one of the cases that the fuzzer draws since it knows dpe loses more; not yet explained"
-)
 @exploring(usual=6, hard=150)
 def test_half_precision_loses_no_more_than_the_plain_model(part, number, count):
     def holds(case):
