@@ -1,4 +1,4 @@
-"""The schemes, one line each; of those you name, all the rest.
+"""List all schemes in a line each, or show everything about those that you name.
 
     rope-patch list
     rope-patch list yarn
@@ -16,12 +16,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from rope_patch.cli.options import Positional, print_json
+from rope_patch.cli.options import Positional, Words, print_json
 
 
 @dataclass(kw_only=True)
 class Options:
-    schemes: Positional[tuple[str, ...]] = ()  # names, such as yarn; default all
+    schemes: Positional[Words] = ()  # names such as yarn; without them, all
     json: bool = False  # print one JSON document, with the fields and their defaults
     markdown: bool = False  # print the table of docs/reference/schemes.md
 
