@@ -421,21 +421,23 @@ def kept_for_backward(model: Any, forward: Callable[[], Any]) -> int:
 
 def report(rows: list[dict[str, Any]], options: Options) -> None:
     """Mean and spread over the seeds: a table, the same as JSON, and a chart, beside the rows."""
+    from rope_patch.evaluation.standard_errors import best_of_seeds
+
     newest = {(row["encoding"], row["length"], row["seed"]): row for row in rows}
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for spec, length, seed in sorted(newest, key=lambda key: (options.encodings.index(key[0]), *key[1:])):
         groups.setdefault((spec, length), []).append(newest[spec, length, seed])
-    cells = []
+    best, cells = best_of_seeds(newest.values()), []
     for (spec, length), seeds in groups.items():
         losses = [row["nll"] for row in seeds if row["nll"] is not None]
         cell = {"encoding": spec, "slot": ", ".join(seeds[0]["slots"]), "length": length, "seeds": len(losses)}
         cell |= {"mean": statistics.fmean(losses) if losses else None}
         cell |= {"std": statistics.stdev(losses) if len(losses) > 1 else None}
-        cells.append(cell | {"new_parameters": seeds[0]["encoding_parameters"]})
+        cells.append(cell | {"best": best.get(length) == spec, "new_parameters": seeds[0]["encoding_parameters"]})
     notes = [
         f"trained from scratch at L = {options.context} bytes for {options.steps} steps; NLL in nats per byte of the "
         f"same last {options.targets} bytes of {rows[0]['windows']} windows, mean ± standard deviation over the seeds",
-        "a star marks the best of its column",
+        "a star marks the best of its column, if it is below every other by more than noise over the seeds",
         *dict.fromkeys(f"{row['encoding']}: {row['failure']}" for row in newest.values() if row["failure"]),
     ]
     folder, text = (
@@ -455,14 +457,13 @@ def report(rows: list[dict[str, Any]], options: Options) -> None:
 def table(cells: list[dict[str, Any]], training_length: int) -> list[str]:
     """The lines of a table in Markdown: an encoding each, a column for every length."""
     lengths = sorted({cell["length"] for cell in cells})
-    best = {n: min((c["mean"] for c in cells if c["length"] == n and c["mean"]), default=None) for n in lengths}
     header = ["encoding", "slot", "new parameters", *(f"{length // training_length}L" for length in lengths)]
     rows_of: dict[str, list[str]] = {}
     for cell in cells:
         start = [f"`{cell['encoding']}`", cell["slot"], f"{cell['new_parameters']:,}"]
         number = "failed"
         if cell["mean"] is not None:
-            number = f"{cell['mean']:.3f}" + "*" * (cell["mean"] == best[cell["length"]])
+            number = f"{cell['mean']:.3f}" + "*" * cell["best"]
             number += "" if cell["std"] is None else f" ± {cell['std']:.3f}"
         rows_of.setdefault(cell["encoding"], start).append(number)
     rows = [header, ["---"] * 2 + ["---:"] * (len(header) - 2), *rows_of.values()]
