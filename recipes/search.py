@@ -2,7 +2,8 @@
 
     rope-patch search --target 4x --budget-minutes 1
     rope-patch search --model DIR --text book.txt --target 4x --budget-minutes 60
-    rope-patch search --model DIR --text book.txt --target 8x --generations 40 --candidates-per-forward 8
+    rope-patch search --model DIR --text book.txt --target 8x --candidates-per-forward 8
+    torchrun --nproc-per-node 4 recipes/search.py --target 8x
 
 Lists of factors evolve from those of PI, NTK, YaRN and MrRoPE (docs/search.md). On one half of the text they are judged
 by what only a farther context can predict. On the other half, which chose nothing, the best one is compared with YaRN,
@@ -100,7 +101,8 @@ def main(options: Options) -> None:
     spec = measured.stacks[0].layers[0].spec
     starts = {start: get_scheme(start, factor=factor) for start in STARTS}
     factors = {start: factors_of(scheme, spec) for start, scheme in starts.items()}
-    temperature = options.attention_factor or get_scheme("yarn", factor=factor).frequencies(spec).attention_scaling
+    evolution = Evolution(tuple(factors.values()), factor, options.population, options.seed)
+    temperature = options.attention_factor or starts["yarn"].frequencies(spec).attention_scaling
     longrope = partial(get_scheme, "longrope", factor=factor, attention_factor=float(temperature))
     confirmation = {}
     for protocol, test in tests.items():
@@ -110,7 +112,6 @@ def main(options: Options) -> None:
     reserve = sum(row.seconds for each in confirmation.values() for row in each if row.line.startswith(COMPARED))
 
     # generation after generation; what follows depends on nothing but what was measured
-    evolution = Evolution(tuple(factors.values()), factor, options.population, options.seed)
     losses: dict[tuple[float, ...], float] = {}
     slowest, stopped = 0.0, f"all {options.generations} generations were measured"
     for generation in range(options.generations + 1):
@@ -180,8 +181,9 @@ def check(options: Options, trained: int) -> None:
     for name in ("generations", "candidates_per_forward"):
         if (value := getattr(options, name)) < 1:
             raise EvaluationError(f"{name}={value} is not allowed; it must be at least 1")
-    if options.budget_minutes is not None and not options.budget_minutes > 0:
-        raise EvaluationError(f"budget_minutes={options.budget_minutes:g} is not allowed; it must be above 0")
+    for name in ("budget_minutes", "attention_factor"):
+        if (value := getattr(options, name)) is not None and not value > 0:
+            raise EvaluationError(f"{name}={value:g} is not allowed; it must be above 0")
 
 
 def is_over(budget: float | None, seconds: float) -> bool:

@@ -141,7 +141,7 @@ def measure_together(
     jobs = schemes_at_lengths(schemes, [length], model)
     facts = {**model.facts(name), "task": task.name}
     wanted: list[dict[str, Any]] = [{**facts, **job.facts, **cell.rows[0]} for job in jobs]
-    known = on_main(lambda: [rows.recall(fields) for fields in wanted])
+    known: list[Any] = on_main(lambda: [rows.recall(fields) for fields in wanted])
     new = [index for index, row in enumerate(known) if row is None]
     if not new:
         return known
@@ -159,9 +159,9 @@ def measure_together(
 
     def write() -> list[Row]:
         for place, index in enumerate(new):
-            measured = task.row(wanted[index], cell.items, [losses[place] for losses in scores])
-            speed = {"seconds": round(seconds, 3), "tokens_per_second": round(len(cell.items) * length / seconds, 1)}
-            known[index] = Row(**wanted[index], **speed, **measured)
+            fields = {**wanted[index], "seconds": round(seconds, 3)}
+            fields["tokens_per_second"] = round(sum(map(task.size, cell.items)) / seconds, 1)
+            known[index] = Row(**fields, **task.row(fields, cell.items, [losses[place] for losses in scores]))
             rows.append(known[index])
         return known
 
