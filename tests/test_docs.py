@@ -34,7 +34,7 @@ SLOTS = sorted((DOCS / "reference" / "schemes").glob("*.md"))
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[(?:[^\]\\]|\\.)*\]\(([^)\s]+)\)")
-DIRECTIVE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+DIRECTIVE = re.compile(r"^::: ([\w.]+)(?: \([\w, *]+\))?$", re.MULTILINE)
 
 
 def relative(path: Path) -> str:
