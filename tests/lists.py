@@ -11,7 +11,7 @@ from rope_patch.cli import main
 from tools import explorer
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "schemes.md"
-TABLE = re.compile(r"^\| scheme \| year \|.*?(?=^$)", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"(?<=<!-- schemes -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 def with_lists(page: str) -> str:

@@ -37,6 +37,8 @@ def main(options: Options) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
+    from rope_patch.evaluation.standard_errors import best_of_seeds
+
     folder = Path(options.folder)
     rows = read(folder / "results.jsonl", pandas)
     order = list(options.encodings or rows.encoding.unique())
@@ -50,6 +52,10 @@ def main(options: Options) -> None:
     cells = rows.groupby(["encoding", "slot", "length"], sort=False, as_index=False).agg(
         mean=("nll", "mean"), std=("nll", "std"), seeds=("nll", "count"), new_parameters=("encoding_parameters", "max")
     )
+    best = best_of_seeds(rows.to_dict("records"))
+    cells["best"] = [
+        best.get(length) == encoding for encoding, length in zip(cells.encoding, cells.length, strict=True)
+    ]
     costs = read(folder / "costs.jsonl", pandas) if (folder / "costs.jsonl").exists() else None
     notes = notes_on(rows, costs)
     header, *lines = table(cells, costs, rows.training_length.iloc[0])
@@ -102,13 +108,16 @@ def notes_on(rows: Any, costs: Any) -> list[str]:
             f"({costs.device.iloc[0]}, threads: {costs.threads.iloc[0]})"
         )
     failed = rows[rows.failure.notna()].drop_duplicates(["encoding", "failure"])
-    return [*notes, "a star marks the best of its column", *(failed.encoding + ": " + failed.failure)]
+    return [
+        *notes,
+        "a star marks the best of its column, if it is below every other by more than noise over the seeds",
+        *(failed.encoding + ": " + failed.failure),
+    ]
 
 
 def table(cells: Any, costs: Any, training_length: int) -> list[list[str]]:
     """The header, and a line per encoding."""
     lengths = sorted(cells.length.unique())
-    best = cells.groupby("length")["mean"].min()
     nope = cells[(cells.encoding == "nope") & (cells.length == training_length)]["mean"].min()
     header = ["encoding", "slot", "new parameters", *(f"{length // training_length}L" for length in lengths)]
     header += ["below nope at L", *([] if costs is None else ["speed", "memory"])]
@@ -116,7 +125,7 @@ def table(cells: Any, costs: Any, training_length: int) -> list[list[str]]:
     for spec, own in cells.groupby("encoding", sort=False):
         line = [spec, own.slot.iloc[0], f"{own.new_parameters.max():,}"]
         for cell in own.set_index("length").reindex(lengths).itertuples():
-            star = "*" if f"{cell.mean:.3f}" == f"{best[cell.Index]:.3f}" else ""
+            star = "*" if cell.best is True else ""
             spread = "" if math.isnan(cell.std) else f" ± {cell.std:.3f}"
             line.append("failed" if math.isnan(cell.mean) else f"{cell.mean:.3f}{star}{spread}")
         below = own["mean"].iloc[0] - nope

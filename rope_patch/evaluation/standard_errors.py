@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -107,6 +108,32 @@ def is_below(row: Row, reference: Row, tries: int = 1) -> bool:
     """
     difference, error = paired_difference(row, reference)
     return error is not None and not tells_nothing(row) and difference < -noise_of(row, tries) * error
+
+
+def best_of_seeds(rows: Iterable[Mapping[str, Any]]) -> dict[int, str]:
+    """The encoding of each length that is below every other by more than noise, paired by seed, where there is one.
+
+    Args:
+        rows: with `encoding`, `length`, `seed` and `nll`; NaN or None where a training failed.
+    """
+    losses: dict[int, dict[str, dict[int, float]]] = {}
+    for row in rows:
+        if math.isfinite(row["nll"] or math.nan):
+            losses.setdefault(row["length"], {}).setdefault(row["encoding"], {})[row["seed"]] = row["nll"]
+    best = {}
+    for length, of in losses.items():
+        first = min(of, key=lambda encoding: statistics.fmean(of[encoding].values()))
+        others = [other for encoding, other in of.items() if encoding != first]
+        pairs = [[loss - other[seed] for seed, loss in of[first].items() if seed in other] for other in others]
+        if others and all(_below_zero(differences, len(others)) for differences in pairs):
+            best[length] = first
+    return best
+
+
+def _below_zero(differences: Sequence[float], tries: int) -> bool:
+    """Whether the mean of independent differences is below zero by more than noise."""
+    error = standard_error(differences)
+    return error is not None and statistics.fmean(differences) < -student(TAIL / tries, len(differences) - 1) * error
 
 
 def tells_nothing(row: Row) -> bool:

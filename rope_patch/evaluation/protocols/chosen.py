@@ -62,7 +62,7 @@ class Far(Chosen):
         x[p] counts if the last n-gram x[q - 2], x[q - 1], x[q] = x[p - 2], x[p - 1], x[p] before it has p - q > L
 
     n = 3, and q lies within the context of the longest length. It needs no other model, but what it finds differs by
-    text: 1 to 4 percent of the tokens of novels, a quarter to a half of those of code.
+    text: 1 to 12 percent of the tokens of novels, speeches and code, far more where a text repeats whole files.
 
     Raises:
         EvaluationError: no length is more than L.
