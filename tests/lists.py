@@ -10,7 +10,7 @@ from pathlib import Path
 from rope_patch.cli import main
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "schemes.md"
-TABLE = re.compile(r"^\| scheme \| year \|.*?(?=^$)", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"(?<=<!-- schemes -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 def with_lists(page: str) -> str:
