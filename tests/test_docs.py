@@ -320,8 +320,8 @@ def given_to_patch(code: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield call.args[1].value, {str(name): value.value for name, value in fields.items()}
 
 
-NO_SCHEMES = {"WINNER", "yarm", "rope+log_bias:scale=0.5"}
-"""A placeholder, a mistake that a page shows, and a scheme that a page defines."""
+NO_SCHEMES = {"WINNER", "yarm", "rope+log_bias:scale=0.5", "$(cat"}
+"""A placeholder, a mistake that a page shows, a scheme that a page defines, and what a shell reads from a file."""
 
 
 @pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "recipes").rglob("*.[py][ya]*"))], ids=relative)
