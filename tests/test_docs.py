@@ -87,7 +87,7 @@ def test_every_page_is_in_the_navigation_once():
     shown = hook("repository").SHOWN
     assert all((ROOT / name).is_file() for name in shown)
     pages = [path.relative_to(DOCS).as_posix() for path in PAGES]
-    assert sorted(navigation()) == sorted([*pages, *shown.values()])
+    assert sorted(navigation()) == sorted([*pages, "explorer.html", *shown.values()])
 
 
 def test_nothing_is_installed_from_an_index_that_does_not_have_it():
