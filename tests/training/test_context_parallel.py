@@ -96,7 +96,7 @@ def patched(spec, family="llama", dtype=torch.float64, **settings):
 
 
 def compare(model, kind="plain", backend="gather", wrapped=None, logits=1e-6, gradients=1e-5):
-    """One process against all of them. What is found is the same on all, so the first alone computes what is expected."""
+    """One process against all of them. All find the same, so the first alone computes what is expected."""
     first = distributed.get_rank() == 0
     expected, wanted = step(model, kind) if first else (None, {})
     with context_parallel(model, backend=backend) as parallel:
