@@ -151,6 +151,7 @@ def test_on_two_processes():
 def test_more_on_two_processes():
     checks = [*of_families(FAMILIES[3:]), ("autocast",), ("wrappers",), ("modes",)]
     checks += [("scheme_is_exact", CASES["rerope"], "packed", "ulysses", "gemma3")]
+    checks += [("scheme_is_exact", CASES["dca"], "left", "gather", "baichuan_alibi")]
     assert run_many(2, in_group, checks) == [0, 0]
 
 
