@@ -10,7 +10,7 @@
 # make faults     set up, then put each known fault into a copy of the package: a test must fail (about ten minutes)
 # make vllm-check  real vLLM on this CPU serves folders under schemes that it does not know (six minutes)
 # make transformers-tests TRANSFORMERS=<checkout>  set up, then run Transformers' own tests on patched models (an hour)
-# make lists      write the table of docs/reference/schemes.md anew, after a scheme was added
+# make lists      write the table of docs/reference/schemes.md and the facts of docs/explorer.html anew, after a scheme changed
 # make notebooks  set up, then run the notebooks with fast settings; make notebooks-full runs them in place, as committed
 # make docs       set up, then build the site into site/
 # make wheel      set up, then build wheel and sdist into dist/, and try the wheel in an environment of its own
