@@ -28,7 +28,7 @@ from rope_patch.cli.options import Amount, Count, Length, Measured, is_main, pri
 STARTS = ("pi", "ntk", "yarn", "mrrope")
 COMPARED = ("yarn", "mrrope")  # those that are confirmed beside what was found
 CONFIRMING = 16  # windows at least, of the half that does not choose
-FOUND, KEPT = "found", "found, 1 up to L"  # as tables name them: one list for all lengths, and none up to L
+FOUND, KEPT = "found", "found, plain up to L"  # as tables name them: one list for all lengths, and two lists
 LOST = 0.005  # nats that may be lost at L
 NEXT = 'rope-patch export {checkpoint} --scheme "$(cat {folder}/scheme.txt)" --output {folder}/exported'
 
@@ -52,7 +52,7 @@ def main(options: Options) -> None:
     """Measure the starts, let them evolve, and compare the best with YaRN."""
     from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.data.held_out import halves
-    from rope_patch.errors import MissingPackage
+    from rope_patch.errors import EvaluationError, MissingPackage
     from rope_patch.evaluation.evolution import Evolution, factors_of, measure_together
     from rope_patch.evaluation.measured_model import MeasuredModel, pop_scheme
     from rope_patch.evaluation.processes import on_main
@@ -98,9 +98,13 @@ def main(options: Options) -> None:
     tests = {one.protocol: one.resolve(measured, lengths) for one in (ordinary, other)}
 
     # YaRN and others on the half that does not choose; then the starts
-    spec = measured.stacks[0].layers[0].spec
+    stack = measured.stacks[0]
+    if stack.checkpoint.pairs is None or stack.native is None:
+        raise EvaluationError(f"{checkpoint} has no pairs of dimensions that rotate alike in all layers")
+    spec = stack.layers[0].spec
     starts = {start: get_scheme(start, factor=factor) for start in STARTS}
     factors = {start: factors_of(scheme, spec) for start, scheme in starts.items()}
+    plain = factors_of(stack.native.resolve(stack.checkpoint), spec)
     evolution = Evolution(tuple(factors.values()), factor, options.population, options.seed)
     temperature = options.attention_factor or starts["yarn"].frequencies(spec).attention_scaling
     longrope = partial(get_scheme, "longrope", factor=factor, attention_factor=float(temperature))
@@ -129,6 +133,10 @@ def main(options: Options) -> None:
             }
             slowest = max(slowest, sum(row.seconds for row in new))
         best = min(losses, key=lambda each: losses[each])
+        if not math.isfinite(losses[best]):
+            raise EvaluationError(
+                f"protocol {options.protocol!r} scores no token of the half that chooses; use a longer text"
+            )
         minutes = (time.monotonic() - began) / 60
         say(
             f"generation {generation} of {options.generations}: best {losses[best]:.4f} (YaRN's "
@@ -139,7 +147,7 @@ def main(options: Options) -> None:
 
     # the best list, on the half that did not choose it
     found = {FOUND: longrope(short_factor=best, long_factor=best)}
-    found[KEPT] = longrope(short_factor=(1.0,) * len(best), long_factor=best)
+    found[KEPT] = longrope(short_factor=plain, long_factor=best)
     for protocol, test in tests.items():
         for line, scheme in found.items():
             new = [measure_together(measured, test, length, [scheme], rows, name)[0] for length in lengths]
@@ -160,10 +168,10 @@ def main(options: Options) -> None:
             print_table(each)
         print(stopped)
     try:
-        picture(list(losses.values()), factors, best, folder / "search.png", f"{Path(name).name} at {target} tokens")
+        picture(losses, factors, best, folder / "search.png", f"{Path(name).name} at {target} tokens")
     except MissingPackage as missing:
         say(str(missing))
-    say(f"wrote {rows.path}, the scheme ({folder / 'scheme.txt'}) and its form with factors of 1 up to L")
+    say(f"wrote {rows.path}, the scheme ({folder / 'scheme.txt'}) and its form with the plain factors up to L")
     for sentence in (verdict.sentence, f"Next: {verdict.command.format(checkpoint=checkpoint, folder=folder)}"):
         say(sentence) if options.json else print(sentence)
 
@@ -195,22 +203,24 @@ def judge(rows: Sequence[Any], ordinary: Sequence[Any]) -> Any:
     """The verdict on the list that was found, from rows at L and at the target of text that did not choose it.
 
     Args:
-        rows: of the protocol that chose: of YaRN, of what was found, and of the protocol's references.
-        ordinary: the same of protocol `last`.
+        rows: of the protocol that chose: of `COMPARED`, of what was found, and of the protocol's references.
+        ordinary: of protocol `last`: the same, and the text cut to L.
     """
+    from rope_patch.evaluation.scheme_specs import display_name
     from rope_patch.evaluation.standard_errors import is_below, pairs_of
     from rope_patch.evaluation.verdict import Verdict, of_losses
 
-    (_, yarn), (_, found) = at(rows, "yarn"), at(rows, FOUND)
     told = of_losses(rows)
     if told.kind in ("nothing", "too few"):
         return Verdict(told.kind, told.sentence, NEXT)
+    found, yarn = at(rows, FOUND)[-1], at(rows, "yarn")[-1]
     kind = "better" if is_below(found, yarn) else "worse" if is_below(yarn, found) else "noise"
     text = {"repeat": "on a passage more than L back", "far": "on tokens that repeat what is more than L back"}
+    others = " and ".join(f"{apart(found, at(rows, name)[-1])} {display_name(name)}" for name in COMPARED)
     sentences = [
-        f"On text that did not choose them, {yarn.length} tokens long, the factors found are {apart(found, yarn)} YaRN "
-        f"{text.get(yarn.protocol, 'on its last tokens')} ({found.loss:.3f}, {pairs_of(found)})"
-        + (", which is noise." if kind == "noise" else ".")
+        f"On {found.length} tokens of text that did not choose them, the factors found ({found.loss:.3f}) are {others} "
+        f"{text.get(found.protocol, 'on its last tokens')} ({pairs_of(found)}).",
+        "The difference from YaRN is noise." if kind == "noise" else "",
     ]
     (plain, _), (yarn_at_l, yarn), (at_l, found), (kept, _) = (
         at(ordinary, line) for line in ("cut", "yarn", FOUND, KEPT)
@@ -218,12 +228,14 @@ def judge(rows: Sequence[Any], ordinary: Sequence[Any]) -> Any:
     if rows is not ordinary:
         sentences.append(f"On ordinary text of that length they are {apart(found, yarn)} YaRN.")
     sentences.append(
-        f"At L = {at_l.length} ordinary text is {apart(at_l, plain)} the plain checkpoint, {apart(kept, plain)} "
-        f"it with factors of 1 up to L, and under YaRN {apart(yarn_at_l, plain)} it."
+        f"At L = {at_l.length} tokens of ordinary text they are {apart(at_l, plain)} the plain checkpoint, and YaRN is "
+        f"{apart(yarn_at_l, plain)} it; with the plain factors up to L they are {apart(kept, plain)} it."
     )
     if kept.loss - plain.loss > LOST:
-        sentences.append(f"That loses more than {LOST} at L, by the temperature alone: --attention-factor 1 has none.")
-    return Verdict(kind, " ".join(sentences), NEXT)
+        sentences.append(
+            f"That is more than {LOST}, because the temperature stays: --attention-factor 1 leaves it out."
+        )
+    return Verdict(kind, " ".join(filter(None, sentences)), NEXT)
 
 
 def at(rows: Sequence[Any], name: str) -> list[Any]:
@@ -240,30 +252,30 @@ def apart(row: Any, other: Any) -> str:
     return f"{abs(difference):.3f}{within} {'below' if difference < 0 else 'above'}"
 
 
-def picture(losses: Sequence[float], starts: Mapping[str, Any], best: Any, path: Path, title: str) -> None:
+def picture(losses: Mapping[Any, float], starts: Mapping[str, Any], best: Any, path: Path, title: str) -> None:
     """The best loss so far by the number of lists, and the factors of the best list and of the starts by pair.
 
     Args:
-        losses: of all lists as they were measured, first those of the starts.
+        losses: of all lists as they were measured, those of the starts first.
+        starts: the factors of each by name.
     """
     from rope_patch.evaluation import charts
+    from rope_patch.evaluation.scheme_specs import display_name
 
     caption = (
-        "Above: NLL of the best list so far, on the half of the text that chooses; YaRN's is dashed. Below: by how "
-        "much each pair is slowed, from the fastest to the slowest."
+        "Above: NLL of the best list so far, on the half of the text that chooses; dashed: YaRN. Below: by how much "
+        "each pair is slowed, from the fastest to the slowest."
     )
     figure, above, below = charts.sheet(title, caption, 5.0, 2)
-    of_start = dict(zip(starts, losses, strict=False))
-    above.plot(range(1, len(losses) + 1), list(accumulate(losses, min)), color=charts.COLOURS[1], linewidth=1.8)
-    above.axhline(of_start["yarn"], color=charts.FAINT, linestyle="--", linewidth=1.2)
-    above.set_xlabel("lists measured")
-    above.set_ylabel("NLL, nats per token")
+    first, curve = len(set(starts.values())), list(accumulate(losses.values(), min))
+    above.plot(range(first, len(curve) + 1), curve[first - 1 :], color=charts.COLOURS[1], linewidth=1.8)
+    above.axhline(losses[starts["yarn"]], color=charts.FAINT, linestyle="--", linewidth=1.2)
+    above.set(xlabel="lists measured", ylabel="NLL, nats per token")
+    below.set(xlabel="pair of dimensions", ylabel="factor")
     lines = {}
-    for place, (name, factors) in enumerate({FOUND: best, **starts}.items()):
-        style = {"color": charts.COLOURS[(place + 1) % 8], "linewidth": 2.2 if name == FOUND else 1.2}
-        (lines[name],) = below.plot(range(len(factors)), factors, **style)
-    below.set_xlabel("pair of dimensions")
-    below.set_ylabel("factor")
+    for (name, factors), colour in zip({FOUND: best, **starts}.items(), charts.COLOURS[1:], strict=False):
+        style = {"color": colour, "linewidth": 2.2 if name == FOUND else 1.2}
+        (lines[display_name(name)],) = below.plot(range(len(factors)), factors, **style)
     charts.name_lines(below, lines)
     charts.write(figure, path)
 

@@ -106,7 +106,7 @@ class Evolution:
 
 def factors_of(scheme: Scheme, rotary: RotarySpec) -> Factors:
     """theta_i over the frequencies of a static scheme, rounded to 6 digits, as a list that never falls."""
-    slowed = inverse_frequencies(rotary.dim, rotary.base) / scheme.frequencies(rotary).inv_freq
+    slowed = inverse_frequencies(rotary.dim, rotary.base) / scheme.frequencies(rotary).inv_freq.flatten()
     return tuple(np.maximum.accumulate(slowed.double().numpy().round(6).clip(min=1)).tolist())
 
 

@@ -198,7 +198,7 @@ def test_what_was_found_is_exported_and_keeps_the_plain_checkpoint_up_to_l(
     assert (entry["rope_type"], serving.length) == ("longrope", 32)
     assert entry["short_factor"] == entry["long_factor"]
     at_l = {one["line"]: one["nll"] for one in found["confirmation"] if one["length"] == 16}
-    assert at_l["found, 1 up to L"] == pytest.approx(at_l["cut"], abs=1e-6)
+    assert at_l["found, plain up to L"] == pytest.approx(at_l["cut"], abs=1e-6)
     assert "--attention-factor 1" not in found["sentence"]
     assert f'Next: rope-patch export {checkpoint} --scheme "$(cat {tmp_path}/out/scheme.txt)"' in said
 
@@ -210,7 +210,7 @@ def test_the_small_checkpoint_is_searched_by_what_is_far_back(tmp_path, capsys, 
     assert run_recipe("search", words) == 0
     out = capsys.readouterr().out
     assert "which 1 window cannot tell from chance" in out
-    assert "found, 1 up to L" in out
+    assert "found, plain up to L" in out
     assert (tmp_path / "out" / "search.png").stat().st_size > 10_000
 
 
@@ -252,17 +252,24 @@ def confirmed(protocol, losses):
 
 @pytest.mark.parametrize(("gain", "kind"), [(0.1, "better"), (0.0, "noise"), (-0.1, "worse")])
 def test_the_verdict_is_about_yarn_on_text_that_did_not_choose(gain, kind):
-    far = {"near": (1.9, 1.9), "cut": (3.8, 3.8), "yarn:factor=4": (1.9, 2.4)}
-    far |= {"found": (1.9, 2.4 - gain), "found, 1 up to L": (1.9, 2.4 - gain)}
-    ordinary = {"cut": (2.1, 2.1), "yarn:factor=4": (2.2, 2.3), "found": (2.15, 2.2), "found, 1 up to L": (2.11, 2.2)}
+    far = {"near": (1.9, 1.9), "cut": (3.8, 3.8), "yarn:factor=4": (1.9, 2.4), "mrrope:factor=4": (1.9, 2.4)}
+    far |= {"found": (1.9, 2.4 - gain), "found, plain up to L": (1.9, 2.4 - gain)}
+    ordinary = {
+        "cut": (2.1, 2.1),
+        "yarn:factor=4": (2.2, 2.3),
+        "found": (2.15, 2.2),
+        "found, plain up to L": (2.11, 2.2),
+    }
     verdict = recipe.judge(confirmed("repeat", far), confirmed("last", ordinary))
     assert verdict.kind == kind
-    assert ("which is noise" in verdict.sentence) == (kind == "noise")
+    assert ("The difference from YaRN is noise." in verdict.sentence) == (kind == "noise")
     assert "On ordinary text of that length they are 0.100 ± " in verdict.sentence
     assert "--attention-factor 1" in verdict.sentence  # 0.01 is lost at L
 
 
 def test_a_checkpoint_that_cannot_copy_gets_no_verdict():
-    far = dict.fromkeys(("near", "cut", "yarn:factor=4", "found", "found, 1 up to L"), (3.8, 3.8))
+    far = dict.fromkeys(
+        ("near", "cut", "yarn:factor=4", "mrrope:factor=4", "found", "found, plain up to L"), (3.8, 3.8)
+    )
     verdict = recipe.judge(confirmed("repeat", far), confirmed("last", far))
     assert verdict.kind == "nothing"
