@@ -10,7 +10,7 @@
 # make faults     set up, then put each known fault into a copy of the package: a test must fail (about ten minutes)
 # make vllm-check  real vLLM on this CPU serves folders under schemes that it does not know (six minutes)
 # make transformers-tests TRANSFORMERS=<checkout>  set up, then run Transformers' own tests on patched models (an hour)
-# make lists      write the table of docs/reference/schemes.md anew, after a scheme was added
+# make lists      write the table of docs/reference/schemes.md and the facts of docs/explorer.html anew, after a scheme changed
 # make notebooks  set up, then run the notebooks with fast settings; make notebooks-full runs them in place, as committed
 # make docs       set up, then build the site into site/
 # make wheel      set up, then build wheel and sdist into dist/, and try the wheel in an environment of its own
@@ -47,6 +47,7 @@ setup: $(VENV)/.dev
 demo: $(VENV)/.demo
 	@echo "== demo: perplexity against length on the embedded checkpoint (about two and a half minutes)"
 	$(BIN)/python recipes/perplexity.py recipes/configs/demo.yaml
+	@echo "The command line is $(BIN)/rope-patch; your own model and text: $(BIN)/rope-patch sweep --model DIR --text FILE --target 4x"
 
 demo-compare: $(VENV)/.demo
 	@echo "== demo: six position encodings, each trained from scratch at 128 bytes and measured up to 1024 (under five minutes)"

@@ -1,4 +1,4 @@
-"""Train the same small model once per position encoding and seed, and draw perplexity against context length.
+"""Train the same small model under each position encoding, and draw perplexity against context length.
 
     python recipes/compare_encodings.py recipes/configs/compare_demo.yaml
     rope-patch compare --encodings rope nope alibi --steps 100 --output runs/three
@@ -6,12 +6,11 @@
 
 Under one seed, weights and batches are the same for every encoding. Each model is trained on bytes at a short length,
 then scored on the same held-out bytes from contexts of 1, 2, 4 and 8 times that length. "linear" before a scheme, as in
-`linear rope`, trains the model with linear attention. Rows are written as they are measured: run the same command again
-to resume. Two processes may share one output where `--only` gives each other encodings. `--costs` times a training step
-of each encoding instead: both models take their steps in turn in one process, so that whatever else the machine does
-slows both, and the ratio is taken within each turn. Memory is what autograd keeps between the two passes, because the
-CPU's allocator counts no peak. The table and the chart of the documentation are drawn by `python -m
-tools.encodings_table`.
+`linear rope`, trains the model with linear attention. Results are saved as you go: run the same command again to
+resume. Two processes may share one output if `--only` gives them different encodings. `--costs` times a training step
+of each encoding instead: both models take their steps in turn in one process, so that other work on the machine slows
+both, and the ratio is taken within each turn. Memory is what autograd keeps between the two passes, because the CPU's
+allocator counts no peak. `python -m tools.encodings_table` draws the table and the chart of the documentation.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.options import Names, Numbers, print_json, run, say
+from rope_patch.cli.options import Count, Names, Numbers, Text, print_json, run, say
 from rope_patch.errors import EvaluationError, MissingPackage, RopePatchError, did_you_mean
 
 LINEAR = "linear "  # before a scheme: under linear attention
@@ -36,34 +35,34 @@ LINEAR = "linear "  # before a scheme: under linear attention
 
 @dataclass(kw_only=True)
 class Options:
-    encodings: Names  # schemes, such as rope nope alibi "linear rope"
-    only: Names = ()  # train or time only these
-    seeds: Numbers = (0,)  # each gives other weights and other batches
-    output: str = "runs/compare"  # folder of the rows, the table and the chart
-    train_text: str | None = None  # file or folder; default the standard library without its held-out modules
-    held_out_text: str | None = None  # likewise; default the held-out modules
-    context: int = 128  # L, the training length in bytes
-    multiples: Numbers = (1, 2, 4, 8)  # lengths that are scored, in multiples of L
-    targets: int = 64  # scored bytes per window, the same at every length
-    documents: int | None = None  # how many held-out documents are scored; default all that are long enough
-    windows_per_document: int = 4  # how many places in each
-    hidden_size: int = 64
-    intermediate_size: int = 160
-    layers: int = 4
-    heads: int = 4
-    batch_size: int = 16
-    steps: int = 1000
-    warmup_steps: int = 50  # the learning rate rises over these
-    decay_steps: int = 250  # and falls to zero over the last of these
-    learning_rate: float = 0.004
-    weight_decay: float = 0.1  # of the matrices, without those that an encoding learns
+    encodings: Names  # encodings to compare, such as rope nope alibi "linear rope"
+    only: Names = ()  # of these encodings, train or time only some
+    seeds: Numbers = (0,)  # random seeds; each gives other weights and other batches
+    output: str = "runs/compare"  # folder for the rows, the table and the chart
+    train_text: Text = None  # file or folder to train on; without it, the standard library without its held-out modules
+    held_out_text: Text = None  # file or folder to measure on; without it, the held-out modules
+    context: int = 128  # training length L in bytes
+    multiples: Numbers = (1, 2, 4, 8)  # lengths to measure, in multiples of L
+    targets: int = 64  # number of scored bytes in each window, the same at every length
+    documents: Count = None  # number of held-out documents; without it, all that are long enough
+    windows_per_document: int = 4  # windows scored in each document
+    hidden_size: int = 64  # width of the model
+    intermediate_size: int = 160  # width of its MLPs
+    layers: int = 4  # number of layers
+    heads: int = 4  # number of attention heads
+    batch_size: int = 16  # rows in a step
+    steps: int = 1000  # optimiser steps
+    warmup_steps: int = 50  # steps over which the learning rate rises
+    decay_steps: int = 250  # last steps, over which the learning rate falls to zero
+    learning_rate: float = 0.004  # highest learning rate
+    weight_decay: float = 0.1  # weight decay of the matrices, except those that an encoding learns
     evaluate_every: int = 100  # steps between two points of the loss curve
     save_every: int = 100  # steps between two checkpoints
-    device: str = "cpu"
-    threads: int = 1  # on the CPU; models as small as these gain little from a second one
-    costs: bool = False  # do not train: time a step of each encoding in turn with one of rope
-    cost_repetitions: int = 15
-    json: bool = False  # print the summary as one JSON document
+    device: str = "cpu"  # device to run on
+    threads: int = 1  # CPU threads; models as small as these gain little from a second one
+    costs: bool = False  # do not train; time a step of each encoding in turn with one of rope
+    cost_repetitions: int = 15  # timed steps of each encoding
+    json: bool = False  # print one JSON document instead of the table
 
 
 def main(options: Options) -> None:

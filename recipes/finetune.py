@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_patch.cli.options import Length, Lengths, Measured, Names, Specs, is_main, run, say
+from rope_patch.cli.options import Count, Length, Lengths, Measured, Names, Specs, Text, is_main, run, say
 from rope_patch.cli.report import report
 
 
@@ -32,44 +32,44 @@ from rope_patch.cli.report import report
 class Options(Measured):
     """What to train, on what, and where the results go."""
 
-    schemes: Specs  # each trained on its own; target=auto means the length; plain trains the checkpoint as it is
-    length: Length  # tokens of a training row
-    dtype: str = "float32"  # of frozen weights; bfloat16 halves a checkpoint under adapters
-    streaming: bool = False  # read the text while training on it
-    shuffle_buffer: int = 1000  # documents among which a stream is shuffled
-    layout: Literal["packed", "padded", "pose"] = "packed"  # pose: rows of L tokens whose positions skip up to length
-    pose_chunks: int = 2  # pieces of a row under layout pose
-    allow_short: bool = False  # train although no document fills a row
-    held_out: float = 0.1  # share of the text that is held out for measuring
-    eval_text: str | None = None  # measure on this text instead, and train on all of --text
-    eval_dataset: str | None = None  # or on this dataset
-    eval_split: str | None = None  # of that dataset or else of the one trained on; default its test or validation
-    lengths: Lengths = ()  # contexts to measure; default L, 2 L, ... up to length
-    targets: int | None = None  # scored tokens per document; default L
-    documents: int | None = None  # how many are scored; default all
-    windows_per_document: int | None = None  # places scored in each; default as many as make 16 in all
-    evaluate_every: int | None = None  # steps between two measurements; default only before and after
-    method: Literal["full", "lora", "lora_norms", "lora_embeddings", "lora_norms_embeddings"] = "full"  # what trains
-    rank: int = 8  # of LoRA
-    alpha: float = 16.0  # of LoRA
-    dropout: float = 0.0  # of LoRA
+    schemes: Specs  # scheme to train, each on its own; target=auto means --length; plain trains the checkpoint as it is
+    length: Length  # tokens of a training row: the context length to teach
+    dtype: str = "float32"  # dtype of frozen weights; bfloat16 halves the memory of a checkpoint under adapters
+    streaming: bool = False  # read the text during the training instead of before it
+    shuffle_buffer: int = 1000  # documents in the shuffle buffer of a stream
+    layout: Literal["packed", "padded", "pose"] = "packed"  # pose: rows of L tokens with positions that skip
+    pose_chunks: int = 2  # under pose, pieces of a row
+    allow_short: bool = False  # train even if no document fills a row
+    held_out: float = 0.1  # share of the text to hold out and measure on
+    eval_text: Text = None  # measure on this text instead, and train on all of --text
+    eval_dataset: Text = None  # or measure on this dataset
+    eval_split: Text = None  # split to measure on; without it, test or validation
+    lengths: Lengths = ()  # context lengths to measure before and after; without it, L, 2 L, ... up to --length
+    targets: Count = None  # number of scored tokens in each document; without it, L
+    documents: Count = None  # number of documents to measure on; without it, all
+    windows_per_document: Count = None  # windows scored in each document; without it, enough for 16 in all
+    evaluate_every: Count = None  # steps between two measurements; without it, only before and after
+    method: Literal["full", "lora", "lora_norms", "lora_embeddings", "lora_norms_embeddings"] = "full"  # what to train
+    rank: int = 8  # LoRA rank
+    alpha: float = 16.0  # LoRA alpha
+    dropout: float = 0.0  # LoRA dropout
     merge: bool = False  # save whole weights instead of adapters
-    steps: int = 400  # of the optimiser
-    batch_size: int = 64  # rows per step, over all processes
-    context_parallel: int = 1  # processes that share each row, started here unless a launcher did
-    micro_batch_size: int | None = None  # rows in one forward; default all of a process
-    learning_rate: float = 2e-5  # with AdamW (0.9, 0.95), as YaRN and LongLoRA
-    warmup_steps: int = 20  # the learning rate rises over these
-    decay_steps: int = 0  # and falls to zero over the last of these
-    weight_decay: float = 0.0  # of AdamW
+    steps: int = 400  # optimiser steps
+    batch_size: int = 64  # rows in a step, over all processes
+    context_parallel: int = 1  # number of processes that share each row; started for you unless a launcher did
+    micro_batch_size: Count = None  # rows in one forward; without it, all of a process
+    learning_rate: float = 2e-5  # learning rate of AdamW (0.9, 0.95), as in YaRN and LongLoRA
+    warmup_steps: int = 20  # steps over which the learning rate rises
+    decay_steps: int = 0  # last steps, over which the learning rate falls to zero
+    weight_decay: float = 0.0  # weight decay of AdamW
     warm_start_steps: int = 0  # first steps, trained under position interpolation
-    precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 computes in it, by autocast
-    gradient_checkpointing: bool = False  # compute activations again in the backward
-    loss: Literal["chunked", "plain", "liger", "longce"] = "chunked"  # only plain holds the logits of a whole row
-    save_every: int = 50  # steps between two checkpoints of Trainer; the newest is kept to resume from
+    precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 computes by autocast and keeps float32 weights
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
+    loss: Literal["chunked", "plain", "liger", "longce"] = "chunked"  # only plain holds the logits of a row
+    save_every: int = 50  # steps between two checkpoints to resume from; the newest is kept
     log_every: int = 10  # steps between two losses in the log
-    report_to: Names = ()  # trackers that Transformers knows, such as tensorboard or wandb
-    output: str = "runs/finetune"  # folder of the results
+    report_to: Names = ()  # trackers of Transformers, such as tensorboard or wandb
+    output: str = "runs/finetune"  # folder for the results
 
 
 KEPT = "model length text dataset layout pose_chunks method rank alpha dropout batch_size learning_rate warmup_steps"

@@ -1,12 +1,11 @@
-"""Hide something at several depths and lengths, ask for it, and draw what each scheme finds again.
+"""Hide something at several depths and lengths, ask for it, and draw what each scheme finds.
 
     rope-patch passkey --task spans --scheme yarn:target=auto --lengths 256,1024 --trials 2
     python recipes/passkey.py recipes/configs/passkey_tiny.yaml
     torchrun --nproc-per-node 4 recipes/passkey.py recipes/configs/passkey_tiny.yaml
 
 Task passkey hides five digits in English filler and asks for them. Task spans, for small checkpoints, gives the
-beginning of a span of text and asks for the rest. Rows are written as they are measured: run the same command again
-to resume.
+beginning of a span of text and asks for the rest. Results are saved as you go: run the same command again to resume.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from rope_patch.cli.report import report
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    lengths: Lengths  # context lengths in tokens, ascending
-    schemes: Specs = ()  # one for each heat map; target=auto is each length in turn
-    references: bool = True  # add the heat maps of plain and window
-    task: Literal["passkey", "spans"] = "passkey"  # in English, or synthetic, for small checkpoints
-    depths: tuple[str, ...] = ("5",)  # how many from 0, the beginning of the context, to 1, or shares such as 0,0.5,1
+    lengths: Lengths  # context lengths to measure, ascending: tokens, or multiples of L such as 4x
+    schemes: Specs = ()  # scheme to measure, a heat map; target=auto takes each length in turn
+    references: bool = True  # include the heat maps of plain and window
+    task: Literal["passkey", "spans"] = "passkey"  # passkey is in English; spans suits small checkpoints
+    depths: tuple[str, ...] = ("5",)  # number of depths from 0 (the beginning) to 1, or a list such as 0,0.5,1
     trials: int = 10  # prompts in each cell
-    span: int = 32  # length of a span in tokens, for task spans
-    batch_size: int = 1  # prompts of equal length in one batch
-    output: str = "runs/retrieval"  # folder of TASK.jsonl and TASK.png
+    span: int = 32  # under spans, tokens of a span
+    batch_size: int = 1  # prompts in one batch
+    output: str = "runs/retrieval"  # folder for TASK.jsonl and TASK.png
 
 
 def main(options: Options) -> None:

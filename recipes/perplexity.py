@@ -1,4 +1,4 @@
-"""Loss (the logarithm of perplexity) against context length, as a table, JSON lines and a chart.
+"""Measure loss (the logarithm of perplexity) against context length: a table, JSON lines and a chart.
 
     rope-patch perplexity --scheme yarn:target=auto --lengths 256,512,1024 --documents 4
     rope-patch perplexity --protocol sliding --lengths 256,512 --documents 1 --tokens-per-document 1024
@@ -7,9 +7,9 @@
     torchrun --nproc-per-node 2 recipes/perplexity.py recipes/configs/demo.yaml
     rope-patch perplexity --context-parallel 2 --lengths 65536
 
-The plain checkpoint (plain), the same on the text cut to its training length (cut), and attention cut at that length
-(window) are always among the lines, unless --no-references leaves them out. Rows are written as they are measured: run
-the same command again to resume. Several processes divide the windows and write the rows of one.
+The table always includes the plain checkpoint (plain), the same on the text cut to its training length L (cut), and
+attention cut at L (window); --no-references leaves them out. Results are saved as you go: run the same command again to
+resume. Several processes divide the windows and write the same rows as one.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rope_patch.cli.options import Lengths, Measured, Specs, is_main, run, say
+from rope_patch.cli.options import Count, Lengths, Measured, Specs, Text, is_main, run, say
 from rope_patch.cli.report import report
 
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    lengths: Lengths  # context lengths in tokens, ascending
-    schemes: Specs = ()  # one for each line of the table; target=auto is each length in turn
-    references: bool = True  # add the lines plain, cut and window; of repeat near and cut are always there
+    lengths: Lengths  # context lengths to measure, ascending: tokens, or multiples of L such as 4x
+    schemes: Specs = ()  # scheme to measure, a line of the table; target=auto takes each length in turn
+    references: bool = True  # include the lines plain, cut and window (and near under repeat)
     protocol: str = "auto"  # last, far, repeat, longppl, by_position, span_corruption, sliding, disjoint, yarn_...
-    targets: int | None = None  # scored tokens per window; default min(L, 4096)
-    evaluator: str | None = None  # of longppl: the checkpoint that finds key tokens
-    short_context: int | None = None  # of longppl: K, tokens of its short contexts; default 4096
-    stride: int | None = None  # step of sliding and yarn_compat, default 256, or the shortest length; of longppl 1024
-    tokens_per_document: int | None = None  # where whole documents are scored; default all
-    documents: int | None = None  # how many, drawn at random where there are more; default all
-    windows_per_document: int | None = None  # places scored in each document; default as many as make 16 in all
-    context_parallel: int = 1  # processes that share each context, started here unless a launcher did
-    output: str = "runs/perplexity"  # folder of perplexity.jsonl and perplexity.png
+    targets: Count = None  # number of scored tokens in each window; without it, L, at most 4096
+    evaluator: Text = None  # under longppl, the checkpoint that finds key tokens
+    short_context: Count = None  # under longppl, tokens of its short contexts; without it, 4096
+    stride: Count = None  # tokens between two windows of sliding, yarn_compat (256) and longppl (1024)
+    tokens_per_document: Count = None  # where whole documents are scored, tokens of each; without it, all
+    documents: Count = None  # number of documents, drawn at random; without it, all
+    windows_per_document: Count = None  # windows scored in each document; without it, enough for 16 in all
+    context_parallel: int = 1  # number of processes that share each context; started for you unless a launcher did
+    output: str = "runs/perplexity"  # folder for perplexity.jsonl and perplexity.png
 
 
 def main(options: Options) -> None:

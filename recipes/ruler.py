@@ -1,12 +1,12 @@
-"""Ask four tasks of RULER at several lengths, and draw what each scheme answers.
+"""Run four tasks of RULER at several lengths, and draw what each scheme answers.
 
     rope-patch ruler --model DIR --scheme yarn:target=auto --lengths 4096,8192,16384 --samples 20
     python recipes/ruler.py recipes/configs/ruler_smollm2.yaml
     torchrun --nproc-per-node 4 recipes/ruler.py recipes/configs/ruler.yaml
 
 The tasks are a needle in noise (niah_single_1), chains of variables (vt), common words (cwe) and frequent words
-(fwe), with the prompts of NVIDIA/RULER for the same seed. Rows are written as they are measured: run the same command
-again to resume.
+(fwe), with the prompts of NVIDIA/RULER for the same seed. Results are saved as you go: run the same command again to
+resume.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from rope_patch.cli.report import report
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    lengths: Lengths  # of a prompt with its longest answer, in tokens, ascending
-    schemes: Specs = ()  # one for each heat map; target=auto is each length in turn
-    references: bool = True  # add the heat maps of plain and window
-    tasks: tuple[Literal["niah_single_1", "vt", "cwe", "fwe"], ...] = ("niah_single_1", "vt", "cwe", "fwe")
-    samples: int = 20  # of each task at each length; RULER takes 500
-    chat: bool = False  # put the questions into the chat template of the tokenizer
-    seed: int = 42  # of the prompts; RULER's own
-    output: str = "runs/ruler"  # folder of ruler.jsonl and ruler.png
+    lengths: Lengths  # lengths to measure, ascending, each for a prompt with its longest answer
+    schemes: Specs = ()  # scheme to measure, a heat map; target=auto takes each length in turn
+    references: bool = True  # include the heat maps of plain and window
+    tasks: tuple[Literal["niah_single_1", "vt", "cwe", "fwe"], ...] = ("niah_single_1", "vt", "cwe", "fwe")  # to run
+    samples: int = 20  # samples of each task at each length; RULER takes 500
+    chat: bool = False  # put the questions into the tokenizer's chat template
+    seed: int = 42  # random seed of the prompts, as in RULER
+    output: str = "runs/ruler"  # folder for ruler.jsonl and ruler.png
 
 
 def main(options: Options) -> None:

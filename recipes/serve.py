@@ -31,7 +31,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.options import Length, Positional, run, say
+from rope_patch.cli.options import Count, OptionalLength, Positional, Text, run, say
 from rope_patch.errors import EvaluationError, require
 
 PAGE = 256  # tokens; the cache is given out in pages
@@ -42,18 +42,18 @@ UNSAID = 1 << 30  # `max_new_tokens` of a request for a response that does not s
 @dataclass(kw_only=True)
 class Options:
     checkpoint: Positional[str]  # checkpoint folder, GGUF file or Hub ID; its last part names the model in requests
-    scheme: str | None = None  # such as rerope:window=512+logn; default what it was saved under
-    max_length: Length | None = None  # prompt and answer in tokens; default what the scheme reaches; 4 L if any length
-    max_tokens: int = 256  # of an answer, where a request does not set it
-    max_requests: int = 8  # how many requests of max_length the cache holds
-    max_batch_tokens: int | None = None  # of one step; default 512, or max_length where frequencies follow the length
-    temperature: float = 0.0  # where a request does not set it; 0 takes the likeliest token
-    top_p: float = 1.0  # where a request does not set it: the share of the probability that tokens are drawn from
-    dtype: str = "auto"  # auto (of the checkpoint; float32 on a CPU without bfloat16), float32, bfloat16 or float16
-    device: str = "auto"  # auto, or a name that torch knows
-    host: str = "localhost"  # to listen at
-    port: int = 8000  # to listen at
-    api_key: str | None = None  # which requests must send as a bearer token; default none
+    scheme: Text = None  # scheme such as rerope:window=512+logn; without it, the one that the folder records
+    max_length: OptionalLength = None  # longest prompt with its answer; without it, what the scheme reaches, or 4 L
+    max_tokens: int = 256  # longest answer, unless a request sets it
+    max_requests: int = 8  # number of requests of --max-length that the cache holds
+    max_batch_tokens: Count = None  # tokens in one step; without it, 512, or --max-length for dynamic schemes
+    temperature: float = 0.0  # temperature, unless a request sets it; 0 takes the likeliest token
+    top_p: float = 1.0  # share of the probability to sample from, unless a request sets it
+    dtype: str = "auto"  # dtype of the weights: auto (the checkpoint's own), float32, bfloat16 or float16
+    device: str = "auto"  # device to run on: auto, cpu, cuda, cuda:1, mps
+    host: str = "localhost"  # host name to listen on
+    port: int = 8000  # port to listen on
+    api_key: Text = None  # bearer token that every request has to send; without it, none
 
 
 def main(options: Options) -> None:

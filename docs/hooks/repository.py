@@ -1,7 +1,8 @@
 """Pages of the site that are files of the repository, and links out of `docs/`.
 
-The change log and its neighbours are written once, in the root of the repository, and shown here. A link to a file that
-the site does not have becomes the name of that file, as code: the reader has the repository, the site has no address.
+The README, the change log and their neighbours are written once, in the root of the repository, and shown here, as are
+the notebooks (`notebooks.py`). A link to a file that the site does not have becomes the name of that file, as code: the
+reader has the repository, the site has no address.
 """
 
 from __future__ import annotations
@@ -16,8 +17,17 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SHOWN = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
-"""Files in the root of the repository, and the pages they are."""
+WRITTEN = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "notebooks/README.md": "notebooks/index.md",
+}
+"""Markdown outside `docs/`, and the pages they are."""
+
+SHOWN = WRITTEN | {f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in ROOT.glob("notebooks/*.ipynb")}
+"""All files of the repository that are pages of the site."""
 
 _CODE = r"(?P<code>^ *(?P<fence>`{3,}|~{3,}).*?^ *(?P=fence) *$|`[^`\n]+`)"
 _LINK = r"(?P<image>!?)\[(?P<text>(?:[^\]\\]|\\.)*)\]\((?P<target>[^)\s]+)\)"
@@ -27,7 +37,7 @@ _ELSEWHERE = re.compile(r"[a-z]+:|#")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that lie outside `docs/`."""
-    for name, page in SHOWN.items():
+    for name, page in WRITTEN.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
     return files
 
@@ -42,7 +52,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             match[0] if match["code"] or _ELSEWHERE.match(match["target"]) else _within_site(match, source, uri, files)
         )
 
-    return _CODE_OR_LINK.sub(repaired, markdown)
+    repaired_page = _CODE_OR_LINK.sub(repaired, markdown)
+    return repaired_page.replace('="docs/', '="') if source == "README.md" else repaired_page  # pictures as HTML
 
 
 def _within_site(match: re.Match[str], source: str, uri: str, files: Files) -> str:

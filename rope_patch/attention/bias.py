@@ -7,14 +7,19 @@ diagonal of a tile, so with the queries in reverse order the mask is a strided v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tiles import Tile, in_rows
+
+NEGLIGIBLE = 2.0**-32
+"""A share of the weights that is far below the rounding of float32."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,20 @@ class KeyTerm:
     def place(self, span: Span, heads: slice, source: torch.Tensor) -> torch.Tensor:
         """The part of a tensor like `source` that belongs to some heads of a span, a view."""
         return source[span.rows if len(source) > 1 else slice(None), heads, span.keys]
+
+    def reaches(self, largest: torch.Tensor) -> list[int]:
+        """For each head, the distance from which keys weigh nothing: all of them together less than `NEGLIGIBLE` times
+        the query's own, if no scaled product of a query and a key exceeds `largest` `(heads,)` on either side of zero
+        (as in Adaptive Computation Pruning, Lin et al., 2504.06949, equation 4). The number of keys if it is
+        farther, or if the sums also rise.
+        """
+        sums, slots = self.running_bias.detach(), self.running_bias.shape[-1]
+        enough = 2 * largest.double() + math.log(slots / NEGLIGIBLE)
+        # the first slot at which the sums have fallen by this much from each slot
+        first = torch.searchsorted(-sums, enough[:, None] - sums)
+        reach = (first - torch.arange(slots)).amax(dim=(0, 2))
+        falls = (sums.diff(dim=-1) <= 0).all(dim=-1).all(dim=0)
+        return cast(list[int], torch.where(falls & enough.isfinite(), reach, slots).tolist())
 
     def pieces(self, tile: Tile) -> Iterator[Tile]:
         """The tile, split at the borders of blocks of rows."""

@@ -1,4 +1,4 @@
-"""A script by which bash or zsh completes commands and options.
+"""Print the script that lets bash or zsh complete commands and options.
 
     rope-patch completion bash > ~/.local/share/bash-completion/completions/rope-patch
     rope-patch completion zsh > _rope-patch    # in a folder of $fpath, before compinit
@@ -18,7 +18,7 @@ from rope_patch.cli.options import Positional
 
 @dataclass(kw_only=True)
 class Options:
-    shell: Positional[Literal["bash", "zsh"]]  # the shell that is to complete
+    shell: Positional[Literal["bash", "zsh"]]  # your shell
 
 
 def main(options: Options) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rope_patch.cli.options import print_json
+from rope_patch.cli.options import Text, print_json
 
 
 @dataclass(kw_only=True)
 class Options:
-    model: str | None = None  # checkpoint folder, GGUF file or hub id; default the small one of the recipes
-    scheme: str | None = None  # such as yarn:target=8192 or rerope:window=128+logn
+    model: Text = None  # checkpoint: a folder, a GGUF file or a Hub ID; without it, the small checkpoint of the recipes
+    scheme: Text = None  # scheme to apply, such as yarn:target=8192 or rerope:window=128+logn
     json: bool = False  # print one JSON document
 
 

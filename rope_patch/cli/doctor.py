@@ -1,11 +1,10 @@
-"""What Transformers, vLLM, SGLang, llama.cpp, mlx-lm and ONNX Runtime GenAI read of a folder's positions, and drop.
+"""Check which positions Transformers, vLLM, SGLang, llama.cpp, mlx-lm and ONNX Runtime GenAI read from a folder.
 
     rope-patch doctor recipes/assets/tiny-llama
     rope-patch doctor recipes/assets/tiny-llama --for vllm,mlx
 
-Each line ends with how this is known: the program was run, or its source was read.
-
-Exit status 1 where something is lost.
+Each line ends with how this is known: the program was run, or its source was read. The exit status is 1 if a program
+drops something.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from rope_patch.cli.options import Positional, Readers, print_json
 
 @dataclass(kw_only=True)
 class Options:
-    checkpoint: Positional[str]  # a checkpoint folder
-    readers: Readers = ""  # programs to tell about, such as vllm,mlx; default all
+    checkpoint: Positional[str]  # checkpoint folder
+    readers: Readers = ""  # only these programs, such as vllm,mlx
     json: bool = False  # print one JSON document
 
 

@@ -1,4 +1,4 @@
-"""A copy of a checkpoint whose config carries a scheme for Transformers, vLLM, llama.cpp, mlx-lm and others.
+"""Write a copy of a checkpoint whose config describes a scheme to Transformers, vLLM, llama.cpp, mlx-lm and others.
 
     rope-patch export recipes/assets/tiny-llama --scheme yarn:factor=4
     rope-patch export recipes/assets/tiny-llama --scheme yarn:factor=4 --output runs/tiny-llama-yarn4
@@ -17,18 +17,18 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from rope_patch.cli.options import Length, Positional, Readers, print_json
+from rope_patch.cli.options import OptionalLength, Positional, Readers, Text, print_json
 from rope_patch.errors import EvaluationError
 
 
 @dataclass(kw_only=True)
 class Options:
-    checkpoint: Positional[str]  # a checkpoint folder, or a GGUF file, which is unpacked
-    scheme: str | None = None  # such as yarn:factor=4; default what it was saved under
-    length: Length | None = None  # context to serve in tokens; default factor times L
-    readers: Readers = ""  # programs to write for, and to tell about; default all
-    output: str | None = None  # the folder to write, or a GGUF file; without it, only show what would be written
-    link: bool = False  # hard links instead of copies of weights and tokenizer
+    checkpoint: Positional[str]  # checkpoint folder, or a GGUF file, which is unpacked
+    scheme: Text = None  # scheme such as yarn:factor=4; without it, the one that the folder records
+    length: OptionalLength = None  # longest context to serve; without it, factor times L
+    readers: Readers = ""  # write for these programs and report on them, such as vllm,mlx; without it, all
+    output: Text = None  # folder or GGUF file to write; without it, only show what would be written
+    link: bool = False  # make hard links to weights and tokenizer instead of copies
     dry_run: bool = False  # write nothing, even with --output
     json: bool = False  # print one JSON document
 

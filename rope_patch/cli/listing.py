@@ -1,4 +1,4 @@
-"""The schemes, one line each; of those you name, all the rest.
+"""List all schemes in a line each, or show everything about those that you name.
 
     rope-patch list
     rope-patch list yarn
@@ -16,14 +16,14 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from rope_patch.cli.options import Positional, print_json
+from rope_patch.cli.options import Positional, Words, print_json
 
 
 @dataclass(kw_only=True)
 class Options:
-    schemes: Positional[tuple[str, ...]] = ()  # names, such as yarn; default all
+    schemes: Positional[Words] = ()  # names such as yarn; without them, all
     json: bool = False  # print one JSON document, with the fields and their defaults
-    markdown: bool = False  # print the table of docs/reference/schemes.md
+    markdown: bool = False  # print the tables of docs/reference/schemes.md
 
 
 def main(options: Options) -> None:
@@ -74,13 +74,26 @@ def _in_full(scheme: dict[str, Any]) -> str:
     return "\n".join(f"{name:<13}{value}" for name, value in rows.items() if value)
 
 
+_GROUPS = {
+    "training-free": "Works on a pretrained model",
+    "fine-tune": "After fine-tuning",
+    "from-scratch": "For training from scratch",
+}
+
+
 def _markdown(schemes: list[dict[str, Any]]) -> str:
-    lines = ["| scheme | year | slot | needs training? | families | paper |", "|---|---|---|---|---|---|"]
-    for entry in schemes:
-        paper = f"[{entry['source']}]({entry['link']})" if entry["link"] else entry["source"]
-        needs = "no" if entry["needs"] == "training-free" else entry["needs"]
-        slots, families = ", ".join(entry["slots"]), ", ".join(entry["families"])
-        lines.append(f"| `{entry['name']}` | {entry['year']} | {slots} | {needs} | {families} | {paper} |")
+    """Tables by what a checkpoint needs; three narrow columns, so that a phone shows them."""
+    lines: list[str] = []
+    for needs, title in _GROUPS.items():
+        lines += [f"## {title}", "", "| scheme | what it does | paper |", "|---|---|---|"]
+        for entry in (entry for entry in schemes if entry["needs"] == needs):
+            page = "bias" if "bias" in entry["slots"] else entry["slots"][0]  # as docs/hooks/schemes.py places it
+            name = f"[`{entry['name']}`](schemes/{page}.md#{entry['name']})"
+            lines.append(f"| {name} | {entry['summary']} | [{entry['year']}]({entry['link']}) |")
+        lines.append("")
+    for family, words in {"T5": "Encoders of T5 do not take", "BERT": "Models with a table of positions take"}.items():
+        takes = [f"`{entry['name']}`" for entry in schemes if (family in entry["families"]) == (family == "BERT")]
+        lines.append(f"- {words} {', '.join(takes)}.")
     return "\n".join(lines)
 
 

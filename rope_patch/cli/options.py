@@ -42,6 +42,11 @@ class Multiple(float):
         return f"{self:g}x"
 
 
+def _hint(default: str) -> str:
+    """What the help says of a default: nothing where there is none, because the option's own words do."""
+    return "" if default in ("", "''", "None") else f"(default: {default})"
+
+
 def _listed(pattern: str, metavar: str, kinds: str, several: bool = True) -> Any:
     """How tyro reads whole numbers, and multiples of L where the pattern allows them."""
 
@@ -57,47 +62,71 @@ def _listed(pattern: str, metavar: str, kinds: str, several: bool = True) -> Any
         nargs="*" if several else 1,
         metavar=metavar,
         instance_from_str=read,
-        is_instance=lambda value: isinstance(value, tuple if several else (int, Multiple)),
+        is_instance=lambda value: isinstance(value, tuple if several else (int, Multiple, type(None))),
         str_from_instance=lambda value: [",".join(map(str, value if several else (value,)))],
     )
 
 
 _LENGTH = r"-?\d+|\d+(\.\d+)?x", "lengths such as 256,512,1024 or 1x,2x,4x"
 
-Numbers = Annotated[tuple[int, ...], _listed(r"-?\d+", "N,N,...", "whole numbers such as 256,512,1024")]
+_NUMBERS = _listed(r"-?\d+", "N,N,...", "whole numbers such as 256,512,1024")
+_QUIET = tyro.conf.arg(help_behavior_hint=_hint)
+
+Numbers = Annotated[tuple[int, ...], _NUMBERS, _QUIET]
 """Whole numbers: `256,512` or `256 512`."""
 
-Lengths = Annotated[tuple[int, ...], _listed(_LENGTH[0], "N,Nx,...", _LENGTH[1])]
+Lengths = Annotated[tuple[int, ...], _listed(_LENGTH[0], "N,Nx,...", _LENGTH[1]), _QUIET]
 """Lengths in tokens, `256,512` or `256 512`, or in multiples of the training length, `1x,4x`."""
 
-Length = Annotated[int, _listed(_LENGTH[0], "N|Nx", _LENGTH[1], several=False)]
+_ONE = _listed(_LENGTH[0], "N|Nx", _LENGTH[1], several=False)
+
+Length = Annotated[int, _ONE]
 """A length in tokens, or in multiples of the training length."""
+
+OptionalLength = Annotated[int | None, _ONE, _QUIET]
+"""A length that may be left out."""
 
 Specs = Annotated[tuple[str, ...], tyro.conf.arg(name="scheme", metavar="SCHEME"), tyro.conf.UseAppendAction]
 """Schemes, such as `yarn:target=auto` or `rerope:window=128+logn`: the option `--scheme` is repeated."""
 
-Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]
+Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint=_hint)]
 """Words behind one option."""
 
 
-Readers = Annotated[str, tyro.conf.arg(name="for", metavar="NAME,NAME,...")]
+Word = Annotated[str | None, tyro.conf.arg(metavar="[NAME]", help_behavior_hint=_hint)]
+Words = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME ...]", help_behavior_hint=_hint)]
+"""Positional words that may be left out."""
+
+Readers = Annotated[str, tyro.conf.arg(name="for", metavar="NAME,NAME,...", help_behavior_hint=_hint)]
 """Programs that read a folder, such as `vllm,mlx`: the option `--for`."""
+
+Text = Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint=_hint)]
+"""A word that may be left out."""
+
+Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=_hint)]
+"""A whole number that may be left out."""
+
+Amount = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=_hint)]
+"""A number that may be left out."""
+
+Amounts = Annotated[tuple[float, ...], tyro.conf.arg(metavar="FLOAT", help_behavior_hint=_hint)]
+"""Numbers behind one option."""
 
 
 @dataclass(kw_only=True)
 class Measured:
     """Options of every measurement. The default text is Python's standard library."""
 
-    model: str | None = None  # checkpoint folder, GGUF file or hub id; default the small one of the recipes
-    text: str | None = None  # a .txt, .jsonl or .parquet file, a folder of files, or a pattern
-    dataset: str | None = None  # a dataset's name or folder instead of a text
-    split: str | None = None  # of a dataset
-    column: str = "text"  # that holds the text, wherever there are columns
-    dtype: str = "auto"  # auto (of the checkpoint; float32 on a CPU without bfloat16), float32, bfloat16 or float16
-    device: str = "auto"  # auto, or a name that torch knows
-    attention: str = "auto"  # auto, or an attention implementation of Transformers
-    seed: int = 0  # of whatever is drawn
-    json: bool = False  # print one JSON document on stdout instead of tables
+    model: Text = None  # checkpoint: a folder, a GGUF file or a Hub ID; without it, the small checkpoint of the recipes
+    text: Text = None  # text to read: a .txt, .jsonl or .parquet file, a folder, or a pattern
+    dataset: Text = None  # name or folder of a dataset, instead of --text
+    split: Text = None  # split of the dataset
+    column: str = "text"  # column that holds the text
+    dtype: str = "auto"  # dtype of the weights: auto (the checkpoint's own), float32, bfloat16 or float16
+    device: str = "auto"  # device to run on: auto, cpu, cuda, cuda:1, mps
+    attention: str = "auto"  # attention implementation of Transformers: auto, sdpa, eager, flash_attention_2
+    seed: int = 0  # random seed
+    json: bool = False  # print one JSON document instead of tables
 
 
 def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | None = None, prog: str = "") -> int:

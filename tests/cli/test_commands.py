@@ -91,7 +91,7 @@ def test_list_names_every_scheme(capsys):
 
 def test_the_table_of_schemes_in_the_reference_is_the_one_the_command_prints():
     page = PAGE.read_text(encoding="utf-8")
-    assert all(f"\n| `{name}` |" in page for name in rope_patch.list_schemes())
+    assert all(f"\n| [`{name}`](schemes/" in page for name in rope_patch.list_schemes())
     assert with_lists(page) == page, "`make lists` writes the table anew"
 
 

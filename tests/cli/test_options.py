@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -126,6 +127,8 @@ def test_every_help_shows_examples_and_explains_every_option(command, capsys):
         if "Positional" not in str(field.type) and field.name != "schemes":
             assert f"--{'for' if field.type == 'Readers' else field.name.replace('_', '-')}" in shown
     assert shown.count("(default") + shown.count("(required") + shown.count("(repeatable") + shown.count("(sets") > 0
+    assert "None" not in shown
+    assert not re.search(r"\(default: (''|\"\")?\)", shown)
 
 
 def test_a_positional_word():

@@ -127,7 +127,9 @@ def test_run_again_it_does_nothing(shelf, monkeypatch, capsys):
     before = Path("a/tiny.txt").stat().st_mtime_ns
     capsys.readouterr()
     assert main(["checkpoint", "tiny", "--output", "a"]) == 0
-    assert capsys.readouterr().err == "rope-patch: a is there already\n"
+    there, following = capsys.readouterr().err.splitlines()
+    assert there == "rope-patch: a is there already"
+    assert following.startswith("rope-patch: next: rope-patch sweep --model DIR --text a ")
     assert Path("a/tiny.txt").stat().st_mtime_ns == before
     assert main(["checkpoint", "tiny", "--output", "a", "--dtype", "float32"]) == 2
     assert "holds something else" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,14 @@ five times as much, or the check is blind. A check that the plain model fails it
 
 {counts}
 
-| model type | verdict | largest difference | what is refused, or left out |
-|---|---|---|---|
+{lists}
+
+## Every type
+
+The site has a table here, with the largest difference and the reasons of every type. Without it:
+`python -c "from tests.zoo import page; print(page.table())"`, from [the rows](results/zoo/zoo.jsonl).
+
+<!-- table of the zoo -->
 """
 
 
@@ -72,19 +79,31 @@ def write() -> None:
 def page(rows: Iterable[dict[str, Any]]) -> str:
     """The whole document."""
     rows = list(rows)
-    verdicts = [verdict(row) for row in rows]
-    counts = ", ".join(f"{[v for v, _ in verdicts].count(kind)} {kind}" for kind in VERDICTS)
-    contract = {values["model_type"] for values in FAMILIES.values()}
-    lines = (
-        f"| `{row['type']}`{'*' * (row['type'] in contract)} | {kind} | {_largest(row)} | {reason} |\n"
-        for row, (kind, reason) in zip(rows, verdicts, strict=True)
-    )
-    head = _HEAD.format(
+    by_verdict: dict[str, list[str]] = {}
+    for row in rows:
+        by_verdict.setdefault(verdict(row)[0], []).append(_name(row))
+    counts = ", ".join(f"{len(by_verdict.get(kind, []))} {kind}" for kind in VERDICTS)
+    lists = (f"**{kind}**: {', '.join(by_verdict[kind])}." for kind in VERDICTS if kind in by_verdict)
+    return _HEAD.format(
         version=rows[0]["transformers"],
         tolerance=TOLERANCE,
         counts=f"Of {len(rows)} types: {counts}. (*: in the contract suite.)",
+        lists="\n\n".join(textwrap.fill(each, 128, break_long_words=False, break_on_hyphens=False) for each in lists),
     )
-    return head + "".join(lines)
+
+
+def table() -> str:
+    """A line for each type of the committed rows: its verdict, the largest difference, and the reasons."""
+    lines = ["| model type | verdict | largest difference | what is refused, or left out |", "|---|---|---|---|"]
+    for row in read(ROWS).values():
+        kind, reason = verdict(row)
+        lines.append(f"| {_name(row)} | {kind} | {_largest(row)} | {reason} |")
+    return "\n".join(lines)
+
+
+def _name(row: dict[str, Any]) -> str:
+    contract = {values["model_type"] for values in FAMILIES.values()}
+    return f"`{row['type']}`{'*' * (row['type'] in contract)}"
 
 
 def verdict(row: dict[str, Any]) -> tuple[str, str]:
