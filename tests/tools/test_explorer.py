@@ -17,11 +17,11 @@ from transformers import LlamaConfig
 
 from rope_patch import InvalidField, NotExpressible, Scheme, get_scheme
 from rope_patch.models.rope_parameters import export_rope_parameters
-from rope_patch.schemes import Checkpoint, scheme_class
+from rope_patch.schemes import scheme_class
 from rope_patch.schemes.rules import rules_of
 from rope_patch.schemes.slots import ModelShape, Target
 from rope_patch.schemes.target import takes_target
-from rope_patch.typing import RotarySpec
+from tests.explorer import checkpoint_of, distances_of, every_distance, resolved, rotary_of, slow_angles
 from tools import explorer
 from tools.position_matrices import rotated_distances
 
@@ -121,18 +121,6 @@ def numbers(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def checkpoint_of(model: dict[str, Any]) -> Checkpoint:
-    return Checkpoint(model["L"], model["heads"], model["L"], pairs=model["d"] // 2)
-
-
-def rotary_of(model: dict[str, Any]) -> RotarySpec:
-    return RotarySpec(model["d"], model["theta"], model["L"])
-
-
-def resolved(name: str, fields: dict[str, Any], model: dict[str, Any]) -> Scheme:
-    return get_scheme(name, **fields).resolve(checkpoint_of(model))
-
-
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -198,17 +186,6 @@ EVERY_REACH = (
 )
 
 
-def every_distance(scheme: Scheme, length: int, pairs: int) -> torch.Tensor:
-    """`(pairs, length, length)`, double; NaN where the query does not see the key."""
-    m, n = torch.arange(length).double()[:, None], torch.arange(length).double()
-    found = torch.full((pairs, length, length), math.nan, dtype=torch.float64)
-    for region in scheme.segments():
-        there = region.rotated_distance(m, n).double()
-        there = there.movedim(-1, 0) if region.pairs else there.expand(pairs, -1, -1)
-        found = torch.where(region.contains(m, n), there, found)
-    return found.masked_fill(m < n, math.nan)
-
-
 @needs_node
 @pytest.mark.parametrize(("name", "fields"), MAPS)
 def test_every_cell_of_a_map_is_that_of_the_library(name, fields):
@@ -244,21 +221,12 @@ def test_orange_is_an_angle_beyond_those_of_training(name):
     fields = {"dpe": {"window": 512, "groups": [1, 2, 4, 32]}, "rerope": {"window": 6000}}.get(name) or CASES[name][0]
     places = torch.randint(length, (400, 2), generator=torch.Generator().manual_seed(0)).sort(descending=True).values
     cells, (every,) = places.tolist(), asked((SEEN, [name, fields, model, length, places.tolist()]))
-    scheme, own = resolved(name, fields, model), 10_000.0 ** -(torch.arange(0, 128, 2).double() / 128)
-    theta = own
-    if "frequencies" in scheme.slots:
-        lengths = torch.tensor([length]) if scheme.length_dependent else None
-        theta = scheme.frequencies(rotary_of(model), lengths).inv_freq.double().view(-1)
-    theta = theta * (not scheme.brings_bias)
-    slow = own * 4096 < 2 * math.pi
-    for (m, n), (_, seen_as, is_new) in zip(cells, every, strict=True):
-        distance = torch.tensor(float(m - n)).double()
-        for region in scheme.segments() if "segments" in scheme.slots else ():
-            if region.contains(torch.tensor(m), torch.tensor(n)):
-                distance = region.rotated_distance(torch.tensor(m), torch.tensor(n)).double()
-        angles = (theta * distance)[slow]
-        assert is_new == bool((angles > own[slow] * 4096 * (1 + 1e-6)).any()) or abs(seen_as - 4096) < 0.1
-        assert seen_as == pytest.approx(float((angles / own[slow]).max()), rel=1e-5, abs=1e-9)
+    scheme = resolved(name, fields, model)
+    for (m, n), (distance, seen_as, is_new) in zip(cells, every, strict=True):
+        angles, known = slow_angles(scheme, model, length, m, n)
+        assert is_new == bool((angles > known * (1 + 1e-6)).any()) or abs(seen_as - 4096) < 0.1
+        assert seen_as == pytest.approx(float((angles / known).max()) * 4096, rel=1e-5, abs=1e-9)
+        assert distance in distances_of(scheme, m, n)
 
 
 SHARES = "(name, fields, model, length) => angles(name, fields, model, length).map((each) => Object.values(each))"
@@ -380,6 +348,22 @@ def test_the_line_of_python_makes_the_same_scheme(name):
     for fields, line in zip(CASES[name], asked(*(("spec", [name, fields]) for fields in CASES[name])), strict=True):
         assert get_scheme(line) == get_scheme(name, **fields)
     assert asked(("spec", ["rerope", {"window": 128}, True])) == ["rerope:window=128+logn"]
+
+
+@needs_node
+def test_a_number_in_the_config_keeps_its_point():
+    config = {
+        "rope_type": "yarn",
+        "factor": 4,
+        "truncate": True,
+        "long_factor": [1, 1.5],
+        "original_max_position_embeddings": 8,
+    }
+    (text,) = asked(("configText", [config]))
+    assert json.loads(text) == {"rope_parameters": config}
+    assert '"factor": 4.0,' in text
+    assert "[1.0, 1.5]" in text
+    assert '": 8\n' in text
 
 
 @needs_node
