@@ -23,7 +23,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_patch.cli.options import Length, Measured, is_main, print_json, run, say
+from rope_patch.cli.options import Amount, Count, Length, Measured, is_main, print_json, run, say
 
 STARTS = ("pi", "ntk", "yarn", "mrrope")
 COMPARED = ("yarn", "mrrope")  # those that are confirmed beside what was found
@@ -35,17 +35,17 @@ NEXT = 'rope-patch export {checkpoint} --scheme "$(cat {folder}/scheme.txt)" --o
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    target: Length  # the length that matters, in tokens, or as 4x in multiples of L
-    budget_minutes: float | None = None  # for everything: references, generations, and the confirmation of the best
+    target: Length  # context length to reach: tokens, or a multiple of L such as 4x
+    budget_minutes: Amount = None  # time limit for everything, including the confirmation of the winner
     generations: int = 40  # most generations
-    population: int = 64  # half of it are parents, and a generation has as many new lists
-    protocol: Literal["repeat", "far", "last"] = "repeat"  # what chooses: what is far back, or ordinary text (last)
-    targets: int | None = None  # scored tokens per window; default that of the protocol
-    documents: int | None = None  # how many of each half, drawn at random where there are more; default all
-    windows_per_document: int | None = None  # places scored in each; default that of the protocol
-    attention_factor: float | None = None  # on cos and sin at all lengths; default YaRN's 0.1 ln k + 1; 1 is none
-    candidates_per_forward: int = 1  # lists that share a forward; more are faster on a GPU alone
-    output: str = "runs/search"  # folder of search.jsonl, search.png, scheme.txt and scheme-short.txt
+    population: int = 64  # size of the population; half of it are parents, and a generation has as many new lists
+    protocol: Literal["repeat", "far", "last"] = "repeat"  # tokens that choose: far back, or ordinary (last)
+    targets: Count = None  # number of scored tokens in each window; without it, as the protocol has it
+    documents: Count = None  # number of documents in each half, drawn at random; without it, all
+    windows_per_document: Count = None  # windows scored in each document; without it, as the protocol has it
+    attention_factor: Amount = None  # factor on cos and sin at all lengths; without it, YaRN's 0.1 ln k + 1; 1 is none
+    candidates_per_forward: int = 1  # lists that share a forward; more are faster only on a GPU
+    output: str = "runs/search"  # folder for search.jsonl, search.png, scheme.txt and scheme-short.txt
 
 
 def main(options: Options) -> None:
@@ -268,7 +268,9 @@ def picture(losses: Mapping[Any, float], starts: Mapping[str, Any], best: Any, p
     )
     figure, above, below = charts.sheet(title, caption, 5.0, 2)
     first, curve = len(set(starts.values())), list(accumulate(losses.values(), min))
-    above.plot(range(first, len(curve) + 1), curve[first - 1 :], color=charts.COLOURS[1], linewidth=1.8)
+    above.plot(
+        range(first, len(curve) + 1), curve[first - 1 :], color=charts.COLOURS[1], linewidth=1.8, drawstyle="steps-post"
+    )
     above.axhline(losses[starts["yarn"]], color=charts.FAINT, linestyle="--", linewidth=1.2)
     above.set(xlabel="lists measured", ylabel="NLL, nats per token")
     below.set(xlabel="pair of dimensions", ylabel="factor")

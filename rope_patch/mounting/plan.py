@@ -369,10 +369,8 @@ def _install_hooks(stack: Stack, states: Sequence[LayerState], changes: Changes)
     scorers = tuple(state.layer.module for state in states)
     if not (reads_groups and any(state.scores for state in states)) or others_take_masks(stack.module, scorers):
         scorers = ()
-    # a stack that rotates counts for itself if it takes no positions
-    counts = not stack.rotary and "position_ids" not in inspect.signature(stack.module.forward).parameters
     forward_caches = {id(state.forward_cache): state.forward_cache for state in states}
-    changes.hook(stack.module, StackHook(tuple(forward_caches.values()), scorers, counts))
+    changes.hook(stack.module, StackHook(tuple(forward_caches.values()), scorers, not stack.has_positions))
     registration = Registration()
     changes.log(stack.module, registration)
     for state in states:
