@@ -157,7 +157,7 @@ def main(options: Options) -> None:
     verdict = judge(confirmation[options.protocol], confirmation["last"])
     folder = rows.path.parent
     for file, scheme in zip(("scheme.txt", "scheme-short.txt"), found.values(), strict=True):
-        (folder / file).write_text(f"{scheme}\n")
+        (folder / file).write_text(str(scheme).replace(" ", "") + "\n")
     if options.json:
         outcome = {"scheme": str(found[FOUND]), "short": str(found[KEPT]), "verdict": verdict.kind, "stopped": stopped}
         outcome |= {"sentence": verdict.sentence, "lists": len(losses), "choosing": list(losses.values())}
