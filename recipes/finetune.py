@@ -133,8 +133,6 @@ def check(options: Options) -> None:
     at_once = int(os.environ.get("WORLD_SIZE", "1")) // options.context_parallel * (options.micro_batch_size or 1)
     if options.batch_size % at_once:
         raise EvaluationError(f"batch_size={options.batch_size} is not allowed; it must be a multiple of {at_once}")
-    if options.loss == "longce" and options.context_parallel > 1:
-        raise EvaluationError("loss=longce is not allowed with context_parallel: its short contexts span several parts")
     if options.device not in ("auto", "cpu"):
         raise EvaluationError(f"device={options.device} is not allowed; Trainer takes auto or cpu")
     if options.dtype != "float32" and (options.method == "full" or options.precision != "bfloat16"):
