@@ -73,12 +73,12 @@ class KeyTerm:
         """The tile, split at the borders of blocks of rows."""
         return in_rows(tile, self.rows)
 
-    def mask(self, tile: Tile) -> torch.Tensor:
-        """`(batch or 1, heads, 1 or rows, keys)`."""
+    def mask(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
+        """`(batch or 1, heads, 1 or rows, keys)` of this dtype."""
         middle = tile.q0 // self.rows * self.rows + self.rows // 2
         slot = tile.k0 + tile.distance + middle - tile.q0
         at_middle = self.running_bias[..., min(max(slot, 0), self.running_bias.shape[-1] - 1), None]
-        term = (at_middle - self.running_bias[..., tile.k0 : tile.k1]).float()[:, :, None]
+        term = (at_middle - self.running_bias[..., tile.k0 : tile.k1]).to(dtype)[:, :, None]
         return term.masked_fill(~tile.mask(term.device), -torch.inf) if tile.kind == "band" else term
 
     def gradient(self, tile: Tile, inner: torch.Tensor, into: torch.Tensor) -> None:
@@ -135,8 +135,8 @@ class DiagonalTerm:
         """The tile in bands of rows; each has few hidden pairs, which its mask hides."""
         return iter((tile,)) if tile.kind == "full" else in_rows(tile, self.rows, as_bands=True)
 
-    def mask(self, tile: Tile) -> torch.Tensor:
-        """`(1, heads, rows, keys)`, a view; its row r belongs to the query `q1 - 1 - r`."""
+    def mask(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
+        """`(1, heads, rows, keys)` of this dtype, a view; its row r belongs to the query `q1 - 1 - r`."""
         rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
         nearest, farthest = tile.distance - keys + 1, tile.distance + rows - 1
         distances = torch.arange(farthest, nearest - 1, -1, device=self.values.device)
@@ -144,7 +144,7 @@ class DiagonalTerm:
         if tile.kind == "band":
             inside &= (distances >= tile.low) & (distances < tile.high)
         places = (distances - self.first).clamp(min=0)
-        diagonals = self.values[:, places].masked_fill(~inside, -torch.inf)
+        diagonals = self.values[:, places].to(dtype).masked_fill(~inside, -torch.inf)
         heads, length = diagonals.shape
         return diagonals.as_strided((1, heads, rows, keys), (heads * length, length, 1, 1))
 
