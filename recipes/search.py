@@ -268,7 +268,9 @@ def picture(losses: Mapping[Any, float], starts: Mapping[str, Any], best: Any, p
     )
     figure, above, below = charts.sheet(title, caption, 5.0, 2)
     first, curve = len(set(starts.values())), list(accumulate(losses.values(), min))
-    above.plot(range(first, len(curve) + 1), curve[first - 1 :], color=charts.COLOURS[1], linewidth=1.8)
+    above.plot(
+        range(first, len(curve) + 1), curve[first - 1 :], color=charts.COLOURS[1], linewidth=1.8, drawstyle="steps-post"
+    )
     above.axhline(losses[starts["yarn"]], color=charts.FAINT, linestyle="--", linewidth=1.2)
     above.set(xlabel="lists measured", ylabel="NLL, nats per token")
     below.set(xlabel="pair of dimensions", ylabel="factor")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rope_patch.evaluation.row import Rows
 from rope_patch.evaluation.scheme_specs import display_name
+from rope_patch.evaluation.standard_errors import paired_difference
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
@@ -43,3 +44,20 @@ def test_the_table_of_the_sweep() -> None:
     assert free
     assert f"{confirmed['attention cut at L']:.3f}" == free[1]
     assert f"is {confirmed['attention cut at L'] - confirmed[best]:.3f} below it" in page
+
+
+def test_the_table_of_the_search() -> None:
+    page = (ROOT / "docs/search.md").read_text()
+    runs = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if re.match(r"\| \dL, ", line)
+    ]
+    files = sorted((RESULTS / "search").glob("*.jsonl"))
+    assert len(runs) == len(files)
+    for file in files:
+        rows = Rows(file).rows
+        far = [row for row in rows if (row.protocol, row.length) == ("repeat", max(each.length for each in rows))]
+        judged = [row for row in far if row.windows == 18]
+        yarn, mrrope, found, _ = judged[-4:]  # a list for all lengths, and one with the plain factors up to L
+        difference, error = paired_difference(found, yarn)
+        told = [f"{row.loss:.3f}" for row in (yarn, mrrope, found)]
+        assert [*told, f"{difference:+.3f} ± {error:.3f}"] in [run[2:6] for run in runs], file
