@@ -263,7 +263,7 @@ def picture(losses: Mapping[Any, float], starts: Mapping[str, Any], best: Any, p
     from rope_patch.evaluation.scheme_specs import display_name
 
     caption = (
-        "Above: NLL of the best list so far, on the half of the text that chooses; dashed: YaRN. Below: by how much "
+        "Above: NLL of the best list so far, on the half of the text that chooses; dashed: YaRN's. Below: by how much "
         "each pair is slowed, from the fastest to the slowest."
     )
     figure, above, below = charts.sheet(title, caption, 5.0, 2)
