@@ -157,7 +157,7 @@ def main(options: Options) -> None:
     verdict = judge(confirmation[options.protocol], confirmation["last"])
     folder = rows.path.parent
     for file, scheme in zip(("scheme.txt", "scheme-short.txt"), found.values(), strict=True):
-        (folder / file).write_text(f"{scheme}\n")
+        (folder / file).write_text(str(scheme).replace(" ", "") + "\n")
     if options.json:
         outcome = {"scheme": str(found[FOUND]), "short": str(found[KEPT]), "verdict": verdict.kind, "stopped": stopped}
         outcome |= {"sentence": verdict.sentence, "lists": len(losses), "choosing": list(losses.values())}
@@ -263,7 +263,7 @@ def picture(losses: Mapping[Any, float], starts: Mapping[str, Any], best: Any, p
     from rope_patch.evaluation.scheme_specs import display_name
 
     caption = (
-        "Above: NLL of the best list so far, on the half of the text that chooses; dashed: YaRN. Below: by how much "
+        "Above: NLL of the best list so far, on the half of the text that chooses; dashed: YaRN's. Below: by how much "
         "each pair is slowed, from the fastest to the slowest."
     )
     figure, above, below = charts.sheet(title, caption, 5.0, 2)

@@ -15,6 +15,7 @@ from rope_patch.evaluation.evolution import Evolution, factors_of, measure_toget
 from rope_patch.evaluation.measured_model import MeasuredModel
 from rope_patch.evaluation.row import Rows
 from rope_patch.evaluation.run import run
+from rope_patch.evaluation.scheme_specs import display_name
 from rope_patch.evaluation.tasks.perplexity import Perplexity
 from rope_patch.saving.export import describe_serving
 from rope_patch.schemes import get_scheme
@@ -193,6 +194,7 @@ def test_what_was_found_is_exported_and_keeps_the_plain_checkpoint_up_to_l(
     assert found["stopped"] == "the budget of 0.001 minutes was used up in generation 1"
     assert found["lists"] == 3  # the starts are always measured
     spec = (tmp_path / "out" / "scheme.txt").read_text().strip()
+    assert " " not in spec  # it is one word of a next command
     serving = describe_serving(checkpoint, spec)
     entry = serving.config.get("rope_parameters") or serving.config["rope_scaling"]
     assert (entry["rope_type"], serving.length) == ("longrope", 32)
@@ -273,3 +275,11 @@ def test_a_checkpoint_that_cannot_copy_gets_no_verdict():
     )
     verdict = recipe.judge(confirmed("repeat", far), confirmed("last", far))
     assert verdict.kind == "nothing"
+
+
+def test_a_list_of_factors_has_a_short_name_that_tells_where_it_ends():
+    name = display_name(longrope((1.25,) * 32))
+    assert name.startswith("longrope:short_factor=[1.25, 1")
+    assert name.endswith("=1.1,learned=False")
+    assert len(name) < 60
+    assert display_name("dpe:window=128,groups=[1,2,1,2,8,8,8,1]") == "dpe:window=128,groups=[1,2,1,2,8,8,8,1]"

@@ -65,7 +65,12 @@ CASES = {
     "leaky_rerope": [{"window": 40, "factor": 4}, {"window": 7, "factor": 2.5}],
     "self_extend": [{"group_size": 4, "window": 40}, {"group_size": 7, "window": 30, "shift": "fractional"}],
     "dpe": [{"window": 40, "groups": [2, 8, 4, 32]}, {"window": 16, "groups": [3, 5], "shift": "floor"}],
-    "dca": [{}, {"chunk_size": 60, "local_window": 20}, {"chunk_size": 50, "constants": "paper"}],
+    "dca": [
+        {},
+        {"chunk_size": 60, "local_window": 20},
+        {"chunk_size": 60, "local_window": 40},
+        {"chunk_size": 50, "constants": "paper"},
+    ],
     "string": [{}, {"shift": 60, "window": 20, "attention_factor": 1.07}],
     "lm_infinite": [{"local_window": 60}, {"local_window": 30, "n_global": 4}, {"local_window": 5, "n_global": 0}],
     "window": [{}, {"window": 50}],

@@ -176,7 +176,7 @@ def test_the_keyboard_reaches_everything(page):
 def test_a_wrong_field_is_named_and_nothing_breaks(page):
     choose(page, "rerope")
     page.type("#panel-b [data-field=window]", "0")
-    assert page("byId('panel-b').querySelector('.wrong').textContent") == "Window must be an integer of at least 1."
+    assert page("byId('panel-b').querySelector('.wrong').textContent") == "window must be an integer of at least 1."
     page.type("#panel-b [data-field=window]", "100")
     assert page("byId('panel-b').querySelector('.wrong').textContent") == ""
     assert 'rerope:window=100"' in page("document.querySelector('[data-code=b-python]').textContent")
@@ -242,6 +242,8 @@ def test_it_can_be_read_light_and_dark_wide_and_on_a_phone(page, theme, width):
     page.resize(width, 800, mobile=width == 400)
     page.open(URL)
     assert page("document.documentElement.dataset.theme") == theme
+    page.focus("#numbers summary")
+    page.press(" ")
     assert page("document.documentElement.scrollWidth") == width
     ground = luminance(page, "getComputedStyle(document.querySelector('figure')).backgroundColor")
     for selector in ("h2", ".about", "figcaption b.new", ".readout", "pre"):

@@ -21,7 +21,9 @@ from rope_patch.attention import chunked, decode
 from rope_patch.errors import EvaluationError, UnsupportedModel, UnsupportedPositions
 from rope_patch.models import llama as llama_style
 from rope_patch.mounting.parameters import learned_parameters
+from rope_patch.training.chunked_loss import chunked_loss
 from rope_patch.training.context_parallel import context_parallel, shard
+from rope_patch.training.long_ce import LongCE
 from tests.cases import ALL, CASES
 from tests.families import VOCABULARY, build
 from tests.processes import run_many
@@ -143,7 +145,8 @@ def of_families(names):
 def test_on_two_processes():
     checks = [("scheme_is_exact", spec, KINDS[i % 5]) for i, spec in enumerate(USUAL)]
     checks += [("scheme_is_exact", spec, KINDS[-i], "ulysses") for i, spec in enumerate(BY_HEADS)]
-    checks += [*of_families(FAMILIES[:3]), ("encoder",), ("checkpointing",), ("adapters",), ("refusals",)]
+    checks += [*of_families(FAMILIES[:3]), ("encoder",), ("checkpointing",), ("adapters",), ("longce",)]
+    checks += [("refusals",)]
     assert run_many(2, in_group, checks) == [0, 0]
 
 
@@ -260,6 +263,29 @@ def wrappers():
         (2 * loss / (targets != -100).sum()).backward()
     found = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+def longce():
+    """Short contexts are shared as well: begun anew in documents, of any scheme, with weights on both sides of 1."""
+    for spec, kind in ((None, "packed"), ("rerope:window=6+logn:training_length=8", "right")):
+        model, (ids, targets, given, _) = patched(spec), batch(kind)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(5)
+        count = (targets != -100).sum()
+        with chunked_loss(model, 7, long_ce=LongCE(10, 6)):
+            model(ids, labels=ids, shift_labels=targets, num_items_in_batch=count, **given).loss.backward()
+        expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        with chunked_loss(model, 7, long_ce=LongCE(10, 6)), context_parallel(model) as parallel:
+            own = {"shift_labels": parallel.shard(targets), **{k: parallel.shard(v) for k, v in given.items()}}
+            model(parallel.shard(ids), labels=parallel.shard(ids), num_items_in_batch=count, **own).loss.backward()
+        for name, parameter in model.named_parameters():
+            distributed.all_reduce(parameter.grad)
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=1e-5)
+        with chunked_loss(model, 7):
+            model.zero_grad()
+            model(ids, labels=ids, shift_labels=targets, num_items_in_batch=count, **given).loss.backward()
+        assert (model.lm_head.weight.grad - expected["lm_head.weight"]).abs().max() > 1e-2
 
 
 def modes():
