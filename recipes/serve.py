@@ -29,6 +29,7 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +210,8 @@ class Server:
             for batch in self.batches.values():
                 batch.manager.start()
             yield
-            for batch in self.batches.values():
-                batch.manager.stop(block=True, timeout=2)
+            stops = [partial(batch.manager.stop, block=True, timeout=2) for batch in self.batches.values()]
+            await asyncio.gather(*map(asyncio.to_thread, stops))
 
         routes = [
             Route("/v1/completions", self.endpoint(self.complete), methods=["POST"]),

@@ -8,11 +8,12 @@ batch of its own, which keeps its own blocks of prefixes.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from rope_patch.errors import AlreadyPatched, InvalidField
+from rope_patch.errors import AlreadyPatched, InvalidField, RopePatchWarning
 from rope_patch.evaluation.scheme_specs import scheme_at
 from rope_patch.models.find_stacks import read_stacks
 from rope_patch.patching import find_handle, patch
@@ -98,5 +99,8 @@ def models_by_factor(spec: str | None, factors: Sequence[int], model: Any) -> di
     models = {}
     for factor, scheme in schemes_by_factor(spec or "no scheme", factors, model).items():
         models[factor] = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
-        patch(models[factor], scheme)
+        with warnings.catch_warnings():
+            if factor == 1:  # where most schemes change nothing, as they should
+                warnings.simplefilter("ignore", RopePatchWarning)
+            patch(models[factor], scheme)
     return models
