@@ -10,12 +10,14 @@
 # make faults     set up, then put each known fault into a copy of the package: a test must fail (about ten minutes)
 # make vllm-check  real vLLM on this CPU serves folders under schemes that it does not know (six minutes)
 # make transformers-tests TRANSFORMERS=<checkout>  set up, then run Transformers' own tests on patched models (an hour)
-# make lists      write the table of docs/reference/schemes.md anew, after a scheme was added
+# make lists      write the table of docs/reference/schemes.md and the facts of docs/explorer.html anew, after a scheme changed
 # make notebooks  set up, then run the notebooks with fast settings; make notebooks-full runs them in place, as committed
 # make docs       set up, then build the site into site/
 # make wheel      set up, then build wheel and sdist into dist/, and try the wheel in an environment of its own
 # make check      set up, then lint, types, tests
 # make bench      set up, then measure speed and memory against plain attention (under twenty minutes on two cores)
+# make gpu        on a machine with a GPU: all of it in one command that goes on where it stopped, into runs/gpu
+#                 OPTIONS="--model FOLDER --length 32768"; OPTIONS="--device cpu --quick" tries it without a GPU
 # make gpu-check  on a machine with a GPU: its tests, with the Python that is there (GPU_PYTHON), without set-up
 # make gpu-bench  on a machine with a GPU: measure there, likewise
 #                 OPTIONS="--only decode growth --resume" and others: python -m benchmarks.run --help
@@ -31,7 +33,7 @@ BIN := $(VENV)/bin
 
 .SECONDARY:
 .PHONY: setup demo demo-compare test scheme nightly zoo hard faults vllm-check transformers-tests lists notebooks notebooks-full docs wheel lint check bench \
-	gpu-check gpu-bench gpu-finetune clean
+	gpu gpu-check gpu-bench gpu-finetune clean
 
 # Each stamp is an extra of pyproject.toml: what a target needs, and no more; `dev` has the others in it. Python compiles
 # what it imports, a small part of what is installed.
@@ -136,6 +138,9 @@ gpu-check:
 gpu-bench:
 	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.machine cuda
 	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.run --device cuda $(OPTIONS)
+
+gpu:
+	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.gpu $(OPTIONS)
 
 gpu-finetune:
 	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.machine cuda

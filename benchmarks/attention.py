@@ -16,6 +16,7 @@ from benchmarks.dense import two_matrices
 from rope_patch.attention import paths
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
 from rope_patch.attention.spans import Span
+from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.registry import as_scheme
 from rope_patch.schemes.slots import Checkpoint
 from rope_patch.schemes.t5 import T5Bias
@@ -35,6 +36,8 @@ def spec(scheme: str, length: int) -> str:
         "leaky_rerope": f"leaky_rerope:window={window},factor=4",
         "self_extend": f"self_extend:group_size=4,window={window}",
         "dca": f"dca:chunk_size={chunk},local_window={chunk // 4}",
+        "nope+rerope": f"layers:[0::2=nope;rest=rerope:window={window}]",
+        "nope+yarn": "layers:[0::2=nope;rest=yarn:factor=4]",
     }.get(scheme, scheme)
 
 
@@ -61,6 +64,16 @@ def regions(shape: Shape, scheme: str, backward: bool = False) -> Side:
     spans = (Span(slice(0, 1), slice(0, length), slice(0, length), 0),)
     leaves = [value, *(state for branch in branches for state in (branch.query, branch.key))]
     return _side(shape, lambda: paths.attend(inputs, "auto", lambda _: spans), leaves, backward)
+
+
+def alibi(shape: Shape, backward: bool = False) -> Side:
+    """Causal attention under the published slopes."""
+    inputs = dataclasses.replace(_both_directions(shape, backward), causal=True)
+    scheme = ALiBi()
+    bias = DistanceBias(lambda distance: scheme.bias(distance, shape.heads), scheme.linear)
+    inputs = dataclasses.replace(inputs, bias=bias)
+    spans = (Span(slice(0, 1), slice(0, shape.length), slice(0, shape.length), 0),)
+    return _side(shape, lambda: paths.attend(inputs, "auto", lambda _: spans), _states(inputs), backward)
 
 
 def t5_encoder(shape: Shape, backward: bool = False) -> Side:

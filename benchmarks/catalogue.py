@@ -60,6 +60,8 @@ def _on_cpu() -> Iterator[Comparison | Figure]:
         yield _module(scheme, longer, 1.05)
     for scheme in ("rerope", "dca"):
         yield _module(scheme, long, 1.12, backward=True, memory=True)
+    yield _module("dca", replace(long, dtype="bfloat16"), 1.2, backward=True, memory=True)
+    yield _module("self_extend", short, 1.08)
     for length in (4096, 8192):
         for scheme in ("rerope", "dca"):
             yield _module(scheme, Shape(length, dtype="bfloat16"), 0.85)
@@ -161,6 +163,11 @@ def _biases(shape: Shape) -> Iterator[Comparison]:
     # a bias has no rotation beside it, but the module still turns by an angle of zero: the same work on both sides
     for scheme, target in {"logn": 1.02, "alibi": 1.05, "sandwich": 1.12}.items():
         yield _module(scheme, shape, target)
+    ours, plain = partial(attention.alibi, backward=True), partial(attention.sdpa, backward=True)
+    for some, target in ((replace(shape, length=2048), 1.2), (shape, 1.1)):
+        work = f"alibi, {_PASSES[True]}"
+        yield _row("training/alibi", work, "plain attention", ours, plain, some, target=target)
+    yield _module("alibi", shape, 1.1, backward=True)
 
 
 def _decoding(long: Shape, short: Shape) -> Iterator[Comparison]:
@@ -172,8 +179,14 @@ def _decoding(long: Shape, short: Shape) -> Iterator[Comparison]:
     for scheme in ("dynamic_ntk:factor=2", "dynamic_yarn"):
         yield _after("decode", scheme, short, 1.2)
     yield _after("decode", "xpos", long, 1.1)
-    for scheme, target in (("dca", 1.2), ("rerope", 1.05)):
-        yield _after("padded", scheme, grouped, target, padded=True)
+    yield _after("decode", "xpos", short, 1.15)
+    for scheme in ("nope+rerope", "nope+yarn"):
+        yield _after("decode", scheme, short, 1.1)
+        yield _after("decode", scheme, replace(short, kv_heads=short.heads // 4), 1.1)
+    for scheme, target in (("dca", 1.2), ("rerope", 1.05), ("nope+yarn", 1.1)):
+        yield _after("padded", scheme, grouped, target, rows=2)
+    for scheme in ("rerope", "dca"):
+        yield _after("batch", scheme, replace(short, length=2048), 1.1, rows=4)
     for scheme in ("rerope", "dca", "alibi"):
         for shape in (grouped, long):
             for new in (2, 8, 31):
@@ -192,7 +205,7 @@ def _decoding(long: Shape, short: Shape) -> Iterator[Comparison]:
 
 def _after(group: str, scheme: str, shape: Shape, target: float | None, new: int = 1, **rest: Any) -> Comparison:
     tokens = f"{new} tokens" if new > 1 else "one token"
-    rows = ", two rows, one left-padded" if rest.get("padded") else ""
+    rows = {1: "", 2: ", two rows, one left-padded"}.get(count := rest.get("rows", 1), f", {count} rows, left-padded")
     return _row(
         f"{group}/{scheme.partition(':')[0]}{'/grouped' if shape.kv_heads != shape.heads else ''}",
         f"{scheme}, whole model, {tokens} after a cache{rows}",

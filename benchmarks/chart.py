@@ -1,15 +1,15 @@
-"""Time and memory over lengths as a picture."""
+"""Time and memory as pictures: the curve over lengths, and the ratios of the headline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from benchmarks.results import Point, ResultFile
+from benchmarks.results import Point, ResultFile, Row
 from rope_patch.evaluation import charts
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart
@@ -42,6 +42,42 @@ def figure(results: ResultFile) -> Figure:
     drawn.text(0.075, 0.875, subtitle, size=9.5, color=_FAINT)
     left.legend(frameon=False, fontsize=9, labelcolor=_INK)
     return drawn
+
+
+def save_ratios(
+    results: ResultFile, path: Path, groups: Mapping[str, Sequence[str]], name_of: Callable[[str], str]
+) -> Path:
+    """Draw the ratios of some rows, in groups, as bars from plain attention; a target that is missed is orange.
+
+    Args:
+        groups: the names of rows, by what they do.
+        name_of: the word for a row.
+    """
+    rows = {row.name: row for row in results.rows}
+    lines: list[tuple[str, Row | None]] = []
+    for title, names in groups.items():
+        lines += [(title, None), *((name_of(name), rows[name]) for name in names if name in rows)]
+    drawn = charts.blank(6.4, 0.34 * len(lines) + 1.5, layout="constrained")
+    axes = drawn.subplots()
+    axes.axvline(1, color=_INK, linewidth=1)
+    for place, (name, row) in enumerate(lines):
+        if row is None:
+            heading: dict[str, Any] = {"va": "center", "size": 11, "weight": "bold", "backgroundcolor": "white"}
+            axes.text(0, place, name, transform=axes.get_yaxis_transform(), **heading)
+        elif row.ratio is not None:
+            colour = "#D55E00" if row.met is False else "#0072B2"
+            axes.barh(place, row.ratio - 1, left=1, height=0.66, color=colour)
+            beside: dict[str, Any] = {"ha": "left", "x": max(row.ratio, 1) + 0.006}
+            axes.text(y=place, s=f"{row.ratio:.2f}", va="center", size=11, **beside)
+            axes.text(-0.02, place, name, transform=axes.get_yaxis_transform(), va="center", ha="right", size=11)
+    axes.set(ylim=(len(lines) - 0.4, -0.6), xlim=(0.9, 1.25), yticks=[])
+    axes.tick_params(length=0, labelsize=11)
+    axes.spines[["left", "top", "right"]].set_visible(False)
+    axes.set_xlabel("time over plain attention; orange: a target is missed", size=11)
+    drawn.suptitle("What a scheme costs on a CPU", x=0.01, ha="left", size=15, weight="bold", color=_INK)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, dpi=160)
+    return path
 
 
 def _without_length(points: list[Point]) -> str:

@@ -51,7 +51,7 @@ def forward(shape: Shape, scheme: str | None = None) -> Side:
 
 
 def decoding(
-    shape: Shape, scheme: str | None = None, new: int = 1, padded: bool = False, layers: int = _DECODING_LAYERS
+    shape: Shape, scheme: str | None = None, new: int = 1, rows: int = 1, layers: int = _DECODING_LAYERS
 ) -> Side:
     """New tokens after a cache of `shape.length`, from the embedding to the logits.
 
@@ -59,15 +59,16 @@ def decoding(
         shape: of the model and the cache.
         scheme: to patch it with.
         new: tokens in one call; more than one are taken back before the next, as assisted decoding does.
-        padded: two rows, of which the second begins with pads.
+        rows: more than one are padded: each begins with more pads than the one before it.
         layers: of the model.
     """
     model = llama(shape, layers)
     if scheme:
         patch(model, spec(scheme, shape.length))
-    rows, room = (2, 2 * shape.length + new) if padded else (1, shape.length)
+    padded, room = rows > 1, 2 * shape.length + new if rows > 1 else shape.length
     mask = torch.ones(rows, room, dtype=torch.long, device=shape.device)
-    mask[1:, : shape.length // 16] = 0
+    for row in range(rows):
+        mask[row, : row * shape.length // 16] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
 

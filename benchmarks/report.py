@@ -1,4 +1,4 @@
-"""The table of a result file: for the terminal, and as markdown for the documents.
+"""The rows of a result file: a table for the terminal, and a headline, a chart and a table for the documents.
 
 python -m benchmarks.report [benchmarks/results/cpu.json] [--page docs/benchmarks.md] [--picture docs/images/growth.png]
 """
@@ -17,12 +17,31 @@ from rich.text import Text
 
 from benchmarks import chart
 from benchmarks.results import ResultFile, Row
+from rope_patch.evaluation.scheme_specs import display_name
 
 RESULTS = Path(__file__).parent / "results"
 
 _HEADER = ("work", "yardstick", "time [quartiles]", "at most", "memory", "at most", "TFLOP/s", "met")
 TABLE = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- end -->)", re.DOTALL)
-"""Where a page contains the output of `markdown`."""
+"""Where a page contains what was measured: docs/benchmarks.md the headline, and the site the table below it."""
+
+HEADLINE = {  # what is done, and the rows of schemes that do it
+    "attention with projections and rotations, 8,192 tokens": (
+        "module/rerope/8192/float32",
+        "module/dca/8192/float32",
+        "module/self_extend/8192/float32",
+        "module/alibi/8192/float32",
+        "module/logn/8192/float32",
+    ),
+    "its forward and backward": ("module/rerope/training/8192/float32", "module/dca/training/8192/float32"),
+    "a whole model, one decoded token after 8,192": (
+        "decode/rerope/grouped/8192/float32",
+        "decode/dca/grouped/8192/float32",
+        "decode/self_extend/grouped/8192/float32",
+    ),
+    "a whole model under static frequencies": ("model/yarn/2048/float32",),
+}
+"""The rows of the headline and of its chart."""
 
 _WIDTH = 150
 _STYLES = {"yes": "green", "no": "bold red"}
@@ -91,6 +110,25 @@ def markdown(results: ResultFile) -> str:
     return "\n".join([*shown, "", *notes(results)])
 
 
+def headline(results: ResultFile) -> str:
+    """What the table comes to: how many targets are met, and the cost of the usual schemes, as markdown."""
+    rows = {row.name: row for row in results.rows}
+    targets = [row for row in results.rows if row.met is not None]
+    lines = [
+        f"**{sum(bool(row.met) for row in targets)} of {len(targets)} targets are met.** Time over plain attention:",
+        "",
+    ]
+    for work, names in HEADLINE.items():
+        shown = [f"{scheme_of(name)} {_number(rows[name].ratio)}" for name in names if name in rows]
+        lines.append(f"- {work}: {', '.join(shown)}")
+    return "\n".join(lines)
+
+
+def scheme_of(name: str) -> str:
+    """The scheme in the name of a row, as people write it."""
+    return display_name(name.split("/")[1])
+
+
 def _number(value: float | None) -> str:
     if value is None:
         return ""
@@ -117,7 +155,7 @@ def main() -> int:
         description="Print measured rows as a markdown table.",
     )
     parser.add_argument("results", type=Path, nargs="?", default=RESULTS / "cpu.json")
-    parser.add_argument("--page", type=Path, help="write the table into this page instead, between its marks")
+    parser.add_argument("--page", type=Path, help="write the headline into this page, and its chart beside it")
     parser.add_argument("--picture", type=Path, help="also draw the curve over lengths into this PNG")
     options = parser.parse_args()
     try:
@@ -126,7 +164,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     if options.page:
-        options.page.write_text(TABLE.sub(lambda _: f"{markdown(results)}\n", options.page.read_text()))
+        options.page.write_text(TABLE.sub(lambda _: f"{headline(results)}\n", options.page.read_text()))
+        chart.save_ratios(results, options.page.parent / "images" / "benchmarks.png", HEADLINE, scheme_of)
     else:
         print(markdown(results))
     if options.picture:

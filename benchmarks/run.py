@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import statistics
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks import chart, machine, report
+from benchmarks import machine, report
 from benchmarks.catalogue import growth_makers, growth_shapes, rows
 from benchmarks.comparison import Comparison, Figure, Shape
 from benchmarks.measure import Patience, in_turn, matmul_tflops, peak_bytes
@@ -144,7 +145,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("at sizes this small, and once each, the numbers mean nothing")
     if results.points:
         picture = options.picture or (path.with_suffix(".png") if options.quick else PICTURES[options.device])
-        print(f"{path}, {chart.save(results, picture)}")
+        if importlib.util.find_spec("matplotlib") is None:
+            print(f"{path}; without matplotlib there is no picture")
+        else:
+            from benchmarks import chart
+
+            print(f"{path}, {chart.save(results, picture)}")
     return code
 
 

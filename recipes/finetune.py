@@ -37,7 +37,7 @@ class Options(Measured):
     dtype: str = "float32"  # dtype of frozen weights; bfloat16 halves the memory of a checkpoint under adapters
     streaming: bool = False  # read the text during the training instead of before it
     shuffle_buffer: int = 1000  # documents in the shuffle buffer of a stream
-    layout: Literal["packed", "padded", "pose"] = "packed"  # pose: rows of L tokens with positions that skip
+    layout: Literal["packed", "padded", "mixed", "pose", "cream"] = "packed"  # mixed restarts at L; pose, cream skip
     pose_chunks: int = 2  # under pose, pieces of a row
     allow_short: bool = False  # train even if no document fills a row
     held_out: float = 0.1  # share of the text to hold out and measure on
@@ -133,8 +133,6 @@ def check(options: Options) -> None:
     at_once = int(os.environ.get("WORLD_SIZE", "1")) // options.context_parallel * (options.micro_batch_size or 1)
     if options.batch_size % at_once:
         raise EvaluationError(f"batch_size={options.batch_size} is not allowed; it must be a multiple of {at_once}")
-    if options.loss == "longce" and options.context_parallel > 1:
-        raise EvaluationError("loss=longce is not allowed with context_parallel: its short contexts span several parts")
     if options.device not in ("auto", "cpu"):
         raise EvaluationError(f"device={options.device} is not allowed; Trainer takes auto or cpu")
     if options.dtype != "float32" and (options.method == "full" or options.precision != "bfloat16"):
@@ -191,11 +189,12 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     trained = stacks[0].training_length
     if "flash" in language_model.config._attn_implementation and options.layout != "padded":
         raise EvaluationError("flash attention would misread where the documents of a row begin; use attention=sdpa")
-    row_length = trained if options.layout == "pose" else options.length
+    row_length = trained if options.layout in ("pose", "cream") else options.length
     weights = long_ce.LongCE.beyond(trained, row_length) if options.loss == "longce" else None
     buffer = options.shuffle_buffer if options.streaming else None
     order = {"batch_size": options.batch_size, "seed": options.seed, "shuffle_buffer": buffer}
-    order |= {"pack": options.layout == "packed", "allow_short": options.allow_short}
+    order |= {"pack": options.layout in ("packed", "mixed"), "allow_short": options.allow_short}
+    order |= {"short": trained if options.layout == "mixed" else None}
     rows = training_rows(documents, measured["tokenizer"], language_model.config.vocab_size, row_length, **order)
 
     scheme = scheme_at(spec, options.length, [stack.checkpoint for stack in stacks])
@@ -216,8 +215,10 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     called: dict[str, Any] = {"callbacks": [perplexity], "sharing": options.context_parallel}
     if options.warm_start_steps:
         called["callbacks"].append(callbacks.WarmStart(scheme, options.warm_start_steps, options.length / trained))
-    collators = {"packed": default_data_collator, "padded": PoSECollator(row_length, chunks=1)}
+    collators = {"packed": default_data_collator, "mixed": default_data_collator}
+    collators["padded"] = PoSECollator(row_length, chunks=1)
     collators["pose"] = PoSECollator(options.length, options.pose_chunks, options.seed)
+    collators["cream"] = PoSECollator(options.length, seed=options.seed, middle="gaussian")
     arguments = training_arguments(options, folder / "trainer")
     trainer = checkpoints.SafeTrainer(model, arguments, collators[options.layout], rows, **called)
     chunked = chunked_loss.chunked_loss(model, long_ce=weights)

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from rope_patch.cli import main
+from tools import explorer
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "schemes.md"
 TABLE = re.compile(r"(?<=<!-- schemes -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -23,3 +24,4 @@ def with_lists(page: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(with_lists(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    explorer.main(explorer.Options())

@@ -131,6 +131,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     Attributes:
         operators: how often each was called, by name, without views.
+        prefill: how many of them a prefill took; set by who runs it.
         synchronisations, copies: how often the host waited, or sent a tensor, by `operator at file:line`.
     """
 
@@ -139,6 +140,7 @@ class SimulatedDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._patches = contextlib.ExitStack()
+        self.prefill = 0
         self.clear()
 
     def clear(self) -> None:

@@ -423,7 +423,7 @@ def given(monkeypatch, command, *words, name="lengths"):
     return [getattr(options, name) for options in found]
 
 
-MEASURING = ["perplexity", "passkey", "ruler", "finetune", "longlora", "lm_eval_patched"]
+MEASURING = ["perplexity", "passkey", "ruler", "finetune", "lm_eval_patched"]
 
 
 @pytest.mark.parametrize("command", MEASURING)

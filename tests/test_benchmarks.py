@@ -177,7 +177,7 @@ def test_biases_of_a_table_are_those_of_every_pair():
 @pytest.mark.parametrize(
     ("page", "table"),
     [
-        ("docs/benchmarks.md", lambda: report.markdown(ResultFile.read(report.RESULTS / "cpu.json"))),
+        ("docs/benchmarks.md", lambda: report.headline(ResultFile.read(report.RESULTS / "cpu.json"))),
         ("benchmarks/peers.md", lambda: peers.table(json.loads(peers.RESULTS.read_text())["rows"])),
     ],
 )

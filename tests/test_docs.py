@@ -87,7 +87,7 @@ def test_every_page_is_in_the_navigation_once():
     shown = hook("repository").SHOWN
     assert all((ROOT / name).is_file() for name in shown)
     pages = [path.relative_to(DOCS).as_posix() for path in PAGES]
-    assert sorted(navigation()) == sorted([*pages, *shown.values()])
+    assert sorted(navigation()) == sorted([*pages, "explorer.html", *shown.values()])
 
 
 def test_nothing_is_installed_from_an_index_that_does_not_have_it():
@@ -320,8 +320,8 @@ def given_to_patch(code: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield call.args[1].value, {str(name): value.value for name, value in fields.items()}
 
 
-NO_SCHEMES = {"WINNER", "yarm", "rope+log_bias:scale=0.5"}
-"""A placeholder, a mistake that a page shows, and a scheme that a page defines."""
+NO_SCHEMES = {"WINNER", "yarm", "rope+log_bias:scale=0.5", "$(cat"}
+"""A placeholder, a mistake that a page shows, a scheme that a page defines, and what a shell reads from a file."""
 
 
 @pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "recipes").rglob("*.[py][ya]*"))], ids=relative)

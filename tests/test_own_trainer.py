@@ -33,7 +33,7 @@ trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "how-to" / "own-trainer.md"
+PAGE = ROOT / "docs" / "how-to" / "finetune.md"
 TOKENIZER = ROOT / "recipes" / "assets" / "tiny-llama"
 SPECS = [
     "yarn:factor=4",

@@ -24,7 +24,7 @@ from rope_patch.evaluation.row import Rows
 from rope_patch.patching import find_handle
 from tests.recipes import load_recipe, run_script
 from tests.runs import assert_close, logits
-from tools import as_baichuan, pretrain_tiny, pretrain_tiny_t5
+from tools import as_baichuan, longlora, pretrain_tiny, pretrain_tiny_t5
 
 ROOT = Path(__file__).parents[1]
 RECIPES, TOOLS = ROOT / "recipes", ROOT / "tools"
@@ -32,8 +32,8 @@ TEXTS = {"train": ROOT / "rope_patch" / "schemes", "held_out": ROOT / "rope_patc
 
 
 def test_a_recipe_is_a_script():
-    words = [sys.executable, RECIPES / "longlora.py", "--help"]
-    assert "usage: longlora.py" in subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    words = [sys.executable, RECIPES / "lm_eval_patched.py", "--help"]
+    assert "usage: lm_eval_patched.py" in subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("kind", ["rope", "alibi"])
@@ -71,8 +71,9 @@ OF_LIBRARY = {"passkey", "perplexity", "ruler"}
 """Modules of the library that a recipe is named after."""
 
 RECIPE_OF = {"compare": "compare_encodings", "passkey": "passkey", "sweep": "sweep", "finetune": "finetune"}
-RECIPE_OF |= {"longlora": "longlora", "drope": "finetune", "ruler": "ruler"}
+RECIPE_OF |= {"drope": "finetune", "ruler": "ruler"}
 TOOL_OF = {"pretrain_tiny": pretrain_tiny, "pretrain_gpu": pretrain_tiny, "pretrain_tiny_t5": pretrain_tiny_t5}
+TOOL_OF |= {"longlora": longlora}
 
 
 @pytest.mark.parametrize("path", sorted((RECIPES / "configs").glob("*.yaml")), ids=lambda path: path.stem)

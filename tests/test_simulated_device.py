@@ -1,4 +1,11 @@
-"""Every scheme on a simulated GPU: values are the CPU's, no operator meets two devices, and the host waits rarely."""
+"""Every scheme on a simulated GPU: values are the CPU's, no operator meets two devices, and the host waits rarely.
+
+`operators.json` has the most operators that a prefill and a decoded step may take in a model of two layers. To write it
+anew after a change that you meant: `python -m tests.test_simulated_device`.
+"""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +27,8 @@ token from itself, and a table whether it has a row for the position.
 """
 COPIES = {"alibi": 1, "dynamic_yarn": 8, "learned_rope": 4, "longrope": 8, "rnn": 9, "sandwich": 1}
 """Copies from the host in a step, where there are any: slopes, and frequencies made anew for a length or a weight."""
+
+OPERATORS = Path(__file__).with_name("operators.json")
 
 
 def own(counted):
@@ -62,6 +71,7 @@ def situations(model, move, device, most):
         found.append(model(move(tokens(LENGTH, rows=2)), use_cache=False).logits)
         if device is not None:
             assert own(device.synchronisations) <= most, device.synchronisations
+            device.prefill = device.operators.total()
         return found + decoded(model, move, device, DynamicCache(config=model.config))
 
 
@@ -81,6 +91,9 @@ def test_values_are_those_of_the_cpu_and_a_step_neither_waits_nor_copies(name):
     assert_same(found, expected)
     assert own(device.synchronisations) <= STEP.get(name, 0), device.synchronisations
     assert own(device.copies) <= COPIES.get(name, 0), device.copies
+    budget = json.loads(OPERATORS.read_text())[name]
+    assert device.prefill <= budget["prefill"]
+    assert device.operators.total() <= budget["step"]
 
 
 @pytest.mark.parametrize("name", ["yarn", "rerope", "dca", "alibi", "logn"])
@@ -109,3 +122,13 @@ def test_what_costs_time_on_a_gpu_is_counted():
     assert sum(device.synchronisations.values()) == 3
     assert sum(device.copies.values()) == 2
     assert device.operators["mul"] == 1
+
+
+if __name__ == "__main__":
+    budgets = {}
+    for name, spec in CASES.items():
+        *_, device = both(spec, lambda model, move, device: situations(model, move, device, 999))
+        budgets[name] = {"prefill": device.prefill, "step": device.operators.total()}
+    OPERATORS.write_text(
+        "{\n" + ",\n".join(f' "{name}": {json.dumps(most)}' for name, most in budgets.items()) + "\n}\n"
+    )

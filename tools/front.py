@@ -1,10 +1,11 @@
-"""Draw the picture of the README's first screen, for a light and a dark page, from the rows in docs/results/real.
+"""Draw the pictures that tell one thing each, for a light and a dark page, from the rows in docs/results.
 
     python -m tools.front
     python -m tools.front --output runs/front
 
-Above, a passage that the text repeats more than L later: with the text cut to L, under the scheme, and inside L. Below,
-the next words of a novel, which hardly need what is far. Bars are means over texts.
+`front` is on the README. Above, a passage that the text repeats more than L later: with the text cut
+to L, under the scheme, and inside L. Below, the next words of a novel, which hardly need what is far. Bars are means
+over texts. `retrieval` is the share of a hidden span that the small checkpoint finds at 4L, a mean over depths.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ ROWS = Path("docs/results/real/tinyllama-1.1b")
 SCHEME = "rerope:window=1024+logn"
 FAR = {"cut": "text cut to L", SCHEME: "ReRoPE, log-n", "near": "passage inside L"}  # lines of repeat.jsonl
 NOVEL = {"plain": "text cut to L", SCHEME: "ReRoPE, log-n"}  # lines of perplexity.jsonl
+SPANS = Path("docs/results/passkey/spans.jsonl")
+FOUND = {  # lines of spans.jsonl
+    "plain": "plain checkpoint",
+    "window": "attention cut at L",
+    "yarn:target=auto": "YaRN",
+    "rerope:window=128+logn": "ReRoPE, log-n",
+}
 LENGTH = 4096  # tokens, 2L
 SIZE = 13  # points: still read where the picture is 400 pixels wide
 
@@ -42,9 +50,10 @@ class Page:
 
 
 PAGES = {
-    "front": Page("#FFFFFF", "#222222", "#9A9A9A", "#0072B2"),
-    "front_dark": Page("#0D1117", "#E6EDF3", "#7D8590", "#56B4E9"),
+    "": Page("#FFFFFF", "#222222", "#9A9A9A", "#0072B2"),
+    "_dark": Page("#0D1117", "#E6EDF3", "#7D8590", "#56B4E9"),
 }
+"""By the ending of a picture's name."""
 
 
 @dataclass(kw_only=True)
@@ -53,11 +62,12 @@ class Options:
 
 
 def main(options: Options) -> None:
-    """Write front.png and front_dark.png."""
+    """Write each picture for both pages."""
     from rope_patch.evaluation.charts import write
 
-    for name, page in PAGES.items():
-        print(write(front(page), Path(options.output) / f"{name}.png"))
+    for ending, page in PAGES.items():
+        for draw in (front, retrieval):
+            print(write(draw(page), Path(options.output) / f"{draw.__name__}{ending}.png"))
 
 
 def front(page: Page) -> Figure:
@@ -75,6 +85,22 @@ def front(page: Page) -> Figure:
     return figure
 
 
+def retrieval(page: Page) -> Figure:
+    """One panel: percent of the tokens of a hidden span."""
+    from rope_patch.evaluation.charts import blank
+    from rope_patch.evaluation.row import Rows
+
+    rows = [row for row in Rows(SPANS).rows if row.length == 4 * row.training_length]
+    found = {name: [100 * row.share for row in rows if row.line == line] for line, name in FOUND.items()}
+    figure = blank(6.4, 3.0, layout="constrained")
+    figure.set_facecolor(page.back)
+    axes = figure.subplots()
+    bars(axes, "A hidden span: how much of it is found", found, page, form="{:.0f} %")
+    figure.suptitle("Small checkpoint, 1,024 tokens: four times its L", x=0.01, ha="left", size=SIZE, color=page.ink)
+    axes.set_xlabel("tokens found: longer is better", size=SIZE, color=page.ink)
+    return figure
+
+
 def losses(protocol: str, names: Mapping[str, str]) -> dict[str, list[float]]:
     """By the name of a line: its loss on each text at 2L; the plain checkpoint reads L of them."""
     from rope_patch.evaluation.row import Rows
@@ -88,14 +114,14 @@ def at(row: Row) -> bool:
     return row.length == (row.training_length if row.line == "plain" else LENGTH)
 
 
-def bars(axes: Axes, title: str, found: Mapping[str, Sequence[float]], page: Page) -> None:
+def bars(axes: Axes, title: str, found: Mapping[str, Sequence[float]], page: Page, form: str = "{:.2f}") -> None:
     """A bar for each line, with its value: the mean over texts."""
     axes.set_facecolor(page.back)
     axes.set_title(title, loc="left", size=SIZE + 1, weight="bold", color=page.ink, pad=8)
     for place, (name, values) in enumerate(found.items()):
         mean = statistics.fmean(values)
         axes.barh(place, mean, height=0.72, color=page.scheme if "ReRoPE" in name else page.plain)
-        axes.text(mean + 0.05, place, f"{mean:.2f}", va="center", size=SIZE + 2, weight="bold", color=page.ink)
+        axes.text(mean, place, f" {form.format(mean)}", va="center", size=SIZE + 2, weight="bold", color=page.ink)
     axes.set_yticks(range(len(found)), found, size=SIZE, color=page.ink)
     axes.margins(x=0.18)
     axes.invert_yaxis()

@@ -7,14 +7,19 @@ diagonal of a tile, so with the queries in reverse order the mask is a strided v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tiles import Tile, in_rows
+
+NEGLIGIBLE = 2.0**-32
+"""A share of the weights that is far below the rounding of float32."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +55,30 @@ class KeyTerm:
         """The part of a tensor like `source` that belongs to some heads of a span, a view."""
         return source[span.rows if len(source) > 1 else slice(None), heads, span.keys]
 
+    def reaches(self, largest: torch.Tensor) -> list[int]:
+        """For each head, the distance from which keys weigh nothing: all of them together less than `NEGLIGIBLE` times
+        the query's own, if no scaled product of a query and a key exceeds `largest` `(heads,)` on either side of zero
+        (as in Adaptive Computation Pruning, Lin et al., 2504.06949, equation 4). The number of keys if it is
+        farther, or if the sums also rise.
+        """
+        sums, slots = self.running_bias.detach(), self.running_bias.shape[-1]
+        enough = 2 * largest.double() + math.log(slots / NEGLIGIBLE)
+        # the first slot at which the sums have fallen by this much from each slot
+        first = torch.searchsorted(-sums, enough[:, None] - sums)
+        reach = (first - torch.arange(slots)).amax(dim=(0, 2))
+        falls = (sums.diff(dim=-1) <= 0).all(dim=-1).all(dim=0)
+        return cast(list[int], torch.where(falls & enough.isfinite(), reach, slots).tolist())
+
     def pieces(self, tile: Tile) -> Iterator[Tile]:
         """The tile, split at the borders of blocks of rows."""
         return in_rows(tile, self.rows)
 
-    def mask(self, tile: Tile) -> torch.Tensor:
-        """`(batch or 1, heads, 1 or rows, keys)`."""
+    def mask(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
+        """`(batch or 1, heads, 1 or rows, keys)` of this dtype."""
         middle = tile.q0 // self.rows * self.rows + self.rows // 2
         slot = tile.k0 + tile.distance + middle - tile.q0
         at_middle = self.running_bias[..., min(max(slot, 0), self.running_bias.shape[-1] - 1), None]
-        term = (at_middle - self.running_bias[..., tile.k0 : tile.k1]).float()[:, :, None]
+        term = (at_middle - self.running_bias[..., tile.k0 : tile.k1]).to(dtype)[:, :, None]
         return term.masked_fill(~tile.mask(term.device), -torch.inf) if tile.kind == "band" else term
 
     def gradient(self, tile: Tile, inner: torch.Tensor, into: torch.Tensor) -> None:
@@ -116,8 +135,8 @@ class DiagonalTerm:
         """The tile in bands of rows; each has few hidden pairs, which its mask hides."""
         return iter((tile,)) if tile.kind == "full" else in_rows(tile, self.rows, as_bands=True)
 
-    def mask(self, tile: Tile) -> torch.Tensor:
-        """`(1, heads, rows, keys)`, a view; its row r belongs to the query `q1 - 1 - r`."""
+    def mask(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
+        """`(1, heads, rows, keys)` of this dtype, a view; its row r belongs to the query `q1 - 1 - r`."""
         rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
         nearest, farthest = tile.distance - keys + 1, tile.distance + rows - 1
         distances = torch.arange(farthest, nearest - 1, -1, device=self.values.device)
@@ -125,7 +144,7 @@ class DiagonalTerm:
         if tile.kind == "band":
             inside &= (distances >= tile.low) & (distances < tile.high)
         places = (distances - self.first).clamp(min=0)
-        diagonals = self.values[:, places].masked_fill(~inside, -torch.inf)
+        diagonals = self.values[:, places].to(dtype).masked_fill(~inside, -torch.inf)
         heads, length = diagonals.shape
         return diagonals.as_strided((1, heads, rows, keys), (heads * length, length, 1, 1))
 

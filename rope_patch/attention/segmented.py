@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from rope_patch.attention import chunked
-from rope_patch.attention.bias import TileBias, tile_bias
+from rope_patch.attention.bias import KeyTerm, TileBias, tile_bias
 from rope_patch.attention.inputs import AttentionInputs, Branch, wide
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tile_kernels import Biased, Kernel, Merged, Work, kernel_for
@@ -88,18 +88,17 @@ def forward(
     inputs: AttentionInputs, spans: tuple[Span, ...], bias: TileBias | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp, `(batch, heads, q_len, value_dim)` and `(batch, heads, q_len)`."""
-    branches, query, value = inputs.branches, inputs.branches[0].query, inputs.value
-    blocks = blocks_of(spans, branches, kernel_for(query, value, bias is not None), bias)
+    query, value = inputs.branches[0].query, inputs.value
     batch, heads, length = query.shape[:3]
     # the layout of the kernels' outputs, and the one that the model needs next
     out = torch.empty(batch, length, heads, value.shape[-1], dtype=value.dtype, device=value.device).transpose(1, 2)
-    if sum(len(range(batch)[block.rows]) * block.q_length for block in blocks) < batch * length:
+    if sum(len(range(batch)[span.rows]) * span.q_length for span in spans) < batch * length:
         out.zero_()
     lse = torch.full(query.shape[:3], -torch.inf, dtype=wide(query[:0]).dtype, device=query.device)
-    longest = max((block.q_length for block in blocks), default=0)
-    for group, block in itertools.product(head_groups(query, value, longest), blocks):
-        place = block.rows, group.heads, block.queries
-        out[place], lse[place] = _attend(block, group, branches, value, inputs.scaling)
+    for _, blocks in _by_heads(inputs, spans, bias):
+        for group, block in blocks:
+            place = block.rows, group.heads, block.queries
+            out[place], lse[place] = _attend(block, group, inputs.branches, value, inputs.scaling)
     return out, lse
 
 
@@ -115,12 +114,11 @@ def backward(
     """
     value, places = inputs.value, tuple((branch.region, branch.first) for branch in inputs.branches)
     states = [state for branch in inputs.branches for state in (branch.query, branch.key)]
-    blocks = blocks_of(spans, inputs.branches, kernel_for(states[0], value, bias is not None), bias)
     of_value, *of_states = (torch.zeros_like(state) for state in (value, *states))
     shares = _as_branches(places, of_states)
-    for group in head_groups(states[0], value, value.shape[2]):
-        to_keys = _to_keys(group, blocks, of_value, shares)
-        for block in blocks:
+    for together, blocks in _by_heads(inputs, spans, bias, value.shape[2]):
+        to_keys = _to_keys(together, [block for _, block in blocks], of_value, shares)
+        for group, block in blocks:
             kernel, to_queries = block.kernel.of_heads(group.heads), _to_queries(group, block, shares)
             for piece in block.pieces:
                 place = block.rows, group.heads, piece.queries
@@ -270,9 +268,7 @@ def _to_keys(group: HeadGroup, blocks: list[Block], of_value: torch.Tensor, shar
     return [*of_branches, _Sum(of_value[:, group.kv_heads], [run for _, run in runs])]
 
 
-def blocks_of(
-    spans: tuple[Span, ...], branches: Sequence[Branch], kernel: Kernel, bias: TileBias | None
-) -> list[Block]:
+def blocks_of(spans: Sequence[Span], branches: Sequence[Branch], kernel: Kernel, bias: TileBias | None) -> list[Block]:
     """All tiles of a call, grouped by shared queries."""
     return [
         block
@@ -308,6 +304,52 @@ def _block(kernel: Biased, pieces: list[Piece]) -> Block:
     start, stop = min(p.queries.start for p in pieces), max(p.queries.stop for p in pieces)
     in_order = sorted(pieces, key=lambda piece: piece.tile.q0 - piece.tile.q1)
     return Block(kernel, kernel.span.rows, slice(start, stop), in_order)
+
+
+def _by_heads(
+    inputs: AttentionInputs, spans: tuple[Span, ...], bias: TileBias | None, length: int | None = None
+) -> Iterator[tuple[HeadGroup, list[tuple[HeadGroup, Block]]]]:
+    """All tiles of a call in groups of heads with key heads of their own. Each block has the heads that it is for: one,
+    if the bias of some head ends the reach of its queries, else the group. `length` is that of the largest result of a
+    tile, by default the longest block's.
+    """
+    branches, query, value = inputs.branches, inputs.branches[0].query, inputs.value
+    reaches = _reaches(inputs, bias)
+    if reaches is None:
+        blocks = blocks_of(spans, branches, kernel_for(query, value, bias is not None), bias)
+        longest = max((block.q_length for block in blocks), default=0) if length is None else length
+        for group in head_groups(query, value, longest):
+            yield group, [(group, block) for block in blocks]
+        return
+    kernel, shared = kernel_for(query[:, :1], value, masked=True), len(reaches) // value.shape[1]
+    for number in range(value.shape[1]):
+        heads, kv_head = range(number * shared, (number + 1) * shared), slice(number, number + 1)
+        yield (
+            HeadGroup(slice(heads.start, heads.stop), kv_head),
+            [
+                (HeadGroup(slice(head, head + 1), kv_head), block)
+                for head in heads
+                for block in blocks_of([span.within(reaches[head]) for span in spans], branches, kernel, bias)
+            ],
+        )
+
+
+def _reaches(inputs: AttentionInputs, bias: TileBias | None) -> list[int] | None:
+    """For each head, the distance from which keys weigh nothing because of a bias; None if all keys may weigh
+    something, or if a kernel gains nothing by fewer of them.
+    """
+    regions = [branch.region or ALL_PAIRS for branch in inputs.branches]
+    sees_itself = any(region.start <= 0 < region.stop for region in regions)
+    if not isinstance(bias, KeyTerm) or not inputs.value.is_cpu or not sees_itself:
+        return None
+    if not all(region.translation_invariant for region in regions):
+        return None
+    with torch.no_grad():
+        norms = [[wide(x).norm(dim=-1).amax(dim=(0, 2)) for x in (b.query, b.key)] for b in inputs.branches]
+        shared = len(norms[0][0]) // len(norms[0][1])
+        largest = [inputs.scaling * query * key.repeat_interleave(shared) for query, key in norms]
+        reaches = bias.reaches(torch.stack(largest).amax(dim=0))
+    return reaches if min(reaches) < inputs.kv_length else None
 
 
 def head_groups(query: torch.Tensor, value: torch.Tensor, length: int) -> Iterator[HeadGroup]:

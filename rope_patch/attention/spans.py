@@ -51,6 +51,10 @@ class Span:
         """Distance from the first query to the first key."""
         return (self.keys.stop + self.hidden - self.keys.start + self.before) - self.q_length
 
+    def within(self, reach: int) -> Span:
+        """The span without the keys that are `reach` tokens or more before the last one that a query sees."""
+        return dataclasses.replace(self, window=min(self.window, reach + self.hidden))
+
 
 def find_spans(
     position_ids: torch.Tensor,

@@ -27,8 +27,8 @@ class Work:
         q: queries of the tile, `(batch, heads, q_len, head_dim)`.
         k, v: keys and values of the tile, `(batch, kv_heads, kv_len, head_dim or value_dim)`.
         scale: multiplies the products of queries and keys.
-        mask: float32, added to the scores, broadcasts to their shape. It replaces the mask of a band and is added to
-            that of any other tile.
+        mask: at least float32, added to the scores, broadcasts to their shape. It replaces the mask of a band and is
+            added to that of any other tile.
     """
 
     q: torch.Tensor
@@ -138,7 +138,7 @@ class Biased:
             padded = room[0, : math.prod(shape[:3]) * sum(shape[2:])].view(*shape[:3], -1)
             padded[..., shape[3] :] = 0
             weights, inner = room[1, : math.prod(shape)].view(shape), padded[..., : shape[3]]
-            torch.sub(bias.mask(block), lse[..., None], out=weights)
+            torch.sub(bias.mask(block, weights.dtype), lse[..., None], out=weights)
             weights = weights.view(len(keys), -1, shape[3])
             weights.baddbmm_(q, k.mT).exp_()
             inner.copy_(delta.neg_())
@@ -152,7 +152,8 @@ class Biased:
         return grad_q, grad_k.unflatten(0, (batch, -1)), grad_v.unflatten(0, (batch, -1))
 
     def _masked(self, work: Work, bias: TileBias) -> Work:
-        return Work(self._ordered(work.q), work.k, work.v, work.tile, work.scale, bias.mask(work.tile))
+        mask = bias.mask(work.tile, torch.promote_types(work.q.dtype, torch.float32))
+        return Work(self._ordered(work.q), work.k, work.v, work.tile, work.scale, mask)
 
     def _ordered(self, x: torch.Tensor) -> torch.Tensor:
         """Query states in the order of the mask's rows, or back again."""

@@ -27,6 +27,7 @@ COMMANDS = {
     "passkey": _ROOT / "recipes" / "passkey.py",
     "ruler": _ROOT / "recipes" / "ruler.py",
     "sweep": _ROOT / "recipes" / "sweep.py",
+    "search": _ROOT / "recipes" / "search.py",
     "finetune": _ROOT / "recipes" / "finetune.py",
     "compare": _ROOT / "recipes" / "compare_encodings.py",
     "export": _OWN / "export.py",

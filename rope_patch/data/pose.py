@@ -7,16 +7,27 @@ PoSE: a row of L tokens is cut at random into N chunks, and the positions of chu
 where st_i is the start of the chunk in the row (eq. 3 and 4; N = 2 in the paper's experiments). All cuts are equally
 likely, and the text itself has no gaps (v_i = 0 in eq. 5, which is as good in table 4 of the paper).
 
+CREAM: a row is a head, a middle and a tail, with head and tail of L // 3 tokens or of 4 L_target / L, each in half of
+the rows. The head begins at 0, the tail ends at L_target - 1, and the middle of M tokens ends at
+
+    P_e ~ U{head + (M - 1) a / 2, ..., L a / 2 - tail - 1},    a = floor of N(1 + L_target / L, 3^2)
+
+where the Gaussian is truncated to [2, 2 L_target / L].
+
 Source: Zhu et al. 2023, "PoSE: Efficient Context Window Extension of LLMs via Positional Skip-wise Training",
-arXiv 2309.10400; the authors' code: dwzhu-pku/PoSE, src/train_pose.py.
+arXiv 2309.10400; the authors' code: dwzhu-pku/PoSE, src/train_pose.py. Wu et al. 2024, "An Efficient Recipe for Long
+Context Extension via Middle-Focused Positional Encoding", arXiv 2406.07138; its formula is read from bigai-nlco/CREAM
+5b18833, src/train.py, which moves what is beyond the two ends onto them instead of truncating.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from statistics import NormalDist
+from typing import Any, Literal
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -35,6 +46,7 @@ class PoSECollator:
     target_length: int  # L_target, one more than the highest position; nothing skips if it is the length of the rows
     chunks: int = 2  # N; a short row has at most as many as it has tokens
     seed: int = 0
+    middle: Literal["uniform", "gaussian"] = "uniform"  # gaussian: CREAM, with three pieces whatever `chunks` is
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """A batch of rows of `input_ids` and, where not every token is to be learned, `labels`.
@@ -57,9 +69,23 @@ class PoSECollator:
             raise EvaluationError(f"target_length={self.target_length} is not allowed; a row has {length} tokens")
         digest = hashlib.sha256(f"{self.seed} {ids.tolist()}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        if self.middle == "gaussian":
+            return self._around_a_middle(length, generator)
         positions, u = torch.arange(length), 0
         cuts = torch.randperm(length - 1, generator=generator)[: self.chunks - 1].sort().values + 1
         for start, stop in pairwise([*cuts.tolist(), length]):
             u = int(torch.randint(u, room + 1, (), generator=generator))
             positions[start:stop] += u
         return positions
+
+    def _around_a_middle(self, length: int, generator: torch.Generator) -> torch.Tensor:
+        factor = self.target_length / length
+        coin, quantile = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
+        end = length // 3 if coin < 0.5 else min(round(4 * factor), length // 3)
+        middle, gaussian = length - 2 * end, NormalDist(1 + factor, 3)
+        low, high = gaussian.cdf(2), gaussian.cdf(2 * factor)
+        a = min(max(2, int(gaussian.inv_cdf(low + quantile * (high - low)))), 2 * factor)
+        first, last = math.ceil(end + (middle - 1) * a / 2), int(length * a / 2) - end - 1
+        stop = int(torch.randint(first, max(first, last) + 1, (), generator=generator)) + 1
+        ends = torch.arange(end), torch.arange(self.target_length - end, self.target_length)
+        return torch.cat([ends[0], torch.arange(stop - middle, stop), ends[1]])

@@ -17,6 +17,7 @@ def training_rows(
     length: int,
     *,
     pack: bool = True,
+    short: int | None = None,
     batch_size: int = 1,
     seed: int = 0,
     shuffle_buffer: int | None = None,
@@ -28,6 +29,7 @@ def training_rows(
         documents: a dataset or a stream with `name` and `text`; each document is closed by the end-of-text token.
         vocabulary: how many tokens the model knows.
         pack: fill every row, see `packed`; otherwise see `cut`.
+        short: of a packed row, see `packed`.
         seed: of the order of the documents.
         shuffle_buffer: documents among which a stream is shuffled; None for a dataset.
         allow_short: accept documents of which none fills a row.
@@ -47,7 +49,7 @@ def training_rows(
         documents = documents.to_iterable_dataset()
     documents = documents.shuffle(seed=seed, **({} if shuffle_buffer is None else {"buffer_size": shuffle_buffer}))
     tokens = documents.map(tokenise, batched=True, remove_columns=["name", "text"])
-    lay_out = partial(packed if pack else cut, length=length)
+    lay_out = partial(packed, length=length, short=short) if pack else partial(cut, length=length)
     rows = tokens.map(lay_out, batched=True, input_columns="input_ids", remove_columns="input_ids")
     if shuffle_buffer is not None:
         return rows.repeat(None)
@@ -61,14 +63,19 @@ def training_rows(
     return rows.take(len(rows) // batch_size * batch_size)  # so that every step of an epoch is full
 
 
-def packed(documents: list[list[int]], length: int) -> dict[str, Any]:
+def packed(documents: list[list[int]], length: int, short: int | None = None) -> dict[str, Any]:
     """Documents behind one another in full rows. A document that is cut continues in the next row; `position_ids` start
     again with each piece, by which attention keeps the pieces apart.
+
+    With `short`, every second row is cut into pieces of at most so many tokens, so that what a model could do at its
+    training length is trained with the rest: the mixed windows of LongRoPE2 (2502.20082, section 3.3).
     """
     tokens = np.array([token for document in documents for token in document], dtype=int)
     places, begins = np.arange(len(tokens)), np.zeros(len(tokens), dtype=bool)
     begins[np.cumsum([0, *map(len, documents)])[:-1]] = True
     begins[::length] = True
+    if short is not None:
+        begins |= (places // length % 2 == 1) & (places % length % short == 0)
     columns = {
         "input_ids": tokens,
         "labels": np.where(begins, -100, tokens),

@@ -29,6 +29,8 @@ CONTROLS = (TEXT_CUT, NEAR)
 REFERENCES = (PLAIN, CUT)
 """A useful scheme must beat both."""
 
+LONG = 60  # characters of a spec that tables and charts show whole
+
 _NAMES = {PLAIN: "plain checkpoint", CUT: "attention cut at L", TEXT_CUT: "text cut to L", NEAR: "passage inside L"}
 
 
@@ -36,11 +38,11 @@ def display_name(line: str | Scheme) -> str:
     """The display name of a line: "ReRoPE, w = 128, log-n" for `rerope:window=128+logn`.
 
     Every scheme is shown by its `title`, or by the name of its class. Fields with default values and `target=auto` are
-    omitted; a spec with brackets stays unchanged.
+    omitted; a spec with brackets stays unchanged, but of long ones the middle is left out.
     """
     line = str(line)
     if line in _NAMES or "[" in line:
-        return _NAMES.get(line, line)
+        return _NAMES.get(line, line if len(line) <= LONG else f"{line[: LONG // 2]}...{line[-LONG // 3 :]}")
     words = []
     for part in line.split("+"):
         name, _, fields = part.partition(":")

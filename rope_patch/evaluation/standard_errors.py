@@ -145,7 +145,7 @@ def noise_of(row: Row, tries: int = 1) -> float:
     """How many errors of this row noise exceeds to one side in 2.3 % of texts at most: two, or more if units are few.
 
     Args:
-        tries: of how many the best is meant, since the best of many is flattered (Bonferroni's correction).
+        tries: of how many this is the best; the winner of many looks better than it is (Bonferroni's correction).
     """
     n = len(row.nll_by_document)
     if _by_document(row):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -229,3 +230,8 @@ class Stack:
     def training_length(self) -> int:
         """L in tokens."""
         return self.checkpoint.training_length
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether its tokens have positions before a scheme counts them. One that rotates counts for itself."""
+        return bool(self.rotary) or "position_ids" in inspect.signature(self.module.forward).parameters

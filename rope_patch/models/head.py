@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,9 +60,30 @@ def head_alone(model: PreTrainedModel, output_type: type) -> Iterator[Head]:
         return outputs.logits
 
     try:
-        yield head
+        with _gathered(model):
+            yield head
     finally:
         model._modules[prefix] = stack
+
+
+@contextmanager
+def _gathered(model: nn.Module) -> Iterator[None]:
+    """Parts of a head that FSDP2 shards by themselves, with whole weights and without its hooks. These expect one
+    forward and one backward, but a head may run often, on each process another number of times, and each time with a
+    backward of its own, all within one forward. The backward of the model shards the parts again.
+    """
+    sharded: list[Any] = [part for part in model.modules() if part is not model and hasattr(part, "unshard")]
+    hooks = [(part._forward_pre_hooks, part._forward_hooks) for part in sharded]
+    for part in sharded:
+        part.unshard()
+        part._forward_pre_hooks, part._forward_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for part, (before, after) in zip(sharded, hooks, strict=True):
+            part._forward_pre_hooks, part._forward_hooks = before, after
+            if not torch.is_grad_enabled():
+                part.reshard()
 
 
 def separate_stack(model: PreTrainedModel) -> nn.Module:

@@ -139,6 +139,11 @@ class LayerHook:
                 rotary, place = state.layer.rotary, ("anchor", state.tables, anchor, hidden.dtype)
                 rotation = caches.once(place, lambda: rotary.compute(anchor(position_ids), like=hidden))
             kwargs["position_embeddings"] = rotation
+        elif (own := state.own_tables) is not None:
+            if not torch.compiler.is_compiling():
+                own.module.to(hidden.device)  # it does not move with the model
+            key = "own", id(own.module), hidden.dtype
+            kwargs["position_embeddings"] = call.forward_cache.once(key, lambda: own.compute(position_ids, hidden))
         kwargs["rope_patch"] = call
         return (), kwargs
 

@@ -21,9 +21,10 @@ from rope_patch.typing import Frequencies, Lengths, PositionMap, Weights
 UNROTATED = Constant(0)
 """The position of states without rotation."""
 
-Rotation = Literal["module", "late", "anchored"]
-"""Where queries and keys are rotated: in the attention module, in the attention function, or in both. In the last case
-the module uses the positions of the farthest region, which the cache keeps, and the function adds the difference."""
+Rotation = Literal["module", "own", "late", "anchored"]
+"""Where queries and keys are rotated: in the attention module, by the model's tables or by the scheme's own; in the
+attention function; or in both. In the last case the module uses the positions of the farthest region, which the cache
+keeps, and the function adds the difference."""
 
 
 @dataclass(eq=False)
@@ -43,6 +44,7 @@ class LayerState:
         kept: the rotation of the keys in the cache, as text.
         rotates: whether queries and keys are rotated in the attention function.
         tables: names the rotary tables, which layers may share.
+        own_tables: those by which the attention module rotates, if other layers share the model's.
         scores: whether the attention function scores, instead of delegating to the one before.
     """
 
@@ -55,13 +57,14 @@ class LayerState:
     forward_cache: StackForwardCache
     config: Any
     num_layers: int
+    own_tables: RotaryTables | None = None
 
     def __post_init__(self) -> None:
         slots = self.scheme.slots
         self.both_ways: tuple[Region, ...] = self.scheme.segments() if "segments" in slots else ()
         # regions of negative distance contain only keys after the query, which a causal call never sees
         self.regions = tuple(region for region in self.both_ways if region.stop > 0)
-        self.rotates = self.rotation != "module"
+        self.rotates = self.rotation in ("late", "anchored")
         farthest = max(self.regions, key=lambda region: region.start, default=None)
         # the model's own tables have one position for all pairs: a map with a pair axis is no anchor
         anchored = self.rotation == "anchored" and farthest is not None and pairs_of(farthest.key_map) is None
@@ -80,7 +83,7 @@ class LayerState:
     @property
     def reads_groups(self) -> bool:
         """Whether pads and documents may be passed as groups of keys instead of a mask."""
-        return self.scores and self.layer.sliding_window is None
+        return self.layer.sliding_window is None
 
     def anchor_for(self, keeps_keys: bool) -> PositionMap | None:
         """The rotation that the module should apply. Without a cache, no rotation is the least work."""

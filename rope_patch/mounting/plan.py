@@ -169,7 +169,7 @@ def _plan_layers(scheme: Scheme, stack: Stack, mount: Mount, left_alone: dict[in
     owns_frequencies = "frequencies" in scheme.slots
     by_tables = owns_frequencies and mount == "auto" and _fits_tables(scheme, stack, touched)
     frequencies: Literal["model", "late"] = "late" if owns_frequencies and not by_tables else "model"
-    rotation = _rotation(scheme, stack, frequencies, mount)
+    rotation = _rotation(scheme, stack, frequencies, mount, touched)
     scores = scheme.slots - {"frequencies", "embedding"} or scheme.decays
     needs_late = rotation != "module" or not stack.rotary or scores
     return Plan(
@@ -208,23 +208,31 @@ def _fits_tables(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]
     ours = {layer.rotary for layer in touched}
     every = (*stack.layers, *stack.others)
     shared = any(layer.rotary in ours for layer in every if layer not in touched and layer.rotates)
+    return not shared and _is_static(scheme, stack, touched)
+
+
+def _is_static(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]) -> bool:
+    """Whether tables like the model's can hold the frequencies of these layers, for every row."""
     follows = scheme.length_dependent or scheme.learned_frequencies
     is_one = not (follows or _reads_unrotated(scheme)) and all(tables.fixed is None for tables in stack.rotary)
     return (
         bool(stack.rotary)
         and is_one
-        and not shared
         # a norm after the rotation undoes an attention scaling
         and all(scheme.frequencies_on(layer.spec).attention_scaling == 1 for layer in touched if layer.normed)
     )
 
 
-def _rotation(scheme: Scheme, stack: Stack, frequencies: str, mount: Mount) -> Rotation:
+def _rotation(
+    scheme: Scheme, stack: Stack, frequencies: str, mount: Mount, touched: Sequence[AttentionLayer]
+) -> Rotation:
     if not stack.rotary:
         return "late" if _rotates(scheme) else "module"
     moves, unrotated = _moves_positions(scheme), _reads_unrotated(scheme)
     if moves and not unrotated and mount == "auto" and frequencies == "model":
         return "anchored"
+    if not moves and mount == "auto" and frequencies == "late" and _is_static(scheme, stack, touched):
+        return "own"
     return "late" if moves or unrotated or mount == "late" or frequencies == "late" else "module"
 
 
@@ -356,15 +364,13 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
 
 def _install_hooks(stack: Stack, states: Sequence[LayerState], changes: Changes) -> None:
     """Hook a stack and those of its layers that are scored late."""
-    # an unchanged, sliding or delegating layer needs the mask of all pairs
+    # an unchanged or sliding layer needs the mask of all pairs; if all layers delegate, nothing here needs groups
     reads_groups = len(states) == stack.config.num_hidden_layers and all(state.reads_groups for state in states)
     scorers = tuple(state.layer.module for state in states)
-    if not reads_groups or others_take_masks(stack.module, scorers):
+    if not (reads_groups and any(state.scores for state in states)) or others_take_masks(stack.module, scorers):
         scorers = ()
-    # a stack that rotates counts for itself if it takes no positions
-    counts = not stack.rotary and "position_ids" not in inspect.signature(stack.module.forward).parameters
     forward_caches = {id(state.forward_cache): state.forward_cache for state in states}
-    changes.hook(stack.module, StackHook(tuple(forward_caches.values()), scorers, counts))
+    changes.hook(stack.module, StackHook(tuple(forward_caches.values()), scorers, not stack.has_positions))
     registration = Registration()
     changes.log(stack.module, registration)
     for state in states:
@@ -397,6 +403,7 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
         for name, value in plan.numbers.get(layer.index, {}).items():
             changes.set(layer.module, name, value)
     forward_cache, states = StackForwardCache(), []
+    own = _own_tables(plan, stack, touched) if plan.rotation == "own" else {}
     for layer in touched:
         config = cast(Any, getattr(layer.module, "config", stack.config))  # tables alone need none of the layer
         if plan.late:
@@ -414,9 +421,20 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
                 forward_cache=forward_cache,
                 config=config,
                 num_layers=max(each.index for each in (*stack.layers, *stack.others)) + 1,
+                own_tables=own.get(layer.rotary),
             )
         )
     return states
+
+
+def _own_tables(plan: Plan, stack: Stack, layers: Sequence[AttentionLayer]) -> dict[RotaryTables | None, RotaryTables]:
+    """The scheme's tables for layers that share the model's with others: in copies of the rotary modules."""
+    own = {}
+    for rotary in {cast(RotaryTables, layer.rotary) for layer in layers}:
+        copied = dataclasses.replace(rotary, module=copy.deepcopy(rotary.module))
+        _install_rotary(plan.scheme, copied, stack.training_length, Changes())
+        own[rotary] = copied
+    return cast(dict["RotaryTables | None", RotaryTables], own)
 
 
 def _install_rotary(scheme: Scheme, rotary: RotaryTables, training_length: int, changes: Changes) -> None:

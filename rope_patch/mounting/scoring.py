@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rope_patch.attention import engine
 from rope_patch.attention.call import EVERY
 from rope_patch.attention.inputs import AttentionInputs, Content
-from rope_patch.attention.masks import keys_seen, read_mask, shows_later_keys
+from rope_patch.attention.masks import Groups, keys_seen, read_mask, shows_later_keys
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.base import is_causal
 from rope_patch.models.cached_keys import CachedKeys
@@ -66,7 +66,8 @@ def late_attention(
     if follows_length and masks.readable:
         call.tokens = masks.seen()
     # if every step rotates the keys of a whole cache, they are rotated and scored a few at a time
-    scores = state.scores or call.is_request or (follows_length and query.shape[2] == 1 and implementation == "sdpa")
+    scores = state.scores or call.is_request or isinstance(attention_mask, Groups)
+    scores = scores or (follows_length and query.shape[2] == 1 and implementation == "sdpa")
     if (scores or follows_length) and not torch.compiler.is_compiling():
         _refuse_part_of_a_row(state.scheme, implementation)
     if query.shape[2] > 1 and masks.readable and (scores or state.scheme.causal_only):

@@ -44,7 +44,7 @@ class LongRoPE(Scheme):
     aliases = ("su",)
     rope_type = "longrope"
     precise = ("short_factor", "long_factor")
-    sweep = None  # its authors search for a factor per pair, which no sweep does
+    sweep = None  # `rope-patch search` finds a factor for each pair
 
     short_factor: Annotated[tuple[float, ...], NumbersAboveZero("pair")]
     long_factor: Annotated[tuple[float, ...], NumbersAboveZero("pair")]

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from rope_patch.errors import EvaluationError
 from rope_patch.models.head import Head
+from rope_patch.sharing import sharing_of
 
 _MOST = 5.0  # gamma
 
@@ -81,22 +82,37 @@ class LongCE:
             inputs: of the stack. Tensors whose second dimension is the length are cut; positions begin anew.
             rows: positions that pass through the head at a time.
         """
-        losses = torch.full(targets.shape, torch.nan, dtype=torch.float32, device=targets.device)
-        length = targets.shape[1]
+        parallel, length = sharing_of(stack), targets.shape[1]
+        if parallel is not None:  # the processes that share a row share its short contexts too
+            of_tokens = {name for name, value in inputs.items() if _has_tokens(value, length)}
+            inputs = {name: parallel.gather(x) if name in of_tokens else x for name, x in inputs.items()}
+            targets = parallel.gather(targets)
+            length = targets.shape[1]
+        losses = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
         for start in range(0, length - self.short, self.step):
             span = slice(start, start + self.short + self.step - 1)
             part = {name: _part(name, value, span, length) for name, value in inputs.items()}
+            places = torch.arange(length, device=targets.device)[None, span]
+            if parallel is not None:
+                part = {name: parallel.shard(x) if name in of_tokens else x for name, x in part.items()}
+                places = parallel.shard(places)
             states = stack(**{**part, "use_cache": False, "return_dict": True}).last_hidden_state
-            for begin in range(self.short - 1, states.shape[1], rows):
-                chunk = states[:, begin : begin + rows]
-                place = slice(start + begin, start + begin + chunk.shape[1])
+            scored = places[0] >= start + self.short - 1
+            for chunk, place in zip(states[:, scored].split(rows, 1), places[0, scored].split(rows), strict=True):
                 logits = head(chunk).float().transpose(1, 2)
                 losses[:, place] = nn.functional.cross_entropy(logits, targets[:, place], reduction="none")
-        return losses
+        if parallel is not None:
+            distributed.all_reduce(losses, group=parallel.group)
+        losses[:, : self.short - 1] = torch.nan
+        return losses if parallel is None else parallel.shard(losses)
+
+
+def _has_tokens(value: Any, length: int) -> bool:
+    return torch.is_tensor(value) and value.ndim >= 2 and value.shape[1] == length
 
 
 def _part(name: str, value: Any, span: slice, length: int) -> Any:
-    if not torch.is_tensor(value) or value.ndim < 2 or value.shape[1] != length:
+    if not _has_tokens(value, length):
         return value
     part = value[:, span]
     if name != "position_ids":

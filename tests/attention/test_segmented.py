@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rope_patch import get_scheme
 from rope_patch.attention import oracle, segmented, tile_kernels
-from rope_patch.attention.bias import KeyTerm
+from rope_patch.attention.bias import KeyTerm, tile_bias
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
 from rope_patch.attention.spans import Span, find_spans
 from rope_patch.attention.tile_kernels import Dense, FlashCPU, agrees
@@ -216,6 +216,52 @@ def test_output_and_gradients_are_those_of_the_oracle_in_float64(spec, q_length,
         assert one is found or one.dtype == (torch.float64 if one.ndim == 3 else dtype)  # sums are float64
         error = (one.double() - other).norm() / other.norm().clamp(min=1e-9)
         assert error < tolerance
+
+
+STEEP = "alibi:slopes=[3.0,1.5,0.001,6.0]"
+"""Heads of different reach: about 15, 30, all, and 8 tokens."""
+
+
+@pytest.mark.parametrize("spec", [STEEP, STEEP + "+rerope:window=9", STEEP + "+window:window=20", STEEP + SUMS])
+@pytest.mark.parametrize("q_length", [45, 20])
+@pytest.mark.parametrize(
+    "rows",
+    [ROWS, [[0] * 45], [[0] * 20 + [1] * 25], [[0] * 33 + [-1] * 12, [0] * 45]],
+    ids=["padded", "plain", "packed", "pads behind"],
+)
+def test_keys_beyond_the_reach_of_a_head_weigh_nothing(spec, q_length, rows, monkeypatch):
+    reached = []
+    within = Span.within
+    monkeypatch.setattr(Span, "within", lambda span, reach: reached.append(reach) or within(span, reach))
+    monkeypatch.setattr(FlashCPU, "band_rows", lambda self, width: 7)
+    inputs, kept = inputs_of(spec, rows, q_length, 45, torch.float32)
+    grad = torch.randn(inputs.branches[0].query.shape, generator=torch.Generator().manual_seed(1))
+    expected, theirs = gradients_of(lambda x: oracle.attend(x)[0], in_double(inputs), kept, grad)
+    found, ours = gradients_of(run_segmented, inputs, kept, grad)
+    assert min(reached) < 12
+    assert len(set(reached)) == 4
+    assert SUMS in spec or max(reached) == 45
+    for one, other in zip([found, *ours], [expected, *theirs], strict=True):
+        assert (one.double() - other).norm() / other.norm() < 1e-5
+
+
+def test_a_learned_slope_that_rises_or_is_flat_has_no_reach():
+    slopes = torch.tensor([3.0, -0.5, 0.0, 6.0], requires_grad=True)
+    inputs, kept = inputs_of("alibi", ROWS, 45, 45, torch.float32)
+    bias = DistanceBias(lambda distance: -slopes.view(-1, *[1] * distance.ndim) * distance, linear=True)
+    assert segmented._reaches(inputs, tile_bias(dataclasses.replace(inputs, bias=bias)))[1:3] == [45, 45]
+    grad, results = torch.randn(2, 4, 45, 16, generator=torch.Generator().manual_seed(1)), []
+    for attend, call in ((run_segmented, inputs), (lambda x: oracle.attend(x)[0], in_double(inputs))):
+        slopes.grad = None
+        out, gradients = gradients_of(attend, dataclasses.replace(call, bias=bias), kept, grad)
+        results.append([out, *gradients, slopes.grad])
+    for one, other in zip(*results, strict=True):
+        assert (one.double() - other.double()).norm() / other.double().norm() < 1e-5
+
+
+def test_states_that_are_not_finite_end_no_reach():
+    term = KeyTerm(-torch.arange(9.0, dtype=torch.float64).expand(1, 3, 9) * 30)
+    assert term.reaches(torch.tensor([1.0, math.inf, math.nan])) == [1, 9, 9]
 
 
 @pytest.mark.parametrize("value_dim", [8, 24])

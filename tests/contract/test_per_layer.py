@@ -116,6 +116,26 @@ def test_cached_and_padded_texts_are_the_full_ones(family, spec):
             assert_close(found[row : row + 1, -length:], logits(model, batch[row : row + 1, -length:]), 1e-4)
 
 
+def test_cached_keys_of_static_layers_are_final_and_pads_make_no_mask_of_all_pairs():
+    model, masks = four_layers("llama"), {}
+    batch, mask = left_padded([tokens(30), tokens(22, seed=1)])
+    patch(model, "layers:[::2=yarn:factor=4;rest=rerope:window=6]")
+
+    def watch(module, _, kwargs):
+        masks[module.layer_idx] = kwargs["attention_mask"]
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(watch, with_kwargs=True)
+    cache = DynamicCache(config=model.config)
+    model(batch, attention_mask=mask, past_key_values=cache)
+    assert {tuple(given.shape) for given in masks.values()} == {(2, 1, 1, 30)}
+    whole, rotated = four_layers("llama"), DynamicCache()
+    patch(whole, "yarn:factor=4")
+    whole(batch, attention_mask=mask, past_key_values=rotated)
+    assert torch.equal(cache.layers[0].keys[0], rotated.layers[0].keys[0])
+    assert torch.equal(cache.layers[0].keys[1, :, 8:], rotated.layers[0].keys[1, :, 8:])
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize(("family", "spec"), ONE_EACH)
 def test_generation_is_greedy(family, spec, cache):

@@ -1,4 +1,4 @@
-"""The commands of docs/drope.md: rotations are dropped at L, and what is saved is measured with log-n."""
+"""DroPE in docs/finetuning.md: rotations are dropped at L, and what is saved is measured with log-n."""
 
 from __future__ import annotations
 

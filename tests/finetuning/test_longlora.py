@@ -1,4 +1,4 @@
-"""The recipe of LongLoRA's table: the same tokens for every method, and a table that is what its rows are."""
+"""The tool of LongLoRA's table: the same tokens for every method, and a table that is what its rows are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from rope_patch.errors import EvaluationError
 from tests.evaluation.conftest import TRAINING_LENGTH, byte_tokenizer
-from tests.recipes import load_recipe, run_recipe
+from tests.recipes import run_script
+from tools import longlora
 
 METHODS = ["lora", "lora_norms", "lora_embeddings", "lora_norms_embeddings", "full"]
 LENGTHS = [TRAINING_LENGTH, 2 * TRAINING_LENGTH]
@@ -19,9 +20,9 @@ def test_a_table_of_every_method_and_seed(given, tmp_path, capsys):
     words = ["--model", given / "model", "--text", given / "train.jsonl", "--eval-text", given / "held_out.txt"]
     words += ["--length", LENGTHS[1], "--lengths", *LENGTHS, "--steps", 2, "--warmup-steps", 1, "--device", "cpu"]
     words += ["--learning-rates", 1e-2, "--output", tmp_path]
-    assert run_recipe("longlora", [*words, "--seeds", 0]) == 0
+    assert run_script(longlora, [*words, "--seeds", 0]) == 0
     first, _ = (tmp_path / "longlora.jsonl").read_text(), capsys.readouterr()
-    assert run_recipe("longlora", [*words, "--seeds", 0, 1]) == 0
+    assert run_script(longlora, [*words, "--seeds", 0, 1]) == 0
     found = capsys.readouterr()
     assert "full, 0.01, seed 0: done before" in found.err
     assert (tmp_path / "longlora.jsonl").read_text().startswith(first)
@@ -44,16 +45,16 @@ def test_a_table_of_every_method_and_seed(given, tmp_path, capsys):
             assert float(row[8]) == pytest.approx((one + other - sum(full)) / 2, abs=1e-3)
     assert (tmp_path / "longlora.png").is_file()
 
-    assert run_recipe("longlora", [*words, "--seeds", 0, "--rank", 4]) == 2
+    assert run_script(longlora, [*words, "--seeds", 0, "--rank", 4]) == 2
     assert "holds other runs" in capsys.readouterr().err
 
 
 def test_rows_are_the_documents_in_an_order_of_the_seed():
-    recipe, tokenizer = load_recipe("longlora"), byte_tokenizer()
+    tokenizer = byte_tokenizer()
     texts = ["one", "two", "three", "four", "five"]
 
     def text_of(seed):
-        rows = recipe.joined(list(texts), tokenizer, 7, 3, seed)
+        rows = longlora.joined(list(texts), tokenizer, 7, 3, seed)
         assert all(len(row["input_ids"]) == 7 and row["labels"] == row["input_ids"] for row in rows)
         return tokenizer.decode([token for row in rows for token in row["input_ids"]])
 
@@ -62,4 +63,4 @@ def test_rows_are_the_documents_in_an_order_of_the_seed():
     assert all(set(order.split("\n\n")[:-1]) <= set(texts) for order in orders)
     assert text_of(3) == text_of(3)
     with pytest.raises(EvaluationError, match=r"9 rows of 7 tokens are asked for, the text fills 3"):
-        recipe.joined(list(texts), tokenizer, 7, 9, 0)
+        longlora.joined(list(texts), tokenizer, 7, 9, 0)

@@ -131,6 +131,43 @@ def test_chunks_keep_their_order_and_their_own_positions(chunks):
         assert len(chunks_of(positions)) <= chunks
 
 
+def test_the_middle_of_cream_is_drawn_around_the_middle_of_the_target():
+    centres, heads = [], []
+    for seed in range(1000):
+        row = {"input_ids": list(range(seed, seed + 60))}
+        positions = PoSECollator(120, middle="gaussian")([row])["position_ids"][0]
+        assert (positions.diff() >= 1).all()
+        assert (positions[0], positions[-1]) == (0, 119)
+        pieces = chunks_of(positions)
+        assert len(pieces) <= 3
+        assert all(len(piece) >= 8 for piece in pieces)
+        heads.append(len(pieces[0]))
+        if len(pieces) == 3 and len(pieces[0]) == 8:
+            centres.append(sum(pieces[1]) / len(pieces[1]))
+    assert {8, 20} < set(heads)  # 4 L_target / L and L // 3, where the middle does not continue them
+    # of a in [2, 4], floored, 2 leaves the middle of 44 tokens where it is, and 3 ends it in 73 to 81
+    assert (min(centres), max(centres)) == (51.5, 59.5)
+    assert abs(sum(centres) / len(centres) - 55.5) < 0.5
+    assert 0.4 < len(centres) / sum(length in (8, 52) for length in heads) < 0.65  # the Gaussian is symmetric around 3
+    row = {"input_ids": list(range(120))}
+    assert PoSECollator(120, middle="gaussian")([row])["position_ids"][0].tolist() == list(range(120))
+    assert PoSECollator(64, middle="gaussian")([{"input_ids": [5]}])["position_ids"][0].tolist() == [0]
+
+
+def test_every_second_row_of_mixed_ones_is_cut_to_the_training_length():
+    documents = numbered(20, 3, 1, 9, 2, 17, 33)
+    found, plain = (of_columns(packed(documents, 16, short)) for short in (6, None))
+    for index, (row, other) in enumerate(zip(found, plain, strict=True)):
+        assert (row["input_ids"] == other["input_ids"]).all()
+        if index % 2 == 0:
+            assert all((row[name] == other[name]).all() for name in row)
+            continue
+        assert row["position_ids"].max() < 6
+        starts = {0, 6, 12} | {place for place in range(16) if other["position_ids"][place] == 0}
+        assert {place for place in range(16) if row["position_ids"][place] == 0} == starts
+        assert {place for place in range(16) if row["labels"][place] == -100} == starts
+
+
 def test_every_distance_below_the_target_is_met():
     met = set()
     for seed in range(3000):

@@ -120,6 +120,7 @@ COMMANDS: dict[str, list[str]] = {
     "perplexity": ["--scheme", "yarn:target=auto", "--lengths", "16,32", "--targets", "8", "--seed", "1"],
     "passkey": ["--scheme", "yarn:target=auto", "--lengths", "16,32", "--trials", "2"],
     "sweep": ["--target", "4x", "--schemes", "yarn", "--budget-minutes", "2", "--dry-run"],
+    "search": ["--target", "4x", "--population", "8", "--budget-minutes", "2"],
     "finetune": ["--scheme", "pi:factor=4", "--length", "64", "--steps", "4"],
     "compare": ["--only", "rope", "alibi", "--steps", "3"],
     "export": ["--scheme", "yarn:factor=4", "--length", "128", "--dry-run", "--json"],

@@ -1,4 +1,4 @@
-"""The picture of the README's first screen."""
+"""The pictures that tell one thing each."""
 
 from __future__ import annotations
 
@@ -25,16 +25,28 @@ def nll(protocol: str, line: str, length: int) -> float:
 
 
 def test_bars_are_the_means_of_the_rows():
-    above, below = front.front(front.PAGES["front"]).axes
+    above, below = front.front(front.PAGES[""]).axes
     far = [nll("repeat", line, 4096) for line in front.FAR]
     novel = [nll("perplexity", "plain", 2048), nll("perplexity", front.SCHEME, 4096)]
     for axes, values in ((above, far), (below, novel)):
         assert [bar.get_width() for bar in axes.patches] == pytest.approx(values)
-        assert [text.get_text() for text in axes.texts] == [f"{value:.2f}" for value in values]
+        assert [text.get_text().strip() for text in axes.texts] == [f"{value:.2f}" for value in values]
+
+
+def test_the_found_spans_are_the_means_over_depths():
+    (axes,) = front.retrieval(front.PAGES[""]).axes
+    rows = [json.loads(line) for line in front.SPANS.read_text().splitlines()]
+    means = [
+        100 * statistics.fmean(row["accuracy"] for row in rows if (row["line"], row["length"]) == (line, 1024))
+        for line in front.FOUND
+    ]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx(means)
+    assert [text.get_text().strip() for text in axes.texts] == ["13 %", "47 %", "63 %", "72 %"]
 
 
 def test_a_light_and_a_dark_page_are_written(tmp_path):
     front.main(front.Options(output=str(tmp_path)))
-    light, dark = (Image.open(tmp_path / f"{name}.png").convert("L") for name in ("front", "front_dark"))
-    assert light.size == dark.size == Image.open(ROOT / "docs" / "images" / "front.png").size
-    assert light.getpixel((0, 0)) > 240 > 30 > dark.getpixel((0, 0))
+    for name in ("front", "retrieval"):
+        light, dark = (Image.open(tmp_path / f"{name}{ending}.png").convert("L") for ending in front.PAGES)
+        assert light.size == dark.size == Image.open(ROOT / "docs" / "images" / f"{name}.png").size
+        assert light.getpixel((0, 0)) > 240 > 30 > dark.getpixel((0, 0))

@@ -264,16 +264,28 @@ def one_of_two(rank: int, folder: str) -> None:
     for name in ("llama", "llama, tied"):
         model = build(name)
         expected = gradients(model, model(**whole).loss)
-        replicated, sharded = build(name), build(name)
-        with chunked_loss(replicated, 4), chunked_loss(sharded, 4):
+        with chunked_loss(replicated := build(name), 4):
             wrapped = DistributedDataParallel(replicated)
             wrapped(**mine).loss.backward()
             found = {key: p.grad for key, p in replicated.named_parameters()}
             assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        for tail in ([], ["norm", "head"], ["head"]):  # as by hand, as accelerate does, and the head alone
+            sharded = build(name)
             for layer in sharded.base_model.layers:
                 fully_shard(layer)
+            tied = [sharded.get_input_embeddings()] if tail and name == "llama, tied" else []
+            if tail:
+                parts = {"norm": sharded.base_model.norm, "head": sharded.lm_head}
+                fully_shard([*(parts[part] for part in tail), *tied])
             fully_shard(sharded)
-            sharded(**mine).loss.backward()
-            found = {key: p.grad.full_tensor() for key, p in sharded.named_parameters()}
-            assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            shares = list(sharded.parameters())
+            for _ in range(2):
+                for share in shares:
+                    share.grad = None
+                with chunked_loss(sharded, 4):
+                    sharded(**mine).loss.backward()
+                found = {key: p.grad.full_tensor() for key, p in sharded.named_parameters()}
+                assert_close(found, expected, rtol=1e-4, atol=1e-5)
+                with torch.no_grad(), chunked_loss(sharded, 4):
+                    sharded(**mine)
     distributed.destroy_process_group()

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 import rope_patch
 from rope_patch.errors import EvaluationError
+from rope_patch.training.adapters import make_trainable
 from rope_patch.training.chunked_loss import chunked_loss
 from rope_patch.training.long_ce import LongCE
 
@@ -98,6 +99,27 @@ def test_right_padding_counts_for_nothing():
     with chunked_loss(model, long_ce=LongCE(SHORT, STEP)):
         loss = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
     assert_close(loss.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_under_autocast_train_towards_the_same():
+    """LoRA with bfloat16 products: loss and gradients are those of float32, within the rounding of bfloat16."""
+    torch.manual_seed(0)
+    model, tokens, labels = case(spec="rerope:window=4+logn")
+    adapted = make_trainable(model.float(), "lora", rank=2, alpha=4.0)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)  # else the gradients of the other half are zero
+
+    def trained(enabled):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), chunked_loss(adapted, long_ce=LongCE(SHORT, STEP)):
+            loss = adapted(input_ids=tokens, labels=labels).loss
+        return loss, torch.cat([gradient.flatten() for gradient in gradients(adapted, loss)])
+
+    (exact, wanted), (loss, gradient) = trained(False), trained(True)
+    assert_close(loss, exact, atol=0.02, rtol=0.02)
+    assert torch.cosine_similarity(gradient, wanted, dim=0) > 0.98
+    assert all("lora" in name for name, parameter in adapted.named_parameters() if parameter.grad is not None)
 
 
 def test_a_row_within_the_short_context_has_the_usual_loss():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -47,8 +46,6 @@ five times as much, or the check is blind. A check that the plain model fails it
 
 {counts}
 
-{lists}
-
 ## Every type
 
 The site has a table here, with the largest difference and the reasons of every type. Without it:
@@ -83,12 +80,10 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
     for row in rows:
         by_verdict.setdefault(verdict(row)[0], []).append(_name(row))
     counts = ", ".join(f"{len(by_verdict.get(kind, []))} {kind}" for kind in VERDICTS)
-    lists = (f"**{kind}**: {', '.join(by_verdict[kind])}." for kind in VERDICTS if kind in by_verdict)
     return _HEAD.format(
         version=rows[0]["transformers"],
         tolerance=TOLERANCE,
         counts=f"Of {len(rows)} types: {counts}. (*: in the contract suite.)",
-        lists="\n\n".join(textwrap.fill(each, 128, break_long_words=False, break_on_hyphens=False) for each in lists),
     )
 
 

@@ -1,9 +1,6 @@
-# /// script
-# dependencies = ["rope-patch[cli,plots,finetune]"]
-# ///
 """LongLoRA's second table on a small checkpoint: which parameters have to be trained for a longer context?
 
-    python recipes/longlora.py recipes/configs/longlora.yaml --model DIR --text stories.jsonl --eval-text held_out.txt
+    python -m tools.longlora tools/configs/longlora.yaml --model DIR --text stories.jsonl --eval-text held_out.txt
 
 Adapters alone, with norms, with embeddings, with both, and all parameters: each is trained on the same tokens, once for
 every rate and seed, and scored on the same held-out tokens at every length. Documents are joined to rows of `length`
@@ -31,7 +28,7 @@ from rope_patch.cli.options import Lengths, Measured, Names, Numbers, print_json
 class Options(Measured):
     """What is trained, how long, and where the results go."""
 
-    eval_text: str | None = None  # what is measured; default held-out modules of the standard library
+    eval_text: str | None = None  # text to measure on; without it, held-out modules of the standard library
     scheme: str = "pi:target=auto"  # auto means the length
     length: int = 1024  # tokens of a training row
     lengths: Lengths = (256, 1024)  # that are measured

@@ -1,0 +1,247 @@
+"""All that a machine with a GPU should measure, in one command that goes on where it stopped: `make gpu`.
+
+python -m benchmarks.gpu [--model FOLDER] [--length 32768] [--out runs/gpu]
+
+It needs torch, transformers, accelerate and peft, and no network; `check` also needs pytest. Stages: `check` (tests on
+the GPU), `bench` (the catalogue), `finetune` (LoRA under YaRN and ReRoPE at --length), `far` (perplexity, a repeated
+passage, and what far text is worth), and `serve` (generated tokens a second). `--device cpu --quick` runs all stages at
+tiny sizes, which shows only that they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks import machine
+from rope_patch import patch
+from rope_patch.evaluation.nll import chunked_nll
+from rope_patch.evaluation.row import provenance
+from rope_patch.training.chunked_loss import chunked_loss
+
+TARGETS = 256
+"""Scored tokens at the end of a text."""
+
+
+class Stages:
+    """The measurements, and the JSON file that has the results of those that are done.
+
+    Attributes:
+        options: the command line.
+        path: of the results; every finished part is written at once.
+        done: results by stage and part.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.path = options, options.out / "gpu.json"
+        self.dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+        settings = {name: str(value) for name, value in vars(options).items() if name != "only"}
+        facts = {**machine.facts(options.device), "commit": provenance()["commit"], "options": settings}
+        kept = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.facts, self.done = facts, {}
+        if kept.get("facts") == facts:
+            self.done = kept["done"]
+        else:  # nothing of another machine, commit or command line is continued
+            for state in options.out.glob("*.pt"):
+                state.unlink()
+            self._write()
+
+    def part(self, name: str, measure: Callable[[], Any]) -> None:
+        """Measure a part, unless it is done; an error is a result that the next run tries again."""
+        if self.done.get(name, {"error": ""}).get("error") is None:
+            return
+        print(f"== {name}", flush=True)
+        start = time.perf_counter()
+        try:
+            found = {"result": measure(), "error": None}
+        except Exception as error:  # other parts still run
+            found = {"result": None, "error": f"{type(error).__name__}: {error}"}
+        self.done[name] = {**found, "seconds": round(time.perf_counter() - start, 1)}
+        self._write()
+        print(json.dumps(self.done[name]), flush=True)
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.path.with_suffix(".tmp")
+        aside.write_text(json.dumps({"facts": self.facts, "done": self.done}, indent=1) + "\n")
+        aside.replace(self.path)
+
+    def check(self) -> None:
+        """The tests that need a GPU."""
+        if self.options.quick:
+            self.part("check", lambda: _command("pytest", "-q", "-k", "two_devices", "tests/test_simulated_device.py"))
+            return
+        self.part("check", lambda: _command("pytest", "-q", "-m", "cuda", "tests/test_cuda.py"))
+        self.part("check/fused", lambda: _command("pytest", "-q", "tests/attention/test_fused.py"))
+
+    def bench(self) -> None:
+        """The rows of the catalogue; it resumes by itself."""
+        quick = ["--quick", "--only", "training/alibi", "decode/rerope"] if self.options.quick else ["--resume"]
+        words = ["--device", self.options.device, "--out", str(self.options.out), *quick]
+        words += ["--picture", str(self.options.out / "growth.png")]
+        self.part("bench", lambda: _command("benchmarks.run", *words))
+
+    def finetune(self) -> None:
+        """LoRA at the full length; a cut run continues at its last saved step."""
+        for scheme in (f"yarn:target={self.options.length}", f"rerope:window={self._trained() // 2}"):
+            self.part(f"finetune/{scheme}", partial(self._finetuned, scheme))
+
+    def far(self) -> None:
+        """Perplexity of the same last tokens, in nats: after ever longer text, after a copy, and after a cut at L."""
+        for scheme in (None, f"yarn:target={self.options.length}", f"rerope:window={self._trained() // 2}+logn"):
+            self.part(f"far/{scheme or 'plain'}", partial(self._far, scheme))
+
+    def serve(self) -> None:
+        """Generated tokens a second of a batch of prompts."""
+        for scheme in (None, f"rerope:window={self._trained() // 2}"):
+            self.part(f"serve/{scheme or 'plain'}", partial(self._served, scheme))
+
+    def _model(self, scheme: str | None) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(self.options.model, dtype=self.dtype, local_files_only=True)
+        if scheme:
+            patch(model, scheme)
+        return model.to(self.options.device)
+
+    def _trained(self) -> int:
+        config = json.loads((Path(self.options.model) / "config.json").read_text())
+        return int(config.get("original_max_position_embeddings") or config["max_position_embeddings"])
+
+    def _tokens(self, count: int, part: int = 0) -> torch.Tensor:
+        """Tokens of Python's standard library, `(1, count)`; each part is another place."""
+        tokenizer = AutoTokenizer.from_pretrained(self.options.model, local_files_only=True)
+        text, size = "", (part + 1) * count
+        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+            text += path.read_text(encoding="utf-8", errors="replace")
+            if len(text) > 12 * size:
+                break
+        ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, part * count : size]
+        return ids.to(self.options.device)
+
+    def _finetuned(self, scheme: str) -> dict[str, Any]:
+        options, torch_state = self.options, self.options.out / f"{scheme.partition(':')[0]}.pt"
+        model = self._model(scheme)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear", r=8)).train()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimiser, losses = torch.optim.AdamW(trained, lr=2e-4), []
+        if torch_state.exists():
+            state = torch.load(torch_state, weights_only=True)
+            set_peft_model_state_dict(model, state["adapters"])
+            optimiser.load_state_dict(state["optimiser"])
+            losses = state["losses"]
+        start, first = time.perf_counter(), len(losses)
+        for step in range(first, options.steps):
+            ids = self._tokens(options.length, part=step % 16)
+            with chunked_loss(model):
+                loss = model(ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            losses.append(round(loss.item(), 4))
+            torch_state.parent.mkdir(parents=True, exist_ok=True)
+            adapters = get_peft_model_state_dict(model)
+            torch.save({"adapters": adapters, "optimiser": optimiser.state_dict(), "losses": losses}, torch_state)
+        seconds = (time.perf_counter() - start) / max(1, options.steps - first)
+        return {"losses": losses, "tokens_per_second": round(options.length / seconds), "resumed_at": first}
+
+    @torch.no_grad()
+    def _far(self, scheme: str | None) -> dict[str, float]:
+        model, trained, longest = self._model(scheme).eval(), self._trained(), self.options.length
+        text, found = self._tokens(longest + 1), {}
+
+        def nll(ids: torch.Tensor, targets: int = TARGETS) -> float:
+            return round(float(chunked_nll(model, ids[:, :-1], ids[:, -targets:]).mean()), 4)
+
+        length = trained
+        while length <= longest:
+            found[f"last {TARGETS} after {length}"] = nll(text[:, -length - 1 :])
+            length *= 2
+        passage = text[:, 32 : 32 + min(TARGETS, trained // 4)]
+        copied = torch.cat([text[:, : longest - passage.shape[1]], passage], dim=1)
+        scored = passage.shape[1] - passage.shape[1] // 4
+        found["repeat"] = nll(copied, scored)
+        found["repeat, cut at L"] = nll(copied[:, -trained:], scored)
+        return found
+
+    @torch.no_grad()
+    def _served(self, scheme: str | None) -> dict[str, float]:
+        model, rows, new = self._model(scheme).eval(), self.options.rows, self.options.new
+        prompts = self._tokens(rows * self.options.prompt).view(rows, -1)
+        found = {}
+        for tokens in (1, new):  # the first call also warms up
+            start = time.perf_counter()
+            length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+            model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, pad_token_id=0, **length)
+            if self.options.device == "cuda":
+                torch.cuda.synchronize()
+            found[f"seconds for {tokens}"] = round(time.perf_counter() - start, 3)
+        return {**found, "tokens_per_second": round(rows * new / found[f"seconds for {new}"], 1)}
+
+
+def _command(module: str, *words: str) -> str:
+    """The last line of a module run with this Python.
+
+    Raises:
+        RuntimeError: it is not installed, or ended with another status.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise RuntimeError(f"{module} is not installed")
+    done = subprocess.run([sys.executable, "-m", module, *words], stdout=subprocess.PIPE, text=True)
+    print(done.stdout)
+    if done.returncode:
+        raise RuntimeError(f"{module} ended with status {done.returncode}")
+    return (done.stdout.strip().splitlines() or [""])[-1]
+
+
+NAMES = ("check", "bench", "finetune", "far", "serve")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Returns:
+        2 without the device, 1 if a part failed, else 0.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Measure all on a GPU.")
+    parser.add_argument("--model", default="recipes/assets/tiny-llama", help="folder of a checkpoint (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--length", type=int, default=32768, help="longest text in tokens (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=30, help="steps of each fine-tune (default %(default)s)")
+    parser.add_argument("--rows", type=int, default=16, help="prompts served at once (default %(default)s)")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt (default %(default)s)")
+    parser.add_argument("--new", type=int, default=256, help="tokens of an answer (default %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="stages (default all)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that everything runs")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the results (%(default)s)")
+    options = parser.parse_args(words)
+    if reason := machine.missing(options.device):
+        print(reason, file=sys.stderr)
+        return 2
+    if options.quick:
+        options.length, options.steps, options.rows, options.prompt, options.new = 512, 2, 2, 32, 4
+    stages = Stages(options)
+    for name in options.only:
+        getattr(stages, name)()
+    failed = [name for name, part in stages.done.items() if part["error"] is not None]
+    print(f"{stages.path}; failed: {', '.join(failed) or 'nothing'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

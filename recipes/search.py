@@ -1,0 +1,286 @@
+"""Search the frequencies of a checkpoint for a longer context: one factor for each pair of dimensions.
+
+    rope-patch search --target 4x --budget-minutes 1
+    rope-patch search --model DIR --text book.txt --target 4x --budget-minutes 60
+    rope-patch search --model DIR --text book.txt --target 8x --candidates-per-forward 8
+    torchrun --nproc-per-node 4 recipes/search.py --target 8x
+
+Lists of factors evolve from those of PI, NTK, YaRN and MrRoPE (docs/search.md). On one half of the text they are judged
+by what only a farther context can predict. On the other half, which chose nothing, the best one is compared with YaRN,
+also on ordinary text and at L. It is written as a `longrope` that every reader of `rope-patch export` takes. Rows are
+written as they are measured: run the same command again to resume.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+from rope_patch.cli.options import Amount, Count, Length, Measured, is_main, print_json, run, say
+
+STARTS = ("pi", "ntk", "yarn", "mrrope")
+COMPARED = ("yarn", "mrrope")  # those that are confirmed beside what was found
+CONFIRMING = 16  # windows at least, of the half that does not choose
+FOUND, KEPT = "found", "found, plain up to L"  # as tables name them: one list for all lengths, and two lists
+LOST = 0.005  # nats that may be lost at L
+NEXT = 'rope-patch export {checkpoint} --scheme "$(cat {folder}/scheme.txt)" --output {folder}/exported'
+
+
+@dataclass(kw_only=True)
+class Options(Measured):
+    target: Length  # context length to reach: tokens, or a multiple of L such as 4x
+    budget_minutes: Amount = None  # time limit for everything, including the confirmation of the winner
+    generations: int = 40  # most generations
+    population: int = 64  # size of the population; half of it are parents, and a generation has as many new lists
+    protocol: Literal["repeat", "far", "last"] = "repeat"  # tokens that choose: far back, or ordinary (last)
+    targets: Count = None  # number of scored tokens in each window; without it, as the protocol has it
+    documents: Count = None  # number of documents in each half, drawn at random; without it, all
+    windows_per_document: Count = None  # windows scored in each document; without it, as the protocol has it
+    attention_factor: Amount = None  # factor on cos and sin at all lengths; without it, YaRN's 0.1 ln k + 1; 1 is none
+    candidates_per_forward: int = 1  # lists that share a forward; more are faster only on a GPU
+    output: str = "runs/search"  # folder for search.jsonl, search.png, scheme.txt and scheme-short.txt
+
+
+def main(options: Options) -> None:
+    """Measure the starts, let them evolve, and compare the best with YaRN."""
+    from rope_patch.data.corpora import load_text, name_of_text
+    from rope_patch.data.held_out import halves
+    from rope_patch.errors import EvaluationError, MissingPackage
+    from rope_patch.evaluation.evolution import Evolution, factors_of, measure_together
+    from rope_patch.evaluation.measured_model import MeasuredModel, pop_scheme
+    from rope_patch.evaluation.processes import on_main
+    from rope_patch.evaluation.row import Rows
+    from rope_patch.evaluation.run import run as run_task
+    from rope_patch.evaluation.scheme_specs import TEXT_CUT
+    from rope_patch.evaluation.tables import print_table
+    from rope_patch.evaluation.tasks.perplexity import Perplexity
+    from rope_patch.saving.loading import (
+        default_checkpoint,
+        load_model,
+        load_tokenizer,
+        quiet_transformers,
+        trained_length,
+    )
+    from rope_patch.schemes import get_scheme
+
+    # the plan, before anything slow
+    began = time.monotonic()
+    checkpoint, target = options.model or default_checkpoint(), options.target
+    trained = trained_length(checkpoint)
+    check(options, trained)
+    factor = target / trained
+    asked: dict[str, Any] = {"documents": options.documents, "seed": options.seed, "protocol": options.protocol}
+    asked |= {"windows_per_document": options.windows_per_document, "targets": options.targets}
+    plan = Perplexity(text=name_of_text(options.text, options.dataset, options.split), **asked)
+    plan.check([trained, target])
+
+    # the model, and the text in two halves
+    rows = Rows(Path(options.output) / "search.jsonl")
+    with quiet_transformers():
+        tokenizer = load_tokenizer(checkpoint)
+        corpus = load_text(options.text, options.dataset, split=options.split, column=options.column)
+        model = load_model(checkpoint, dtype=options.dtype, device=options.device, attention=options.attention)
+    pop_scheme(model, say)
+    measured, name = MeasuredModel(model), options.model or "tiny-llama"
+    choosing, confirming = halves(corpus, tokenizer, target + 1, options.documents, options.seed)
+    choice = replace(plan, tokenizer=tokenizer, corpus=choosing).resolve(measured, [target])
+    each = math.ceil(CONFIRMING / len(confirming))
+    other = replace(plan, tokenizer=tokenizer, corpus=confirming, windows_per_document=each)
+    ordinary = replace(other, protocol="last", targets=None)
+    lengths = [trained, target]
+    tests = {one.protocol: one.resolve(measured, lengths) for one in (ordinary, other)}
+
+    # YaRN and others on the half that does not choose; then the starts
+    stack = measured.stacks[0]
+    if stack.checkpoint.pairs is None or stack.native is None:
+        raise EvaluationError(f"{checkpoint} has no pairs of dimensions that rotate alike in all layers")
+    spec = stack.layers[0].spec
+    starts = {start: get_scheme(start, factor=factor) for start in STARTS}
+    factors = {start: factors_of(scheme, spec) for start, scheme in starts.items()}
+    plain = factors_of(stack.native.resolve(stack.checkpoint), spec)
+    evolution = Evolution(tuple(factors.values()), factor, options.population, options.seed)
+    temperature = options.attention_factor or starts["yarn"].frequencies(spec).attention_scaling
+    longrope = partial(get_scheme, "longrope", factor=factor, attention_factor=float(temperature))
+    confirmation = {}
+    for protocol, test in tests.items():
+        free = test.references if protocol == options.protocol else (TEXT_CUT,)
+        lines = [*free, *(f"{start}:factor={factor:g}" for start in COMPARED)]
+        confirmation[protocol] = run_task(model, test, lines, lengths, rows, name=name)
+    reserve = sum(row.seconds for each in confirmation.values() for row in each if row.line.startswith(COMPARED))
+
+    # generation after generation; what follows depends on nothing but what was measured
+    losses: dict[tuple[float, ...], float] = {}
+    slowest, stopped = 0.0, f"all {options.generations} generations were measured"
+    for generation in range(options.generations + 1):
+        wanted = evolution.generation(generation, losses)
+        for place in range(0, len(wanted), options.candidates_per_forward):
+            group = wanted[place : place + options.candidates_per_forward]
+            seconds = time.monotonic() - began + slowest + reserve
+            if generation and on_main(partial(is_over, options.budget_minutes, seconds)):
+                stopped = f"the budget of {options.budget_minutes:g} minutes was used up in generation {generation}"
+                break
+            schemes = [longrope(short_factor=each, long_factor=each) for each in group]
+            new = measure_together(measured, choice, target, schemes, rows, name)
+            losses |= {
+                each: math.inf if math.isnan(row.loss) else row.loss for each, row in zip(group, new, strict=True)
+            }
+            slowest = max(slowest, sum(row.seconds for row in new))
+        best = min(losses, key=lambda each: losses[each])
+        if not math.isfinite(losses[best]):
+            raise EvaluationError(
+                f"protocol {options.protocol!r} scores no token of the half that chooses; use a longer text"
+            )
+        minutes = (time.monotonic() - began) / 60
+        say(
+            f"generation {generation} of {options.generations}: best {losses[best]:.4f} (YaRN's "
+            f"{losses[factors['yarn']]:.4f}), {len(losses)} lists, {minutes:.1f} minutes"
+        )
+        if stopped.startswith("the budget"):
+            break
+
+    # the best list, on the half that did not choose it
+    found = {FOUND: longrope(short_factor=best, long_factor=best)}
+    found[KEPT] = longrope(short_factor=plain, long_factor=best)
+    for protocol, test in tests.items():
+        for line, scheme in found.items():
+            new = [measure_together(measured, test, length, [scheme], rows, name)[0] for length in lengths]
+            confirmation[protocol] += [replace(row, line=line) for row in new]
+    if not is_main():
+        return
+    verdict = judge(confirmation[options.protocol], confirmation["last"])
+    folder = rows.path.parent
+    for file, scheme in zip(("scheme.txt", "scheme-short.txt"), found.values(), strict=True):
+        (folder / file).write_text(str(scheme).replace(" ", "") + "\n")
+    if options.json:
+        outcome = {"scheme": str(found[FOUND]), "short": str(found[KEPT]), "verdict": verdict.kind, "stopped": stopped}
+        outcome |= {"sentence": verdict.sentence, "lists": len(losses), "choosing": list(losses.values())}
+        shown = [json.loads(row.to_json()) for each in confirmation.values() for row in each]
+        print_json(outcome | {"confirmation": shown})
+    else:
+        for each in confirmation.values():
+            print_table(each)
+        print(stopped)
+    try:
+        picture(losses, factors, best, folder / "search.png", f"{Path(name).name} at {target} tokens")
+    except MissingPackage as missing:
+        say(str(missing))
+    say(f"wrote {rows.path}, the scheme ({folder / 'scheme.txt'}) and its form with the plain factors up to L")
+    for sentence in (verdict.sentence, f"Next: {verdict.command.format(checkpoint=checkpoint, folder=folder)}"):
+        say(sentence) if options.json else print(sentence)
+
+
+def check(options: Options, trained: int) -> None:
+    """Refuse what cannot be searched.
+
+    Raises:
+        EvaluationError: names the option, its value and what is allowed.
+    """
+    from rope_patch.errors import EvaluationError
+
+    if options.target <= trained:
+        raise EvaluationError(f"target={options.target} is not allowed; it has to be beyond L = {trained} tokens")
+    for name in ("generations", "candidates_per_forward"):
+        if (value := getattr(options, name)) < 1:
+            raise EvaluationError(f"{name}={value} is not allowed; it must be at least 1")
+    for name in ("budget_minutes", "attention_factor"):
+        if (value := getattr(options, name)) is not None and not value > 0:
+            raise EvaluationError(f"{name}={value:g} is not allowed; it must be above 0")
+
+
+def is_over(budget: float | None, seconds: float) -> bool:
+    """Whether a budget in minutes does not allow as many seconds."""
+    return budget is not None and seconds >= 60 * budget
+
+
+def judge(rows: Sequence[Any], ordinary: Sequence[Any]) -> Any:
+    """The verdict on the list that was found, from rows at L and at the target of text that did not choose it.
+
+    Args:
+        rows: of the protocol that chose: of `COMPARED`, of what was found, and of the protocol's references.
+        ordinary: of protocol `last`: the same, and the text cut to L.
+    """
+    from rope_patch.evaluation.scheme_specs import display_name
+    from rope_patch.evaluation.standard_errors import is_below, pairs_of
+    from rope_patch.evaluation.verdict import Verdict, of_losses
+
+    told = of_losses(rows)
+    if told.kind in ("nothing", "too few"):
+        return Verdict(told.kind, told.sentence, NEXT)
+    found, yarn = at(rows, FOUND)[-1], at(rows, "yarn")[-1]
+    kind = "better" if is_below(found, yarn) else "worse" if is_below(yarn, found) else "noise"
+    text = {"repeat": "on a passage more than L back", "far": "on tokens that repeat what is more than L back"}
+    others = " and ".join(f"{apart(found, at(rows, name)[-1])} {display_name(name)}" for name in COMPARED)
+    sentences = [
+        f"On {found.length} tokens of text that did not choose them, the factors found ({found.loss:.3f}) are {others} "
+        f"{text.get(found.protocol, 'on its last tokens')} ({pairs_of(found)}).",
+        "The difference from YaRN is noise." if kind == "noise" else "",
+    ]
+    (plain, _), (yarn_at_l, yarn), (at_l, found), (kept, _) = (
+        at(ordinary, line) for line in ("cut", "yarn", FOUND, KEPT)
+    )
+    if rows is not ordinary:
+        sentences.append(f"On ordinary text of that length they are {apart(found, yarn)} YaRN.")
+    sentences.append(
+        f"At L = {at_l.length} tokens of ordinary text they are {apart(at_l, plain)} the plain checkpoint, and YaRN is "
+        f"{apart(yarn_at_l, plain)} it; with the plain factors up to L they are {apart(kept, plain)} it."
+    )
+    if kept.loss - plain.loss > LOST:
+        sentences.append(
+            f"That is more than {LOST}, because the temperature stays: --attention-factor 1 leaves it out."
+        )
+    return Verdict(kind, " ".join(filter(None, sentences)), NEXT)
+
+
+def at(rows: Sequence[Any], name: str) -> list[Any]:
+    """The rows of a line, or of a scheme at any of its values, by length."""
+    return [row for row in rows if row.line.partition(":")[0] == name]
+
+
+def apart(row: Any, other: Any) -> str:
+    """How far one loss is below or above another on the same text, with the error."""
+    from rope_patch.evaluation.standard_errors import paired_difference
+
+    difference, error = paired_difference(row, other)
+    within = "" if error is None else f" ± {error:.3f}"
+    return f"{abs(difference):.3f}{within} {'below' if difference < 0 else 'above'}"
+
+
+def picture(losses: Mapping[Any, float], starts: Mapping[str, Any], best: Any, path: Path, title: str) -> None:
+    """The best loss so far by the number of lists, and the factors of the best list and of the starts by pair.
+
+    Args:
+        losses: of all lists as they were measured, those of the starts first.
+        starts: the factors of each by name.
+    """
+    from rope_patch.evaluation import charts
+    from rope_patch.evaluation.scheme_specs import display_name
+
+    caption = (
+        "Above: NLL of the best list so far, on the half of the text that chooses; dashed: YaRN's. Below: by how much "
+        "each pair is slowed, from the fastest to the slowest."
+    )
+    figure, above, below = charts.sheet(title, caption, 5.0, 2)
+    first, curve = len(set(starts.values())), list(accumulate(losses.values(), min))
+    above.plot(
+        range(first, len(curve) + 1), curve[first - 1 :], color=charts.COLOURS[1], linewidth=1.8, drawstyle="steps-post"
+    )
+    above.axhline(losses[starts["yarn"]], color=charts.FAINT, linestyle="--", linewidth=1.2)
+    above.set(xlabel="lists measured", ylabel="NLL, nats per token")
+    below.set(xlabel="pair of dimensions", ylabel="factor")
+    lines = {}
+    for (name, factors), colour in zip({FOUND: best, **starts}.items(), charts.COLOURS[1:], strict=False):
+        style = {"color": colour, "linewidth": 2.2 if name == FOUND else 1.2}
+        (lines[display_name(name)],) = below.plot(range(len(factors)), factors, **style)
+    charts.name_lines(below, lines)
+    charts.write(figure, path)
+
+
+if __name__ == "__main__":
+    run(Options, main)

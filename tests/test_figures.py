@@ -1,0 +1,63 @@
+"""The figures of the README and of the sweep's page are those of the rows in docs/results."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from pathlib import Path
+
+from rope_patch.evaluation.row import Rows
+from rope_patch.evaluation.scheme_specs import display_name
+from rope_patch.evaluation.standard_errors import paired_difference
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs/results"
+SCHEME = "rerope:window=1024+logn"
+
+
+def mean(name: str, line: str, length: int) -> float:
+    """Mean NLL over the texts of TinyLlama's rows."""
+    rows = Rows(RESULTS / "real/tinyllama-1.1b" / f"{name}.jsonl").rows
+    return statistics.fmean(row.loss for row in rows if (row.line, row.length) == (line, length))
+
+
+def test_the_headline_of_the_readme() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    cut, scheme, near = (mean("repeat", line, 4096) for line in ("cut", SCHEME, "near"))
+    assert f"**{cut:.2f} → {scheme:.2f} nats per token**" in text
+    assert f"With the passage inside L it is {near:.2f}" in text
+    cost = mean("perplexity", SCHEME, 4096) - mean("perplexity", "plain", 2048)
+    assert f"the scheme costs {cost:.2f}" in text
+
+
+def test_the_table_of_the_sweep() -> None:
+    rows = Rows(RESULTS / "sweep/sweep.jsonl").rows
+    chosen = {(display_name(row.line), row.length): f"{row.loss:.3f}" for row in rows if row.texts == rows[0].texts}
+    page = (ROOT / "docs/sweep.md").read_text()
+    section = page[page.index("| scheme | 1024 | minus cut") : page.index("> Nothing beats")]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if "| " in line]
+    assert lines[1:]
+    for name, at_target, _, _, at_half, _ in lines[1:]:
+        assert (at_target, at_half) == (chosen.get((name, 1024)), chosen.get((name, 512))), name
+    best, free = lines[1][0], re.search(r"attention cut at L \(([\d.]+)\)", page)
+    confirmed = {display_name(row.line): row.loss for row in rows if row.texts != rows[0].texts and row.length == 1024}
+    assert free
+    assert f"{confirmed['attention cut at L']:.3f}" == free[1]
+    assert f"is {confirmed['attention cut at L'] - confirmed[best]:.3f} below it" in page
+
+
+def test_the_table_of_the_search() -> None:
+    page = (ROOT / "docs/search.md").read_text()
+    runs = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if re.match(r"\| \dL, ", line)
+    ]
+    files = sorted((RESULTS / "search").glob("*.jsonl"))
+    assert len(runs) == len(files)
+    for file in files:
+        rows = Rows(file).rows
+        far = [row for row in rows if (row.protocol, row.length) == ("repeat", max(each.length for each in rows))]
+        judged = [row for row in far if row.windows == 18]
+        yarn, mrrope, found, _ = judged[-4:]  # a list for all lengths, and one with the plain factors up to L
+        difference, error = paired_difference(found, yarn)
+        told = [f"{row.loss:.3f}" for row in (yarn, mrrope, found)]
+        assert [*told, f"{difference:+.3f} ± {error:.3f}"] in [run[2:6] for run in runs], file

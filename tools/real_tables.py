@@ -1,0 +1,73 @@
+"""The tables of docs/real.md, from the rows in docs/results/real: `python -m tools.real_tables` prints them.
+
+The page has most of them; where it has `<!-- rows of NAME -->` instead, the site puts the table (docs/hooks/real.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from rope_patch.evaluation.row import Row, Rows
+from rope_patch.evaluation.scheme_specs import display_name
+from rope_patch.evaluation.standard_errors import loss_error, paired_difference, standard_error
+
+DOCS = Path(__file__).parents[1] / "docs"
+NAMES = sorted(path.parent.name for path in DOCS.glob("results/real/*/perplexity.jsonl"))
+FAR = sorted([*DOCS.glob("results/real/*/repeat.jsonl"), *DOCS.glob("results/real/*/far.jsonl")])
+
+
+def table(name: str) -> str:
+    """NLL of each row, and its difference from the plain checkpoint at L, or at its own length where L is missing."""
+    rows = Rows(DOCS / "results" / "real" / name / "perplexity.jsonl").rows
+    plain = {row.length: row for row in rows if row.line == "plain"}
+    trained = rows[0].training_length
+    lengths = sorted({row.length for row in rows})
+    names = dict.fromkeys(["plain", *(["window"] if any(row.line == "window" for row in rows) else [])])
+    names |= dict.fromkeys(row.line for row in rows)
+    cells = {(row.line, row.length): _cell(row, plain.get(trained) or plain[row.length]) for row in rows}
+    lines = [["scheme", *(f"{length:,} ({length / trained:.2g}x)" for length in lengths)], ["---"] * (len(lengths) + 1)]
+    lines += [[display_name(line), *(cells.get((line, length), "") for length in lengths)] for line in names]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(row: Row, reference: Row) -> str:
+    if row == reference:
+        return f"{row.nll:.3f} ± {loss_error(row):.3f}"
+    difference, error = paired_difference(row, reference)
+    return f"{row.nll:.3f} ({difference:+.3f} ± {error:.3f})"
+
+
+def by_text(path: Path) -> str:
+    """NLL on far tokens and its difference from the text cut to L, text by text; over several texts the mean of these,
+    with its error over them; and that of the other tokens.
+    """
+    rows = Rows(path).rows
+    cells = {(row.line, row.text): row for row in rows}
+    texts, lines = (list(dict.fromkeys(each)) for each in zip(*((row.text, row.line) for row in rows), strict=True))
+    head = ["scheme", *(f"{Path(text or '').stem} ({cells['cut', text].windows})" for text in texts)]
+    head += [*["beside the cut"] * (len(texts) > 1), *["the other tokens"] * (rows[0].others_nll is not None)]
+    table = [head, ["---"] * len(head)]
+    for line in lines:
+        pairs = {text: (cells[line, text], cells["cut", text]) for text in texts if (line, text) in cells}
+        apart = {text: paired_difference(*pair) for text, pair in pairs.items()}
+        shown = [f"{pairs[text][0].nll:.3f}{_beside(*apart[text])}" if text in pairs else "" for text in texts]
+        if len(texts) > 1:
+            mean, error = (f([one for one, _ in apart.values()]) for f in (statistics.fmean, standard_error))
+            shown.append(f"{mean:+.2f} ± {error:.2f}" if len(pairs) == len(texts) and line != "cut" else "")
+        others = [row.others_nll - cut.others_nll for row, cut in pairs.values() if row.others_nll and cut.others_nll]
+        table.append([display_name(line), *shown, *([f"{statistics.fmean(others):+.2f}"] if others else [])])
+    return "".join(f"| {' | '.join(line)} |\n" for line in table)
+
+
+def _beside(difference: float, error: float | None) -> str:
+    if not difference:
+        return ""
+    return f" ({difference:+.2f}{'' if error is None else f' ± {error:.2f}'})"
+
+
+if __name__ == "__main__":
+    for name in NAMES:
+        print(f"## {name}\n\n{table(name)}")
+    for path in FAR:
+        print(f"## {path.parent.name}, {path.stem}\n\n{by_text(path)}")
