@@ -35,7 +35,7 @@ def handler_of(kind: str, name: str, model: Any, tokenizer: Any, admit: Admit, s
     return HANDLERS[kind](_OneModel(name, model, tokenizer), state)
 
 
-class _Generation(CBGenerateManager):  # type: ignore[misc]
+class _Generation(CBGenerateManager):
     """The generation of one answer, which joins a batch as soon as its prompt is known."""
 
     def __init__(self, admit: Admit, sampling: Sampling) -> None:
@@ -77,7 +77,7 @@ class _Drawing:
         return getattr(self._manager, name)
 
 
-class _State(GenerationState):  # type: ignore[misc]
+class _State(GenerationState):
     """The state of a handler with one generation."""
 
     manager: _Generation
@@ -87,7 +87,7 @@ class _State(GenerationState):  # type: ignore[misc]
         return self.manager
 
 
-class _OneModel(ModelManager):  # type: ignore[misc]
+class _OneModel(ModelManager):
     """The model that is loaded already."""
 
     def __init__(self, name: str, *loaded: Any) -> None:

@@ -51,7 +51,7 @@ class DrawnRequest(BaseModel):
         Raises:
             ValueError: it asks for two.
         """
-        other = self.vllm_xargs and self.vllm_xargs.rope_factor
+        other = None if self.vllm_xargs is None else self.vllm_xargs.rope_factor
         if other is not None and self.rope_factor not in (None, other):
             raise ValueError(f"rope_factor={self.rope_factor:g} and vllm_xargs.rope_factor={other:g}: one is allowed")
         return self.rope_factor if other is None else other
