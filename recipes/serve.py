@@ -4,14 +4,16 @@
 r"""An OpenAI endpoint for a checkpoint under a scheme, with continuous batching.
 
     rope-patch serve recipes/assets/tiny-llama --scheme rerope:window=128+logn
+    rope-patch serve recipes/assets/tiny-llama --scheme yarn:target=auto --factors 1,2,4
     python recipes/serve.py DIR --port 8001 --api-key secret
     curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' \
         -d '{"prompt": "import os\n", "max_tokens": 16}'
 
 It serves completions, chat completions and responses, streamed or whole. Requests join and leave the batch at any
 time, each with its own temperature, top_p, seed, stop strings, n and logprobs. A folder that was saved under a scheme
-needs no --scheme. What the server does not do gets a 400 with the reason. SIGTERM ends the server after the running
-requests, or after ten seconds.
+needs no --scheme. With --factors each request runs under the smallest one that covers it, or under its own rope_factor.
+What the server does not do gets a 400 with the reason. SIGTERM ends the server after the running requests, or after ten
+seconds.
 """
 
 from __future__ import annotations
@@ -27,25 +29,25 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.options import Count, OptionalLength, Positional, Text, run, say
+from rope_patch.cli.options import Count, Numbers, OptionalLength, Positional, Text, run, say
 from rope_patch.errors import EvaluationError, require
 
 PAGE = 256  # tokens; the cache is given out in pages
 LARGEST_BODY = 16 * 2**20  # bytes
-UNSAID = 1 << 30  # `max_new_tokens` of a request for a response that does not set it
 
 
 @dataclass(kw_only=True)
 class Options:
     checkpoint: Positional[str]  # checkpoint folder, GGUF file or Hub ID; its last part names the model in requests
     scheme: Text = None  # scheme such as rerope:window=512+logn; without it, the one that the folder records
+    factors: Numbers = ()  # whole multiples of L that a request can reach, such as 1,2,4, for a scheme with target=auto
     max_length: OptionalLength = None  # longest prompt with its answer; without it, what the scheme reaches, or 4 L
     max_tokens: int = 256  # longest answer, unless a request sets it
-    max_requests: int = 8  # number of requests of --max-length that the cache holds
+    max_requests: int = 8  # number of the longest requests that the cache holds, under each factor
     max_batch_tokens: Count = None  # tokens in one step; without it, 512, or --max-length for dynamic schemes
     temperature: float = 0.0  # temperature, unless a request sets it; 0 takes the likeliest token
     top_p: float = 1.0  # share of the probability to sample from, unless a request sets it
@@ -67,6 +69,7 @@ def main(options: Options) -> None:
     from rope_patch.patching import find_handle
     from rope_patch.saving.loading import load_model, load_tokenizer, quiet_transformers
     from rope_patch.serving.batch import Batch, Sampling
+    from rope_patch.serving.factors import Reaches, models_by_factor
 
     for name, least in {
         "max_length": 1,
@@ -84,23 +87,37 @@ def main(options: Options) -> None:
         raise EvaluationError(f"{type(model).__name__} is not served by continuous batching of Transformers")
     checkpoint = read_stack(model).checkpoint
     trained = checkpoint.training_length
-    if options.scheme is not None:
+    models: dict[int | None, Any] = {None: model}
+    if options.factors:
+        models = dict(models_by_factor(options.scheme, options.factors, model))
+    elif options.scheme is not None:
         patch(model, options.scheme)
-    handle = find_handle(model)
-    scheme = "no scheme" if handle is None else handle.scheme
-    if handle is not None and (handle.scheme.stateful or "running_bias" in handle.scheme.methods):
-        raise EvaluationError(f"{scheme} is not served: a paged cache cannot keep what it sums up over earlier tokens")
-    limit = options.max_length or longest_text(handle, checkpoint)
-    whole_prompts = handle is not None and handle.scheme.length_dependent  # see docs/how-to/serve.md
-    settings = {
-        "num_blocks": options.max_requests * math.ceil(limit / PAGE),
-        "max_batch_tokens": options.max_batch_tokens or (limit if whole_prompts else 512),
-        "auto_switch_to_flash": False,  # it would bypass the scheme
-        "max_blocks_per_request": 0,  # block tables, likewise
-    }
-    batch = Batch(model, tokenizer, settings, Sampling(options.temperature, options.top_p))
-    server = Server(options.checkpoint, model, batch, limit, options.max_tokens, options.api_key)
-    say(f"serving {options.checkpoint} (L = {trained}) under {scheme}, up to {limit} tokens a request")
+    handles = [find_handle(one) for one in models.values()]
+    for handle in filter(None, handles):
+        if handle.scheme.stateful or "running_bias" in handle.scheme.methods:
+            reason = "a paged cache cannot keep what it sums up over earlier tokens"
+            raise EvaluationError(f"{handle.scheme} is not served: {reason}")
+    longest = max(options.factors) * trained if options.factors else longest_text(handles[0], checkpoint)
+    limit = options.max_length or longest
+    if options.factors and limit > longest:
+        raise EvaluationError(f"--max-length {limit}: --factors reach {longest} tokens")
+    reaches = Reaches(limit, {factor: min(limit, factor * trained) for factor in models if factor is not None})
+    whole_prompts = any(handle and handle.scheme.length_dependent for handle in handles)  # see docs/how-to/serve.md
+    default = Sampling(options.temperature, options.top_p)
+    batches = {}
+    for factor, one in models.items():
+        settings = {
+            "num_blocks": options.max_requests * math.ceil(reaches.of(factor) / PAGE),
+            "max_batch_tokens": options.max_batch_tokens or (limit if whole_prompts else 512),
+            "auto_switch_to_flash": False,  # it would bypass the scheme
+            "max_blocks_per_request": 0,  # block tables, likewise
+        }
+        batches[factor] = Batch(one, tokenizer, settings, default)
+    server = Server(options.checkpoint, model, batches, reaches, options.max_tokens, options.api_key)
+    scheme, each = options.scheme if options.factors else getattr(handles[0], "scheme", "no scheme"), ""
+    if options.factors:
+        each = f", each under the smallest factor of {', '.join(map(str, reaches.by_factor))} that covers it"
+    say(f"serving {options.checkpoint} (L = {trained}) under {scheme}, up to {limit} tokens a request{each}")
     uvicorn.run(
         server.application(),
         host=options.host,
@@ -165,16 +182,23 @@ class Server:
 
     Args:
         checkpoint: its folder, GGUF file or Hub ID; requests name the last part of it, or all of it.
-        limit: prompt and answer of one request, in tokens.
+        batches: by the factors of `reaches`; under None where it has none.
         max_tokens: of an answer, where a request does not set it.
     """
 
     def __init__(
-        self, checkpoint: str, model: Any, batch: Any, limit: int, max_tokens: int, api_key: str | None = None
+        self, checkpoint: str, model: Any, batches: Any, reaches: Any, max_tokens: int, api_key: str | None = None
     ) -> None:
         self.names = (Path(checkpoint).name, checkpoint)
-        self.model, self.batch, self.tokenizer = model, batch, batch.tokenizer
-        self.limit, self.max_tokens, self.api_key = limit, max_tokens, api_key
+        any_batch = next(iter(batches.values()))
+        self.model, self.batches, self.reaches = model, batches, reaches
+        self.tokenizer, self.default = any_batch.tokenizer, any_batch.default
+        self.max_tokens, self.api_key = max_tokens, api_key
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why a batch ended, if one did."""
+        return next((batch.error for batch in self.batches.values() if batch.error is not None), None)
 
     def application(self) -> Any:
         """The server as an ASGI application."""
@@ -183,9 +207,11 @@ class Server:
 
         @contextlib.asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:
-            self.batch.manager.start()
+            for batch in self.batches.values():
+                batch.manager.start()
             yield
-            self.batch.manager.stop(block=True, timeout=2)
+            stops = [partial(batch.manager.stop, block=True, timeout=2) for batch in self.batches.values()]
+            await asyncio.gather(*map(asyncio.to_thread, stops))
 
         routes = [
             Route("/v1/completions", self.endpoint(self.complete), methods=["POST"]),
@@ -211,7 +237,7 @@ class Server:
                 return error(str(refusal), refusal.status)
             except Exception:  # its text may name files of this machine
                 logging.getLogger("uvicorn.error").exception("a request failed")
-                return error("the server failed on this request", 503 if self.batch.error else 500)
+                return error("the server failed on this request", 503 if self.error else 500)
 
         return answer
 
@@ -219,7 +245,7 @@ class Server:
         """200 as long as the batch runs."""
         from starlette.responses import JSONResponse
 
-        alive = self.batch.error is None
+        alive = self.error is None
         return JSONResponse({"status": "ok" if alive else "unhealthy"}, 200 if alive else 503)
 
     async def models(self, _: Any, __: Any) -> Any:
@@ -286,30 +312,42 @@ class Server:
         """The answers that a request wants, before they begin: n to each prompt."""
         from rope_patch.serving.answers import Answer
 
-        settings = {"temperature": asked.temperature, "top_p": asked.top_p, "top_logprobs": asked.alternatives}
-        settings = {name: value for name, value in settings.items() if value is not None}
         answers: list[Any] = []
         for prompt in prompts:
-            new = new_tokens or max(1, min(self.max_tokens, self.limit - len(prompt)))
-            self.check(prompt, new)
+            batch, new = self.admit(asked, prompt, new_tokens)
             for _ in range(asked.n or 1):
-                seed = secrets.randbits(63) if asked.seed is None else (asked.seed + len(answers)) % 2**63
-                sampling = replace(self.batch.default, **settings, seed=seed)
-                pieces = self.batch.answer(prompt, new, sampling, asked.stops)
+                pieces = batch.answer(prompt, new, self.sampling(asked, len(answers)), asked.stops)
                 answers.append(Answer(len(answers), prompt, pieces))
         return answers
 
-    def check(self, prompt: list[int], new_tokens: int) -> None:
-        """Refuse what the cache does not hold, and ids that the model does not know."""
+    def sampling(self, asked: Any, answer: int = 0) -> Any:
+        """How the tokens of an answer with this number are drawn."""
+        settings = {"temperature": asked.temperature, "top_p": asked.top_p, "top_logprobs": asked.alternatives}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        seed = secrets.randbits(63) if asked.seed is None else (asked.seed + answer) % 2**63
+        return replace(self.default, **settings, seed=seed)
+
+    def admit(self, asked: Any, prompt: list[int], new_tokens: int | None) -> tuple[Any, int]:
+        """The batch that a request joins, and the most tokens of its answer.
+
+        Refuses what no cache holds, ids that the model does not know, and a factor that does not cover the request.
+        """
         if not prompt:
             raise Refusal("the prompt is empty")
-        if new_tokens < 1:
+        if new_tokens is not None and new_tokens < 1:
             raise Refusal(f"max_tokens={new_tokens}: at least 1 is allowed")
-        if len(prompt) + new_tokens > self.limit:
-            allowed = f"{self.limit} tokens of prompt and answer are allowed"
-            raise Refusal(f"{len(prompt)} tokens of prompt and max_tokens={new_tokens}: {allowed}")
         if not all(0 <= token < len(self.tokenizer) for token in prompt):
             raise Refusal(f"the prompt has ids beyond the vocabulary of {len(self.tokenizer)} tokens")
+        try:
+            factor = asked.factor
+            reach = self.reaches.of(factor)
+        except ValueError as wrong:
+            raise Refusal(str(wrong)) from wrong
+        new = max(1, min(self.max_tokens, reach - len(prompt))) if new_tokens is None else new_tokens
+        try:
+            return self.batches[self.reaches.choose(len(prompt) + new, factor)], new
+        except ValueError as wrong:
+            raise Refusal(f"{len(prompt)} tokens of prompt and max_tokens={new}: {wrong}") from wrong
 
     async def reply(self, request: Any, asked: Any, answers: list[Any], form: Any) -> Any:
         """The whole answers, or a stream of them."""
@@ -333,82 +371,31 @@ class Server:
         return await self.handle("response", body)
 
     async def handle(self, kind: str, body: dict[str, Any]) -> Any:
-        """Responses, and chats with tools: by the handlers of Transformers, in the same batch."""
+        """Responses, and chats with tools: by the handlers of Transformers, in the same batches."""
         from fastapi import HTTPException
         from jinja2 import TemplateError
 
-        from rope_patch.serving.requests import ignored
+        from rope_patch.serving.handlers import handler_of
+        from rope_patch.serving.requests import DrawnRequest, ignored
 
         if self.tokenizer.chat_template is None:
             raise Refusal(self.no_template)
-        handler = self.handlers[kind]
-        unread = handler._unused_fields | {"frequency_penalty", "logit_bias", "generation_config", "seed"}
+        asked = self.parse(DrawnRequest, {name: body.pop(name, None) for name in DrawnRequest.model_fields})
+
+        def admit(prompt: list[int], new_tokens: int | None) -> tuple[Any, int]:
+            return self.admit(asked, prompt, new_tokens)
+
+        name = self.names[0]
+        handler = handler_of(kind, name, self.model, self.tokenizer, admit, self.sampling(asked))
+        unread = handler._unused_fields | {"frequency_penalty", "generation_config", "logit_bias", "stop"}
         if problem := ignored(body, unread):
             raise Refusal(problem)
-        body["model"] = self.check_model(body.get("model"))
         try:
-            return await handler.handle_request(body, str(uuid.uuid4()))
+            return await handler.handle_request({"stream": False, **body, "model": name}, str(uuid.uuid4()))
         except HTTPException as refusal:
             raise Refusal(str(refusal.detail)) from refusal
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError) as wrong:
             raise Refusal(f"{type(wrong).__name__}: {wrong}") from wrong
-
-    @cached_property
-    def handlers(self) -> dict[str, Any]:
-        """The handlers of Transformers around the model and the batch that are there."""
-        from transformers.cli.serving.chat_completion import ChatCompletionHandler
-        from transformers.cli.serving.model_manager import ModelManager
-        from transformers.cli.serving.response import ResponseHandler
-        from transformers.cli.serving.utils import CBGenerateManager, GenerationState
-
-        server = self
-
-        class Checked(CBGenerateManager):
-            def __init__(self) -> None:
-                super().__init__()
-                self._cb = server.batch.manager
-
-            def generate_streaming(
-                self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any
-            ) -> Any:
-                server.check_settings(inputs, config)
-                return super().generate_streaming(model, processor, inputs, config, *a, **k)
-
-            async def generate_non_streaming(
-                self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any
-            ) -> Any:
-                server.check_settings(inputs, config)
-                return await super().generate_non_streaming(model, processor, inputs, config, *a, **k)
-
-        class State(GenerationState):
-            def get_manager(self, model_id: str, use_cb: bool = True) -> Any:
-                return manager
-
-        class OneModel(ModelManager):
-            def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
-                return server.model, server.tokenizer
-
-        default = self.batch.default
-        self.model.generation_config.update(
-            max_new_tokens=UNSAID,
-            do_sample=default.temperature > 0,
-            temperature=default.temperature,
-            top_p=default.top_p,
-        )
-        manager, state, models = Checked(), State(continuous_batching=True), OneModel(force_model=self.names[0])
-        return {"chat": ChatCompletionHandler(models, state), "response": ResponseHandler(models, state)}
-
-    def check_settings(self, inputs: Any, config: Any) -> None:
-        """Refuse what the handlers of Transformers cannot set for one request."""
-        prompt, default = inputs["input_ids"], self.batch.default
-        if config.max_new_tokens == UNSAID:
-            config.max_new_tokens = max(1, min(self.max_tokens, self.limit - len(prompt)))
-        self.check(prompt, config.max_new_tokens)
-        if config.stop_strings:
-            raise Refusal(f"stop={config.stop_strings!r} is not served here")
-        for field in ("temperature", "top_p"):
-            if (value := getattr(config, field)) != getattr(default, field):
-                raise Refusal(f"{field}={value}: this server was started with {getattr(default, field)}")
 
 
 async def read(request: Any) -> dict[str, Any]:

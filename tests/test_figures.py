@@ -15,9 +15,9 @@ RESULTS = ROOT / "docs/results"
 SCHEME = "rerope:window=1024+logn"
 
 
-def mean(name: str, line: str, length: int) -> float:
-    """Mean NLL over the texts of TinyLlama's rows."""
-    rows = Rows(RESULTS / "real/tinyllama-1.1b" / f"{name}.jsonl").rows
+def mean(name: str, line: str, length: int, model: str = "tinyllama-1.1b") -> float:
+    """Mean NLL over the texts of a model's rows."""
+    rows = Rows(RESULTS / "real" / model / f"{name}.jsonl").rows
     return statistics.fmean(row.loss for row in rows if (row.line, row.length) == (line, length))
 
 
@@ -26,8 +26,10 @@ def test_the_headline_of_the_readme() -> None:
     cut, scheme, near = (mean("repeat", line, 4096) for line in ("cut", SCHEME, "near"))
     assert f"**{cut:.2f} → {scheme:.2f} nats per token**" in text
     assert f"With the passage inside L it is {near:.2f}" in text
+    cut, scheme = (mean("repeat", line, 16384, "smollm2-135m") for line in ("cut", "rerope:window=4096"))
+    assert f"For SmolLM2-135M at 16,384 tokens, twice its L, it is {cut:.2f} → {scheme:.2f}" in text
     cost = mean("perplexity", SCHEME, 4096) - mean("perplexity", "plain", 2048)
-    assert f"the scheme costs {cost:.2f}" in text
+    assert f"the scheme costs TinyLlama {cost:.2f}" in text
 
 
 def test_the_table_of_the_sweep() -> None:

@@ -156,3 +156,13 @@ def test_key_positions_follow_the_queries(queries, kv_length, start, expected, a
     if as_tensor and start is not None:
         start = torch.tensor(start)
     assert key_positions(torch.tensor([queries]), kv_length, start).tolist() == [expected]
+
+
+@pytest.mark.parametrize("shift", [0, 3], ids=["from zero", "shifted"])
+def test_queries_after_a_cache_know_the_position_of_their_first_key(shift):
+    """Four keys are cached. With a mask, with groups or with neither, the first key is at `shift`."""
+    positions, visible = torch.arange(4, 9)[None] + shift, torch.ones(5, 9, dtype=torch.bool).tril(4)
+    groups = torch.zeros(1, 9, dtype=torch.long)
+    for mask, given in ((None, None), (visible[None, None], None), (None, groups)):
+        (span,) = find_spans(positions, mask, given, query_start=4, batch_size=1)
+        assert (span.queries, span.keys, span.first_position) == (slice(0, 5), slice(0, 9), shift)

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,12 +13,13 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+import warnings
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_patch import patch
+from rope_patch import RopePatchWarning, patch
 from rope_patch.cli import main
 from rope_patch.models.find_stacks import read_stack
 from rope_patch.saving.loading import default_checkpoint
@@ -202,7 +204,7 @@ def chat(client, messages, **settings):
     ("settings", "sentence"),
     [
         ({"top_logprobs": 30, "logprobs": True}, "top_logprobs=30"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}], "seed": 1}, "seed=1 is not served"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "n": 2}, "n=2 is not served"),
         ({"response_format": {"type": "json_object"}}, "response_format={'type': 'json_object'} is not served"),
         ({"messages": []}, ""),
         ({"messages": [{"content": "a"}]}, "messages.0.role"),
@@ -386,9 +388,127 @@ def test_a_checkpoint_without_a_template_under_a_scheme_until_sigterm():
     assert "Traceback" not in output
 
 
+@pytest.fixture(scope="module")
+def by_factor(folder_without_a_scheme):
+    words = ("--scheme", "yarn:target=auto", "--factors", "4,1,2", "--max-tokens", str(DEFAULT))
+    with server(folder_without_a_scheme, *words) as (address, _):
+        yield client_of(address)
+
+
+@pytest.fixture(scope="module")
+def folder_without_a_scheme(tmp_path_factory):
+    """The small checkpoint with a template for chats."""
+    folder = tmp_path_factory.mktemp("plain")
+    shutil.copytree(default_checkpoint(), folder, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def under():
+    """The greedy ids and their log-probabilities for a prompt of ids, by a model patched with one factor."""
+    models = {}
+
+    @torch.no_grad()
+    def score(ids, factor):
+        if factor not in models:
+            models[factor] = AutoModelForCausalLM.from_pretrained(default_checkpoint(), dtype=torch.float32)
+            patch(models[factor], "yarn", factor=factor)
+        row = models[factor].generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
+        found = models[factor](row).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        return found.gather(1, row[0, len(ids) :, None])[:, 0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RopePatchWarning)  # a factor of 1 changes nothing
+        yield score
+
+
+def test_requests_of_three_lengths_in_turn_run_under_the_smallest_factor_that_covers_them(by_factor, under, patched):
+    ids = patched[1](TEXT).input_ids
+    lengths = [256 - NEW, 256 - NEW + 1, 512 - NEW, 600, 40, 1024 - NEW] * 2
+    with concurrent.futures.ThreadPoolExecutor(len(lengths)) as pool:
+        answers = list(pool.map(lambda n: complete(by_factor, ids[:n], logprobs=0), lengths))
+    for length, answer in zip(lengths, answers, strict=True):
+        expected = under(ids[:length], 1 if length + NEW <= 256 else 2 if length + NEW <= 512 else 4)
+        found = torch.tensor(answer.choices[0].logprobs.token_logprobs)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        if length in (40, 600):  # factors are told apart by this tolerance
+            assert (under(ids[:length], 2) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("body", [{"rope_factor": 4}, {"vllm_xargs": {"rope_factor": 4}}, {"rope_factor": 4.0}])
+def test_a_request_runs_under_the_factor_that_it_asks_for(by_factor, under, patched, body):
+    ids = patched[1](TEXT).input_ids[:200]
+    answer = complete(by_factor, ids, logprobs=0, extra_body=body)
+    found = torch.tensor(answer.choices[0].logprobs.token_logprobs)
+    torch.testing.assert_close(found, under(ids, 4), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"rope_factor": 3}, "rope_factor=3: 1, 2, 4 are allowed"),
+        ({"rope_factor": 1.5}, "rope_factor=1.5: 1, 2, 4 are allowed"),
+        ({"rope_factor": True}, "rope_factor=True: Input should be a valid number"),
+        ({"rope_factor": "4"}, "rope_factor='4': Input should be a valid number"),
+        ({"vllm_xargs": {"rope_factor": 0}}, "rope_factor=0: 1, 2, 4 are allowed"),
+        ({"vllm_xargs": {"other": 1}}, "vllm_xargs.other=1: Extra inputs are not permitted"),
+        ({"vllm_xargs": {"rope_factor": 2}, "rope_factor": 4}, "one is allowed"),
+        ({"rope_factor": 1, "prompt": TEXT[:1500]}, "256 tokens of prompt and answer are allowed under rope_factor=1"),
+        ({"max_tokens": 1025}, "1024 tokens of prompt and answer are allowed"),
+    ],
+)
+def test_a_factor_that_a_request_cannot_have_is_a_400(by_factor, settings, sentence):
+    with pytest.raises(openai.BadRequestError) as refusal:
+        complete(by_factor, TEXT[:40], extra_body=settings)
+    assert sentence in refusal.value.body["message"]
+
+
+def test_a_server_without_factors_takes_none(client):
+    with pytest.raises(openai.BadRequestError, match="rope_factor=2 is not served: all requests run under one scheme"):
+        complete(client, "a", extra_body={"rope_factor": 2})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_drawn_as_the_request_has_it(by_factor, stream):
+    def text(**settings):
+        words = {"model": by_factor.models.list().data[0].id, "input": TEXT[:100], "max_output_tokens": NEW}
+        found = by_factor.responses.create(**words, stream=stream, **settings)
+        if not stream:
+            return found.output_text
+        return "".join(event.delta for event in found if event.type == "response.output_text.delta")
+
+    drawn = [text(temperature=1.5, extra_body={"seed": seed}) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert text() == text(temperature=0) == text(temperature=1.5, top_p=1e-6) != drawn[0]
+    for wrong in ({"temperature": 3}, {"extra_body": {"rope_factor": 3}}, {"extra_body": {"stop": "a"}}):
+        with pytest.raises(openai.BadRequestError):
+            text(**wrong)
+
+
+def test_a_chat_with_tools_is_drawn_as_the_request_has_it(by_factor):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+    def text(**settings):
+        found = chat(by_factor, [{"role": "user", "content": "import os"}], tools=tools, **settings)
+        return found.choices[0].message.content
+
+    assert text() == text(temperature=0) != text(temperature=1.5, seed=3) == text(temperature=1.5, seed=3)
+    with pytest.raises(openai.BadRequestError, match="stop='a' is not served"):
+        text(stop="a")
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (["--factors", "1,2"], "factors for requests need a scheme with target=auto, such as yarn:target=auto"),
+        (["--scheme", "yarn:factor=2", "--factors", "1,2"], "factors for requests need a scheme with target=auto"),
+        (["--scheme", "yarn:target=auto", "--factors", "0,2"], "different whole numbers from 1 are allowed"),
+        (["--scheme", "yarn:target=auto", "--factors", "2,2"], "different whole numbers from 1 are allowed"),
+        (["--scheme", "rerope:target=auto", "--factors", "1,2"], "is the same under every factor"),
+        (["--scheme", "yarn:target=auto", "--factors", "1,2", "--max-length", "600"], "--factors reach 512 tokens"),
         (["--scheme", "rerop:window=8"], "rerope"),
         (["--scheme", "fox"], "is not served: a paged cache cannot keep"),
         (["--max-length", "0"], "--max-length 0: at least 1 is allowed"),

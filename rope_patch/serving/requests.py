@@ -26,14 +26,45 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class GenerationRequest(BaseModel):
-    """What completions and chats share."""
+class Arguments(BaseModel):
+    """What vLLM's server passes on to plugins."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    rope_factor: float | None = None
+
+
+class DrawnRequest(BaseModel):
+    """How the tokens of an answer are drawn, and under which factor of the scheme: what all endpoints share."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = None
+    rope_factor: float | None = None
+    vllm_xargs: Arguments | None = None
+
+    @property
+    def factor(self) -> float | None:
+        """The factor that the request asks for, if it does.
+
+        Raises:
+            ValueError: it asks for two.
+        """
+        other = None if self.vllm_xargs is None else self.vllm_xargs.rope_factor
+        if other is not None and self.rope_factor not in (None, other):
+            raise ValueError(f"rope_factor={self.rope_factor:g} and vllm_xargs.rope_factor={other:g}: one is allowed")
+        return self.rope_factor if other is None else other
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives are wanted for each token; None for no log-probabilities."""
+        return None
+
+
+class GenerationRequest(DrawnRequest):
+    """What completions and chats share."""
+
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: Count | None = None
     stop: str | list[str] | None = None
@@ -44,11 +75,6 @@ class GenerationRequest(BaseModel):
     def stops(self) -> Sequence[str]:
         """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @property
-    def alternatives(self) -> int | None:
-        """How many alternatives are wanted for each token; None for no log-probabilities."""
-        raise NotImplementedError
 
 
 class CompletionRequest(GenerationRequest):
@@ -104,7 +130,7 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-Body = TypeVar("Body", bound=GenerationRequest)
+Body = TypeVar("Body", bound=DrawnRequest)
 
 
 def ignored(body: dict[str, Any], unread: Iterable[str]) -> str | None:

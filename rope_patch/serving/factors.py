@@ -1,0 +1,106 @@
+"""A factor for each request: a long one is served under a large factor, and a short one pays nothing for it.
+
+Under `yarn:target=auto` and a list of factors, a request runs under the smallest factor that covers its prompt and its
+longest answer, from its first token to its last. Each factor has a model of its own, which shares the weights, and a
+batch of its own, which keeps its own blocks of prefixes.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from rope_patch.errors import AlreadyPatched, InvalidField, RopePatchWarning
+from rope_patch.evaluation.scheme_specs import scheme_at
+from rope_patch.models.find_stacks import read_stacks
+from rope_patch.patching import find_handle, patch
+from rope_patch.schemes import Scheme
+
+OPEN = "target=auto"
+"""What a scheme has to leave open, so that a request's factor fills it."""
+
+
+@dataclass(frozen=True)
+class Reaches:
+    """How many tokens of prompt and answer each factor covers.
+
+    Attributes:
+        limit: the longest request in tokens.
+        by_factor: in ascending order; empty where all requests run under one scheme.
+    """
+
+    limit: int
+    by_factor: Mapping[int, int] = field(default_factory=dict)
+
+    def of(self, factor: float | None) -> int:
+        """The longest request in tokens, under a factor if the request asks for one.
+
+        Raises:
+            ValueError: there is no such factor.
+        """
+        if factor is None:
+            return self.limit
+        if not self.by_factor:
+            raise ValueError(f"rope_factor={factor:g} is not served: all requests run under one scheme here")
+        if factor not in self.by_factor:
+            raise ValueError(f"rope_factor={factor:g}: {', '.join(map(str, self.by_factor))} are allowed")
+        return self.by_factor[int(factor)]
+
+    def choose(self, tokens: int, factor: float | None = None) -> int | None:
+        """The factor of a request: the one that it asks for, or the smallest that covers it; None without factors.
+
+        Raises:
+            ValueError: there is no such factor, or it does not cover the request.
+        """
+        if tokens > (reach := self.of(factor)):
+            under = "" if factor is None else f" under rope_factor={factor:g}"
+            raise ValueError(f"{reach} tokens of prompt and answer are allowed{under}")
+        if factor is not None:
+            return int(factor)
+        return next((factor for factor, reach in self.by_factor.items() if reach >= tokens), None)
+
+
+def schemes_by_factor(spec: str, factors: Sequence[int], model: Any) -> dict[int, Scheme]:
+    """The scheme of each factor on a model, in ascending order: that which reaches factor times L.
+
+    Raises:
+        InvalidField: the scheme leaves no target open, or is the same under two factors; or a factor is no whole
+            number from 1, or is listed twice.
+        RopePatchError: the scheme does not reach one of the lengths, or is none.
+    """
+    if spec.count(OPEN) != 1:
+        raise InvalidField(f"{spec}: factors for requests need a scheme with {OPEN}, such as yarn:{OPEN}")
+    if sorted({*factors}) != sorted(factors) or min(factors) < 1:
+        raise InvalidField(f"factors {', '.join(map(str, factors))}: different whole numbers from 1 are allowed")
+    stacks = read_stacks(model)
+    trained = stacks[0].training_length
+    schemes: dict[int, Scheme] = {}
+    for factor in sorted(factors):
+        scheme = scheme_at(spec, factor * trained, [stack.checkpoint for stack in stacks])
+        if scheme in schemes.values():
+            raise InvalidField(f"{spec} is the same under every factor; leave the factors out")
+        schemes[factor] = cast(Scheme, scheme)
+    return schemes
+
+
+def models_by_factor(spec: str | None, factors: Sequence[int], model: Any) -> dict[int, Any]:
+    """A model under the scheme of each factor. They share the weights of `model`, which stays as it is; their own are
+    the buffers, and what a patch adds.
+
+    Raises:
+        AlreadyPatched: the model has a scheme.
+        RopePatchError: see `schemes_by_factor` and `patch`.
+    """
+    if (handle := find_handle(model)) is not None:
+        raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}, which leaves nothing to factors")
+    models = {}
+    for factor, scheme in schemes_by_factor(spec or "no scheme", factors, model).items():
+        models[factor] = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+        with warnings.catch_warnings():
+            if factor == 1:  # where most schemes change nothing, as they should
+                warnings.simplefilter("ignore", RopePatchWarning)
+            patch(models[factor], scheme)
+    return models
