@@ -92,10 +92,16 @@ def forward(
     batch, heads, length = query.shape[:3]
     # the layout of the kernels' outputs, and the one that the model needs next
     out = torch.empty(batch, length, heads, value.shape[-1], dtype=value.dtype, device=value.device).transpose(1, 2)
-    if sum(len(range(batch)[span.rows]) * span.q_length for span in spans) < batch * length:
+    groups = list(_by_heads(inputs, spans, bias))
+    filled = sum(
+        len(range(batch)[block.rows]) * len(range(heads)[group.heads]) * block.q_length
+        for _, blocks in groups
+        for group, block in blocks
+    )
+    if filled < batch * heads * length:  # some queries see no key
         out.zero_()
     lse = torch.full(query.shape[:3], -torch.inf, dtype=wide(query[:0]).dtype, device=query.device)
-    for _, blocks in _by_heads(inputs, spans, bias):
+    for _, blocks in groups:
         for group, block in blocks:
             place = block.rows, group.heads, block.queries
             out[place], lse[place] = _attend(block, group, inputs.branches, value, inputs.scaling)
