@@ -1,6 +1,7 @@
 """Many clients at once on `rope-patch serve`: is every answer that of the request alone, and how long do they wait?
 
     python -m benchmarks.server_load --seconds 120 --clients 64
+    python -m benchmarks.server_load --seconds 120 --clients 64 --scheme yarn:target=auto --factors 1,2,4
 
 Clients join at random times. One in eight hangs up during its stream, one in eight asks for more than the server holds.
 Prints a JSON object: answers, refusals, hang-ups, wrong answers, errors; the median and the 99th percentile of the
@@ -73,11 +74,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--scheme", default="rerope:window=64+logn")
+    parser.add_argument("--factors", default="", help="as of rope-patch serve")
     options = parser.parse_args()
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     words = [default_checkpoint(), "--scheme", options.scheme, "--max-length", str(LIMIT), "--port", str(port)]
+    words += ["--factors", options.factors] if options.factors else []
     server = subprocess.Popen([sys.executable, "-m", "rope_patch.cli", "serve", *words], stderr=subprocess.DEVNULL)
     try:
         address = f"http://localhost:{port}"
@@ -105,6 +108,7 @@ def main() -> None:
             thread.join()
         measured = {
             "scheme": options.scheme,
+            "factors": options.factors,
             "clients": options.clients,
             "seconds": options.seconds,
             **{kind: tally[kind] for kind in ("answers", "refusals", "hang-ups", "wrong", "errors")},
