@@ -21,9 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import RopePatchWarning, patch
 from rope_patch.cli import main
-from rope_patch.models.find_stacks import read_stack
 from rope_patch.saving.loading import default_checkpoint
-from tests.recipes import load_recipe
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -338,33 +336,6 @@ def test_a_body_that_is_too_large_and_endless_headers_are_refused(client):
                 connection.sendall(b"x-%d: abcdefgh\r\n" % number)
             connection.sendall(b"\r\n")
         assert b" 4" in connection.recv(64).partition(b"\r\n")[0][:12]
-
-
-REACHED = {
-    None: 256,
-    "yarn:factor=2": 512,
-    "pi:factor=1.5": 384,
-    "ntk:factor=8": 2048,
-    "yarn:factor=2+logn": 512,
-    "rerope:window=64": 1024,
-    "yarn:factor=2+rerope:window=64": 1024,
-    "self_extend:group_size=2,window=128": 384,
-    "dynamic_ntk": 1024,
-    "lm_infinite:local_window=64": 1024,
-    "alibi": 1024,
-    "hierarchical": 1024,  # and not L squared
-    "hierarchical:num_positions=300": 300,
-    "yarn_full:factor=2": 512,
-    "layers:[0=yarn:factor=2;rest=rerope:window=64]": 512,
-}
-
-
-@pytest.mark.parametrize("spec", REACHED)
-def test_a_server_announces_what_a_scheme_reaches(spec):
-    model = AutoModelForCausalLM.from_pretrained(default_checkpoint())
-    checkpoint = read_stack(model).checkpoint
-    handle = None if spec is None else patch(model, spec)
-    assert load_recipe("serve").longest_text(handle, checkpoint) == REACHED[spec]
 
 
 def test_a_checkpoint_without_a_template_under_a_scheme_until_sigterm():
