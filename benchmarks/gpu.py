@@ -154,9 +154,10 @@ class Stages:
             optimiser.step()
             optimiser.zero_grad()
             losses.append(round(loss.item(), 4))
-            torch_state.parent.mkdir(parents=True, exist_ok=True)
+            aside = torch_state.with_suffix(".tmp")  # a cut run keeps the step before
             adapters = get_peft_model_state_dict(model)
-            torch.save({"adapters": adapters, "optimiser": optimiser.state_dict(), "losses": losses}, torch_state)
+            torch.save({"adapters": adapters, "optimiser": optimiser.state_dict(), "losses": losses}, aside)
+            aside.replace(torch_state)
         seconds = (time.perf_counter() - start) / max(1, options.steps - first)
         return {"losses": losses, "tokens_per_second": round(options.length / seconds), "resumed_at": first}
 

@@ -117,13 +117,14 @@ def main(options: Options) -> None:
 
     # generation after generation; what follows depends on nothing but what was measured
     losses: dict[tuple[float, ...], float] = {}
-    slowest, stopped = 0.0, f"all {options.generations} generations were measured"
+    slowest, spent, stopped = 0.0, False, f"all {options.generations} generations were measured"
     for generation in range(options.generations + 1):
         wanted = evolution.generation(generation, losses)
         for place in range(0, len(wanted), options.candidates_per_forward):
             group = wanted[place : place + options.candidates_per_forward]
             seconds = time.monotonic() - began + slowest + reserve
-            if generation and on_main(partial(is_over, options.budget_minutes, seconds)):
+            spent = bool(generation) and on_main(partial(is_over, options.budget_minutes, seconds))
+            if spent:
                 stopped = f"the budget of {options.budget_minutes:g} minutes was used up in generation {generation}"
                 break
             schemes = [longrope(short_factor=each, long_factor=each) for each in group]
@@ -142,7 +143,7 @@ def main(options: Options) -> None:
             f"generation {generation} of {options.generations}: best {losses[best]:.4f} (YaRN's "
             f"{losses[factors['yarn']]:.4f}), {len(losses)} lists, {minutes:.1f} minutes"
         )
-        if stopped.startswith("the budget"):
+        if spent:
             break
 
     # the best list, on the half that did not choose it

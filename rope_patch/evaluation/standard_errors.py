@@ -118,7 +118,7 @@ def best_of_seeds(rows: Iterable[Mapping[str, Any]]) -> dict[int, str]:
     """
     losses: dict[int, dict[str, dict[int, float]]] = {}
     for row in rows:
-        if math.isfinite(row["nll"] or math.nan):
+        if row["nll"] is not None and math.isfinite(row["nll"]):
             losses.setdefault(row["length"], {}).setdefault(row["encoding"], {})[row["seed"]] = row["nll"]
     best = {}
     for length, of in losses.items():

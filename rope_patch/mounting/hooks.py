@@ -23,7 +23,7 @@ from rope_patch.attention.forward_cache import StackForwardCache
 from rope_patch.attention.masks import Groups, groups_of_documents, groups_of_pads
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions, tokens_of
-from rope_patch.models.base import is_causal
+from rope_patch.models.base import RotaryTables, is_causal
 from rope_patch.models.cached_keys import CACHE_TAG, CacheTagging, cache_in
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.identity_table import IdentityTable
@@ -140,10 +140,8 @@ class LayerHook:
                 rotation = caches.once(place, lambda: rotary.compute(anchor(position_ids), like=hidden))
             kwargs["position_embeddings"] = rotation
         elif (own := state.own_tables) is not None:
-            if not torch.compiler.is_compiling():
-                own.module.to(hidden.device)  # it does not move with the model
             key = "own", id(own.module), hidden.dtype
-            kwargs["position_embeddings"] = call.forward_cache.once(key, lambda: own.compute(position_ids, hidden))
+            kwargs["position_embeddings"] = call.forward_cache.once(key, lambda: _of_copy(own, position_ids, hidden))
         kwargs["rope_patch"] = call
         return (), kwargs
 
@@ -187,6 +185,13 @@ class LayerHook:
                 f"{layer.name}: position_ids of shape {tuple(position_ids.shape)}; (batch, length) is allowed"
             )
         return cast(torch.Tensor, position_ids)
+
+
+def _of_copy(own: RotaryTables, position_ids: torch.Tensor, hidden: torch.Tensor) -> Any:
+    """The tables of a copied rotary module, which does not move with the model."""
+    if not torch.compiler.is_compiling():
+        own.module.to(hidden.device)
+    return own.compute(position_ids, hidden)
 
 
 def _identity(given: Any, device_type: str) -> Any:
