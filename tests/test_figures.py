@@ -9,6 +9,7 @@ from pathlib import Path
 from rope_patch.evaluation.row import Rows
 from rope_patch.evaluation.scheme_specs import display_name
 from rope_patch.evaluation.standard_errors import paired_difference
+from tests.zoo import page as zoo
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
@@ -30,6 +31,11 @@ def test_the_headline_of_the_readme() -> None:
     assert f"For SmolLM2-135M at 16,384 tokens, twice its L, it is {cut:.2f} → {scheme:.2f}" in text
     cost = mean("perplexity", SCHEME, 4096) - mean("perplexity", "plain", 2048)
     assert f"the scheme costs TinyLlama {cost:.2f}" in text
+
+
+def test_the_families_of_the_readme() -> None:
+    marked = [line for line in zoo.table().splitlines() if "*" in line]
+    assert f"{len(marked)} model types pass one suite" in (ROOT / "README.md").read_text()
 
 
 def test_the_table_of_the_sweep() -> None:
