@@ -65,9 +65,11 @@ def main(options: Options) -> None:
     """Write each picture for both pages."""
     from rope_patch.evaluation.charts import write
 
+    folder = Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
     for ending, page in PAGES.items():
         for draw in (front, retrieval):
-            print(write(draw(page), Path(options.output) / f"{draw.__name__}{ending}.png"))
+            print(write(draw(page), folder / f"{draw.__name__}{ending}.png"))
 
 
 def front(page: Page) -> Figure:

@@ -62,7 +62,6 @@ def write(figure: Figure, path: str | Path) -> Path:
     """A PNG of 256 colours, twice as fine as a screen; the same picture is the same bytes."""
     from PIL import Image
 
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=200)
     Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, format="png", optimize=True)
