@@ -1,8 +1,4 @@
-"""Convert every mask that Transformers passes to an attention function into one of two forms.
-
-A materialised mask has a number per pair of tokens. Pads and packed documents need only a number per key, its *group*:
-a token sees the earlier keys of its own group, and pads have no group.
-"""
+"""Masks of Transformers in one of two forms: a number per pair of tokens, or a number per key, its *group*."""
 
 from __future__ import annotations
 

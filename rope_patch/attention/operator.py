@@ -1,8 +1,6 @@
-"""Attention as one operator, for compiled graphs.
+"""Attention as one operator, for compiled graphs: inside it values are known, and the paths of eager mode apply.
 
-A compiler knows the shapes of a call and not its values, so it cannot find spans. In the operator values are known, and
-a graph scores a text by the same paths as eager mode. The spans are an operator of their own: a compiler computes equal
-calls once, so all layers that share a mask share its spans.
+The spans are an operator of their own: a compiler computes equal calls once, so layers that share a mask share them.
 """
 
 from __future__ import annotations

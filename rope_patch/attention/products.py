@@ -1,8 +1,7 @@
 """bfloat16 with the processor's own matrix products: a block of queries against all keys that it sees.
 
-A processor with bfloat16 instructions multiplies matrices several times faster than flash attention, which computes in
-float32 on any processor. Scores are rounded to bfloat16 before their softmax, which is float32: the error of the output
-is about twice that of flash, a quarter of the step between two bfloat16 numbers.
+Scores are rounded to bfloat16 before their softmax, which is float32: the error of the output is about twice that of
+flash, a quarter of the step between two bfloat16 numbers.
 """
 
 from __future__ import annotations

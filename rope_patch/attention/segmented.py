@@ -1,12 +1,7 @@
 """Flash attention per region, merged by log-sum-exp: every visible pair is scored once, and no mask is materialised.
 
-The regions of a scheme are disjoint, so softmax over their union is a weighted mean of the softmax of each, with
-weights from their log-sum-exps. In the backward pass each region's kernel receives the merged output and the merged
-log-sum-exp and returns its exact share of the gradients (the identity behind ring attention, Liu et al., 2310.01889):
-no gradient flows through the merge.
-
-The loops run over groups of heads and blocks of queries, so that the results of a block's tiles are added up while they
-are in cache, and only the final results are as long as the text.
+No gradient flows through the merge, as in ring attention (Liu et al., 2310.01889). The loops run over groups of heads
+and blocks of queries, so that the results of a block's tiles are added up while they are in cache.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _by_kv_head(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, 1).contiguous()
 
 
-class FlashCPU:
+class FlashCPU(Kernel):
     """The flash kernel behind `scaled_dot_product_attention` on CPU, which returns its log-sum-exp."""
 
     rows = 768
@@ -198,7 +198,6 @@ class FlashCPU:
             yield from in_rows(part, self.band_rows(math.inf), as_bands=True) if part.kind == "causal" else (part,)
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel`."""
         q, k, v = _of_one_width(work.q, work.k, work.v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, work.tile.kind == "causal", attn_mask=_additive(work), scale=work.scale
@@ -208,7 +207,6 @@ class FlashCPU:
         return out[..., : work.v.shape[-1]], lse
 
     def backward(self, work: Work, merged: Merged) -> Tensors:
-        """See `Kernel`."""
         head_dim, value_dim = work.q.shape[-1], work.v.shape[-1]
         grad, q, k, v, out = _of_one_width(merged.grad, work.q, work.k, work.v, merged.out)
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -243,7 +241,7 @@ def _band(rows: int, columns: int, low: int, high: int, dtype: torch.dtype) -> t
 
 
 @dataclass(frozen=True)  # instances are equal, so that `agrees` tries it once and not at every call
-class FlashCUDA:
+class FlashCUDA(Kernel):
     """The flash kernel behind `scaled_dot_product_attention` on CUDA, for half precision; a band is one call.
 
     Its windows are aligned with the last query and the last key (FlashAttention-2, from version 2.1). It supports no
@@ -259,7 +257,6 @@ class FlashCUDA:
         yield tile
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel`."""
         q, k, v = (x.transpose(1, 2) for x in (work.q, work.k, work.v))
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, work.tile.kind == "causal", False),
@@ -269,7 +266,6 @@ class FlashCUDA:
         return out.transpose(1, 2), lse
 
     def backward(self, work: Work, merged: Merged) -> Tensors:
-        """See `Kernel`."""
         grad, q, k, v, out = (x.transpose(1, 2) for x in (merged.grad, work.q, work.k, work.v, merged.out))
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         gradients = torch.ops.aten._flash_attention_backward(
@@ -290,7 +286,7 @@ def _window(tile: Tile) -> dict[str, int]:
     return {"window_size_left": tile.high - 1 - on_diagonal, "window_size_right": on_diagonal - tile.low}
 
 
-class Dense:
+class Dense(Kernel):
     """Plain products in float32 or wider, on any device, in any dtype; the reference for the other kernels.
 
     The query heads that share a key head are rows of one product; a broadcast batch of products would copy the keys for
@@ -308,14 +304,12 @@ class Dense:
         return in_rows(tile, self.rows, as_bands=True)
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel`."""
         scores, kv_heads = self._scores(work), work.k.shape[1]
         lse = scores.logsumexp(dim=-1).clamp(min=torch.finfo(scores.dtype).min)
         weights = (scores - lse[..., None]).exp().to(work.v.dtype)
         return (_folded(weights, kv_heads) @ work.v).reshape(*lse.shape, -1), lse
 
     def backward(self, work: Work, merged: Merged) -> Tensors:
-        """See `Kernel`."""
         q, k, kv_heads = work.q, work.k, work.k.shape[1]
         weights, inner = self.of_scores(work, merged)
         weights = _folded(weights.to(q.dtype), kv_heads)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.errors import AlreadyPatched, EvaluationError
+from rope_patch.errors import AlreadyPatched
 from rope_patch.evaluation.row import provenance
 from rope_patch.models.find_stacks import read_stacks
 from rope_patch.models.head import find_language_model
@@ -73,18 +73,6 @@ class MeasuredModel:
             return False
         carried, checkpoints = self.carried.scheme, [stack.checkpoint for stack, _ in self.carried.mounted]
         return all(scheme.resolve(of) == carried.resolve(of) for of in checkpoints)
-
-    def check_one_stack(self, what: str) -> None:
-        """Refuse a model that does not continue its own input; `what` names the measurement in the message.
-
-        Raises:
-            EvaluationError: it is an encoder with a decoder.
-        """
-        if self.language_model.config.is_encoder_decoder:
-            kind = type(self.language_model).__name__
-            raise EvaluationError(
-                f"{kind} is an encoder with a decoder; {what} needs one stack that continues its input"
-            )
 
     def facts(self, name: str | None = None) -> dict[str, Any]:
         """The fields of all rows about model and software; `name` defaults to `config.name_or_path`."""

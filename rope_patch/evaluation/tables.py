@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,6 @@ from rich.text import Text
 
 from rope_patch.errors import EvaluationError, counted
 from rope_patch.evaluation.effective_length import NEAR_NOTHING, SHARE, effective_length, lines_of
-from rope_patch.evaluation.references import lost_its_sinks, with_text_cut
 from rope_patch.evaluation.row import Row
 from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, REFERENCES, TEXT_CUT, display_name
 from rope_patch.evaluation.standard_errors import (
@@ -31,7 +30,7 @@ from rope_patch.evaluation.standard_errors import (
     tells_nothing,
 )
 from rope_patch.evaluation.tasks.perplexity import PROTOCOLS
-from rope_patch.evaluation.verdict import copies
+from rope_patch.evaluation.verdict import copies, with_text_cut
 
 _REGIMES = {
     "fine-tune": ("†", "made to be fine-tuned; measured here without"),
@@ -39,6 +38,7 @@ _REGIMES = {
 }
 
 LOST_MARK = "§"  # of attention cut at L that lost its sinks
+LOST = 0.1  # nats above the text cut to L from which on attention cut at L counts as another model
 WIDE = 120  # columns of a table without a terminal
 
 
@@ -159,39 +159,34 @@ class Grid:
         name = " ".join([display_name(series.line), *_REGIMES.get(regime, ())[:1], *([LOST_MARK] if lost else [])])
         return f"{name}, before" if len(self.steps(series.line)) > 1 else name
 
-    def _no_text_cut(self, row: Row) -> list[str]:
-        """A sentence if the text cut to L would have no room for the targets."""
-        protocol, room = PROTOCOLS.get(row.protocol or "last"), (row.targets or 0) <= row.training_length
-        if room or not protocol or TEXT_CUT not in protocol.references or self.row(TEXT_CUT, row.length):
-            return []
-        return [f"no line for the text cut to L: {row.training_length} tokens have no room for {row.targets} targets"]
-
     @cached_property
     def lost_its_sinks(self) -> bool:
-        """Whether attention cut at L is no reference for this checkpoint."""
-        return lost_its_sinks(*(self.row(line, self.lengths[-1]) for line in (CUT, TEXT_CUT)))
+        """Whether attention cut at L is no reference, because the model needs the first tokens of a text.
 
-    def _lost_first_tokens(self) -> list[str]:
-        """A sentence if attention cut at L is no reference for this checkpoint."""
+        Source: Xiao et al., 2309.17453 (attention sinks).
+        """
         cut, text_cut = (self.row(line, self.lengths[-1]) for line in (CUT, TEXT_CUT))
-        if not cut or not text_cut or not self.lost_its_sinks:
-            return []
+        if not cut or not text_cut:
+            return False
         difference, error = paired_difference(cut, text_cut)
-        return [
-            f"{LOST_MARK} attention cut at L is {signed(difference)} {plus_minus(error)} from the text cut to L: it "
-            "has lost the first tokens, which this checkpoint needs"
-        ]
+        return error is not None and difference >= max(LOST, 4 * error)
 
-    def _cannot_copy(self) -> list[str]:
-        """A sentence if a repeated passage shows nothing of this checkpoint."""
-        near, cut = (self.row(line, self.lengths[-1]) for line in (NEAR, TEXT_CUT))
-        if not near or not cut or copies(near, cut):
-            return []
-        gain, error = paired_difference(near, cut)
-        return [
-            f"this means nothing: with the passage inside L the plain checkpoint predicts its copy {signed(gain)} "
-            f"{plus_minus(error)} from the text cut to L, so it cannot copy"
-        ]
+    def _doubts(self, row: Row) -> Iterator[str]:
+        """Why references are missing from the table of this row, its longest, or mean nothing; one sentence each."""
+        protocol, trained = PROTOCOLS.get(row.protocol or "last"), row.training_length
+        cut, text_cut, near = (self.row(line, row.length) for line in (CUT, TEXT_CUT, NEAR))
+        if protocol and TEXT_CUT in protocol.references and not text_cut and (row.targets or 0) > trained:
+            yield f"no line for the text cut to L: {trained} tokens have no room for {row.targets} targets"
+        if cut and text_cut and self.lost_its_sinks:
+            yield (
+                f"{LOST_MARK} attention cut at L is {_apart(cut, text_cut)} from the text cut to L: it has lost the "
+                "first tokens, which this checkpoint needs"
+            )
+        if near and text_cut and not copies(near, text_cut):
+            yield (
+                f"this means nothing: with the passage inside L the plain checkpoint predicts its copy "
+                f"{_apart(near, text_cut)} from the text cut to L, so it cannot copy"
+            )
 
     def notes(self) -> list[str]:
         """The notes below a table, one sentence each."""
@@ -208,9 +203,7 @@ class Grid:
             *([f"standard errors over {pairs_of(row)}"] if row.nll_by_document[1:] else []),
             *shortfalls(row),
             *_of_chosen(row),
-            *self._no_text_cut(row),
-            *self._lost_first_tokens(),
-            *self._cannot_copy(),
+            *self._doubts(row),
             *(" ".join(note) for regime, note in _REGIMES.items() if regime in regimes),
         ]
 
@@ -245,6 +238,11 @@ def signed(difference: float) -> str:
 def plus_minus(error: float | None) -> str:
     """A standard error, or a question mark without one."""
     return "±?" if error is None else f"±{error:.3f}"
+
+
+def _apart(row: Row, reference: Row) -> str:
+    difference, error = paired_difference(row, reference)
+    return f"{signed(difference)} {plus_minus(error)}"
 
 
 def losses(rows: Sequence[Row], width: int = WIDE) -> Group:

@@ -10,9 +10,9 @@ from statistics import NormalDist, fmean
 
 from rope_patch.errors import counted
 from rope_patch.evaluation.effective_length import effective_length, lines_of, variance_of
-from rope_patch.evaluation.references import with_text_cut
+from rope_patch.evaluation.protocols.last import Last
 from rope_patch.evaluation.row import Row
-from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, REFERENCES, TEXT_CUT, display_name
+from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, PLAIN, REFERENCES, TEXT_CUT, display_name
 from rope_patch.evaluation.standard_errors import (
     FEW,
     TAIL,
@@ -23,6 +23,7 @@ from rope_patch.evaluation.standard_errors import (
     pairs_of,
     tells_nothing,
 )
+from rope_patch.evaluation.tasks.perplexity import PROTOCOLS
 
 CHEAPER = "It is cheaper to cut the text to L."
 COPIES = 0.1  # nats that a passage inside L must be worth to a checkpoint that can copy
@@ -43,6 +44,22 @@ class Verdict:
     kind: str
     sentence: str
     command: str
+
+
+def with_text_cut(rows: Sequence[Row]) -> list[Row]:
+    """The rows, and those of the text cut to L behind the plain checkpoint's, which give them where old files do not.
+
+    The text cut to L is the plain checkpoint at L, or at a length below L, on the same targets.
+    """
+    protocol, trained = PROTOCOLS.get(rows[0].protocol or "", Last), rows[0].training_length
+    plain = {row.length: row for row in rows if row.line == PLAIN and not row.step}
+    if any(row.line == TEXT_CUT for row in rows) or not {PLAIN, TEXT_CUT} <= {*protocol.references}:
+        return list(rows)
+    sources = {length: plain.get(min(length, trained)) for length in sorted({row.length for row in rows})}
+    scheme = {"name": PLAIN, TEXT_CUT: trained}
+    cut = [replace(row, line=TEXT_CUT, scheme=scheme, length=length) for length, row in sources.items() if row]
+    behind = max((place for place, row in enumerate(rows, start=1) if row.line == PLAIN), default=0)
+    return [*rows[:behind], *cut, *rows[behind:]] if trained in plain and max(sources) > trained else list(rows)
 
 
 def reference_of(rows: Sequence[Row], length: int) -> Row | None:
@@ -125,7 +142,7 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
     if best.regime == "fine-tune" and not best.step:
         evidence += ", without the fine-tuning that it is made for"
     options = f"--lengths 1x,{best.length} --scheme {best.line}"
-    repeated = "last" if best.protocol == "repeat" else "repeat"
+    command = f"perplexity --protocol {'last' if best.protocol == 'repeat' else 'repeat'} {options}"
     if is_below(best, free, tries):
         return Verdict(
             "better",
@@ -137,13 +154,13 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
             "worse",
             f"Nothing beats {reference}: the best of the others at {best.length} tokens, {name}, is {apart} it "
             f"{evidence}. {CHEAPER}",
-            f"perplexity --protocol {repeated} {options}",
+            command,
         )
     return Verdict(
         "noise",
         f"Nothing beats {reference} by more than noise: the best at {best.length} tokens, {name}, is {apart} it "
         f"{evidence}. {CHEAPER}",
-        f"perplexity --protocol {repeated} {options}",
+        command,
     )
 
 

@@ -1,7 +1,6 @@
 """Read stacks that add learned absolute positions to their input: BERT, RoBERTa, ELECTRA, GPT-2, OPT and similar ones.
 
-No family is known by name. A table is an `nn.Embedding` named after positions. A run on four tokens measures the row
-of a text's first token, and so the number of reserved rows.
+A table is an `nn.Embedding` named after positions. A run on four tokens measures the number of reserved rows.
 """
 
 from __future__ import annotations

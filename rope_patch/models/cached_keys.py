@@ -1,8 +1,6 @@
-"""Facts about the keys in a cache: which scheme wrote them, and the position of each.
+"""Facts about the keys in a cache: which scheme wrote them, and the position of each, which travels with it.
 
-A late mount rotates keys when they are scored, so it needs their positions. The positions travel with the keys: an
-operation that selects keys (cropping, beams, a library that evicts) also selects their positions. A cache that has lost
-its positions is refused.
+A late mount needs the positions to rotate keys when they are scored. A cache that has lost them is refused.
 """
 
 from __future__ import annotations

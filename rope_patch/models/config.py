@@ -90,16 +90,12 @@ def _is_size(value: Any, largest: int = _LARGEST_SIZE) -> bool:
     return _is_number(value) and 1 <= value <= largest and value % 1 == 0
 
 
-def _are_words(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(word, str) for word in value)
-
-
 _SIZE = (_is_size, f"a whole number from 1 to {_LARGEST_SIZE:g}")
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("hidden_size", "max_position_embeddings", "vocab_size", *_WIDTHS), _SIZE),
     "num_hidden_layers": (lambda value: _is_size(value, 10**5), "a whole number from 1 to 100000"),
     "sliding_window": (_is_number, "a number of tokens"),
-    "layer_types": (_are_words, "a list of words"),
+    "layer_types": (lambda value: isinstance(value, (list, tuple)) and {*map(type, value)} <= {str}, "a list of words"),
 }
 
 
@@ -121,18 +117,15 @@ def rope_entries(config: Any) -> dict[str | None, dict[str, Any]]:
     if not entries:
         raise UnsupportedModel(f"{type(config).__name__} has `rope_parameters` without a rope_theta: {parameters!r}")
     for entry in entries.values():
-        _check_entry(entry, type(config).__name__)
+        if not isinstance(kind := entry.get("rope_type", "default"), str):
+            raise UnsupportedModel(f"{type(config).__name__}: rope_type={kind!r} is not allowed; it must be a string")
+        for name in _NUMBERS:
+            value: Any = entry.get(name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (is_number and 0 < value < _LARGEST) and (value is not None or name == "rope_theta"):
+                wrong = f"{name}={value!r} in `rope_parameters`; it must be a number above 0"
+                raise UnsupportedModel(f"{type(config).__name__}: {wrong}")
     return entries
-
-
-def _check_entry(entry: dict[str, Any], family: str) -> None:
-    if not isinstance(entry.get("rope_type", "default"), str):
-        raise UnsupportedModel(f"{family}: rope_type={entry['rope_type']!r} is not allowed; it must be a string")
-    for name in _NUMBERS:
-        value: Any = entry.get(name)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (is_number and 0 < value < _LARGEST) and (value is not None or name == "rope_theta"):
-            raise UnsupportedModel(f"{family}: {name}={value!r} in `rope_parameters`; it must be a number above 0")
 
 
 def training_length(config: Any) -> int:

@@ -1,7 +1,5 @@
-"""The state that a module computes itself: saved and restored, and computed for a rotary module on the meta device.
-
-No checkpoint contains the buffers of a rotary module. On the meta device they have no values yet, so before a scheme is
-mounted they get those that their class computes from the config, as when Transformers loads weights.
+"""The state that a module computes itself: saved and restored, and computed for a rotary module on the meta device,
+whose buffers no checkpoint contains.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Continuous batching: one row holds the tokens of many requests, and a paged Transformers cache holds their keys.
-
-The cache returns the keys of all requests one after another. Each request is scored alone, on the same paths as in
-`generate`, so the other requests in the row have no influence.
-"""
+"""Continuous batching: one row holds the tokens of many requests, each of which is scored alone over a paged cache."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Which rotary tables a stack passes to each of its blocks.
+"""Which rotary tables a stack passes to each of its blocks, found by its code, because configs have no field for it.
 
-A stack with several rotary modules chooses one for each block, and a block without positions may receive none. Configs
-have no common field for this choice. So the code of the stack runs here, on four tokens and on a copy whose blocks only
-record what they receive. No block runs, and the model stays unchanged.
+It runs on four tokens and on a copy whose blocks only record what they receive; the model stays unchanged.
 """
 
 from __future__ import annotations

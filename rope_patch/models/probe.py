@@ -6,11 +6,8 @@ dimension's partner and sign. Tables with the binary digits of each column's fre
 dimension reads. All of this is exact in any dtype.
 
 With cos 2 queries and keys double, unless a norm follows the rotation. A norm over whole heads without weights rotates
-with them, so the measurement stays the same, up to rounding. To detect weights, the probe changes them.
-
-Layers of one kind are measured once, on a copy with random weights. So neither the width nor the number of layers
-costs much, and no weights are needed. If a copy cannot run or its measurement is inconsistent, the module itself is
-measured.
+with them, so the measurement stays the same, up to rounding. To detect weights, the probe changes them. If a copy (see
+`probe_copy`) cannot run or its measurement is inconsistent, the module itself is measured.
 """
 
 from __future__ import annotations

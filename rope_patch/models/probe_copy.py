@@ -1,8 +1,7 @@
 """Copies on which parts of a model are measured, and the test whether two parts are of one kind.
 
-How a module rotates queries and keys depends on its code and its settings, not on its weights. A copy runs the same
-code with small random weights: projections read a few of their input features, norms keep their width. The module
-itself is neither run nor changed, so its weights may be elsewhere, or not loaded yet.
+A copy runs the same code with small random weights: projections read a few of their input features, norms keep their
+width. The module itself is neither run nor changed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""Positions that are added at the input of the stack, or at the input of each of its blocks.
-
-A pre-hook of the stack looks the tokens up in the model's own input embeddings and lets the scheme add positions, so
-the stack receives vectors. The embedding module itself stays unchanged, because its weights may be tied to the head.
-
-A model that adds a position table to its input gets other rows in that table instead, without run-time cost: table,
-buffers and config are those of a longer checkpoint, so a saved model loads without this library.
-"""
+"""Positions that are added at the input of a stack or of its blocks, and tables that get other rows."""
 
 from __future__ import annotations
 

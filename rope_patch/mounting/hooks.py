@@ -1,13 +1,4 @@
-"""The late mount: pre-hooks of a stack and of its attention modules.
-
-The hook of an attention module gives it an identity rotation (cos 1, sin 0) and one small object, a `ForwardCall`, in
-the keyword arguments, which Transformers passes to the attention function. There queries and keys are rotated and
-scored, so every region may use other positions.
-
-If the rotation of far keys depends only on each key's own position (its anchor), the hook requests that rotation
-instead of the identity. The cache then holds keys rotated for the far region, and a decoding step rotates only the few
-keys of the near window, by the difference.
-"""
+"""The late mount: pre-hooks of a stack and of its attention modules; docs/architecture.md describes it."""
 
 from __future__ import annotations
 

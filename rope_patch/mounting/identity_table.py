@@ -1,8 +1,4 @@
-"""Tables of an identity rotation that also skip its computation.
-
-An attention module multiplies by its tables, whatever they contain. Tensors that are known to be all ones or all zeros
-skip most of these products and sums, and act as plain tensors in all other operations.
-"""
+"""Tables of an identity rotation that also skip its computation, and act as plain tensors elsewhere."""
 
 from __future__ import annotations
 

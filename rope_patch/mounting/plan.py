@@ -1,8 +1,6 @@
-"""Plan where a scheme is mounted on a model, and mount it.
+"""Plan where a scheme is mounted on a model, as a pure function, and mount it.
 
-`plan_mounts` decides, as a pure function. `rotary` gives the model's own rotary module other tables, without run-time
-cost. `late` lets queries and keys reach attention unrotated (the cache keeps unrotated keys) and scores them there.
-Late is the reference; rotary equals it wherever it applies.
+Late is the reference; rotary equals it wherever it applies, and costs nothing.
 """
 
 from __future__ import annotations

@@ -43,17 +43,14 @@ class RotatedCall(Call):
 
     @property
     def differentiable(self) -> bool:
-        """See `Call`."""
         return wants_gradient({**self.learned, "queries": self.queries})
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """See `Call`."""
         state = self.late.state
         return (state.both_ways if self.late.looks_ahead else state.regions) or (ALL_PAIRS,)
 
     def query(self, region: Region) -> torch.Tensor:
-        """See `Call`."""
         if not self.late.state.rotates:
             return self.queries
         if self.queries.shape[2] == 1 and self.late.state.regions and not torch.compiler.is_compiling():
@@ -81,7 +78,6 @@ class RotatedCall(Call):
         return rotated.unflatten(-1, (-1, queries.shape[-1]))[:, :, None].unbind(dim=3)
 
     def key(self, region: Region, slots: slice | torch.Tensor = EVERY, rows: slice = EVERY) -> torch.Tensor:
-        """See `Call`."""
         if not self.rotates_keys(region):
             return super().key(region, slots, rows)
         if not isinstance(slots, slice) or slots.stop is not None or rows != EVERY:
@@ -103,11 +99,9 @@ class RotatedCall(Call):
         return self._rotated(self.keys[rows, :, slots], positions, key_map, place)
 
     def rotates_keys(self, region: Region) -> bool:
-        """See `Call`."""
         return self.late.state.rotates and region.key_map != self.late.anchor
 
     def fused(self, in_order: bool) -> Fused:
-        """See `Call`."""
         state, late = self.late.state, self.late
         if not state.rotates:
             return super().fused(in_order)
@@ -138,7 +132,6 @@ class RotatedCall(Call):
         )
 
     def decay(self) -> Decay | None:
-        """See `Call`."""
         if not self.late.state.decays:
             return None
 

@@ -1,8 +1,4 @@
-"""Running sums of a bias from hidden states, kept in the cache together with the keys.
-
-A token's contribution to the sums of a layer is kept in an additional cache layer of the same kind as that of its key,
-in the same slot: so it slides, is cropped, reordered for beams and repeated with the key.
-"""
+"""Running sums of a bias from hidden states, kept in further layers of the cache, in the slots of the keys."""
 
 from __future__ import annotations
 

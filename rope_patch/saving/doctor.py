@@ -57,7 +57,9 @@ def diagnose(folder: str | Path, keys: Iterable[str] = ()) -> list[Reading]:
         entry_of(read) if "rope_type" in read or "full_attention" in read else {"rope_type": "default"}
     )
     trained = training_length(config)
-    older = _as_older_readers_have_it(part)
+    scaling: Any = part.get("rope_scaling")  # which Transformers before 5 reads, and rope_theta at the top
+    older = scaling if isinstance(scaling, dict) else {}
+    older = {"rope_type": older.get("type", "default"), **older, "rope_theta": part.get("rope_theta", 10000.0)}
     record, written = part.get(RECORD) or raw.get(RECORD), part.get("rope_parameters")
     kind, factor, longest = entry["rope_type"], entry.get("factor"), part.get("max_position_embeddings")
 
@@ -87,14 +89,6 @@ def diagnose(folder: str | Path, keys: Iterable[str] = ()) -> list[Reading]:
         Reading(reader.name, _spelled(older if reader.is_old else entry), list(lost(reader)), reader.known)
         for reader in readers.readers_called(keys)
     ]
-
-
-def _as_older_readers_have_it(part: dict[str, Any]) -> dict[str, Any]:
-    """The positions that Transformers before 5 reads: `rope_scaling`, and `rope_theta` at the top."""
-    scaling = part.get("rope_scaling")
-    scaling = scaling if isinstance(scaling, dict) else {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    return {**scaling, "rope_type": kind, "rope_theta": part.get("rope_theta", 10000.0)}
 
 
 def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -220,19 +220,14 @@ def _length(spelled: str, parameters: dict[str, Any], extended: int | None, requ
         raise NotExpressible(f"length={requested} is not allowed; it must be a number of tokens, at least 1")
     if requested is None and extended is None:
         raise NotExpressible(f"{spelled} does not define a context length; set a length in tokens")
-    if requested not in (None, extended) and _follows_from_ratio(entry_of(parameters)):
+    entry = entry_of(parameters)
+    grows = entry["rope_type"] == "longrope" and entry["short_factor"] != entry["long_factor"]
+    if requested not in (None, extended) and (grows or entry["rope_type"] == "yarn"):
         raise NotExpressible(
             f"length={requested} with {spelled}: some readers compute the factor as length / L, so the length must be "
             f"factor times L, {extended}; change the factor instead"
         )
     return cast(int, requested or extended)
-
-
-def _follows_from_ratio(entry: dict[str, Any]) -> bool:
-    """Whether some readers compute the factor as max_position_embeddings / original_max_position_embeddings."""
-    return entry["rope_type"] == "yarn" or (
-        entry["rope_type"] == "longrope" and entry["short_factor"] != entry["long_factor"]
-    )
 
 
 def _written(raw: dict[str, Any], kind: Any, parameters: dict[str, Any], trained: int, length: int) -> dict[str, Any]:

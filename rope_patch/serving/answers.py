@@ -123,7 +123,7 @@ class Completions(Format):
 
     whole = chunk = "text_completion"
 
-    def choice(self, index: int, piece: Piece, *, streamed: bool, offset: int) -> dict[str, Any]:  # noqa: D102
+    def choice(self, index: int, piece: Piece, *, streamed: bool, offset: int) -> dict[str, Any]:
         logprobs = None
         if self.logprobs:
             words = [self.word(token.id) for token in piece.tokens]
@@ -146,11 +146,11 @@ class Chats(Format):
 
     whole, chunk = "chat.completion", "chat.completion.chunk"
 
-    def openings(self, answers: int) -> Sequence[dict[str, Any]]:  # noqa: D102
+    def openings(self, answers: int) -> Sequence[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "finish_reason": None} for index in range(answers)]
 
-    def choice(self, index: int, piece: Piece, *, streamed: bool, offset: int) -> dict[str, Any]:  # noqa: D102
+    def choice(self, index: int, piece: Piece, *, streamed: bool, offset: int) -> dict[str, Any]:
         logprobs = None
         if self.logprobs:
             content = [

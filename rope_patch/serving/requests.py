@@ -91,7 +91,7 @@ class CompletionRequest(GenerationRequest):
         return self.prompt
 
     @property
-    def alternatives(self) -> int | None:  # noqa: D102
+    def alternatives(self) -> int | None:
         return self.logprobs
 
 
@@ -126,7 +126,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @property
-    def alternatives(self) -> int | None:  # noqa: D102
+    def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

@@ -136,7 +136,7 @@ def test_an_answer_is_the_five_digits_and_no_others(said, right, tokenizer, monk
     task = Passkey(tokenizer, depths=[0.5], trials=1)
     prompts = task.prompts(500, 0.5)
     monkeypatch.setattr(tasks, "find_language_model", lambda model: model)
-    answers, losses = task.answer(Speaker(said.format(key=key_of(prompts[0])), tokenizer), prompts)
+    answers, losses = task.score(Speaker(said.format(key=key_of(prompts[0])), tokenizer), prompts)
     assert (answers.tolist(), losses) == ([[right]], None)
 
 
@@ -160,9 +160,9 @@ def test_the_answer_is_that_of_greedy_decoding_without_a_cache(scheme, together,
         spoken = [
             dataclasses.replace(prompt, answer=greedy_digits(model, tokenizer, prompt.tokens)) for prompt in asked
         ]
-        assert task.answer(model, spoken)[0].tolist() == [[True]] * together
+        assert task.score(model, spoken)[0].tolist() == [[True]] * together
         wrong = dataclasses.replace(spoken[0], answer=(spoken[0].answer + 1) % 10)
-        assert task.answer(model, [wrong, *spoken[1:]])[0].tolist() == [[False], *[[True]] * (together - 1)]
+        assert task.score(model, [wrong, *spoken[1:]])[0].tolist() == [[False], *[[True]] * (together - 1)]
 
 
 def test_decoding_is_greedy_whatever_the_checkpoint_says_about_sampling(model, tokenizer):
@@ -170,10 +170,10 @@ def test_decoding_is_greedy_whatever_the_checkpoint_says_about_sampling(model, t
     task = Passkey(tokenizer, depths=[0.5], trials=1)
     (prompt,) = task.prompts(400, 0.5)
     greedy = [dataclasses.replace(prompt, answer=greedy_digits(model, tokenizer, prompt.tokens))]
-    assert task.answer(model, greedy)[0].item()
+    assert task.score(model, greedy)[0].item()
     model.generation_config.update(do_sample=True, temperature=5.0, top_p=0.9, repetition_penalty=3.0, max_length=9)
     model.generation_config.update(eos_token_id=[0, 1], pad_token_id=None)
-    assert task.answer(model, greedy)[0].item()
+    assert task.score(model, greedy)[0].item()
 
 
 def test_an_answer_has_room_for_a_space_the_key_and_a_digit_too_many(tokenizer):

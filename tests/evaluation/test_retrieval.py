@@ -39,11 +39,11 @@ class Counting(RepeatedSpans):
     calls = 0
     stop_at = None
 
-    def answer(self, model, prompts):
+    def score(self, model, prompts):
         self.calls += 1
         if self.calls == self.stop_at:
             raise KeyboardInterrupt
-        return super().answer(model, prompts)
+        return super().score(model, prompts)
 
 
 def counting(stop_at=None):  # of two prompts at a time
@@ -107,7 +107,7 @@ def test_prompts_of_unequal_length_are_never_answered_together(model):
     asked = []
 
     class Listening(Passkey):
-        def answer(self, model, prompts):
+        def score(self, model, prompts):
             asked.append([len(prompt.tokens) for prompt in prompts])
             return torch.zeros(len(prompts), 1, dtype=torch.bool), None
 

@@ -91,7 +91,7 @@ def test_answers_are_those_of_all_logits_in_float64(scheme, model):
         prompts[0] = dataclasses.replace(prompts[0], answer=likely)
         mixed = torch.cat([model(prompts[1].tokens[None]).logits[0, -6:-2].argmax(-1), prompts[1].answer[-2:] * 0])
         prompts[1] = dataclasses.replace(prompts[1], answer=mixed)
-        found, nll = task.answer(model, prompts)
+        found, nll = task.score(model, prompts)
         right, losses = [], []
         for prompt in prompts:
             logits = model(prompt.tokens[None]).logits[0].double()

@@ -1,16 +1,12 @@
-# ruff: noqa: D102  # the methods of a protocol are documented once, on Protocol
 """Protocols that score only some of the last tokens, among them `far`: those that repeat what is far back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
-from rope_patch.data.windows import Selection
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.protocols.last import Last
 from rope_patch.evaluation.protocols.protocol import Context, Settings, blocks
@@ -31,14 +27,8 @@ class Chosen(Last):
         """Which of the last T tokens of a window count, `(targets,)`."""
         raise NotImplementedError
 
-    @cached_property
-    def selection(self) -> Selection:
-        found = super().selection
-        return replace(found, fingerprint=f"{found.fingerprint}-{self.chosen_by}")
-
     @property
     def chosen_by(self) -> str:
-        """What the choice depends on beside the targets."""
         return str(self.lengths[-1])
 
     def row(self, fields: dict[str, Any], items: Sequence[Context], scores: Sequence[torch.Tensor]) -> dict[str, Any]:

@@ -1,11 +1,8 @@
-# ruff: noqa: D102  # the methods of a protocol are documented once, on Protocol
 """Protocols that score the same last tokens of windows, in contexts of each length."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar
 
@@ -13,7 +10,7 @@ import torch
 from torch import nn
 
 from rope_patch.data.hidden_spans import Span, corrupt, draw_spans, sentinels_of
-from rope_patch.data.windows import Selection, Window, spread
+from rope_patch.data.windows import Window, spread
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.protocols.protocol import Context, Protocol, Settings
 from rope_patch.evaluation.scheme_specs import CUT, PLAIN
@@ -51,12 +48,6 @@ class Last(Protocol):
 
     def contexts(self, window: Window, length: int) -> Iterable[tuple[torch.Tensor, int, int]]:
         return [(window.context(length), length - self.targets, length)]
-
-    def targets_at(self, length: int) -> int:
-        return self.targets
-
-    def scores_at(self, length: int) -> bool:
-        return length >= self.targets
 
 
 def check_targets(targets: int, lengths: Sequence[int]) -> None:
@@ -120,10 +111,9 @@ class SpanCorruption(Last):
                 f"{type(asked.tokenizer).__name__} has {len(self.sentinels)}"
             )
 
-    @cached_property
-    def selection(self) -> Selection:
-        chosen = super().selection
-        return replace(chosen, fingerprint=f"{chosen.fingerprint}-{self.asked.seed}")  # the seed also draws the spans
+    @property
+    def chosen_by(self) -> str:
+        return str(self.asked.seed)  # which also draws the spans
 
     def spans(self, window: int) -> list[Span]:
         """The spans of the window with this number, counted from the first target."""

@@ -1,4 +1,3 @@
-# ruff: noqa: D102  # the methods of a protocol are documented once, on Protocol
 """A protocol that scores the tokens that another model predicts only from far back: LongPPL."""
 
 from __future__ import annotations
@@ -47,7 +46,9 @@ class LongPPL(Chosen):
     def __init__(self, asked: Settings, lengths: Sequence[int], training_length: int) -> None:
         super().__init__(asked, lengths, training_length)
         self.short, self.step = asked.short_context or SHORT, asked.stride or STEP
-        self.evaluator, self.reader = _loaded(asked.evaluator)
+        model = asked.evaluator
+        loaded: Any = (load_model(model), load_tokenizer(model)) if isinstance(model, str) else model
+        self.evaluator, self.reader = loaded
         longest = MeasuredModel(self.evaluator).training_length
         for text, _ in self.texts:
             if (count := len(self.reader(text, verbose=False)["input_ids"])) > longest:
@@ -90,10 +91,6 @@ class LongPPL(Chosen):
             spans = sorted(key_spans(text, self.evaluator, self.reader, self.short, self.step))
             found.append(torch.tensor([_lies_within(token, spans) for token in offsets[-self.targets :]]))
         return found
-
-
-def _loaded(evaluator: Any) -> tuple[nn.Module, Any]:
-    return (load_model(evaluator), load_tokenizer(evaluator)) if isinstance(evaluator, str) else evaluator
 
 
 @torch.no_grad()

@@ -1,11 +1,10 @@
-# ruff: noqa: D102  # the methods of a task are documented once, on Task
 """What all protocols share: contexts, the loss of their scored predictions, and the row that follows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -89,6 +88,7 @@ class Protocol(Task):
     needed: ClassVar[Sequence[str]] = ()  # those without which the others mean nothing
     baseline: ClassVar[str] = CUT  # the one of them that losses are compared with
     shared_targets: ClassVar[str | None] = None  # the name of `Row.targets` if all rows of a table must share it
+    targets: int  # scored predictions of a context; for overlapping windows, the stride
 
     def __init__(self, asked: Settings, lengths: Sequence[int], training_length: int) -> None:
         self.asked, self.lengths, self.training_length = asked, lengths, training_length
@@ -110,15 +110,25 @@ class Protocol(Task):
         """The windows, chosen once for all lengths and schemes."""
         asked = self.asked
         drawn: dict[str, Any] = {"documents": asked.documents, "limit": asked.tokens_per_document, "seed": asked.seed}
-        return select(asked.corpus, asked.tokenizer, self.prefix, self.lengths[-1], self.places, **drawn)
+        found = select(asked.corpus, asked.tokenizer, self.prefix, self.lengths[-1], self.places, **drawn)
+        return replace(found, fingerprint="-".join(filter(None, [found.fingerprint, self.chosen_by])))
+
+    @property
+    def chosen_by(self) -> str:
+        """What the scored tokens depend on beside the windows, for the fingerprint of the texts."""
+        return ""
 
     def contexts(self, window: Window, length: int) -> Iterable[tuple[torch.Tensor, int, int]]:
         """Tokens, `(tokens,)`, start and stop of the contexts of one window, or of one document, at one length."""
         raise NotImplementedError
 
+    def width(self, length: int) -> int:
+        """Tokens of a window in contexts of this length, the most targets that it has room for."""
+        return length
+
     def targets_at(self, length: int) -> int:
         """`Row.targets` at one length."""
-        raise NotImplementedError
+        return self.targets
 
     def bins(self, length: int) -> Sequence[tuple[int, int]]:
         """Length and targets of each row that a pass at one length fills."""
@@ -163,12 +173,8 @@ class Protocol(Task):
         return [
             self._plain_at(reach, [length for length in reaches if reaches[length] == reach], line)
             for reach in dict.fromkeys(reaches.values())
-            if self.scores_at(reach)
+            if self.targets <= self.width(reach)
         ]
-
-    def scores_at(self, length: int) -> bool:
-        """Whether a context of this length has room for the targets."""
-        return True
 
     def _plain_at(self, reach: int, lengths: Sequence[int], line: str) -> Cell:
         """The contexts of one length under the plain checkpoint, as rows of a control at these lengths."""

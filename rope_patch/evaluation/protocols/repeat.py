@@ -1,16 +1,14 @@
-# ruff: noqa: D102  # the methods of a protocol are documented once, on Protocol
 """A protocol that needs what is farther than L: a passage that the text repeats."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import ClassVar
 
 import torch
 
-from rope_patch.data.windows import Selection, Window, spread
+from rope_patch.data.windows import Window, spread
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.protocols.protocol import Context, Protocol, Settings
 from rope_patch.evaluation.scheme_specs import NEAR, TEXT_CUT
@@ -60,10 +58,9 @@ class Repeat(Protocol):
                     f"training length of {training_length}; use other lengths or fewer targets"
                 )
 
-    @cached_property
-    def selection(self) -> Selection:
-        chosen = super().selection
-        return replace(chosen, fingerprint=f"{chosen.fingerprint}-{self.lengths[-1]}")  # where the passages are
+    @property
+    def chosen_by(self) -> str:
+        return str(self.lengths[-1])  # where the passages are
 
     def places(self, counts: Sequence[int]) -> Sequence[Sequence[tuple[int, int]]]:
         needed = self.lengths[-1] + 1 - len(self.prefix) - self.passage
@@ -74,9 +71,6 @@ class Repeat(Protocol):
         left = length + 1 - len(window.prefix) - len(front) - self.passage
         tokens = torch.cat([window.prefix, front, rest[len(rest) - left :], front[BEFORE:]])
         return [(tokens, length - self.targets, length)]
-
-    def targets_at(self, length: int) -> int:
-        return self.targets
 
     def control(self, line: str) -> list[Cell]:
         longest, reach = self.lengths[-1], min(self.lengths[-1], self.training_length)

@@ -1,4 +1,3 @@
-# ruff: noqa: D102  # the methods of a protocol are documented once, on Protocol
 """Protocols that score whole documents, in windows that slide or adjoin."""
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Sliding(Protocol):
     def __init__(self, asked: Settings, lengths: Sequence[int], training_length: int) -> None:
         super().__init__(asked, lengths, training_length)
         shortest, longest = self.width(lengths[0]), lengths[-1]
-        self.stride = min(DEFAULT_STRIDE, shortest) if asked.stride is None else asked.stride
+        self.targets = self.stride = min(DEFAULT_STRIDE, shortest) if asked.stride is None else asked.stride
         if not 1 <= self.stride <= shortest:
             raise EvaluationError(
                 f"stride={self.stride} is not allowed with a shortest length of {lengths[0]} tokens: it must "
@@ -50,16 +49,6 @@ class Sliding(Protocol):
             raise EvaluationError(
                 f"tokens_per_document={limit} is not allowed: a context of {longest} tokens needs documents of {needed}"
             )
-
-    def width(self, length: int) -> int:
-        """Tokens in a window of this length, which is also the largest possible stride."""
-        return length
-
-    def targets_at(self, length: int) -> int:
-        return self.stride
-
-    def scores_at(self, length: int) -> bool:
-        return self.stride <= self.width(length)
 
     def contexts(self, window: Window, length: int) -> Iterable[tuple[torch.Tensor, int, int]]:
         front, text = len(self.prefix), window.tokens
@@ -114,14 +103,10 @@ class YarnCompat(Sliding):
     def width(self, length: int) -> int:
         return length - len(self.prefix)
 
-    def stride_at(self, length: int) -> int:
-        """S for windows of one length."""
-        return self.stride
-
     def contexts(self, window: Window, length: int) -> Iterable[tuple[torch.Tensor, int, int]]:
         text = window.tokens
         padded = torch.cat([text, text[-1:]])  # a token after the last input, which the shifted loss never reads
-        for begin, end, new in slide(len(text), self.width(length), self.stride_at(length)):
+        for begin, end, new in slide(len(text), self.width(length), self.stride):
             labelled = len(self.prefix) + end - begin - 1
             start = max(0, labelled - new)
             if labelled > start:
@@ -143,9 +128,6 @@ class YarnTruncate(YarnCompat):
     references: ClassVar[Sequence[str]] = (PLAIN, CUT)
     sentence = "mean NLL of the first tokens of the documents, other tokens at every length, as YaRN's --truncate"
     shared_targets = None
-
-    def stride_at(self, length: int) -> int:
-        return self.width(length)
 
     def targets_at(self, length: int) -> int:
         return length - 1

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.tasks.retrieval import Prompt, Retrieval
+from rope_patch.evaluation.tasks.retrieval import Batch, Prompt, Retrieval
 from rope_patch.evaluation.tasks.task import greedy
 
 TASK = (
@@ -52,10 +52,10 @@ class Passkey(Retrieval):
         """One prompt per trial, the same for every scheme; the control's prompts if depth is None."""
         return [] if depth is None else [self._prompt(length, depth, trial) for trial in range(self.trials)]
 
-    def answer(self, model: nn.Module, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, None]:
+    def score(self, model: nn.Module, item: Batch) -> tuple[torch.Tensor, None]:
         """Whether the first number from greedy decoding is the key, `(prompts, 1)`."""
-        texts = greedy(model, self.tokenizer, torch.stack([prompt.tokens for prompt in prompts]), NEW_TOKENS)
-        keys = ["".join(map(str, prompt.answer.tolist())) for prompt in prompts]
+        texts = greedy(model, self.tokenizer, torch.stack([prompt.tokens for prompt in item]), NEW_TOKENS)
+        keys = ["".join(map(str, prompt.answer.tolist())) for prompt in item]
         right = [re.findall(r"\d+", text)[:1] == [key] for text, key in zip(texts, keys, strict=True)]
         return torch.tensor(right)[:, None], None
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from rope_patch.data.windows import select_windows
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.tasks.retrieval import Prompt, Retrieval
+from rope_patch.evaluation.tasks.retrieval import Batch, Prompt, Retrieval
 from rope_patch.models.head import find_language_model
 
 CUE = 4  # the cue is the first quarter of a span
@@ -98,11 +98,11 @@ class RepeatedSpans(Retrieval):
         return prompts
 
     @torch.no_grad()
-    def answer(self, model: nn.Module, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
+    def score(self, model: nn.Module, item: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """One forward pass: whether each token is correct, and its -ln p, both `(prompts, tokens of the answer)`."""
         language_model = find_language_model(model)
-        tokens = torch.stack([prompt.tokens for prompt in prompts]).to(language_model.device)
-        answers = torch.stack([prompt.answer for prompt in prompts]).to(language_model.device)
+        tokens = torch.stack([prompt.tokens for prompt in item]).to(language_model.device)
+        answers = torch.stack([prompt.answer for prompt in item]).to(language_model.device)
         last = answers.shape[1]
         few = (
             {"logits_to_keep": last} if "logits_to_keep" in inspect.signature(language_model.forward).parameters else {}

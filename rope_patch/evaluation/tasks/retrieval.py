@@ -54,7 +54,7 @@ class Retrieval(Task):
         """One prompt per trial, the same for every scheme; the control's prompts if depth is None."""
         raise NotImplementedError
 
-    def answer(self, model: nn.Module, prompts: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def score(self, model: nn.Module, item: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Whether each key or token of the answers is correct, and its -ln p, both `(prompts, parts of the answer)`."""
         raise NotImplementedError
 
@@ -80,10 +80,6 @@ class Retrieval(Task):
     def size(self, item: Batch) -> int:
         """Tokens of the batch."""
         return sum(len(prompt.tokens) for prompt in item)
-
-    def score(self, model: nn.Module, item: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `answer`, `(prompts, parts of the answer)` both."""
-        return self.answer(model, item)
 
     def row(self, fields: dict[str, Any], items: Sequence[Batch], scores: Sequence[Any]) -> dict[str, Any]:
         """Accuracies and NLL of the questions, and of the control."""

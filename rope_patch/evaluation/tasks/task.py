@@ -87,7 +87,11 @@ class Task:
         Raises:
             EvaluationError: it does not fit them.
         """
-        model.check_one_stack(self.name)
+        if model.language_model.config.is_encoder_decoder:
+            kind = type(model.language_model).__name__
+            raise EvaluationError(
+                f"{kind} is an encoder with a decoder; {self.name} needs one stack that continues its input"
+            )
         return self
 
 
