@@ -17,11 +17,22 @@ check = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check)
 
 
+def numbers_apart(value) -> tuple[object, list[float]]:
+    """A JSON value with 0.0 for each of its floats, and the floats."""
+    floats: list[float] = []
+    shape = json.loads(json.dumps(value), parse_float=lambda text: floats.append(float(text)) or 0.0)
+    return shape, floats
+
+
 def test_the_files_are_those_that_the_command_writes():
     made = vectors()
     assert {path.stem for path in FOLDER.glob("*.json")} == made.keys()
     for name, vector in made.items():
-        assert json.loads((FOLDER / f"{name}.json").read_text()) == json.loads(json.dumps(vector)), name
+        shape, floats = numbers_apart(json.loads((FOLDER / f"{name}.json").read_text()))
+        expected_shape, expected = numbers_apart(vector)
+        assert shape == expected_shape, name
+        # the last bit of a power differs between processors; at position 100,000 that is 1e-11 of a cosine
+        assert floats == pytest.approx(expected, rel=1e-9, abs=1e-9), name
 
 
 def test_transformers_is_held_to_them():
