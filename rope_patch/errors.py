@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-_LONGEST = 2000
-"""Characters of a message; what a user typed may be longer."""
+_LONGEST = 2000  # characters of a message; what a user typed may be longer
 
 
 class RopePatchError(Exception):

@@ -18,8 +18,7 @@ from rope_patch.attention.inputs import AttentionInputs, DistanceBias
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tiles import Tile, in_rows
 
-NEGLIGIBLE = 2.0**-32
-"""A share of the weights that is far below the rounding of float32."""
+NEGLIGIBLE = 2.0**-32  # a share of the weights that is far below the rounding of float32
 
 
 @dataclass(frozen=True)

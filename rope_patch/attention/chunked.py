@@ -8,8 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from rope_patch.attention import oracle
 from rope_patch.attention.inputs import AttentionInputs
 
-SCORES_PER_BLOCK = 2**22
-"""Maximum number of scores of one head in a block of queries."""
+SCORES_PER_BLOCK = 2**22  # maximum number of scores of one head in a block of queries
 
 
 def attend(inputs: AttentionInputs) -> torch.Tensor:

@@ -16,11 +16,8 @@ from rope_patch.attention.inputs import AttentionInputs, Branch
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.schemes.tools.rotary import RotaryLayout
 
-ROWS = 1024
-"""Queries per block: small enough for float16, large enough that keys are scaled only a few times."""
-
-LARGEST_EXPONENT = 80.0
-"""Reached only if positions skip by more than a block; its exp, and so the score, is finite."""
+ROWS = 1024  # queries per block: small enough for float16, large enough that keys are scaled only a few times
+LARGEST_EXPONENT = 80.0  # reached only if positions skip by more than a block; its exp, and so the score, is finite
 
 Output = tuple[torch.Tensor, "torch.Tensor | None"]
 

@@ -22,17 +22,10 @@ from rope_patch.attention.tile_kernels import Work, kernel_for
 from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.slots import Region
 
-QUERIES = 32
-"""Up to this many are scored like one, at any cache length; tiles are for more."""
-
-SMALL = 2**18
-"""Or up to this many pairs per row: one dense block is then faster than many tiles."""
-
-FEW = 8
-"""Up to this many rows, a product that reads the keys row by row is up to twice as fast as one by columns."""
-
-BLOCK = 2**21
-"""Bytes of keys that are rotated and scored at once, while they are in the processor's cache."""
+QUERIES = 32  # up to this many are scored like one, at any cache length; tiles are for more
+SMALL = 2**18  # or up to this many pairs per row: one dense block is then faster than many tiles
+FEW = 8  # up to this many rows, a product that reads the keys row by row is up to twice as fast as one by columns
+BLOCK = 2**21  # bytes of keys that are rotated and scored at once, while they are in the processor's cache
 
 
 def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode, decay: Decay | None) -> bool:

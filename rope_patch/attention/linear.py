@@ -10,8 +10,7 @@ from rope_patch.attention.inputs import wide
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.schemes.tools.rotary import RotaryLayout, half_split
 
-ROWS = 128
-"""Tokens of a block, which are scored pair by pair; all tokens before it are one sum."""
+ROWS = 128  # tokens of a block, which are scored pair by pair; all tokens before it are one sum
 
 
 def rotary_linear_attention(

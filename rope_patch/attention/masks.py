@@ -8,8 +8,7 @@ import torch
 
 from rope_patch.errors import UnsupportedPositions
 
-PAD = -1
-"""The group of pads, which no token sees."""
+PAD = -1  # the group of pads, which no token sees
 
 NO_WEIGHT = -1000
 """A key with this added to its score has no weight beside the query's own: masks that are added hide it by this, by

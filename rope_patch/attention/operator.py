@@ -241,8 +241,7 @@ def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
 
 _attend.register_autograd(_backward, setup_context=_keep)
 
-_COLUMNS = 10
-"""Numbers of a span in the result of `_spans`."""
+_COLUMNS = 10  # numbers of a span in the result of `_spans`
 
 
 @library.custom_op(

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-MOST_SPANS_PER_ROW = 256
-"""A mask with more spans is not treated as documents."""
+MOST_SPANS_PER_ROW = 256  # a mask with more spans is not treated as documents
 
 
 @dataclass(frozen=True)

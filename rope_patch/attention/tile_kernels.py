@@ -160,11 +160,8 @@ class Biased:
         return x.flip(2) if self.bias is not None and self.bias.reverses_queries else x
 
 
-SCORES_IN_CACHE = 2**19
-"""Maximum number of scores of all heads in a block of `Biased`."""
-
-LEAST_ROWS = 64
-"""Minimum number of queries of such a block: fewer make its products slow."""
+SCORES_IN_CACHE = 2**19  # maximum number of scores of all heads in a block of `Biased`
+LEAST_ROWS = 64  # minimum number of queries of such a block: fewer make its products slow
 
 
 def _by_kv_head(x: torch.Tensor) -> torch.Tensor:

@@ -17,18 +17,10 @@ from rope_patch.mounting.scheme_warnings import changes_nothing
 from rope_patch.schemes import Checkpoint, Scheme, get_scheme, list_schemes, scheme_class
 from rope_patch.schemes.target import reached
 
-PLAIN, CUT = "plain", "window"
-"""The plain checkpoint, and its attention cut at the training length."""
-
-TEXT_CUT, NEAR = "cut", "near"
-"""The plain checkpoint on the text cut to L, and with what `repeat` repeats inside L."""
-
-CONTROLS = (TEXT_CUT, NEAR)
-"""Lines that the plain checkpoint fills once, because they do not depend on the length."""
-
-REFERENCES = (PLAIN, CUT)
-"""A useful scheme must beat both."""
-
+PLAIN, CUT = "plain", "window"  # the plain checkpoint, and its attention cut at the training length
+TEXT_CUT, NEAR = "cut", "near"  # the plain checkpoint on the text cut to L, and with what `repeat` repeats inside L
+CONTROLS = (TEXT_CUT, NEAR)  # lines that the plain checkpoint fills once, because they do not depend on the length
+REFERENCES = (PLAIN, CUT)  # a useful scheme must beat both
 LONG = 60  # characters of a spec that tables and charts show whole
 
 _NAMES = {PLAIN: "plain checkpoint", CUT: "attention cut at L", TEXT_CUT: "text cut to L", NEAR: "passage inside L"}

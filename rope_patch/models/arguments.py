@@ -12,8 +12,7 @@ from transformers import Cache
 from rope_patch.attention.masks import attended
 from rope_patch.errors import UnsupportedPositions
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and named, as a pre-hook returns them."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named, as a pre-hook returns them
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

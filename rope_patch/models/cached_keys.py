@@ -18,13 +18,11 @@ from rope_patch.models.arguments import by_name, check_tokens
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.tools.positions import joined, key_positions
 
-CACHE_TAG = "_rope_patch_cache_tag"
-"""Attribute of a cache: the writer of its keys."""
+CACHE_TAG = "_rope_patch_cache_tag"  # attribute of a cache: the writer of its keys
 _WHEN_READ = "_rope_patch_when_read"
 """Attribute of a static layer: its number of tokens when positions were stored, and whether they were in order."""
 
-OWN_ROTATION = "in the model's own rotation"
-"""State of keys that the attention module rotates itself."""
+OWN_ROTATION = "in the model's own rotation"  # state of keys that the attention module rotates itself
 
 
 def complete_layers(cache: Cache, num_layers: int) -> list[Any]:

@@ -14,8 +14,7 @@ from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import list_schemes, scheme_class, scheme_from_dict
 from rope_patch.schemes.slots import Checkpoint
 
-BASE = 10_000.0
-"""b for a checkpoint without a rotary embedding: the published one (RoFormer, section 3.2.2)."""
+BASE = 10_000.0  # b for a checkpoint without a rotary embedding: the published one (RoFormer, section 3.2.2)
 
 _NUMBERS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 """Properties of the checkpoint in an entry of any type; only the first is required."""
@@ -32,8 +31,7 @@ SCALING = frozenset(
 )
 """Keys of an entry that a scheme sets; all others, such as `mrope_section`, belong to the checkpoint."""
 
-_LARGEST = 1e300
-"""Larger numbers overflow in computations."""
+_LARGEST = 1e300  # larger numbers overflow in computations
 
 _NATIVE = ("rope_parameters", "max_position_embeddings")
 """What a patch may change in a config; the record in `config.rope_patch` then has the values from before."""

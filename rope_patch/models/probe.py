@@ -35,18 +35,14 @@ from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
 from rope_patch.typing import Frequencies
 
 _PROBE = "rope_patch_probe"
-_PROBING = threading.RLock()
-"""All threads share the name, so they probe one after the other."""
+_PROBING = threading.RLock()  # all threads share the name, so they probe one after the other
 
 _TOKENS = 4
-_PLACES = torch.arange(1, 17, device="cpu")[None]
-"""Positions at which tables are measured."""
+_PLACES = torch.arange(1, 17, device="cpu")[None]  # positions at which tables are measured
 _AXES = (2, 3, 4)
 """Numbers of position axes that a rotary module may read; current families read three, HunYuan-VL up to four."""
-_ROWS = 16
-"""Number of vectors in the search for a dimension's partner."""
-_ULPS = 4
-"""Tolerance in units in the last place for a norm that sums the dimensions of a head in another order."""
+_ROWS = 16  # number of vectors in the search for a dimension's partner
+_ULPS = 4  # tolerance in units in the last place for a norm that sums the dimensions of a head in another order
 _FOLLOWED = "something follows the rotation of queries and keys (a norm, a scale)"
 
 Measured = TypeVar("Measured")

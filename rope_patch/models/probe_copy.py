@@ -13,15 +13,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-_FEATURES = 8
-"""Number of input features that a projection of a copy reads."""
+_FEATURES = 8  # number of input features that a projection of a copy reads
 
 _LARGEST = 2**20
 """Maximum size of a weight that gets random values; larger ones, except in projections, are used unchanged."""
 
 _INTERNAL = frozenset(vars(nn.Module()))
-_PLACED = {"_hf_hook", "_old_forward", "forward"}
-"""Attributes that accelerate sets on a module whose weights it moves."""
+_PLACED = {"_hf_hook", "_old_forward", "forward"}  # attributes that accelerate sets on a module whose weights it moves
 
 
 class NoProbeCopy(Exception):

@@ -40,8 +40,7 @@ _STILL = ("default", "linear")
 _QUERY_SCALE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 _ORIGINAL = "original_max_position_embeddings"
 
-STANDS_STILL = 1e12
-"""The factor of a pair whose frequency is 0: it turns by less than 1e-6 in a million tokens."""
+STANDS_STILL = 1e12  # the factor of a pair whose frequency is 0: it turns by less than 1e-6 in a million tokens
 
 
 def export_rope_parameters(scheme: Scheme, config: Any, as_lists: int | None = None) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from rope_patch.schemes.t5 import T5Bias
 from rope_patch.schemes.tools.rotary import half_split
 from rope_patch.typing import RotarySpec
 
-TRAINING_LENGTH = 512
-"""L in tokens if a config has no `n_positions`: that of T5 (1910.10683, section 3.1.2)."""
+TRAINING_LENGTH = 512  # L in tokens if a config has no `n_positions`: that of T5 (1910.10683, section 3.1.2)
 
 
 def recognises(module: nn.Module) -> bool:

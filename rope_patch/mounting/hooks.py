@@ -24,8 +24,7 @@ from rope_patch.mounting.running_bias import contributions
 from rope_patch.mounting.stack_positions import PASSED
 from rope_patch.schemes.tools.positions import query_start
 
-LONG = 64
-"""From this many tokens on, `IdentityTable` saves more than it costs."""
+LONG = 64  # from this many tokens on, `IdentityTable` saves more than it costs
 
 
 @dataclass(eq=False)

@@ -18,8 +18,7 @@ from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import Constant, pairs_of
 from rope_patch.typing import Frequencies, Lengths, PositionMap, Weights
 
-UNROTATED = Constant(0)
-"""The position of states without rotation."""
+UNROTATED = Constant(0)  # the position of states without rotation
 
 Rotation = Literal["module", "own", "late", "anchored"]
 """Where queries and keys are rotated: in the attention module, by the model's tables or by the scheme's own; in the

@@ -12,11 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rope_patch.mounting.scoring import late_attention
 from rope_patch.mounting.shared_row import shared_attention
 
-IMPLEMENTATION = "rope_patch"
-"""The name; no other name changes but `SHARED`."""
-
-SHARED = "rope_patch_shared"
-"""The name where several processes share a row."""
+IMPLEMENTATION = "rope_patch"  # the name; no other name changes but `SHARED`
+SHARED = "rope_patch_shared"  # the name where several processes share a row
 
 _users: weakref.WeakSet[Registration] = weakref.WeakSet()
 _registering = threading.RLock()  # reentrant: a thread that holds it may collect a user as garbage

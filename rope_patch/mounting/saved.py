@@ -18,11 +18,8 @@ from rope_patch.models.find_stacks import instances_of
 from rope_patch.mounting.parameters import NAME
 from rope_patch.mounting.undo import Changes
 
-RECORD = "rope_patch"
-"""The key of the scheme in a config."""
-
-ADAPTERS = "adapter_config.json"
-"""The config of PEFT's adapters."""
+RECORD = "rope_patch"  # the key of the scheme in a config
+ADAPTERS = "adapter_config.json"  # the config of PEFT's adapters
 
 
 @dataclass

@@ -23,8 +23,7 @@ from rope_patch.models.passed_tables import takes_text_axis
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 
-PASSED = "rope_patch_positions"
-"""The argument with positions for attention that does not receive them from its block."""
+PASSED = "rope_patch_positions"  # the argument with positions for attention that does not receive them from its block
 
 
 @dataclass(eq=False)

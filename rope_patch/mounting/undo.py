@@ -13,8 +13,7 @@ from transformers import PreTrainedConfig
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.module_state import EmptyTables, ModuleState, Refilling, remove_hook
 
-_HOOK, _STATE, _FORWARD = "(hook)", "(state)", "(forward)"
-"""Entries of the log that are not attribute names."""
+_HOOK, _STATE, _FORWARD = "(hook)", "(state)", "(forward)"  # entries of the log that are not attribute names
 
 
 class Changes:

@@ -14,8 +14,7 @@ from rope_patch.errors import InvalidField, NotExpressible, did_you_mean
 from rope_patch.models.rope_parameters import entry_of, export_rope_parameters
 from rope_patch.schemes.base import Scheme
 
-NEED_L = ("yarn", "llama3", "longrope")
-"""Types that need L, `original_max_position_embeddings`."""
+NEED_L = ("yarn", "llama3", "longrope")  # types that need L, `original_max_position_embeddings`
 
 LISTS = "equal lists", "equal lists with a temperature of their own"
 """The forms of `equal_lists`; the second with a temperature that does not follow from the length and L."""

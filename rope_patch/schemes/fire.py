@@ -13,8 +13,7 @@ from rope_patch.schemes.rules import Above, AtLeast
 from rope_patch.schemes.slots import ModelShape, Pairs
 from rope_patch.typing import NO_WEIGHTS, Weights
 
-_EPSILON = 1e-6
-"""Keeps the quotient finite, as in the paper's listing."""
+_EPSILON = 1e-6  # keeps the quotient finite, as in the paper's listing
 
 
 @dataclass(frozen=True)

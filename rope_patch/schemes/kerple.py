@@ -12,8 +12,7 @@ from rope_patch.schemes.rules import Above
 from rope_patch.schemes.slots import ModelShape
 from rope_patch.typing import NO_WEIGHTS, Weights
 
-_FLOOR = 0.01
-"""The minimum of r1 and r2 in the authors' code."""
+_FLOOR = 0.01  # the minimum of r1 and r2 in the authors' code
 
 
 @dataclass(frozen=True)

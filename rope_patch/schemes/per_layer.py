@@ -12,8 +12,7 @@ from rope_patch.schemes.compose import Combined
 from rope_patch.schemes.registry import FORMS, as_scheme, get_scheme, scheme_from_dict, split_outside_brackets
 from rope_patch.schemes.slots import Checkpoint
 
-REST = "rest"
-"""Selects all layers that no other selector selects."""
+REST = "rest"  # selects all layers that no other selector selects
 
 # nine digits at most: int() refuses thousands of them
 _SLICE = re.compile(r"-?\d{0,9}:-?\d{0,9}(:(0*[1-9]\d{0,8})?)?", re.ASCII)

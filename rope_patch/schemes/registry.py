@@ -31,8 +31,7 @@ _ADVICE = {
 }
 """What to write for names without a scheme here, or with other fields."""
 
-_DEEPEST = 8
-"""Brackets within brackets: a list of numbers in a mixture of layers has two."""
+_DEEPEST = 8  # brackets within brackets: a list of numbers in a mixture of layers has two
 
 
 def register_scheme(cls: type[Scheme]) -> type[Scheme]:

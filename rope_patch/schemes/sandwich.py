@@ -12,8 +12,7 @@ from rope_patch.schemes.rules import Above, EvenFrom
 from rope_patch.schemes.tools.rotary import inverse_frequencies
 from rope_patch.typing import NO_WEIGHTS, Weights
 
-_WIDEST = 2**16
-"""The loop runs over single frequencies, so a larger dimension would take too long."""
+_WIDEST = 2**16  # the loop runs over single frequencies, so a larger dimension would take too long
 
 
 @dataclass(frozen=True)

@@ -232,5 +232,4 @@ class Region:
         return self.chunk == 1 and self.keys_below == math.inf
 
 
-ALL_PAIRS = Region(Identity(), Identity())
-"""Every pair, rotated by its true positions."""
+ALL_PAIRS = Region(Identity(), Identity())  # every pair, rotated by its true positions

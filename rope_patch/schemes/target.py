@@ -11,8 +11,7 @@ from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Combined
 from rope_patch.schemes.slots import Checkpoint, Target
 
-LONGEST = 10**15
-"""The longest target in tokens."""
+LONGEST = 10**15  # the longest target in tokens
 
 _VAST = Checkpoint(LONGEST, num_heads=1, max_length=LONGEST)
 

@@ -12,8 +12,7 @@ from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 
 from rope_patch.serving.batch import Batch, Sampling
 
-UNSAID = 1 << 30
-"""`max_new_tokens` where a request does not set it."""
+UNSAID = 1 << 30  # `max_new_tokens` where a request does not set it
 
 HANDLERS = {"chat": ChatCompletionHandler, "response": ResponseHandler}
 

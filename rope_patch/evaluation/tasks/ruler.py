@@ -179,8 +179,7 @@ class _AllFound(StoppingCriteria):
 # --- the random draws of the tasks, in RULER's order ------------------------------------------------------------------
 
 
-Draw = Callable[[], Sample]
-"""Draws the next sample of a task."""
+Draw = Callable[[], Sample]  # draws the next sample of a task
 
 
 @dataclass

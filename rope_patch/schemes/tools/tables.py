@@ -8,8 +8,7 @@ import torch
 
 from rope_patch.errors import InvalidField, RopePatchError, UnsupportedPositions
 
-MOST_NUMBERS = 2**32
-"""Limit for all tables of a scheme together: 16 GiB in float32."""
+MOST_NUMBERS = 2**32  # limit for all tables of a scheme together: 16 GiB in float32
 
 
 def require_room(scheme: str, make: Callable[[], Iterable[torch.Tensor]]) -> None:
