@@ -150,19 +150,14 @@ def _parts(model: nn.Module, mounted: ExitStack) -> Iterator[tuple[Stack, Plan]]
     handles = find_handles(model)
     if not handles:
         stacks = read_stacks(model)
-        natives = {stack.native for stack in stacks if stack.native is not None and _computes_positions(stack)}
-        for native in natives:
-            handles += (mounted.enter_context(mount_scheme(model, native)),)
+        for native in dict.fromkeys(stack.native for stack in stacks if stack.native is not None):
+            own = [stack for stack in stacks if stack.native == native]
+            if native.length_dependent or not all(stack.rotary or stack.absolute for stack in own):
+                handles += (mounted.enter_context(mount_scheme(model, native)),)
         if not handles:
             yield from ((stack, Plan(stack.native or NoPE())) for stack in stacks)
     for handle in handles:
         yield from handle.mounted
-
-
-def _computes_positions(stack: Stack) -> bool:
-    """Whether a stack computes positions, or tables, for the tokens of a forward alone."""
-    is_bias = not stack.rotary and stack.absolute is None
-    return is_bias or (stack.native is not None and stack.native.length_dependent)
 
 
 def _undivided_heads(stack: Stack, scheme: Scheme, number: int) -> str:

@@ -90,11 +90,9 @@ class _Arguments(NamedTuple):
 
     def segments(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
         """See `paths.segments`; None also under a decay, which has spans for each block."""
-        return (
-            None
-            if self.rate is not None
-            else paths.segments(inputs, self.mode, lambda _: _decoded(self.spans, self.causal))
-        )
+        if self.rate is not None:
+            return None
+        return paths.segments(inputs, self.mode, lambda _: _decoded(self.spans, self.causal))
 
     def attend(self, inputs: AttentionInputs) -> torch.Tensor:
         """The output as in eager mode."""

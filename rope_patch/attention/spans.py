@@ -174,7 +174,10 @@ def _spans_of_row(
     rows: slice, first_key: torch.Tensor, positions: torch.Tensor, query_start: int, may_slide: bool
 ) -> list[Span] | None:
     steps = first_key.diff()
-    sliding_from = _start_of_sliding(steps) if may_slide else len(first_key)
+    sliding_from = len(first_key)
+    if may_slide:  # from the first query on whose followers each see one old key less
+        others = (steps != 1).nonzero()
+        sliding_from = int(others[-1]) + 2 if len(others) else 1
     cuts = (steps[: max(sliding_from - 1, 0)] != 0).nonzero().flatten() + 1
     if len(cuts) > MOST_SPANS_PER_ROW:
         return None
@@ -192,12 +195,6 @@ def _spans_of_row(
         first_position = int(positions[start]) - (slot - key)
         spans.append(Span(rows, slice(start, stop), slice(key, query_start + stop), first_position, window))
     return spans
-
-
-def _start_of_sliding(steps: torch.Tensor) -> int:
-    """The first query from which each one sees one old key less; the number of queries if there is none."""
-    others = (steps != 1).nonzero()
-    return int(others[-1]) + 2 if len(others) else 1
 
 
 def _merge_equal_rows(spans: list[Span], batch_size: int) -> tuple[Span, ...]:

@@ -175,7 +175,10 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
             return tyro.cli(options, prog=prog or Path(sys.argv[0]).name, description=description, args=words)
     except SystemExit as end:
         if end.code:
-            raise EvaluationError(_one_line(shown.getvalue())) from None
+            # what tyro shows in a box, as a sentence, without its reminders of the help
+            lines = [line.strip("│ ").strip() for line in shown.getvalue().splitlines() if line[:1] not in ("╭", "╰")]
+            text = re.split(r" ?─{3,}| Got errors:", " ".join(filter(None, lines)))[0].strip()
+            raise EvaluationError(text or shown.getvalue().strip()) from None
         raise
 
 
@@ -293,10 +296,3 @@ def _read(path: Path, flags: dict[str, tuple[str, ...]]) -> dict[str, list[str]]
         elif value is not None:
             words[name] = [flag, *map(str, values)]
     return words
-
-
-def _one_line(shown: str) -> str:
-    """What tyro shows in a box, as a sentence; its reminders of the help are left out."""
-    lines = [line.strip("│ ").strip() for line in shown.splitlines() if not line.startswith(("╭", "╰"))]
-    text = " ".join(line for line in lines if line)
-    return re.split(r" ?─{3,}| Got errors:", text)[0].strip() or shown.strip()

@@ -30,16 +30,6 @@ def read(stack: PreTrainedModel) -> Stack:
     """Read a recognised stack; schemes change its table, not its attention.
 
     Raises:
-        UnsupportedModel: as `read_table`.
-    """
-    table = read_table(stack)
-    return Stack(stack, table.checkpoint, Learned(), absolute=table)
-
-
-def read_table(stack: PreTrainedModel) -> AbsoluteTable:
-    """The table of a recognised stack.
-
-    Raises:
         UnsupportedModel: there are several tables, positions also enter in another way, something of fixed size cannot
             grow with the table, or saving would not keep a longer one.
     """
@@ -66,7 +56,7 @@ def read_table(stack: PreTrainedModel) -> AbsoluteTable:
         _refuse(stack, f"the rows of {name} are computed sinusoids, not learned")
     if not any(holder is table.config for holder, _, _ in table.limits()):
         _refuse(stack, f"its config does not contain the number of rows of {name}, so a longer one could not be loaded")
-    return table
+    return Stack(stack, table.checkpoint, Learned(), absolute=table)
 
 
 def _tables(module: nn.Module) -> Iterator[tuple[str, nn.Embedding]]:

@@ -110,7 +110,10 @@ def _followed(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.
 
     def replaced(value: Any) -> Any:
         if isinstance(value, CachedKeys):
-            return _one_for_each_key(value, func in _GATHERING)
+            # one channel, and one head if heads agree and need not differ
+            positions = value.positions if value.positions.ndim == 3 else value.positions[:, None]
+            heads = value.shape[1] if func in _GATHERING or positions.shape[1] > 1 else 1
+            return positions.expand(value.shape[0], heads, -1)[..., None]
         if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
             return type(value)(map(replaced, value))
         if func in _GATHERING and isinstance(value, torch.Tensor):
@@ -126,13 +129,6 @@ def _followed(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.
     if not fits or taken.shape[1] not in (1, result.shape[1]) or taken.shape[3] != 1:
         return None
     return taken[:, 0, :, 0] if taken.shape[1] == 1 else taken[..., 0]
-
-
-def _one_for_each_key(keys: CachedKeys, by_head: bool) -> torch.Tensor:
-    """Positions in the shape of keys, with one channel, and with one head if heads agree and need not differ."""
-    positions = keys.positions if keys.positions.ndim == 3 else keys.positions[:, None]
-    heads = keys.shape[1] if by_head or positions.shape[1] > 1 else 1
-    return positions.expand(keys.shape[0], heads, -1)[..., None]
 
 
 def cache_in(kwargs: dict[str, Any]) -> Cache | None:

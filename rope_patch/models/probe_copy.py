@@ -75,17 +75,15 @@ class ProbeCopies:
         vars(copied).update(_settings(module))
         copied._buffers.update(module._buffers)
         for name, weight in module._parameters.items():
-            copied._parameters[name] = None if weight is None else self._weight(weight)
+            # one number is a switch, not a weight
+            if weight is None or weight.numel() > _LARGEST or (weight.numel() == 1 and not weight.is_meta):
+                copied._parameters[name] = weight
+            else:
+                copied._parameters[name] = nn.Parameter(_random_like(weight, self.device, self._random), False)
         for name, child in module._modules.items():
             copied._modules[name] = None if child is None else self.of(child)
         copied.training = False
         return copied
-
-    def _weight(self, weight: nn.Parameter) -> nn.Parameter:
-        is_one = weight.numel() == 1 and not weight.is_meta  # a switch, not a weight
-        if is_one or weight.numel() > _LARGEST:
-            return weight
-        return nn.Parameter(_random_like(weight, self.device, self._random), False)
 
     def _class_of(self, module: nn.Module) -> type:
         """The class of a module; for a layer with an index, a subclass that records reads of the index."""

@@ -61,8 +61,14 @@ def export_rope_parameters(scheme: Scheme, config: Any, as_lists: int | None = N
     """
     if not getattr(config, "rope_parameters", None):
         raise NotExpressible(f"{type(config).__name__} has no `rope_parameters`: its positions are not a rotation")
-    if not scheme.by_layer:
-        _check_not_shared(config)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    mixed = {"full_attention", "sliding_attention"} <= kinds and None in rope_entries(config)
+    if not scheme.by_layer and mixed and _has_window("sliding_attention", config):  # which a patch leaves unchanged
+        window = configs_of_type(config, "sliding_attention")[0].sliding_window
+        raise NotExpressible(
+            f"{type(config).__name__} has one entry of rope_parameters for full and sliding-window layers; "
+            f"the latter, with a window of {window} within the training length, must not be scaled"
+        )
     shares = {entry.get("partial_rotary_factor", 1.0) for entry in rope_entries(config).values()}
     pairs = int(head_dim(config_of_layer(config, 0)) * shares.pop()) // 2 if len(shares) == 1 else None
     scheme = scheme.resolve(dataclasses.replace(checkpoint_of_config(config), pairs=pairs))
@@ -275,18 +281,6 @@ def _has_window(layer_type: str | None, config: Any) -> bool:
     if len(within) > 1:
         raise NotExpressible(f"{type(config).__name__}: windows of {layer_type} within the training length and beyond")
     return within.pop()
-
-
-def _check_not_shared(config: Any) -> None:
-    """One entry for all layers would also scale the sliding-window layers, which a patch leaves unchanged."""
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    mixed = {"full_attention", "sliding_attention"} <= layer_types and None in rope_entries(config)
-    if mixed and _has_window("sliding_attention", config):
-        window = configs_of_type(config, "sliding_attention")[0].sliding_window
-        raise NotExpressible(
-            f"{type(config).__name__} has one entry of rope_parameters for full and sliding-window layers; "
-            f"the latter, with a window of {window} within the training length, must not be scaled"
-        )
 
 
 def _check_accepted(scheme: Scheme, exported: dict[str, Any], config: Any) -> None:

@@ -152,12 +152,7 @@ def inventory(scheme: Scheme, stack: Stack, layers: Iterable[AttentionLayer]) ->
     for name, value in first.items():
         shared = name in scheme.shared
         holders = [stack.module] if shared else [layer.module for layer in layers]
-        as_it_started = all(_is_as_it_started(module, name, started[module][name]) for module in holders)
+        values = ((getattr(module, NAME)((name,))[name].detach(), started[module][name]) for module in holders)
         where = "shared by all layers" if shared else f"in each of {counted(len(holders), 'layer')}"
-        state = "new and untrained" if as_it_started else "trained"
+        state = "new and untrained" if all(torch.equal(now, start.to(now)) for now, start in values) else "trained"
         yield f"{name} {tuple(value.shape)} {where}: {len(holders) * value.numel():,} numbers, {state}"
-
-
-def _is_as_it_started(module: nn.Module, name: str, start: torch.Tensor) -> bool:
-    now = getattr(module, NAME)((name,))[name].detach()
-    return torch.equal(now, start.to(now))

@@ -264,16 +264,13 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
     if scheme.causal_only and stack.checkpoint.bidirectional:
         raise UnsupportedModel(f"{family} sees both directions, but {scheme} is undefined for keys after the query")
     by_head = scheme.brings_bias or "values" in scheme.slots or (scheme.learns and scheme.slots != {"embedding"})
-    if by_head and any(map(_has_divided_heads, stack.layers)):
+    weights = [weight for layer in stack.layers for weight in layer.module.parameters()] if by_head else []
+    meshes = {mesh for weight in weights if (mesh := getattr(weight, "device_mesh", None)) is not None}
+    if any("tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1 for mesh in meshes):
         raise UnsupportedModel(
             f"{family} is under tensor parallelism, so each process has some of the heads, but {scheme} has values or "
             "learned parameters of all of them; use data or context parallelism"
         )
-
-
-def _has_divided_heads(layer: AttentionLayer) -> bool:
-    meshes = [getattr(weight, "device_mesh", None) for weight in layer.module.parameters()]
-    return any("tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1 for mesh in meshes if mesh is not None)
 
 
 def _check_scores(plan: Plan, stack: Stack) -> None:

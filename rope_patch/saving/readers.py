@@ -186,15 +186,10 @@ def form_of(parameters: dict[str, Any], architectures: Any) -> str:
     if kind == "llama3" and not any(name in _LLAMA_CLASSES for name in architectures or ()):
         return "llama3 elsewhere"
     if kind == "longrope" and parameters["short_factor"] == parameters["long_factor"]:
-        return LISTS[_has_temperature_of_its_own(parameters)]
+        factor, trained = parameters.get("factor") or 1.0, parameters.get("original_max_position_embeddings") or 2
+        follows = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(trained))
+        return LISTS[abs(parameters.get("attention_factor", follows) / follows - 1) > 2e-3]
     return kind
-
-
-def _has_temperature_of_its_own(parameters: dict[str, Any]) -> bool:
-    """Whether `attention_factor` of a longrope is another than the one that follows from its factor and L."""
-    factor, trained = parameters.get("factor") or 1.0, parameters.get("original_max_position_embeddings") or 2
-    follows = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(trained))
-    return abs(parameters.get("attention_factor", follows) / follows - 1) > 2e-3
 
 
 def readers_called(keys: Iterable[str]) -> tuple[Reader, ...]:

@@ -20,7 +20,7 @@ from rope_patch import (
     repatch,
     unpatch,
 )
-from rope_patch.models.absolute import read_table, recognises
+from rope_patch.models.absolute import read, recognises
 from tests.models.absolute_families import (
     CAPACITY,
     CONFIGS,
@@ -91,7 +91,7 @@ def assert_same(found, expected):
 def test_the_table_and_its_reserved_rows_are_found(family):
     model = build(family)
     (stack,) = filter(recognises, model.modules())
-    table = read_table(stack)
+    table = read(stack).absolute
     assert table.embedding is table_of(model)
     assert table.reserved == RESERVED[family]
     assert table.capacity == table.checkpoint.training_length == CAPACITY
@@ -102,7 +102,7 @@ def test_the_table_and_its_reserved_rows_are_found(family):
 def test_reading_leaves_no_trace(family):
     model = build(family).train()
     before, state = everything(model), torch.get_rng_state()
-    read_table(next(filter(recognises, model.modules())))
+    read(next(filter(recognises, model.modules())))
     assert_same(everything(model), before)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -113,7 +113,7 @@ def test_families_without_an_entry_here_work_by_the_same_rules(family):
     model = AutoModel.from_config(CONFIG_MAPPING[family](**CONFIGS["bert"], embedding_size=32)).eval()
     (stack,) = filter(recognises, model.modules())
     ids = tokens(CAPACITY - 2)  # MPNet's config counts its two reserved rows
-    short, n = outputs(model, ids), read_table(stack).capacity
+    short, n = outputs(model, ids), read(stack).absolute.capacity
     with patch(model, "hierarchical"):
         assert torch.equal(outputs(model, ids), short)
         assert torch.isfinite(outputs(model, tokens(n * n))).all()

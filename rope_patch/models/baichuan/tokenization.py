@@ -89,7 +89,10 @@ class BaichuanTokenizer(SentencePieceBackend):
             user, assistant = self._roles = tuple(self.convert_ids_to_tokens(index) for index in roles)
             self._update_trie(self._roles)
             if chat_template is None:
-                self.chat_template = chat_template_of(user, assistant, _is_second_generation(folder, self.vocab_size))
+                fields, is_second = _read(folder / "config.json"), self.vocab_size > FIRST_VOCABULARY
+                if fields.get("model_type") == BaichuanConfig.model_type:
+                    is_second = BaichuanConfig(**fields).normalizes_head
+                self.chat_template = chat_template_of(user, assistant, is_second)
 
     def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
         # a role may be a control piece only, which sentencepiece never matches in a text
@@ -160,13 +163,6 @@ def chat_template_of(user: str, assistant: str, second_generation: bool) -> str:
     for place, text in differences.items():
         template = template.replace(place, text)
     return template
-
-
-def _is_second_generation(folder: Path, vocab_size: int) -> bool:
-    config = _read(folder / "config.json")
-    if config.get("model_type") == BaichuanConfig.model_type:
-        return BaichuanConfig(**config).normalizes_head
-    return vocab_size > FIRST_VOCABULARY
 
 
 def _read(file: Path) -> dict[str, Any]:
