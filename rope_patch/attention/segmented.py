@@ -200,9 +200,7 @@ class Block:
 def _attend(
     block: Block, group: HeadGroup, branches: Sequence[Branch], value: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of the queries of a block, `(rows, heads, queries, value_dim)` and
-    `(rows, heads, queries)`.
-    """
+    """Output `(rows, heads, queries, value_dim)` and log-sum-exp `(rows, heads, queries)` of the queries of a block."""
     kernel, (first, *others) = block.kernel.of_heads(group.heads), block.pieces
     out, lse = kernel.forward(block.work(first, group, branches, value, scale))
     if not others:
@@ -371,9 +369,7 @@ def head_groups(query: torch.Tensor, value: torch.Tensor, length: int) -> Iterat
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Fold another part of the keys into output and log-sum-exp, `(batch, heads, q_len, value_dim)` and
-    `(batch, heads, q_len)`, in place.
-    """
+    """Fold a further part of the keys into output `(batch, heads, q_len, value_dim)` and log-sum-exp, in place."""
     out.lerp_(part.to(out.dtype), (part_lse - lse).sigmoid_()[..., None].to(out.dtype))
     torch.logaddexp(lse, part_lse, out=lse)
 

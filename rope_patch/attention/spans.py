@@ -138,9 +138,7 @@ def _spans_of_pads(rows: slice, groups: torch.Tensor, positions: torch.Tensor, q
 
 
 def _span_both_ways(rows: slice, groups: torch.Tensor, positions: torch.Tensor) -> list[Span] | None:
-    """A padded row of bidirectional attention: its pads also see all of its tokens. None if positions skip, or tokens
-    are in several runs.
-    """
+    """A padded row of bidirectional attention, whose pads see all tokens; None if they are several runs, or skip."""
     run = _only_run(groups)
     if not bool((groups >= 0).any()):
         return []

@@ -121,9 +121,7 @@ def _updated(
 
 
 def requests_of(position_ids: torch.Tensor, query_bounds: torch.Tensor, key_bounds: torch.Tensor) -> list[Request]:
-    """The requests of a row with `position_ids` `(1, tokens)`; the bounds, `(requests + 1,)`, are the starts of each
-    request's queries and keys.
-    """
+    """The requests of a row with `position_ids` `(1, tokens)`; bounds `(requests + 1,)` are the starts of each."""
     queries, keys = (
         [slice(*pair) for pair in itertools.pairwise(bounds.tolist())] for bounds in (query_bounds, key_bounds)
     )

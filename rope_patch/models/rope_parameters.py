@@ -298,9 +298,7 @@ def _check_accepted(scheme: Scheme, exported: dict[str, Any], config: Any) -> No
 
 
 def stated_parameters(scheme: Scheme, stack: Stack, changed: Collection[str | None]) -> dict[str, Any] | None:
-    """The `rope_parameters` that change the tables of the layer types `changed` as the scheme does, and no others; None
-    if there are none.
-    """
+    """The `rope_parameters`, if any, that change the tables of the layer types `changed` alone, as the scheme does."""
     if any(getattr(tables.module, "config", stack.config) is not stack.config for tables in stack.rotary):
         return None  # the stack makes a config of its own for this rotary module
     try:

@@ -156,9 +156,7 @@ def install_table(scheme: Scheme, table: AbsoluteTable, changes: Changes) -> Non
 
 
 def shorten(table: AbsoluteTable, capacity: int) -> torch.Tensor:
-    """Permanently cut a saved longer table back to its checkpoint's `capacity` rows, which come first; return the saved
-    rows, `(N, hidden)`.
-    """
+    """Cut a saved longer table to its checkpoint's first `capacity` rows for good; return all, `(N, hidden)`."""
     saved = table.rows
     _replace_rows(table, saved[:capacity], Changes())
     return saved

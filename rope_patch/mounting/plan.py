@@ -310,9 +310,7 @@ def _refining_own(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer
 
 
 def _on_bias(scheme: Scheme, stack: Stack) -> Scheme:
-    """The scheme with what becomes of the checkpoint's bias: a rotation or an input embedding replaces it; a scheme
-    without positions keeps it.
-    """
+    """The scheme with the checkpoint's bias, which a rotation or an input embedding replaces, and none else."""
     if "frequencies" in scheme.slots:
         return scheme
     if _moves_positions(scheme):

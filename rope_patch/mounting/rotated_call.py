@@ -161,9 +161,7 @@ class RotatedCall(Call):
     def _tables(
         self, positions: torch.Tensor, position_map: PositionMap, place: tuple[Any, ...] | None, like: torch.Tensor
     ) -> Tables:
-        """The tables that rotate states `like`; layers with the same tables share them under the key `place`. For
-        regions, cos is `wide`.
-        """
+        """The tables that rotate states `like`, shared by layers under the key `place`. For regions, cos is `wide`."""
 
         def tables() -> Tables:
             cos, sin = self._computed(self._moved(positions, position_map), like.dtype, _has_pairs(position_map))

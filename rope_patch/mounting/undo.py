@@ -59,11 +59,7 @@ class Changes:
         self.log(module, ModuleState(module))
 
     def fill_tables(self, module: nn.Module, stack: nn.Module) -> None:
-        """Let a rotary module of a `stack` on the meta device compute its tables, logged.
-
-        Raises:
-            UnsupportedModel: it cannot compute them.
-        """
+        """Let a rotary module of a `stack` on the meta device compute its tables, logged; see `EmptyTables`."""
         if tables := EmptyTables(module, stack):
             self.log(module, tables)
             tables.fill()

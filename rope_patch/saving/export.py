@@ -247,9 +247,7 @@ def _written(raw: dict[str, Any], kind: Any, parameters: dict[str, Any], trained
 
 
 def _older_words(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The keys for Transformers before 5 and similar readers: `rope_theta` at the top, and both `type` and `rope_type`
-    in `rope_scaling`.
-    """
+    """For Transformers before 5 and the like: `rope_theta` at the top, `type` and `rope_type` in `rope_scaling`."""
     names = ("rope_theta", "partial_rotary_factor")
     apart: dict[str, Any] = {name: parameters[name] for name in names if name in parameters}
     scaling = {key: value for key, value in parameters.items() if key not in apart}

@@ -12,8 +12,7 @@ import torch
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.rules import AtLeast
-from rope_patch.schemes.tools.rotary import inverse_frequencies
-from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weights
+from rope_patch.typing import NO_WEIGHTS, Frequencies, RotarySpec, Weights
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,6 @@ class ClippedRoPE(Scheme):
     sweep = None  # needs training
 
     pairs: Annotated[int, AtLeast(1)] | None = None
-
-    def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)
 
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
         """As in `Scheme`.

@@ -71,9 +71,7 @@ def joined(past: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def query_start(cache: Any, layer_index: int, q_length: int) -> int | torch.Tensor:
-    """Slot of the first query among the keys that a Transformers cache will return, a scalar. Call this before the
-    cache is updated.
-    """
+    """Slot of the first query among the keys that a Transformers cache, not yet updated, will return, a scalar."""
     offset = cache.get_query_offset(layer_index)
     # a static layer returns its live counter; the difference is a new tensor
     return offset - cache.get_mask_sizes(q_length, layer_index)[1]

@@ -120,9 +120,7 @@ class RotaryLayout:
         return rotated
 
     def matrix(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """M, `(..., head_dim, head_dim)`, with x M = R x, for one token with a `wide` cos, `(..., head_dim)`, and sin,
-        `(..., d/2)`.
-        """
+        """M, `(..., head_dim, head_dim)`, x M = R x, of a token with `wide` cos and sin `(..., d/2)`."""
         matrix = torch.diag_embed(cos)
         first, second = self.halves
         if isinstance(first, slice) and isinstance(second, slice):  # no index is copied to the device
