@@ -47,12 +47,7 @@ class InvalidField(RopePatchError, ValueError):
 
 
 class MissingField(InvalidField):
-    """A scheme lacks a field that it requires.
-
-    Attributes:
-        scheme: the class of the scheme.
-        given: its other fields.
-    """
+    """A `scheme`, its class, lacks a field that it requires; `given` are its other fields."""
 
     scheme: Any = None
     given: Mapping[str, Any] = MappingProxyType({})

@@ -219,12 +219,9 @@ def _attend(
 
 
 class _Sum:
-    """The contributions of tiles to one gradient. If tiles do not overlap, they are written directly; otherwise they
-    are accumulated in float32, because half precision would lose small shares.
-
-    Args:
-        into: the gradient, `(batch, heads, length, dim)`, zeros; its first token is in slot `first`.
-        runs: rows and slots of every tile.
+    """The contributions of tiles to one gradient, `into` `(batch, heads, length, dim)`, zeros, whose first token is in
+    slot `first`. If the tiles, by their rows and slots in `runs`, do not overlap, they are written directly; otherwise
+    they are accumulated in float32, because half precision would lose small shares.
     """
 
     def __init__(self, into: torch.Tensor, runs: list[tuple[slice, slice]], first: int = 0) -> None:

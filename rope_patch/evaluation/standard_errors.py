@@ -101,20 +101,14 @@ def contrast(*terms: tuple[int, Row]) -> tuple[float, float | None]:
 
 
 def is_below(row: Row, reference: Row, tries: int = 1) -> bool:
-    """Whether a loss is below another one on the same texts by more than noise.
-
-    Args:
-        tries: how many rows this one is the best of.
-    """
+    """Whether a loss, the best of `tries` rows, is below another one on the same texts by more than noise."""
     difference, error = paired_difference(row, reference)
     return error is not None and not tells_nothing(row) and difference < -noise_of(row, tries) * error
 
 
 def best_of_seeds(rows: Iterable[Mapping[str, Any]]) -> dict[int, str]:
     """The encoding of each length that is below every other by more than noise, paired by seed, where there is one.
-
-    Args:
-        rows: with `encoding`, `length`, `seed` and `nll`; NaN or None where a training failed.
+    Rows have `encoding`, `length`, `seed` and `nll`, which is NaN or None where a training failed.
     """
     losses: dict[int, dict[str, dict[int, float]]] = {}
     for row in rows:
@@ -142,10 +136,8 @@ def tells_nothing(row: Row) -> bool:
 
 
 def noise_of(row: Row, tries: int = 1) -> float:
-    """How many errors of this row noise exceeds to one side in 2.3 % of texts at most: two, or more if units are few.
-
-    Args:
-        tries: of how many this is the best; the winner of many looks better than it is (Bonferroni's correction).
+    """How many errors of this row noise exceeds to one side in 2.3 % of texts at most: two, or more if units are few or
+    it is the best of `tries`; the winner of many looks better than it is (Bonferroni's correction).
     """
     n = len(row.nll_by_document)
     if _by_document(row):

@@ -29,11 +29,8 @@ ARGUMENTS = (
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a row.
-
-    Attributes:
-        queries, keys: its slices of the row's queries, and of the keys that the cache returned.
-        position_ids: of its queries, `(1, q_len)`.
+    """One request of a row: the slices of its `queries` in it and of its `keys` among those that the cache returned,
+    and the positions of its queries, `(1, q_len)`.
     """
 
     queries: slice

@@ -331,12 +331,10 @@ def native_scheme_of(stack: Stack) -> Scheme:
 
 
 def rebuilt_numbers(layer: AttentionLayer, scaling: dict[str, Any]) -> dict[str, float]:
-    """The numbers that the layer's attention module would have with another scaling in its config, by attribute; those
-    that stay the same are left out. Latent attention multiplies its softmax scale by the square of YaRN's temperature
-    when it is built; a scheme that replaces the checkpoint's frequencies replaces that, too.
-
-    Args:
-        scaling: an entry of `rope_parameters`, without what the checkpoint keeps, such as its base.
+    """The numbers that the layer's attention module would have with another scaling in its config (an entry of
+    `rope_parameters`, without what the checkpoint keeps), by attribute; those that stay the same are left out. Latent
+    attention multiplies its softmax scale by the square of YaRN's temperature when it is built; a scheme that replaces
+    the checkpoint's frequencies replaces that, too.
     """
     config = getattr(layer.module, "config", None)
     entries = {} if config is None else rope_entries(config)

@@ -70,10 +70,8 @@ class Changes:
             self.hook(module, Refilling(module))
 
     def fork_configs(self, modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
-        """Give these modules copies of their configs; a shared config stays shared.
-
-        Returns:
-            the new configs. Call `settle_configs` once they are complete.
+        """Give these modules copies of their configs, which are returned, and of which a shared one stays shared. Call
+        `settle_configs` once they are complete.
         """
         holders = [module for module in modules if isinstance(vars(module).get("config"), PreTrainedConfig)]
         copies: dict[int, Any] = {}

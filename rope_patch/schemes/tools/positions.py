@@ -58,11 +58,8 @@ def follow_on(past: torch.Tensor, query_positions: torch.Tensor, seen: torch.Ten
 
 
 def joined(past: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Positions of cached keys and of the keys after them, in the shape of `past`.
-
-    Args:
-        past: `(batch or 1, start)` or `(batch, kv_heads, start)`.
-        positions: `(batch or 1, length)`.
+    """Positions of cached keys, `past` `(batch or 1, start)` or `(batch, kv_heads, start)`, and of the keys after them,
+    `(batch or 1, length)`, in the shape of `past`.
     """
     positions = positions if past.ndim == 2 else positions[:, None].expand(-1, past.shape[1], -1)
     rows = max(len(past), len(positions))

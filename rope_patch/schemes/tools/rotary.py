@@ -71,15 +71,9 @@ class RotaryLayout:
         object.__setattr__(self, "halves", (_as_slice(self.first), _as_slice(self.second)))
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """R x: every pair (a, b) becomes (a cos - b sin, b cos + a sin); other dimensions pass. Each product is rounded
+        """R x for states `(batch, heads, length, head_dim)`: every pair (a, b) becomes (a cos - b sin, b cos + a sin),
+        with tables that broadcast, `(batch, 1, length, d/2)`; other dimensions pass. Each product is rounded
         separately, as in Transformers, so that the same tables give the same bits.
-
-        Args:
-            x: `(batch, heads, length, head_dim)`.
-            cos, sin: `(batch, 1, length, d/2)`, broadcastable.
-
-        Returns:
-            the shape and dtype of `x`.
         """
         first, second = self.halves
         a, b = x[..., first], x[..., second]
