@@ -172,7 +172,14 @@ class Grid:
         return error is not None and difference >= max(LOST, 4 * error)
 
     def _doubts(self, row: Row) -> Iterator[str]:
-        """Why references are missing from the table of this row, its longest, or mean nothing; one sentence each."""
+        """What to know of the table of this row, its longest: few tokens, and references that are missing or mean
+        nothing; one sentence each.
+        """
+        if row.chosen_share is not None:
+            count = counted(row.scored_tokens or 0, "token")
+            few = f"; below {FEW_TOKENS} nothing is claimed" if tells_nothing(row) else ""
+            share = f"{row.chosen_share:.1%} of the last {row.targets} of the windows"
+            yield f"{count}, {share}{few}; others: the rest of these"
         protocol, trained = PROTOCOLS.get(row.protocol or "last"), row.training_length
         cut, text_cut, near = (self.row(line, row.length) for line in (CUT, TEXT_CUT, NEAR))
         if protocol and TEXT_CUT in protocol.references and not text_cut and (row.targets or 0) > trained:
@@ -202,19 +209,9 @@ class Grid:
             + ", ".join(filter(None, [counted(row.documents or 0, "document"), *settings])),
             *([f"standard errors over {pairs_of(row)}"] if row.nll_by_document[1:] else []),
             *shortfalls(row),
-            *_of_chosen(row),
             *self._doubts(row),
             *(" ".join(note) for regime, note in _REGIMES.items() if regime in regimes),
         ]
-
-
-def _of_chosen(row: Row) -> list[str]:
-    """How many tokens a protocol chose, and whether they are too few."""
-    if row.chosen_share is None:
-        return []
-    count = counted(row.scored_tokens or 0, "token")
-    few = f"; below {FEW_TOKENS} nothing is claimed" if tells_nothing(row) else ""
-    return [f"{count}, {row.chosen_share:.1%} of the last {row.targets} of the windows{few}; others: the rest of these"]
 
 
 def shortfalls(row: Row) -> list[str]:

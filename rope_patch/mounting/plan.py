@@ -20,6 +20,7 @@ from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, di
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
 from rope_patch.models.cached_keys import OWN_ROTATION, CacheTagging, cache_tag
 from rope_patch.models.config import scheme_of_layer_type
+from rope_patch.models.module_state import ModuleState
 from rope_patch.models.rope_parameters import rebuilt_numbers
 from rope_patch.mounting.entry import install_entry, install_table
 from rope_patch.mounting.hooks import LayerHook, StackHook
@@ -165,7 +166,10 @@ def _plan_layers(scheme: Scheme, stack: Stack, mount: Mount, left_alone: dict[in
     if stack.rotary and scheme.refines:
         scheme = _refining_own(scheme, stack, touched)
     owns_frequencies = "frequencies" in scheme.slots
-    by_tables = owns_frequencies and mount == "auto" and _fits_tables(scheme, stack, touched)
+    # the rotary module can hold frequencies of one table for all rows and layers, without another reader
+    left, ours = [x for x in (*stack.layers, *stack.others) if x not in touched], {layer.rotary for layer in touched}
+    shared = any(layer.rotates and layer.rotary in ours for layer in left)
+    by_tables = owns_frequencies and mount == "auto" and not shared and _is_static(scheme, stack, touched)
     frequencies: Literal["model", "late"] = "late" if owns_frequencies and not by_tables else "model"
     rotation = _rotation(scheme, stack, frequencies, mount, touched)
     scores = scheme.slots - {"frequencies", "embedding"} or scheme.decays
@@ -199,14 +203,6 @@ def _numbers(scheme: Scheme, layers: Sequence[AttentionLayer]) -> dict[int, dict
             "so the factor must be fixed; leave mscale_all_dim out, or use yarn"
         )
     return {layer.index: numbers for layer in layers if (numbers := by_kind[type(layer.module), layer.kind])}
-
-
-def _fits_tables(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]) -> bool:
-    """Whether the rotary module can hold the frequencies: one table for all rows and layers, and no other reader."""
-    ours = {layer.rotary for layer in touched}
-    every = (*stack.layers, *stack.others)
-    shared = any(layer.rotary in ours for layer in every if layer not in touched and layer.rotates)
-    return not shared and _is_static(scheme, stack, touched)
 
 
 def _is_static(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]) -> bool:
@@ -343,7 +339,7 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
         install_table(plan.scheme, stack.absolute, changes)
         return ()
     for module in {rotary.module: None for rotary in stack.rotary}:
-        changes.keep(module)
+        changes.log(module, ModuleState(module))  # which its forward changes
     for module, name, value in stack.replacements if plan.late else ():
         changes.set(module, name, value)
     installed = [

@@ -75,7 +75,10 @@ def late_attention(
     if not scores:
         rotated = RotatedCall(scaled, key, call.forward_cache, call, learned)
         states = rotated.query(ALL_PAIRS), rotated.key(ALL_PAIRS), value
-        previous = _previous_attention(module, implementation)
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        if implementation == "eager" and eager is None:
+            raise UnsupportedModel(f"{type(module).__module__} has no eager_attention_forward")
+        previous = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
         return previous(module, *states, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
 
     if torch.is_autocast_enabled(query.device.type):  # as for `scaled_dot_product_attention`
@@ -255,11 +258,3 @@ def _refuse_part_of_a_row(scheme: Scheme, implementation: str) -> None:
                 f"context parallelism is not supported: the attention of {scheme} sees only this process's part of the "
                 "row; use rope_patch.training.context_parallel, or a scheme of static frequencies (pi, yarn)"
             )
-
-
-def _previous_attention(module: nn.Module, implementation: str) -> Callable[..., Any]:
-    """The attention function of the unpatched module."""
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if implementation == "eager" and eager is None:
-        raise UnsupportedModel(f"{type(module).__module__} has no eager_attention_forward")
-    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_patch.errors import UnsupportedModel
-from rope_patch.models.module_state import EmptyTables, ModuleState, Refilling, remove_hook
+from rope_patch.models.module_state import EmptyTables, Refilling, remove_hook
 
 _HOOK, _STATE, _FORWARD = "(hook)", "(state)", "(forward)"  # entries of the log that are not attribute names
 
@@ -53,10 +53,6 @@ class Changes:
     def log(self, target: Any, change: Any) -> None:
         """Log a change of `target` that `change.restore()` takes back."""
         self._log.append((target, _STATE, True, change))
-
-    def keep(self, module: nn.Module) -> None:
-        """Log the state of a module whose forward changes it."""
-        self.log(module, ModuleState(module))
 
     def fill_tables(self, module: nn.Module, stack: nn.Module) -> None:
         """Let a rotary module of a `stack` on the meta device compute its tables, logged; see `EmptyTables`."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.tasks.retrieval import Batch, Prompt, Retrieval
-from rope_patch.evaluation.tasks.task import greedy
+from rope_patch.evaluation.tasks.task import greedy, prompt_ids
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -64,7 +64,7 @@ class Passkey(Retrieval):
         room = length - NEW_TOKENS
 
         def tokens(sentences: int) -> int:
-            return len(self._ids("".join(_around(sentences, depth, key))))
+            return len(prompt_ids(self.tokenizer, "".join(_around(sentences, depth, key))))
 
         if (needed := tokens(0)) > room:
             raise EvaluationError(
@@ -72,14 +72,8 @@ class Passkey(Retrieval):
                 "without any filler; use a longer length"
             )
         before, after = _around(bisect(range(1, room), room, key=tokens), depth, key)
-        ids = self._ids(before + after)
-        return Prompt(torch.tensor(ids), torch.tensor(list(map(int, str(key)))), len(ids) - len(self._ids(before)))
-
-    def _ids(self, text: str) -> list[int]:
-        """Token ids of a text, without the end token that some tokenizers append: the text continues."""
-        ids = self.tokenizer(text, verbose=False)["input_ids"]
-        ends = len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id
-        return ids[:-1] if ends else ids
+        ids, hidden = (prompt_ids(self.tokenizer, text) for text in (before + after, before))
+        return Prompt(torch.tensor(ids), torch.tensor(list(map(int, str(key)))), len(ids) - len(hidden))
 
 
 def _around(sentences: int, depth: float, key: int) -> tuple[str, str]:

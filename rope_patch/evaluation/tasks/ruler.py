@@ -23,7 +23,7 @@ from torch import nn
 from transformers import StoppingCriteria
 
 from rope_patch.errors import EvaluationError, require
-from rope_patch.evaluation.tasks.task import Cell, Task, fingerprint, greedy
+from rope_patch.evaluation.tasks.task import Cell, Task, fingerprint, greedy, prompt_ids
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -148,10 +148,7 @@ class Ruler(Task):
 
     def read(self, sample: Sample) -> torch.Tensor:
         """The model's input, `(tokens,)`."""
-        text = self._text(sample)
-        ids = self.tokenizer(text, add_special_tokens=not self.chat, verbose=False)["input_ids"]
-        ends = len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id  # some tokenizers append it; the text continues
-        return torch.tensor(ids[:-1] if ends else ids)
+        return torch.tensor(prompt_ids(self.tokenizer, self._text(sample), add_special_tokens=not self.chat))
 
     def count(self, sample: Sample) -> int:
         """Tokens of the prompt, as RULER counts them, without special tokens of the tokenizer."""
@@ -177,7 +174,6 @@ class _AllFound(StoppingCriteria):
 
 
 # --- the random draws of the tasks, in RULER's order ------------------------------------------------------------------
-
 
 Draw = Callable[[], Sample]  # draws the next sample of a task
 
