@@ -293,8 +293,18 @@ def is_as_shown(shown: str, printed: str) -> bool:
     return all(one == other or abs(float(one) - float(other)) <= 2.5e-3 for one, other in pairs)
 
 
+BY_COMMANDS = {DOCS / "how-to" / "end-to-end.md"}
+"""Pages with the output of commands, which `test_end_to_end.py` compares."""
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path not in BY_COMMANDS], ids=relative)
+def test_every_block_of_output_follows_the_code_that_prints_it(path):
+    text = path.read_text()
+    assert text.count("```text") == sum(bool(output) for _, output in SHOWN.findall(text))
+
+
 def test_the_pages_with_output_are_found():
-    assert {relative(path) for path in WITH_OUTPUT} >= {"README.md"}
+    assert {relative(path) for path in WITH_OUTPUT} >= {"README.md", "docs/comparison.md"}
 
 
 @pytest.mark.parametrize("path", WITH_OUTPUT, ids=relative)
@@ -320,8 +330,8 @@ def given_to_patch(code: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield call.args[1].value, {str(name): value.value for name, value in fields.items()}
 
 
-NO_SCHEMES = {"WINNER", "yarm", "rope+log_bias:scale=0.5", "$(cat"}
-"""A placeholder, a mistake that a page shows, a scheme that a page defines, and what a shell reads from a file."""
+NO_SCHEMES = {"WINNER", "yarm", "$(cat"}
+"""A placeholder, a mistake that a page shows, and what a shell reads from a file."""
 
 
 @pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "recipes").rglob("*.[py][ya]*"))], ids=relative)

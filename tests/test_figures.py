@@ -1,4 +1,4 @@
-"""The figures of the README and of the sweep's page are those of the rows in docs/results."""
+"""The figures of the README and of some pages are those of the rows in docs/results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from rope_patch.evaluation.row import Rows
 from rope_patch.evaluation.scheme_specs import display_name
 from rope_patch.evaluation.standard_errors import paired_difference
+from tests.recipes import run_script
 from tests.zoo import page as zoo
+from tools import encodings_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
@@ -69,3 +71,14 @@ def test_the_table_of_the_search() -> None:
         difference, error = paired_difference(found, yarn)
         told = [f"{row.loss:.3f}" for row in (yarn, mrrope, found)]
         assert [*told, f"{difference:+.3f} ± {error:.3f}"] in [run[2:6] for run in runs], file
+
+
+def test_the_table_of_the_encodings(tmp_path: Path) -> None:
+    for name in ("results.jsonl", "costs.jsonl"):
+        (tmp_path / name).write_bytes((RESULTS / "encodings" / name).read_bytes())
+    assert run_script(encodings_table, ["--folder", tmp_path]) == 0
+    table = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| `")]
+    shown = [line for line in (ROOT / "docs/encodings.md").read_text().splitlines() if line.startswith("| `")]
+    assert len(shown) > 30
+    assert [line for line in table if line not in shown] == [line for line in table if line.startswith("| `xl` ")]
+    assert set(shown) < set(table)
