@@ -74,7 +74,7 @@ def main(words: Sequence[str] | None = None) -> int:
             return run(module.Options, module.main, rest, f"rope-patch {command}")
         refusal = f"there is no command {command!r}; {did_you_mean(command, available())}"
         if command in COMMANDS:
-            refusal = f"{command} comes with the repository: run `pip install -e .` in a checkout of it"
+            refusal = f"{command} comes with the repository; there, run `pip install -e .`"
     except MissingPackage as error:
         refusal = str(error)
     print(f"rope-patch: {refusal}", file=sys.stderr)

@@ -152,7 +152,7 @@ def test_a_wheel_has_no_tools_and_answers_in_one_line(tmp_path, monkeypatch, cap
     for command in ("plot", "checkpoint"):
         assert main([command, "--help"]) == 2
         captured = capsys.readouterr()
-        assert captured.err == f"rope-patch: {command} comes with the repository: run `pip install -e .` in a checkout of it\n"
+        assert captured.err == f"rope-patch: {command} comes with the repository; there, run `pip install -e .`\n"
         assert captured.out == ""
     assert main(["plt"]) == 2
     assert "'plot'" not in capsys.readouterr().err
