@@ -31,6 +31,9 @@ VLLM_VENV ?= .venv-vllm
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 
+# the tests start dozens of processes, and each of them would compile torch and Transformers anew
+unexport PYTHONDONTWRITEBYTECODE
+
 .SECONDARY:
 .PHONY: setup demo demo-compare test scheme nightly zoo hard faults vllm-check transformers-tests lists notebooks notebooks-full docs wheel lint check bench \
 	gpu gpu-check gpu-bench gpu-finetune clean
