@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import itertools
+import json
 import re
 import sys
 import xml.etree.ElementTree
@@ -112,7 +113,14 @@ def test_every_link_leads_somewhere(path):
 
 def test_links_that_leave_the_site_become_names_of_files():
     repository = hook("repository")
-    there = ("sweep.md", "index.md", "contributing.md", "notebooks/01_patch_in_one_line.md", "images/a.png")
+    there = (
+        "sweep.md",
+        "index.md",
+        "contributing.md",
+        "notebooks/01_patch_in_one_line.md",
+        "images/a.png",
+        "notebooks/01_1.png",
+    )
     files = SimpleNamespace(get_file_from_path=lambda path: path if path in there else None)
 
     def linked(text, uri="how-to/x.md"):
@@ -128,6 +136,7 @@ def test_links_that_leave_the_site_become_names_of_files():
         linked("[a](01_patch_in_one_line.ipynb)", "notebooks/02_perplexity_vs_length.md")
         == "[a](01_patch_in_one_line.md)"
     )
+    assert linked("![a](01_1.png)", "notebooks/01_patch_in_one_line.md") == "![a](01_1.png)"
     assert linked("[a](https://b/c.md)") == "[a](https://b/c.md)"
     assert linked("[a](#b)") == "[a](#b)"
     assert linked("[a](../../CONTRIBUTING.md)") == "[a](../contributing.md)"
@@ -221,6 +230,17 @@ def test_equations_are_typeset_when_the_site_is_built():
     for equation in equations:
         drawn = xml.etree.ElementTree.fromstring(mathematics.typeset(equation))
         assert not any("\\" in (part.text or "") or "&" in (part.text or "") for part in drawn.iter()), equation
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=relative)
+def test_a_notebook_is_a_page_with_its_pictures_and_equations(path):
+    page, pictures = hook("notebooks").as_markdown(path)
+    assert all(f"]({name})" in page for name in pictures)
+    source = "".join("".join(cell["source"]) for cell in json.loads(path.read_text())["cells"])
+    assert page.count("```math\n") == source.count("$$") // 2
+    assert "$" not in re.sub(r"`[^`\n]+`", "", FENCE.sub("", page))
+    for equation in [code for language, code in FENCE.findall(page) if language == "math"]:
+        xml.etree.ElementTree.fromstring(hook("mathematics").typeset(equation))
 
 
 def test_the_help_of_a_command_is_a_table():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
+_EQUATION = re.compile(r"(?P<code>`[^`\n]+`)|\$\$(?P<block>.+?)\$\$|\$(?P<inline>[^$\n]+)\$", re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -29,7 +32,8 @@ def as_markdown(path: Path) -> tuple[str, dict[str, bytes]]:
     pictures: dict[str, bytes] = {}
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
-        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        text = cell["cell_type"] == "markdown"
+        parts.append(_EQUATION.sub(_typeset, source) if text else f"```python\n{source}\n```")
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if "image/png" in data:
@@ -38,9 +42,16 @@ def as_markdown(path: Path) -> tuple[str, dict[str, bytes]]:
                 parts.append(f"![Output of the cell above]({name})")
             elif "text/html" in data:
                 parts.append(_text(data["text/html"]))
-            elif text := _text(output.get("text") or data.get("text/plain", "")):
-                parts.append(f"```text\n{text}\n```")
+            elif shown := _text(output.get("text") or data.get("text/plain", "")):
+                parts.append(f"```text\n{shown}\n```")
     return "\n\n".join(parts) + "\n", pictures
+
+
+def _typeset(match: re.Match[str]) -> str:
+    """An equation as MathML in the line, or as the block that `mathematics.py` typesets."""
+    if match["code"]:
+        return match["code"]
+    return f"```math\n{match['block'].strip()}\n```" if match["block"] else convert(match["inline"])
 
 
 def _text(lines: Any) -> str:

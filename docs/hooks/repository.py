@@ -59,8 +59,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def _within_site(match: re.Match[str], source: str, uri: str, files: Files) -> str:
     target, hash_sign, anchor = match["target"].partition("#")
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-    shown = SHOWN.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
-    if shown is not None and files.get_file_from_path(shown) is not None:
+    shown = SHOWN.get(path, path.removeprefix("docs/"))
+    if files.get_file_from_path(shown) is not None:
         there = posixpath.relpath(shown, posixpath.dirname(uri) or ".")
         return f"{match['image']}[{match['text']}]({there}{hash_sign}{anchor})"
     said = match["text"].strip("`")

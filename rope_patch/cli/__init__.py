@@ -41,8 +41,8 @@ COMMANDS = {
 HELP = """\
 usage: rope-patch COMMAND [CONFIG.yaml] [OPTIONS]
 
-Other position schemes for checkpoints of Transformers, and what they are worth. Begin with the small checkpoint that
-comes with the recipes; then give the same command your own, with --model DIR --text FILE.
+Patch checkpoints of Transformers with other position schemes, and measure how much each helps. Start with the small
+checkpoint that comes with the recipes; then pass your own: --model DIR --text FILE.
 
 {commands}
 
@@ -51,8 +51,8 @@ examples:
   rope-patch perplexity --scheme yarn:target=auto --lengths 256,1024 --documents 4
   rope-patch COMMAND --help
 
-Results go to stdout, sentences, progress and errors to stderr. exit status: 0 done; 2 wrong input, in one line;
-130 interrupted by Ctrl-C; 141 where whoever read the output went away."""
+Results go to stdout; messages, progress and errors go to stderr. Exit status: 0 done; 2 wrong input, in one line;
+130 interrupted by Ctrl-C; 141 stdout was closed."""
 
 
 def main(words: Sequence[str] | None = None) -> int:

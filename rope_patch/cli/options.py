@@ -92,7 +92,6 @@ Specs = Annotated[tuple[str, ...], tyro.conf.arg(name="scheme", metavar="SCHEME"
 Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint=_hint)]
 """Words behind one option."""
 
-
 Word = Annotated[str | None, tyro.conf.arg(metavar="[NAME]", help_behavior_hint=_hint)]
 Words = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME ...]", help_behavior_hint=_hint)]
 """Positional words that may be left out."""
@@ -137,7 +136,7 @@ def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | No
         words: of the command line; default those of this process, which then ends.
 
     Returns:
-        exit status: 0, 2 for wrong input, 130 when interrupted, 141 where whoever read stdout went away.
+        exit status: 0, 2 for wrong input, 130 when interrupted, 141 when stdout was closed.
     """
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # also the bars of libraries: in a log they are no lines
