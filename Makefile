@@ -2,8 +2,9 @@
 # make demo-compare  set up, then train six position encodings from scratch and compare them (under five minutes)
 # make test       set up what they need, then run the tests
 # make scheme NAME=rerope  the tests of one scheme (two minutes), and its line in the reference
-# make nightly    set up, then all that CI leaves out: the tests on every family and scheme, with a figure of coverage;
-#                 hard, notebooks and, where the processor has AVX-512, vllm-check
+# make nightly    set up, then all that CI leaves out: the tests on every family, with a figure of coverage; hard,
+#                 notebooks and, where the processor has AVX2, vllm-check (under an hour on two cores)
+# make nightly-tests  set up, then its tests alone; OPTIONS="--part 2/4 --cov-append" runs the second of four parts
 # make zoo        set up, then check a tiny model of every type of Transformers; writes docs/families.md (forty minutes)
 #                 OPTIONS="--only llama gemma3" checks these alone
 # make hard       set up, then thousands of random cases and fuzzed inputs (about two minutes)
@@ -35,7 +36,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .SECONDARY:
-.PHONY: setup demo demo-compare test scheme nightly zoo hard faults vllm-check transformers-tests lists notebooks notebooks-full docs wheel lint check bench \
+.PHONY: setup demo demo-compare test scheme nightly nightly-tests zoo hard faults vllm-check transformers-tests lists notebooks notebooks-full docs wheel lint check bench \
 	gpu gpu-check gpu-bench gpu-finetune clean
 
 # Each stamp is an extra of pyproject.toml: what a target needs, and no more; `dev` has the others in it. Python compiles
@@ -67,12 +68,14 @@ scheme: $(VENV)/.test
 	@$(BIN)/python -m tests.lists
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --scheme $(NAME) $(OPTIONS)
 
-nightly: $(VENV)/.test
+nightly: nightly-tests hard notebooks
+	@if grep -q avx2 /proc/cpuinfo; then $(MAKE) vllm-check; \
+		else echo "vLLM was not run: this processor has no AVX2"; fi
+
+nightly-tests: $(VENV)/.test
 	@echo "== tests on every family (much longer than the usual run)"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --all-families --cov=rope_patch --cov-report=term:skip-covered
-	$(MAKE) hard notebooks
-	@if grep -q avx512f /proc/cpuinfo; then $(MAKE) vllm-check; \
-		else echo "vLLM was not run: this processor has no AVX-512"; fi
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --all-families --cov=rope_patch \
+		--cov-report=term:skip-covered $(OPTIONS)
 
 zoo: $(VENV)/.test
 	@echo "== a tiny model of every type of Transformers, into docs/families.md (forty minutes; continues where it stopped)"

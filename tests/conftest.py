@@ -26,7 +26,7 @@ from rope_patch.mounting import parameters
 from tests.cases import home_of
 from tests.families import build
 from tests.reading import is_anew, remembering
-from tests.sampling import in_usual_run
+from tests.sampling import in_nightly_run, in_usual_run
 
 logging.set_verbosity_error()
 
@@ -35,9 +35,10 @@ gc.set_threshold(10_000, 20, 20)  # a patched model goes with a round of the col
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of the long run."""
-    every = "every family under every scheme instead of a sample, and nightly tests"
+    """What is run: the long run, a part of a run, or one scheme."""
+    every = "the long run: nightly tests, every family, and more squares of the board of families and schemes"
     parser.addoption("--all-families", action="store_true", help=every)
+    parser.addoption("--part", metavar="N/OF", default="1/1", help="every OF-th test from the N-th on, such as 2/4")
     parser.addoption(
         "--scheme",
         metavar="NAME",
@@ -46,18 +47,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to the long run, and to machines with a GPU, what belongs there."""
+    """Leave to the long run, to machines with a GPU and to other parts what belongs there."""
     every, cuda = config.getoption("all_families"), torch.cuda.is_available()
     scheme = config.getoption("scheme")
 
     def runs(item: pytest.Item) -> bool:
         if scheme is not None and not _is_of(item, scheme):
             return False
-        taken = every or in_usual_run(item, of_one_scheme=scheme is not None)
+        taken = in_nightly_run(item) if every else in_usual_run(item, of_one_scheme=scheme is not None)
         return taken and (cuda or item.get_closest_marker("cuda") is None)
 
-    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
-    items[:] = [item for item in items if runs(item)]
+    number, parts = map(int, config.getoption("part").split("/"))
+    kept = [item for item in items if runs(item)][number - 1 :: parts]
+    config.hook.pytest_deselected(items=list({*items} - {*kept}))
+    items[:] = kept
 
 
 @pytest.fixture(autouse=True, scope="module")

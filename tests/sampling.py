@@ -1,4 +1,4 @@
-"""Which cases belong to the usual run: a few of every scheme and of every family. The long run takes all of them."""
+"""Which cases belong to the usual run, and which to the long one: a few of every scheme and of every family, or more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from tests.cases import ALL, REPRESENTATIVE, ROUTES
 from tests.families import FAMILIES, SAMPLE, SCALED
 
 ONE_IN = 12
-"""Of the squares of a board of families and schemes."""
+"""Of the squares of a board of families and schemes, in the usual run."""
+
+ONE_IN_NIGHTLY = 4
+"""Likewise in the long run, whose board has every family."""
 
 ONE_IN_FURTHER = 6
 """Of the settings that are no `REPRESENTATIVE`, where a test runs Llama under all of them."""
@@ -47,6 +50,17 @@ def in_usual_run(item: pytest.Item, of_one_scheme: bool = False) -> bool:
     return True
 
 
+def in_nightly_run(item: pytest.Item) -> bool:
+    """Whether a test is one of the long run: of the board of families and schemes every fourth square, other squares for
+    each test; Llama and the scaled checkpoints under all schemes; and all that is not tried on every family.
+    """
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    family, spec = params.get("family"), params.get("spec")
+    if family not in FAMILIES or family in ("llama", *SCALED) or spec not in ALL or in_usual_run(item):
+        return True
+    return (_row(family) + _column(spec) + _turn(item, list(item.iter_markers("parametrize")))) % ONE_IN_NIGHTLY == 0
+
+
 def is_sampled(family: str, spec: str, turn: int) -> bool:
     """Whether a square of the board is one of the usual run, at this turn of the board: every twelfth square, so that
     each family meets several schemes and each scheme several families.
@@ -57,8 +71,15 @@ def is_sampled(family: str, spec: str, turn: int) -> bool:
     if family in SCALED:
         met = [each for each in REPRESENTATIVE if each in ROUTES or _leaves_frequencies(each)]
         return spec in met and (SCALED.index(family) + met.index(spec) + turn) % 3 == 0
-    others = [each for each in FAMILIES if each in SAMPLE - {"llama"} and each not in SCALED]
-    return (others.index(family) + REPRESENTATIVE.index(spec) + turn) % ONE_IN == 0
+    return (_row(family) + _column(spec) + turn) % ONE_IN == 0
+
+
+def _row(family: str) -> int:
+    return [each for each in FAMILIES if each != "llama" and each not in SCALED].index(family)
+
+
+def _column(spec: str) -> int:
+    return (REPRESENTATIVE if spec in REPRESENTATIVE else ALL).index(spec)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What the usual run leaves to the long one: no scheme, no family, and of a marked test no value of a parameter."""
+"""What a run leaves out: no scheme, no family, and of a marked test no value of a parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.cases import REPRESENTATIVE
 from tests.families import FAMILIES, SAMPLE, SCALED
-from tests.sampling import ONE_IN, in_usual_run, is_sampled
+from tests.sampling import ONE_IN, ONE_IN_NIGHTLY, in_nightly_run, in_usual_run, is_sampled
 
 OTHERS = sorted((SAMPLE & FAMILIES.keys()) - {"llama"} - set(SCALED))
 PLAIN, LISTED = (
@@ -31,6 +31,31 @@ def test_every_family_meets_schemes_and_every_scheme_families(turn):
 def test_as_many_turns_take_every_square_once():
     for family, spec in itertools.product(OTHERS, REPRESENTATIVE):
         assert sum(is_sampled(family, spec, turn) for turn in range(ONE_IN)) == 1
+
+
+class Square:
+    """A case of a test of families and schemes."""
+
+    mark = pytest.mark.parametrize(("family", "spec"), []).mark
+    fixturenames = ("model",)
+
+    def __init__(self, name, family, spec):
+        self.originalname, self.callspec = name, SimpleNamespace(params={"family": family, "spec": spec})
+
+    def iter_markers(self, name):
+        return [self.mark]
+
+    def get_closest_marker(self, name):
+        return None
+
+
+def test_the_long_run_has_what_the_usual_one_has_and_every_family_under_a_fourth_of_the_schemes():
+    for name, family in itertools.product(("one", "other"), FAMILIES):
+        squares = [Square(name, family, spec) for spec in REPRESENTATIVE]
+        long = [square for square in squares if in_nightly_run(square)]
+        assert {*filter(in_usual_run, squares)} <= {*long}
+        fewest = len(squares) if family in ("llama", *SCALED) else len(squares) // ONE_IN_NIGHTLY
+        assert fewest <= len(long) <= max(fewest, len(squares) // ONE_IN_NIGHTLY + 1)
 
 
 def item(one, x, *marks):
