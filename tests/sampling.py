@@ -1,4 +1,4 @@
-"""Which cases belong to the usual run, and which to the long one: a few of every scheme and of every family, or more."""
+"""Which cases belong to the usual run and which to the long one: a few of every scheme and of every family, or more."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def in_usual_run(item: pytest.Item, of_one_scheme: bool = False) -> bool:
 
 
 def in_nightly_run(item: pytest.Item) -> bool:
-    """Whether a test is one of the long run: of the board of families and schemes every fourth square, other squares for
-    each test; Llama and the scaled checkpoints under all schemes; and all that is not tried on every family.
+    """Whether a test is one of the long run: of the board of families and schemes every fourth square, others for each
+    test; Llama and the scaled checkpoints under all schemes; and all that is not tried on every family.
     """
     params = item.callspec.params if hasattr(item, "callspec") else {}
     family, spec = params.get("family"), params.get("spec")
