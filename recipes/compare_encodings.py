@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.options import Count, Names, Numbers, Text, print_json, run, say
+from rope_patch.cli.options import Count, Names, Numbers, Text, in_one_process, print_json, run, say
 from rope_patch.errors import EvaluationError, MissingPackage, RopePatchError, did_you_mean
 
 LINEAR = "linear "  # before a scheme: under linear attention
@@ -92,6 +92,7 @@ def main(options: Options) -> None:
 
 def check(options: Options) -> None:
     """Refuse wrong options before the training."""
+    in_one_process("compare")
     for spec in options.encodings:
         scheme_of(spec)
     for spec in options.only:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.options import Lengths, Names, run
+from rope_patch.cli.options import Lengths, Names, in_one_process, run
 
 MADE_HERE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
 DOWNLOADED = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
@@ -60,6 +60,7 @@ def main(options: Options) -> None:
     from rope_patch.errors import EvaluationError, require
     from rope_patch.saving.loading import default_checkpoint, load_model, load_tokenizer, quiet_transformers
 
+    in_one_process("lm_eval_patched.py")
     require("lm_eval", "this recipe")
     import lm_eval
     from lm_eval.models.huggingface import HFLM

@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.options import Count, Numbers, OptionalLength, Positional, Text, run, say
+from rope_patch.cli.options import Count, Numbers, OptionalLength, Positional, Text, in_one_process, run, say
 from rope_patch.errors import EvaluationError, require
 
 PAGE = 256  # tokens; the cache is given out in pages
@@ -60,6 +60,7 @@ class Options:
 
 def main(options: Options) -> None:
     """Serve until SIGTERM or Ctrl-C."""
+    in_one_process("serve")
     for package in ("fastapi", "uvicorn", "openai"):
         require(package, "the server", extra="serve")
     import uvicorn

@@ -13,6 +13,9 @@ from typing import Any
 
 import peft  # noqa: F401  what takes seconds to import
 import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from torch import distributed
 
 import rope_patch.training.callbacks
 import rope_patch.training.checkpoints  # noqa: F401
@@ -37,6 +40,25 @@ def run_many(number: int, function: Callable[..., None], *arguments: Any, second
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(number)}
     ranks = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
     return _run([(function, (rank, *arguments), environment) for rank, environment in enumerate(ranks)], seconds)
+
+
+FSDP2 = {  # what `accelerate launch` makes of recipes/configs/accelerate/fsdp2.yaml
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+
+
+def shard_on_cpu() -> None:
+    """Let accelerate use FSDP2 in this process, which joins the others on gloo. It shards weights on accelerators
+    alone, so the CPU presents itself as one.
+    """
+    os.environ |= FSDP2
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    distributed.init_process_group("gloo")
 
 
 def _run(calls: list[tuple[Callable[..., None], tuple[Any, ...], dict[str, str]]], seconds: float) -> list[int | None]:

@@ -233,6 +233,16 @@ def is_main() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def in_one_process(what: str) -> None:
+    """Refuse the other processes that a launcher started.
+
+    Raises:
+        EvaluationError: there is more than one.
+    """
+    if (number := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise EvaluationError(f"{what} runs in one process, but a launcher started {number}")
+
+
 def print_json(document: Any) -> None:
     """Print one JSON document, once, however many processes measured."""
     if is_main():

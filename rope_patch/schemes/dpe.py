@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.rules import AtLeast, WholeNumbers
-from rope_patch.schemes.slots import Checkpoint, Region
-from rope_patch.schemes.tools.positions import Grouped, Identity, PerPair
+from rope_patch.schemes.slots import Checkpoint, Region, near_and_far
+from rope_patch.schemes.tools.positions import Grouped, PerPair
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,4 @@ class DimensionWise(Scheme):
         shifts = [w - (w / step if self.shift == "fractional" else w // step) for step in self.groups]
         moved = PerPair(tuple(map(Grouped, self.groups, shifts)), self.sizes)
         plain = PerPair(tuple(map(Grouped, self.groups)), self.sizes)
-        return (
-            Region(Identity(), Identity(), start=1 - w, stop=w),
-            Region(moved, plain, start=w),
-            Region(plain, moved, stop=1 - w),
-        )
+        return near_and_far(w, moved, plain)

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.rules import AtLeast
-from rope_patch.schemes.slots import Region, Target
-from rope_patch.schemes.tools.positions import Constant, Identity, Interpolated
+from rope_patch.schemes.slots import Region, Target, near_and_far
+from rope_patch.schemes.tools.positions import Constant, Interpolated
 
 _POST = Source(
     "Transformer upgrade 12: ReRoPE, unlimited extrapolation?",
@@ -42,12 +42,7 @@ class ReRoPE(Scheme):
         return {"window": target.window}
 
     def segments(self) -> tuple[Region, ...]:
-        w = self.window
-        return (
-            Region(Identity(), Identity(), start=1 - w, stop=w),
-            Region(Constant(w), Constant(0), start=w),
-            Region(Constant(0), Constant(w), stop=1 - w),
-        )
+        return near_and_far(self.window, Constant(self.window), Constant(0))
 
 
 @dataclass(frozen=True)
@@ -77,8 +72,4 @@ class LeakyReRoPE(Scheme):
     def segments(self) -> tuple[Region, ...]:
         w, k = self.window, self.factor
         shifted, plain = Interpolated(k, shift=w - w / k), Interpolated(k)
-        return (
-            Region(Identity(), Identity(), start=1 - w, stop=w),
-            Region(shifted, plain, start=w),
-            Region(plain, shifted, stop=1 - w),
-        )
+        return near_and_far(w, shifted, plain)

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from rope_patch.schemes.base import Scheme, Source, Sweep
 from rope_patch.schemes.rules import AtLeast
-from rope_patch.schemes.slots import Region, Target
-from rope_patch.schemes.tools.positions import Grouped, Identity
+from rope_patch.schemes.slots import Region, Target, near_and_far
+from rope_patch.schemes.tools.positions import Grouped
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,4 @@ class SelfExtend(Scheme):
     def segments(self) -> tuple[Region, ...]:
         w, g = self.window, self.group_size
         shifted, plain = Grouped(g, shift=w - (w // g if self.shift == "floor" else w / g)), Grouped(g)
-        return (
-            Region(Identity(), Identity(), start=1 - w, stop=w),
-            Region(shifted, plain, start=w),
-            Region(plain, shifted, stop=1 - w),
-        )
+        return near_and_far(w, shifted, plain)

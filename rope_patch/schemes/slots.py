@@ -230,4 +230,15 @@ class Region:
         return self.chunk == 1 and self.keys_below == math.inf
 
 
+def near_and_far(window: float, later: PositionMap, earlier: PositionMap) -> tuple[Region, Region, Region]:
+    """True positions for pairs that are closer than `window` tokens. In all others the token that comes later is
+    rotated to the position `later`, and the other to `earlier`, so it is the same in both directions.
+    """
+    return (
+        Region(Identity(), Identity(), start=1 - window, stop=window),
+        Region(later, earlier, start=window),
+        Region(earlier, later, stop=1 - window),
+    )
+
+
 ALL_PAIRS = Region(Identity(), Identity())  # every pair, rotated by its true positions

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import datetime
 import gc
+import os
+import signal
 import traceback
 import warnings
 
@@ -35,6 +37,12 @@ LENGTH = 45
 USUAL = [CASES[name] for name in ("dynamic_ntk", "dca", "lm_infinite", "xpos", "fox", "shaw", "sinusoidal")]
 USUAL += ["layers:[0=nope+logn;rest=rerope:window=6]"]
 BY_HEADS = ["rerope:window=6+logn:training_length=8", CASES["alibi"], CASES["fox"]]
+ADAPTED = [  # sinks, windows in some layers and experts; windows and norms of queries; norms of queries
+    *((spec, "gpt_oss") for spec in ("rerope:window=6+logn:training_length=8", CASES["yarn"], CASES["alibi"])),
+    (CASES["dca"], "gemma3"),
+    ("layers:[sliding_attention=rope;full_attention=rerope:window=6]", "gemma3"),
+    (CASES["self_extend"], "qwen3"),
+]
 FAMILIES = ["gemma3", "llama_longrope", "gpt_oss", "gemma2", "mistral", "qwen3", "baichuan_alibi"]
 
 
@@ -152,9 +160,11 @@ def test_on_two_processes():
 
 @pytest.mark.nightly
 def test_more_on_two_processes():
-    checks = [*of_families(FAMILIES[3:]), ("autocast",), ("wrappers",), ("modes",)]
-    checks += [("scheme_is_exact", CASES["rerope"], "packed", "ulysses", "gemma3")]
+    checks = [*of_families(FAMILIES[3:]), ("autocast",), ("wrappers",), ("modes",), ("traffic",)]
+    checks += [("scheme_is_exact", CASES["rerope"], "packed", "ulysses", "gemma3"), ("documents",)]
+    checks += [("scheme_is_exact", CASES["rerope"], "skipping", "ulysses", "gpt_oss")]
     checks += [("scheme_is_exact", CASES["dca"], "left", "gather", "baichuan_alibi")]
+    checks += [("adapters", spec, family) for spec, family in ADAPTED]
     assert run_many(2, in_group, checks) == [0, 0]
 
 
@@ -237,11 +247,10 @@ def autocast():
         assert (found - exact).norm() < 1.3 * (alone - exact).norm()
 
 
-def adapters():
-    model = patched(CASES["kerple"])
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False, modules_to_save=["rope_patch"]
-    )
+def adapters(spec=CASES["kerple"], family="llama"):
+    model = patched(spec, family)
+    learned = ["rope_patch"] if learned_parameters(model) else None
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False, modules_to_save=learned)
     adapted = peft.get_peft_model(model, config).double()
     _, got = compare(adapted, "left")
     assert {"lora_A", "lora_B"} <= {part for name, value in got.items() if value.any() for part in name.split(".")}
@@ -333,6 +342,71 @@ def refusals():
             model(own, attention_mask=torch.ones(2, 1, own.shape[1], own.shape[1], dtype=torch.bool))
     before = copy.deepcopy(model)(ids).logits
     torch.testing.assert_close(model(ids).logits, before)
+
+
+def documents():
+    """GPT-OSS lets the documents of a packed row see each other on one process; in a shared row they are separate."""
+    model = patched(CASES["rerope"], "gpt_oss")
+    ids, _, given, _ = batch("packed")
+    with torch.no_grad(), context_parallel(model) as parallel:
+        positions = parallel.shard(given["position_ids"])
+        found = parallel.gather(model(parallel.shard(ids), position_ids=positions).logits)
+    with torch.no_grad():
+        alone = torch.cat([model(ids[:, :13]).logits, model(ids[:, 13:]).logits], dim=1)
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-6)
+
+
+def traffic():
+    """Bytes that a process receives in each layer are those of docs/finetuning.md, however many regions a scheme has."""
+    number, batch_size, length, received = distributed.get_world_size(), 2, 48, []
+    exchanges = {name: getattr(distributed, name) for name in ("all_gather", "reduce_scatter", "all_to_all_single")}
+
+    def counted(name):
+        def exchange(output, given, **keywords):
+            whole = given if torch.is_tensor(given) else torch.stack(given)
+            if name == "all_gather":
+                whole = torch.stack(output)
+            if whole.is_floating_point():  # positions and masks are exchanged once a forward
+                received.append(whole.nbytes * (number - 1) // number)
+            return exchanges[name](output, given, **keywords)
+
+        return exchange
+
+    ids = torch.randint(1, VOCABULARY, (batch_size, length), generator=torch.Generator().manual_seed(0))
+    for name in exchanges:
+        setattr(distributed, name, counted(name))
+    try:
+        for spec in (None, CASES["rerope"], CASES["dca"]):
+            model = patched(spec)
+            layers, heads, kv_heads, dim = 2, 4, 2, 16
+            numbers = {"gather": 2 * kv_heads * number, "ulysses": 2 * heads + 2 * max(kv_heads, number)}
+            for backend, each in numbers.items():
+                expected = layers * batch_size * each * dim * 8 * length * (number - 1) // number**2
+                with context_parallel(model, backend=backend) as parallel:
+                    received.clear()
+                    logits = model(parallel.shard(ids)).logits
+                    assert sum(received) == expected, (spec, backend, "forward")
+                    received.clear()
+                    logits.sum().backward()
+                    assert sum(received) == expected, (spec, backend, "backward")
+    finally:
+        for name, exchange in exchanges.items():
+            setattr(distributed, name, exchange)
+
+
+def dies(rank):
+    """In the second layer the last process is killed; the others end with an error that names the lost connection."""
+    distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    model = patched("rerope:window=6")
+    if rank == distributed.get_world_size() - 1:
+        model.base_model.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with context_parallel(model) as parallel, pytest.raises(RuntimeError, match="peer"):
+        model(parallel.shard(batch("plain")[0]))
+
+
+@pytest.mark.nightly
+def test_one_killed_among_four_ends_the_others():
+    assert run_many(4, dies, seconds=100) == [0, 0, 0, -signal.SIGKILL]
 
 
 def test_without_processes():
