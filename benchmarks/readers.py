@@ -240,9 +240,14 @@ def as_gguf(folder: str, place: Path, sources: Path) -> str:
     """A GGUF file of an exported folder. A scheme that the converter drops goes into that of the plain checkpoint."""
     name = str(place / "model.gguf")
     entry = json.loads((Path(folder) / "config.json").read_text())["rope_parameters"]
+    scheme: rope_patch.Scheme | None = None
     if entry["rope_type"] == "longrope" and entry["short_factor"] == entry["long_factor"]:
         lists = entry["short_factor"], entry["long_factor"]
         scheme = rope_patch.LongRoPE(*lists, attention_factor=entry["attention_factor"])
+    if entry["rope_type"] == "proportional":
+        fields = {name: entry[name] for name in ("partial_rotary_factor", "factor")}
+        scheme = rope_patch.get_scheme("proportional", **fields)
+    if scheme is not None:
         convert(default_checkpoint(), str(place / "plain.gguf"), sources)
         export_gguf(place / "plain.gguf", name, scheme, length=4 * L)
     else:
