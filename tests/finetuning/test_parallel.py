@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental import context_parallel
 import rope_patch
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.evaluation import charts
-from tests.evaluation.conftest import tiny_llama
+from tests.evaluation.conftest import byte_tokenizer, tiny_llama
 from tests.processes import run_one, run_two
 from tests.recipes import run_recipe
 
@@ -63,6 +63,23 @@ def test_two_processes_train_what_one_trains(options, tmp_path):
         assert set(handed_over(train, words_of(more))) == {0}
         for key, value in weights(straight).items():
             torch.testing.assert_close(weights(more)[key], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.nightly
+def test_two_processes_train_a_checkpoint_in_bfloat16(options, tmp_path):
+    """Weights that train in float32 equal those of one process; adapters beside bfloat16 do so up to its rounding."""
+    tiny_llama().bfloat16().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    half = {"method": "lora", "dtype": "bfloat16", "precision": "bfloat16"}
+    for name, case, off in (("full", {}, 1e-5), ("adapters", half, 0.05)):
+        shared = {"model": tmp_path / "model", "batch_size": 4, "steps": 3, **case}
+        one, two = (options(**shared, output=tmp_path / f"{name} {number}") for number in (1, 2))
+        assert run_one(train, 0, words_of(one)) == 0
+        assert run_two(train, words_of(two)) == [0, 0]
+        assert losses(two) == pytest.approx(losses(one), abs=off)
+        expected, found = weights(one), weights(two)
+        for key, value in expected.items():
+            assert (found[key] - value).norm() <= off * value.norm(), key
 
 
 def divide_a_row(rank):

@@ -357,7 +357,7 @@ def documents():
 
 
 def traffic():
-    """Bytes that a process receives in each layer are those of docs/finetuning.md, however many regions a scheme has."""
+    """Bytes that a process receives in each layer are those of the page, however many regions a scheme has."""
     number, batch_size, length, received = distributed.get_world_size(), 2, 48, []
     exchanges = {name: getattr(distributed, name) for name in ("all_gather", "reduce_scatter", "all_to_all_single")}
 
