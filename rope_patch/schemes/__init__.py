@@ -15,6 +15,7 @@ from rope_patch.schemes.fope import FoPECut
 from rope_patch.schemes.fox import FoX
 from rope_patch.schemes.giraffe import PowerScaling, TruncatedBasis
 from rope_patch.schemes.hierarchical import Hierarchical
+from rope_patch.schemes.info_scale import InfoScale
 from rope_patch.schemes.inkling import Inkling
 from rope_patch.schemes.kerple import KERPLE
 from rope_patch.schemes.learned import Learned
