@@ -250,7 +250,8 @@ def _older_words(parameters: dict[str, Any]) -> dict[str, Any]:
     """For Transformers before 5 and the like: `rope_theta` at the top, `type` and `rope_type` in `rope_scaling`."""
     names = ("rope_theta", "partial_rotary_factor")
     apart: dict[str, Any] = {name: parameters[name] for name in names if name in parameters}
-    scaling = {key: value for key, value in parameters.items() if key not in apart}
+    twice = {"partial_rotary_factor"} if parameters["rope_type"] == "proportional" else set()  # mlx-lm reads it there
+    scaling = {key: value for key, value in parameters.items() if key not in apart.keys() - twice}
     named = {"type": parameters["rope_type"], **scaling}
     return {**apart, "rope_scaling": None if parameters["rope_type"] == "default" else named}
 
