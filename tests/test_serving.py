@@ -101,6 +101,12 @@ def test_older_readers_find_their_own_words(checkpoint):
     assert config["rope_theta"] == 10000
 
 
+@pytest.mark.filterwarnings("ignore::rope_patch.RopePatchWarning")
+def test_mlx_finds_the_share_of_pairs_where_it_reads_it(checkpoint):
+    config = describe_serving(checkpoint, "proportional:partial_rotary_factor=0.5,factor=4", readers=["mlx"]).config
+    assert config["rope_scaling"]["partial_rotary_factor"] == config["partial_rotary_factor"] == 0.5
+
+
 def test_the_converter_of_llama_cpp_finds_the_length_of_llama3_where_it_looks(checkpoint):
     assert describe_serving(checkpoint, "llama3:factor=8").config["original_max_position_embeddings"] == TRAINING_LENGTH
 
