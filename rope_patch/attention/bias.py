@@ -1,8 +1,7 @@
-"""Biases by distance as additive masks that need only one number per distance and head.
+"""Biases by distance as additive masks that need only one number per distance and head, for the tiles of `segmented`.
 
-Both forms serve the tiles of `segmented`. A bias that is a difference of sums, such as a multiple of the distance,
-needs only a term per key, because softmax cancels what is constant in a row. Any other bias is constant along every
-diagonal of a tile, so with the queries in reverse order the mask is a strided view of one vector.
+A difference of sums, such as a multiple of the distance, needs only a term per key, because softmax cancels what is
+constant in a row. Any other bias is constant along every diagonal of a tile: a strided view of one vector.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""A few queries against a long cache, without rotating the cache.
+"""A few queries against a long cache, without rotating the cache: each region is a run of slots.
 
-Queries are rotated once per region. Each region is a run of slots. Keys are rotated only where the region differs from
-the rotation in the cache: the near window, a few of many. `attend` cuts these runs out of the cache; `attend_in_graph`
-does the same for one query, with shapes that do not depend on the step, for a compiler.
+Keys are rotated only where the region differs from the rotation in the cache: the near window, a few of many.
 """
 
 from __future__ import annotations

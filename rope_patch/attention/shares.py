@@ -1,7 +1,6 @@
 """A row that several processes share: which tokens each one holds, and how they exchange them.
 
-Every exchange is a linear map between the processes. Its backward is the transposed map, so gradients return to the
-process that holds the token.
+Every exchange is a linear map between the processes, and its backward the transposed map.
 """
 
 from __future__ import annotations

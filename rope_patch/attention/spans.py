@@ -1,8 +1,5 @@
 """Runs of tokens in which distance is a difference of slots: a row without its pads, or one packed document; and the
 pads behind the tokens of a row.
-
-Within a span the geometry of a region is known in advance, so kernels can work on whole rectangles instead of checking
-every pair.
 """
 
 from __future__ import annotations

@@ -1,12 +1,4 @@
-"""The measuring loop: `run` measures every scheme at every length on one task, and every measurement is one `Row`.
-
-from rope_patch.evaluation.run import run
-from rope_patch.evaluation.row import Rows
-from rope_patch.evaluation.tasks.perplexity import Perplexity
-
-task = Perplexity(tokenizer, corpus)
-rows = run(model, task, ["plain", "window", "yarn:target=auto"], [256, 1024], Rows("runs/perplexity.jsonl"))
-"""
+"""The measuring loop: `run` measures every scheme at every length on one task, and every measurement is one `Row`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The positions that a stack passes to its layers, for schemes that use positions.
-
-Positions on several axes (mRoPE): models of images and text position an image patch by time, row and column. Text
-tokens have equal positions on all axes, and their rotation is the ordinary one. A scheme in the model's own tables
-never reads positions, so it is exact on images, too. All other schemes position a token on one axis.
+"""The positions that a stack passes to its layers, for schemes that use positions, also on several axes (mRoPE).
 
 Source: Qwen2-VL, 2409.12191, section 2.1.
 """
