@@ -13,9 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch.errors import UnsupportedModel
-from rope_patch.models import absolute, llama, t5
-from rope_patch.models.baichuan import adapter as baichuan
-from rope_patch.models.baichuan import published_remote_code
+from rope_patch.models import absolute, baichuan, llama, t5
 from rope_patch.models.base import Stack
 from rope_patch.models.config import wrong_field
 
@@ -46,7 +44,7 @@ def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
     """
     check_loaded(model)
     stacks = _recognised(model, STYLES) or _recognised(model, (absolute,))  # a model may have a rotation and a table
-    if (advice := published_remote_code(model)) is not None:
+    if (advice := baichuan.published_remote_code(model)) is not None:
         raise UnsupportedModel(advice)
     if not stacks:
         raise UnsupportedModel(
