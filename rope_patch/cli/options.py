@@ -182,12 +182,8 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
 
 
 def _in_processes(options: T, words: Sequence[str]) -> T:
-    """The same options, in one of the processes that share each row. Unless a launcher has started them, they are
-    started here, with the same words.
-
-    Raises:
-        EvaluationError: the launcher has started a number of processes that is no multiple.
-        SystemExit: those that were started here have ended.
+    """The same options, in one of the processes that share each row; a launcher may not have started a number that is
+    no multiple. Without a launcher, they are started here, with the same words, and this process ends after them.
     """
     number = getattr(options, "context_parallel", 1)
     started = int(os.environ.get("WORLD_SIZE", number))

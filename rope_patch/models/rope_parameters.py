@@ -270,10 +270,8 @@ def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
 
 
 def _has_window(layer_type: str | None, config: Any) -> bool:
-    """Whether the layers of a type see no further than the training length, so that a patch leaves them unchanged.
-
-    Raises:
-        NotExpressible: some layers of the type do, and some do not.
+    """Whether the layers of a type see no further than the training length, so that a patch leaves them unchanged;
+    refused if some do and some do not.
     """
     name = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(layer_type or "")
     windows = [getattr(layer, name, None) for layer in configs_of_type(config, layer_type)] if name else []

@@ -86,11 +86,7 @@ class StackEntry:
 
 
 def _new_cache(module: nn.Module) -> Cache:
-    """The cache that the model would create, but too late to hold the state.
-
-    Raises:
-        UnsupportedPositions: it would create one of a class of its own.
-    """
+    """The cache that the model would create, but too late to hold the state; refused if it is of a class of its own."""
     here = type(module).__module__
     for kind in vars(sys.modules[here]).values():
         if isinstance(kind, type) and issubclass(kind, Cache) and kind.__module__ == here:

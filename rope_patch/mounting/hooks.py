@@ -134,11 +134,8 @@ class LayerHook:
         return (), kwargs
 
     def _check_paged(self, module: nn.Module, cache: PagedAttentionCache) -> None:
-        """Refuse a row of continuous batching that the scheme would not score.
-
-        Raises:
-            UnsupportedModel: the module now has another attention implementation.
-            UnsupportedPositions: another scheme wrote keys to the cache, or the scheme needs more than keys.
+        """Refuse a row of continuous batching that the scheme would not score, because the module has another
+        implementation now, another scheme wrote keys to the cache, or the scheme needs more than keys.
         """
         state = self.state
         if not scores_here(module):
@@ -156,10 +153,8 @@ class LayerHook:
             )
 
     def _positions(self, kwargs: dict[str, Any], start: int | torch.Tensor | None) -> torch.Tensor:
-        """Positions of the queries, `(batch or 1, q_len)`; without any, slots are counted from `start`.
-
-        Raises:
-            UnsupportedPositions: none arrive, or they have other axes.
+        """Positions of the queries, `(batch or 1, q_len)`; without any, slots are counted from `start`. Refused if none
+        arrive, or with other axes.
         """
         layer, hidden = self.state.layer, kwargs["hidden_states"]
         passed = kwargs.pop(PASSED, None)

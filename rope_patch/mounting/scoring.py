@@ -92,10 +92,8 @@ def late_attention(
 
 
 def _checked(module: nn.Module, call: ForwardCall | None, kwargs: dict[str, Any]) -> tuple[ForwardCall, bool]:
-    """The call object, and whether a row of continuous batching arrives.
-
-    Raises:
-        UnsupportedModel: there is no call object, or an argument that is not supported.
+    """The call object, and whether a row of continuous batching arrives; refused without it, or with an argument that
+    is not supported.
     """
     if call is None:
         raise UnsupportedModel(f"{type(module).__name__} does not pass its keyword arguments to its attention")
@@ -127,11 +125,7 @@ def _attend_by_request(
 
 
 def _arrived(module: nn.Module, call: ForwardCall, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The keys as a plain tensor; their positions are stored in the cache.
-
-    Raises:
-        UnsupportedPositions: their number is not the one that the cache announced.
-    """
+    """The keys as a plain tensor, if they are as many as the cache announced; their positions are stored in the cache."""
     expected = query.shape[2] if call.kv_length is None else call.kv_length
     if key.shape[2] != expected:
         raise UnsupportedPositions(
@@ -187,10 +181,8 @@ class CallMasks:
 
 def _looks_ahead(call: ForwardCall, masks: CallMasks, causal: bool) -> bool:
     """Whether some query of a call may see keys after it: by a materialised mask or, without one, unless it is
-    `causal`. A compiled graph trusts a causal model and asserts it where it matters.
-
-    Raises:
-        UnsupportedPositions: one may, but the scheme has no meaning for such keys.
+    `causal`. A compiled graph trusts a causal model and asserts it where it matters. Refused if the scheme has no
+    meaning for such keys.
     """
     state, mask = call.state, masks.read()[0]
     if mask is None or (torch.compiler.is_compiling() and not causal):
@@ -247,10 +239,8 @@ def _inputs(
 
 
 def _refuse_part_of_a_row(scheme: Scheme, implementation: str) -> None:
-    """Refuse context parallelism, which replaces one of two functions to fetch the keys of other processes.
-
-    Raises:
-        UnsupportedPositions: one of them belongs to context parallelism of torch or sequence parallelism of DeepSpeed.
+    """Refuse context parallelism of torch and sequence parallelism of DeepSpeed, which replace one of two functions to
+    fetch the keys of other processes.
     """
     for function in (nn.functional.scaled_dot_product_attention, ALL_ATTENTION_FUNCTIONS.get(implementation)):
         if str(getattr(function, "__module__", "")).startswith(("torch.distributed.", "deepspeed.")):
