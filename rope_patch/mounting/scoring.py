@@ -92,8 +92,8 @@ def late_attention(
 
 
 def _checked(module: nn.Module, call: ForwardCall | None, kwargs: dict[str, Any]) -> tuple[ForwardCall, bool]:
-    """The call object, and whether a row of continuous batching arrives; refused without it, or with an argument that
-    is not supported.
+    """The call object, without which, or with a foreign argument, a call is refused; and whether a row of continuous
+    batching arrives.
     """
     if call is None:
         raise UnsupportedModel(f"{type(module).__name__} does not pass its keyword arguments to its attention")
@@ -125,7 +125,7 @@ def _attend_by_request(
 
 
 def _arrived(module: nn.Module, call: ForwardCall, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The keys as a plain tensor, if they are as many as the cache announced; their positions are stored in the cache."""
+    """The keys as a plain tensor, if as many as the cache announced; their positions are stored in the cache."""
     expected = query.shape[2] if call.kv_length is None else call.kv_length
     if key.shape[2] != expected:
         raise UnsupportedPositions(
