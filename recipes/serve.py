@@ -65,12 +65,13 @@ def main(options: Options) -> None:
         require(package, "the server", extra="serve")
     import uvicorn
 
-    from rope_patch import patch
+    from rope_patch import patch, unpatch
     from rope_patch.models.find_stacks import read_stack
-    from rope_patch.patching import find_handle
+    from rope_patch.patching import find_handle, find_record
     from rope_patch.saving.loading import load_model, load_tokenizer, quiet_transformers
+    from rope_patch.saving.resuming import recorded_factors
     from rope_patch.serving.batch import Batch, Sampling
-    from rope_patch.serving.factors import Reaches, models_by_factor
+    from rope_patch.serving.factors import Reaches, models_by_factor, schemes_by_factor
 
     for name, least in {
         "max_length": 1,
@@ -89,8 +90,13 @@ def main(options: Options) -> None:
     checkpoint = read_stack(model).checkpoint
     trained = checkpoint.training_length
     models: dict[int | None, Any] = {None: model}
+    schemes = {} if options.factors or options.scheme else recorded_factors(find_record(model))
+    if schemes:
+        unpatch(model)
     if options.factors:
-        models = dict(models_by_factor(options.scheme, options.factors, model))
+        schemes = schemes_by_factor(options.scheme or "no scheme", options.factors, [checkpoint])
+    if schemes:
+        models = dict(models_by_factor(schemes, model))
     elif options.scheme is not None:
         patch(model, options.scheme)
     handles = [find_handle(one) for one in models.values()]
@@ -98,10 +104,10 @@ def main(options: Options) -> None:
         if handle.scheme.stateful or "running_bias" in handle.scheme.methods:
             reason = "a paged cache cannot keep what it sums up over earlier tokens"
             raise EvaluationError(f"{handle.scheme} is not served: {reason}")
-    longest = max(options.factors) * trained if options.factors else longest_text(handles[0], checkpoint)
+    longest = max(schemes) * trained if schemes else longest_text(handles[0], checkpoint)
     limit = options.max_length or longest
-    if options.factors and limit > longest:
-        raise EvaluationError(f"--max-length {limit}: --factors reach {longest} tokens")
+    if schemes and limit > longest:
+        raise EvaluationError(f"--max-length {limit}: the factors reach {longest} tokens")
     reaches = Reaches(limit, {factor: min(limit, factor * trained) for factor in models if factor is not None})
     whole_prompts = any(handle and handle.scheme.length_dependent for handle in handles)  # see docs/how-to/serve.md
     default = Sampling(options.temperature, options.top_p)
@@ -115,8 +121,8 @@ def main(options: Options) -> None:
         }
         batches[factor] = Batch(one, tokenizer, settings, default)
     server = Server(options.checkpoint, model, batches, reaches, options.max_tokens, options.api_key)
-    scheme, each = options.scheme if options.factors else getattr(handles[0], "scheme", "no scheme"), ""
-    if options.factors:
+    scheme, each = options.scheme if options.factors else getattr(handles[-1], "scheme", "no scheme"), ""
+    if schemes:
         each = f", each under the smallest factor of {', '.join(map(str, reaches.by_factor))} that covers it"
     say(f"serving {options.checkpoint} (L = {trained}) under {scheme}, up to {limit} tokens a request{each}")
     uvicorn.run(

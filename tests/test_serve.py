@@ -437,6 +437,17 @@ def test_a_factor_that_a_request_cannot_have_is_a_400(by_factor, settings, sente
     assert sentence in refusal.value.body["message"]
 
 
+def test_a_folder_with_factors_needs_no_flags(under, patched, tmp_path):
+    words = ["export", default_checkpoint(), "--scheme", "yarn:target=auto", "--factors", "1,2,4"]
+    main([*words, "--output", str(tmp_path / "many")])
+    ids = patched[1](TEXT).input_ids
+    with server(tmp_path / "many") as (address, _):
+        for length, factor in ((200, 1), (400, 2), (1000, 4)):
+            answer = complete(client_of(address), ids[:length], logprobs=0)
+            found = torch.tensor(answer.choices[0].logprobs.token_logprobs)
+            torch.testing.assert_close(found, under(ids[:length], factor), atol=1e-4, rtol=0)
+
+
 def test_a_server_without_factors_takes_none(client):
     with pytest.raises(openai.BadRequestError, match="rope_factor=2 is not served: all requests run under one scheme"):
         complete(client, "a", extra_body={"rope_factor": 2})
@@ -479,7 +490,7 @@ def test_a_chat_with_tools_is_drawn_as_the_request_has_it(by_factor):
         (["--scheme", "yarn:target=auto", "--factors", "0,2"], "different whole numbers from 1 are allowed"),
         (["--scheme", "yarn:target=auto", "--factors", "2,2"], "different whole numbers from 1 are allowed"),
         (["--scheme", "rerope:target=auto", "--factors", "1,2"], "is the same under every factor"),
-        (["--scheme", "yarn:target=auto", "--factors", "1,2", "--max-length", "600"], "--factors reach 512 tokens"),
+        (["--scheme", "yarn:target=auto", "--factors", "1,2", "--max-length", "600"], "the factors reach 512 tokens"),
         (["--scheme", "rerop:window=8"], "rerope"),
         (["--scheme", "fox"], "is not served: a paged cache cannot keep"),
         (["--max-length", "0"], "--max-length 0: at least 1 is allowed"),

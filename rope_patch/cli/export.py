@@ -3,13 +3,15 @@
     rope-patch export recipes/assets/tiny-llama --scheme yarn:factor=4
     rope-patch export recipes/assets/tiny-llama --scheme yarn:factor=4 --output runs/tiny-llama-yarn4
     rope-patch export recipes/assets/tiny-llama --scheme mrrope:factor=4 --for transformers,vllm,mlx
+    rope-patch export recipes/assets/tiny-llama --scheme yarn:target=auto --factors 1,2,4 --output runs/per-request
     rope-patch export FILE.gguf --scheme mrrope:factor=4 --output mrrope4.gguf
 
 All static frequencies can be written: as their own rope_type, or as two equal lists of the type longrope where there is
 none or more of the programs behind --for (transformers, transformers4, vllm, llama.cpp, mlx, sglang, onnx) read those.
 For llama.cpp, a GGUF file of Llama's architecture gets the factors as a tensor: name another GGUF file as the output.
 Whatever acts inside attention is refused with the reason. Weights and tokenizer are not changed. A checkpoint that was
-saved under a scheme needs no --scheme. Without --output nothing is written.
+saved under a scheme needs no --scheme. With --factors the copy records a scheme for each factor, and `rope-patch serve`
+and vLLM with the plugin choose by request. Without --output nothing is written.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from rope_patch.cli.options import OptionalLength, Positional, Readers, Text, print_json
+from rope_patch.cli.options import Numbers, OptionalLength, Positional, Readers, Text, print_json
 from rope_patch.errors import EvaluationError
 
 
@@ -25,6 +27,7 @@ from rope_patch.errors import EvaluationError
 class Options:
     checkpoint: Positional[str]  # checkpoint folder, or a GGUF file, which is unpacked
     scheme: Text = None  # scheme such as yarn:factor=4; without it, the one that the folder records
+    factors: Numbers = ()  # whole multiples of L that a request can reach, such as 1,2,4, for a scheme with target=auto
     length: OptionalLength = None  # longest context to serve; without it, factor times L
     readers: Readers = ""  # write for these programs and report on them, such as vllm,mlx; without it, all
     output: Text = None  # folder or GGUF file to write; without it, only show what would be written
@@ -39,8 +42,10 @@ def main(options: Options) -> None:
     Raises:
         EvaluationError: a GGUF file is to be written without a scheme.
     """
+    from rope_patch.models.config import checkpoint_of_config
     from rope_patch.saving.export import describe_serving, export_checkpoint
-    from rope_patch.saving.loading import as_folder, quiet_transformers
+    from rope_patch.saving.loading import as_folder, load_config, quiet_transformers
+    from rope_patch.serving.factors import schemes_by_factor
 
     if options.output is not None and options.output.endswith(".gguf") and not options.dry_run:
         from rope_patch.saving.gguf_export import export_gguf
@@ -54,11 +59,21 @@ def main(options: Options) -> None:
         return
     readers = [name for name in options.readers.split(",") if name]
     with quiet_transformers(), as_folder(options.checkpoint) as folder:
+        by_factor = None
+        if options.factors:
+            checkpoint = checkpoint_of_config(load_config(folder).get_text_config())
+            by_factor = schemes_by_factor(options.scheme or "no scheme", options.factors, [checkpoint])
         if options.output is None or options.dry_run:
-            serving = describe_serving(folder, options.scheme, options.length, readers)
+            serving = describe_serving(folder, options.scheme, options.length, readers, by_factor)
         else:
             serving = export_checkpoint(
-                folder, options.output, options.scheme, length=options.length, readers=readers, link=options.link
+                folder,
+                options.output,
+                options.scheme,
+                length=options.length,
+                readers=readers,
+                link=options.link,
+                by_factor=by_factor,
             )
     if options.json:
         print_json(serving.to_dict())

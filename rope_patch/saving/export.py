@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +32,7 @@ from rope_patch.saving.readers import (
     servers_of,
     supported,
 )
+from rope_patch.saving.resuming import PER_REQUEST
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import get_scheme, scheme_from_dict
 
@@ -78,6 +79,7 @@ def describe_serving(
     scheme: str | Scheme | None = None,
     length: int | None = None,
     readers: Iterable[str] = (),
+    by_factor: Mapping[int, Scheme] | None = None,
 ) -> Serving:
     """What `export_checkpoint` would write.
 
@@ -87,6 +89,8 @@ def describe_serving(
         length: the context to serve, in tokens; default the scheme's factor times L.
         readers: programs for whom the config is written, by `Reader.key`. A scheme is written as its own `rope_type`;
             where there is none, or more of these programs compute it so, as `equal_lists` of the type `longrope`.
+        by_factor: a scheme for each factor instead of one, see `serving.factors`. The config records them for servers
+            that choose by request; to other readers it describes the largest, or the checkpoint where it cannot.
 
     Raises:
         NotExpressible: a config cannot express the scheme, or not for this checkpoint; the message names the reason.
@@ -102,7 +106,8 @@ def describe_serving(
     text = config.text_config if nested else config
     record = raw.get(RECORD) or (raw["text_config"].get(RECORD) if nested else None)
     record = record if isinstance(record, dict) else None
-    chosen = _scheme(folder, scheme, record)
+    by_factor = by_factor or {}
+    chosen = _scheme(folder, by_factor[max(by_factor)] if by_factor else scheme, record)
     spelled = scheme if isinstance(scheme, str) else str(chosen)
     if record is not None:
         restore_native(text, copy.deepcopy(record))
@@ -110,15 +115,29 @@ def describe_serving(
     trained = training_length(text)
     asked, architectures = readers_called(readers), raw.get("architectures")
     extended = extended_length(chosen, text)
-    parameters = _parameters(
-        chosen, spelled, text, asked if readers else (), architectures, length or extended or trained
-    )
+    if by_factor:
+        extended = max(by_factor) * trained
+    try:
+        parameters = _parameters(
+            chosen, spelled, text, asked if readers else (), architectures, length or extended or trained
+        )
+    except NotExpressible:
+        if not by_factor:
+            raise
+        parameters, asked = text.rope_parameters, ()
     length = _length(spelled, parameters, extended, length)
     before = raw["text_config"] if nested else raw
     part = _written(before, type(text), parameters, trained, length)
     changed = {key: part.get(key) for key in {**before, **part} if before.get(key) != part.get(key)}
     written = {**raw, "text_config": part} if nested else part
     written.pop(RECORD, None)
+    if by_factor:
+        written[RECORD] = {
+            "scheme": chosen.to_dict(),
+            "rope_parameters": text.rope_parameters,
+            "max_position_embeddings": text.max_position_embeddings,
+            PER_REQUEST: {str(factor): each.to_dict() for factor, each in by_factor.items()},
+        }
     support = supported(parameters, architectures, length, asked)
     return Serving(chosen, trained, length, written, {"text_config": changed} if nested else changed, support)
 
@@ -131,6 +150,7 @@ def export_checkpoint(
     length: int | None = None,
     readers: Iterable[str] = (),
     link: bool = False,
+    by_factor: Mapping[int, Scheme] | None = None,
 ) -> Serving:
     """Write a copy of a checkpoint folder whose config contains the scheme. Readers do not need `rope_patch`.
 
@@ -138,7 +158,7 @@ def export_checkpoint(
     Subfolders are not copied, except `additional_chat_templates`. The folder appears atomically, complete.
 
     Args:
-        checkpoint, scheme, length, readers: see `describe_serving`.
+        checkpoint, scheme, length, readers, by_factor: see `describe_serving`.
         output: a new or empty folder.
         link: use hard links instead of copies, for an output on the same disk; a change to a linked file also changes
             the checkpoint's.
@@ -150,7 +170,7 @@ def export_checkpoint(
     folder, target = Path(checkpoint), Path(output)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(errno.EEXIST, "it already exists; choose another output, or remove it", str(target))
-    serving = describe_serving(folder, scheme, length, readers)
+    serving = describe_serving(folder, scheme, length, readers, by_factor)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as aside:
         unfinished = Path(aside) / target.name

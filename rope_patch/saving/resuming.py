@@ -23,7 +23,11 @@ from rope_patch.mounting.parameters import NAME, learned_parameters
 from rope_patch.mounting.plan import plan_mounts
 from rope_patch.patching import PatchHandle, find_handle, find_record, loaded, mount_scheme
 from rope_patch.saving.checkpoint_kind import OPTIONAL
+from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import scheme_from_dict
+
+PER_REQUEST = "per_request"
+"""The key, in the record of a scheme, of a scheme for each factor, from which a server chooses for each request."""
 
 
 def repatch(model: nn.Module | PatchHandle) -> PatchHandle:
@@ -60,7 +64,10 @@ def resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
     """
     scheme = scheme_from_dict(record["scheme"])
     if "positions" not in record or find_handle(model) is not None:
-        return mount_scheme(model, scheme)
+        handle = mount_scheme(model, scheme)
+        if PER_REQUEST in record:  # so that the model can be saved again
+            find_record(model)[PER_REQUEST] = record[PER_REQUEST]
+        return handle
     capacity, has_table = record["positions"], find_stacks(model)[0][0] is absolute
     if not has_table or type(capacity) is not int or capacity <= 0:
         raise NotPatched(f"`rope_patch` has positions={capacity!r}, which is impossible for {type(model).__name__}")
@@ -90,6 +97,7 @@ def checked_record(record: Any, config: Any) -> dict[str, Any] | None:
     if not isinstance(record, dict):
         raise InvalidField(f"config.rope_patch={record!r} is not allowed; it must be a dict with a 'scheme'")
     scheme_from_dict(record.get("scheme", {}))
+    recorded_factors(record)
     length = record.get("max_position_embeddings", 1)
     if type(length) is not int or length < 1:
         raise InvalidField(f"`rope_patch` has max_position_embeddings={length!r}; it must be a length in tokens")
@@ -98,6 +106,18 @@ def checked_record(record: Any, config: Any) -> dict[str, Any] | None:
         vars(original)["rope_parameters"] = record["rope_parameters"]  # `setattr` could raise Transformers' own errors
         check_computable(original)
     return record
+
+
+def recorded_factors(record: Any) -> dict[int, Scheme]:
+    """The schemes by factor that a record has for requests, in ascending order; empty if it has none.
+
+    Raises:
+        InvalidField, UnknownScheme: they are invalid.
+    """
+    by_factor = (record or {}).get(PER_REQUEST, {})
+    if not isinstance(by_factor, dict) or not all(str(factor).isdecimal() and int(factor) > 0 for factor in by_factor):
+        raise InvalidField(f"`rope_patch` has {PER_REQUEST}={by_factor!r:.80}; it must be a scheme for each factor")
+    return {factor: scheme_from_dict(by_factor[str(factor)]) for factor in sorted(map(int, by_factor))}
 
 
 def load_class(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from rope_patch.errors import AlreadyPatched, InvalidField, RopePatchWarning
 from rope_patch.evaluation.scheme_specs import scheme_at
-from rope_patch.models.find_stacks import read_stacks
 from rope_patch.patching import find_handle, patch
 from rope_patch.schemes import Scheme
+from rope_patch.schemes.slots import Checkpoint
 
 OPEN = "target=auto"
 """What a scheme has to leave open, so that a request's factor fills it."""
@@ -35,7 +36,7 @@ class Reaches:
     limit: int
     by_factor: Mapping[int, int] = field(default_factory=dict)
 
-    def of(self, factor: float | None) -> int:
+    def of(self, factor: Any) -> int:
         """The longest request in tokens, under a factor if the request asks for one.
 
         Raises:
@@ -43,13 +44,15 @@ class Reaches:
         """
         if factor is None:
             return self.limit
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise ValueError(f"rope_factor={factor!r:.40}: a number is allowed")
         if not self.by_factor:
             raise ValueError(f"rope_factor={factor:g} is not served: all requests run under one scheme here")
         if factor not in self.by_factor:
             raise ValueError(f"rope_factor={factor:g}: {', '.join(map(str, self.by_factor))} are allowed")
         return self.by_factor[int(factor)]
 
-    def choose(self, tokens: int, factor: float | None = None) -> int | None:
+    def choose(self, tokens: int, factor: Any = None) -> int | None:
         """The factor of a request: the one that it asks for, or the smallest that covers it; None without factors.
 
         Raises:
@@ -63,8 +66,11 @@ class Reaches:
         return next((factor for factor, reach in self.by_factor.items() if reach >= tokens), None)
 
 
-def schemes_by_factor(spec: str, factors: Sequence[int], model: Any) -> dict[int, Scheme]:
-    """The scheme of each factor on a model, in ascending order: that which reaches factor times L.
+def schemes_by_factor(spec: str, factors: Sequence[int], checkpoints: Sequence[Checkpoint]) -> dict[int, Scheme]:
+    """The scheme of each factor, in ascending order: that which reaches factor times L.
+
+    Args:
+        checkpoints: of the parts of a model.
 
     Raises:
         InvalidField: the scheme leaves no target open, or is the same under two factors; or a factor is no whole
@@ -75,32 +81,38 @@ def schemes_by_factor(spec: str, factors: Sequence[int], model: Any) -> dict[int
         raise InvalidField(f"{spec}: factors for requests need a scheme with {OPEN}, such as yarn:{OPEN}")
     if sorted({*factors}) != sorted(factors) or min(factors) < 1:
         raise InvalidField(f"factors {', '.join(map(str, factors))}: different whole numbers from 1 are allowed")
-    stacks = read_stacks(model)
-    trained = stacks[0].training_length
+    trained = checkpoints[0].training_length
     schemes: dict[int, Scheme] = {}
     for factor in sorted(factors):
-        scheme = scheme_at(spec, factor * trained, [stack.checkpoint for stack in stacks])
+        scheme = scheme_at(spec, factor * trained, checkpoints)
         if scheme in schemes.values():
             raise InvalidField(f"{spec} is the same under every factor; leave the factors out")
         schemes[factor] = cast(Scheme, scheme)
     return schemes
 
 
-def models_by_factor(spec: str | None, factors: Sequence[int], model: Any) -> dict[int, Any]:
+def models_by_factor(schemes: Mapping[int, Scheme], model: Any) -> dict[int, Any]:
     """A model under the scheme of each factor. They share the weights of `model`, which stays as it is; their own are
     the buffers, and what a patch adds.
 
     Raises:
         AlreadyPatched: the model has a scheme.
-        RopePatchError: see `schemes_by_factor` and `patch`.
+        RopePatchError: see `patch`.
     """
     if (handle := find_handle(model)) is not None:
         raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}, which leaves nothing to factors")
     models = {}
-    for factor, scheme in schemes_by_factor(spec or "no scheme", factors, model).items():
+    for factor, scheme in schemes.items():
         models[factor] = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
-        with warnings.catch_warnings():
-            if factor == 1:  # where most schemes change nothing, as they should
-                warnings.simplefilter("ignore", RopePatchWarning)
+        with ignoring_idle(factor):
             patch(models[factor], scheme)
     return models
+
+
+@contextmanager
+def ignoring_idle(factor: int) -> Iterator[None]:
+    """Without warnings under a factor of 1, where most schemes change nothing, as they should."""
+    with warnings.catch_warnings():
+        if factor == 1:
+            warnings.simplefilter("ignore", RopePatchWarning)
+        yield

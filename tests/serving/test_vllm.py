@@ -1,33 +1,25 @@
 """Stock vLLM on a CPU under schemes that it does not know, against this library: `make vllm-check`."""
 
 import gc
-import os
-
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",
-    VLLM_LOGGING_LEVEL="ERROR",
-)
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-vllm = pytest.importorskip("vllm")
-
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-
-import rope_patch  # noqa: E402
-from rope_patch.saving.loading import default_checkpoint  # noqa: E402
-from tests.families import build  # noqa: E402
-from tests.runs import tokens  # noqa: E402
-
-L = 256
-LENGTHS = (L // 2, L, L + 44, 3 * L, 8 * L)
-NEW = 24
-TOLERANCE = 1e-3
-"""Of a log-probability, float32."""
+import rope_patch
+from tests.families import build
+from tests.runs import tokens
+from tests.serving.engines import (
+    LENGTHS,
+    NEW,
+    L,
+    assert_same,
+    by_this_library,
+    engine_of,
+    saved,
+    text,
+    vllm,
+)
 
 SPECS = [
     "logn",
@@ -52,50 +44,7 @@ STATIC = ["pi:factor=4", "ntk:factor=4", "abf:base=160000", "yarn:factor=4"]
 
 @pytest.fixture(scope="module")
 def texts():
-    tokenizer = AutoTokenizer.from_pretrained(default_checkpoint())
-    with open(rope_patch.patching.__file__, encoding="utf-8") as file:
-        ids = tokenizer(file.read() * 2).input_ids
-    return [ids[:length] for length in LENGTHS]
-
-
-def saved(folder, spec):
-    """A folder under a scheme, and its model."""
-    model = AutoModelForCausalLM.from_pretrained(default_checkpoint(), dtype=torch.float32).eval()
-    if spec is not None:
-        rope_patch.patch(model, spec)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(default_checkpoint()).save_pretrained(folder)
-    return model
-
-
-@torch.no_grad()
-def by_this_library(model, texts):
-    """Log-probabilities of each prompt, and greedy tokens."""
-    for ids in texts:
-        row = torch.tensor([ids])
-        found = model(row).logits[0].log_softmax(dim=-1)
-        new = model.generate(row, max_new_tokens=NEW, do_sample=False, eos_token_id=-1)[0, len(ids) :]
-        yield found[:-1].gather(1, row[0, 1:, None])[:, 0], new.tolist()
-
-
-def by_vllm(engine, texts):
-    settings = vllm.SamplingParams(temperature=0, max_tokens=NEW, prompt_logprobs=0, ignore_eos=True)
-    outputs = engine.generate([{"prompt_token_ids": ids} for ids in texts], settings, use_tqdm=False)
-    for ids, output in zip(texts, outputs, strict=True):
-        found = [chosen[token].logprob for token, chosen in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
-        yield torch.tensor(found), list(output.outputs[0].token_ids)
-
-
-def engine_of(folder, **settings):
-    settings = {"max_num_batched_tokens": 640, "enable_prefix_caching": False, **settings}
-    length = LENGTHS[-1] + NEW
-    return vllm.LLM(str(folder), dtype="float32", max_model_len=length, seed=0, **{"enforce_eager": True, **settings})
-
-
-def assert_same(engine, model, texts):
-    for expected, found in zip(by_this_library(model, texts), by_vllm(engine, texts), strict=True):
-        assert (expected[0] - found[0]).abs().max() < TOLERANCE
-        assert expected[1] == found[1]
+    return [text(length) for length in LENGTHS]
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +58,21 @@ def test_a_saved_folder_is_served_under_its_scheme(tmp_path, texts, spec):
     """Prompts from L/2 to 8 L in one batch, read in chunks of 640 tokens."""
     model = saved(tmp_path, spec)
     assert_same(engine_of(tmp_path), model, texts)
+
+
+@pytest.mark.parametrize("spec", ["logn", "rerope:window=128+logn", "alibi"])
+def test_compiled_graphs_are_the_same(tmp_path, texts, spec):
+    """Without --enforce-eager: attention is an operator of vLLM that graphs do not look into."""
+    model = saved(tmp_path, spec)
+    assert_same(engine_of(tmp_path, enforce_eager=False), model, texts)
+
+
+@pytest.mark.parametrize("spec", ["logn", "giraffe:cutoff_length=512", "dynamic_ntk:length=2048", "yarn:factor=4+logn"])
+def test_static_schemes_leave_attention_to_vllm(tmp_path, spec):
+    from rope_patch.serving.vllm_served import Tables, _states_of
+
+    saved(tmp_path, spec)
+    assert Tables.of(_states_of(str(tmp_path), None), [L]) is not None
 
 
 def test_string_within_what_it_can_read(tmp_path, texts):
@@ -150,10 +114,10 @@ def test_long_decoding_across_the_edge_of_the_window(tmp_path, texts):
 
 @pytest.mark.parametrize("spec", [None, *STATIC])
 def test_what_vllm_reads_itself_is_left_to_it(tmp_path, texts, spec):
-    from rope_patch.serving.vllm import _states_of
+    from rope_patch.serving.vllm_served import _states_of
 
     model = saved(tmp_path, spec)
-    assert _states_of(str(tmp_path), None) == {}
+    assert _states_of(str(tmp_path), None) == []
     texts = texts[:1] if spec is None else texts[:4]
     assert_same(engine_of(tmp_path, hf_overrides={"max_position_embeddings": 8 * L}), model, texts)
 
@@ -168,7 +132,7 @@ def test_what_vllm_reads_itself_is_left_to_it(tmp_path, texts, spec):
     ],
 )
 def test_what_is_not_served_is_refused_by_name(tmp_path, spec, sentence):
-    from rope_patch.serving.vllm import _states_of
+    from rope_patch.serving.vllm_served import _states_of
 
     saved(tmp_path, spec)
     with pytest.raises(rope_patch.UnsupportedModel, match=sentence):
@@ -181,20 +145,14 @@ def test_an_fp8_cache_is_refused(tmp_path):
         engine_of(tmp_path, kv_cache_dtype="fp8")
 
 
-def test_compilation_is_refused(tmp_path):
-    """A compiled forward would not tell attention that nothing was rotated."""
-    saved(tmp_path, "rerope:window=64")
-    with pytest.raises(rope_patch.UnsupportedModel, match=r"compilation \(start it with --enforce-eager\) is not"):
-        engine_of(tmp_path, enforce_eager=False)
-
-
 def test_another_backend_is_refused(monkeypatch):
     """It would leave the scheme out."""
     from rope_patch.serving import vllm as plugin
+    from rope_patch.serving.vllm_served import Served
 
-    rotary = plugin.Unrotated.__new__(plugin.Unrotated)
+    rotary = plugin.Rotary.__new__(plugin.Rotary)
     torch.nn.Module.__init__(rotary)
-    rotary.scheme = rope_patch.ReRoPE(window=64)
+    rotary.served = Served(rope_patch.ReRoPE(window=64), [])
     layers = {"layer": type("Layer", (), {"impl": object()})}
     monkeypatch.setattr(plugin, "get_forward_context", lambda: type("Context", (), {"no_compile_layers": layers}))
     with pytest.raises(rope_patch.UnsupportedModel, match="--attention-backend FLASH_ATTN"):
@@ -215,11 +173,11 @@ def test_the_backend_of_gpus_is_in_place():
 
 def test_a_model_without_a_record_is_not_even_read(monkeypatch):
     """It may need code of its own, or a config that Transformers does not know."""
-    from rope_patch.serving import vllm as plugin
+    from rope_patch.serving import vllm_served
 
-    monkeypatch.setattr(plugin.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr(vllm_served.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("it was read"))
     model = type("Model", (), {"model": "nobody/knows", "revision": None, "hf_config": object()})
-    assert plugin.states_of(type("Config", (), {"model_config": model})) == {}
+    assert vllm_served.served_of(type("Config", (), {"model_config": model})) is None
 
 
 def test_the_config_is_not_changed(tmp_path):

@@ -1,0 +1,162 @@
+"""A factor for each request in vLLM: chosen when the request is admitted, and kept to its last token.
+
+vLLM asks its platform about each engine's config and each request, and `watch` lets it ask this module, too. The engine
+of a folder with factors gets a logits processor, which changes no logits: vLLM shows it each request's parameters at
+admission, and again in the worker, where it tells the rotary modules which factor each place of the batch has. The
+factor follows from the request alone, so both find the same. It is part of the request's `cache_salt`: blocks of
+prefixes are shared under equal factors alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
+
+from rope_patch.errors import UnsupportedModel
+from rope_patch.mounting.saved import RECORD
+from rope_patch.serving.factors import Reaches
+from rope_patch.serving.vllm_served import reaches_of, served_of
+
+_SALT = "rope_factor="
+_NAME = re.compile(r"Factors_([\d_]+)_of_([\d_]+)_within_(\d+)")
+_seen = threading.local()
+"""The parameters that vLLM validated last in this thread, for which engine: it validates their request next."""
+
+
+def watch(platform: Any) -> None:
+    """Let a platform of vLLM ask this module about configs and requests, after itself; once is enough."""
+    if not isinstance(vars(platform).get("validate_request"), functools.partial):
+        platform.check_and_update_config = functools.partial(_prepare, platform.check_and_update_config)
+        platform.validate_request = functools.partial(_admit, platform.validate_request)
+
+
+def _prepare(check: Callable[[VllmConfig], None], config: VllmConfig) -> None:
+    """Set up the engine of a folder that records a scheme.
+
+    Raises:
+        UnsupportedModel: it has factors, and the engine has another model runner.
+    """
+    check(config)
+    model = config.model_config
+    record = None if model is None else getattr(model.hf_config, RECORD, None)
+    if record is None:
+        return
+    hf_config, reaches = model.hf_config, reaches_of(model)
+    if reaches is not None and "rope_parameters" in record:
+        hf_config.rope_parameters = record["rope_parameters"]  # tables replace what follows from them
+    if getattr(hf_config, "rope_parameters", None):
+        # vLLM shares rotary modules of equal parameters, also between the engines of a process
+        hf_config.rope_parameters = {**hf_config.rope_parameters, RECORD: model.model}
+    if reaches is None:
+        return
+    if config.use_v2_model_runner:
+        raise UnsupportedModel(
+            "a factor for each request in vLLM: its model runner V2 is not supported; set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    factors, lengths = ("_".join(map(str, x)) for x in (reaches.by_factor, reaches.by_factor.values()))
+    name = f"{__name__}:Factors_{factors}_of_{lengths}_within_{model.max_model_len}"
+    others = [each for each in model.logits_processors or () if each != name]
+    model.logits_processors = [*others, name]
+
+
+def _admit(validate: Callable[..., None], request: Any, params: Any) -> None:
+    """Choose the factor of a request, and separate its blocks from those of other factors.
+
+    Raises:
+        VLLMValidationError: the request asks for a factor that it cannot have, or is too long; a 400 in a server.
+    """
+    validate(request, params)
+    if getattr(_seen, "params", None) is not params:
+        return  # of an engine without factors
+    processor, _seen.params = _seen.processor, None
+    prompt = request.get("prompt_token_ids")
+    if prompt is None:
+        raise VLLMValidationError("a factor for each request needs prompts of tokens")
+    try:
+        factor = processor.choose(len(prompt), params)
+    except ValueError as wrong:
+        raise VLLMValidationError(str(wrong)) from wrong
+    own = (request.get("cache_salt") or "").split(_SALT)[0]
+    request["cache_salt"] = f"{own}{_SALT}{factor}"
+
+
+class Factors(LogitsProcessor):
+    """Knows the factor of each place in the batch. Its subclasses, which vLLM finds by name in each of its processes,
+    know how far factors reach.
+
+    Attributes:
+        reaches: of requests by factor.
+        longest: the longest text of the engine, in tokens.
+    """
+
+    reaches: ClassVar[Reaches]
+    longest: ClassVar[int]
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        served = served_of(vllm_config)
+        self._rows = None if served is None else served.rows
+        self._factors: dict[int, int] = {}
+
+    @classmethod
+    def choose(cls, prompt: int, params: SamplingParams) -> int:
+        """The factor of a request with a `prompt` of so many tokens.
+
+        Raises:
+            ValueError: the request asks for a factor that it cannot have, or is too long.
+        """
+        new = cls.longest if params.max_tokens is None else params.max_tokens
+        tokens = min(prompt + new, cls.longest)
+        try:
+            factor = cls.reaches.choose(tokens, (params.extra_args or {}).get("rope_factor"))
+        except ValueError as wrong:
+            raise ValueError(f"{prompt} tokens of prompt and max_tokens={tokens - prompt}: {wrong}") from wrong
+        return int(factor or 1)
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Remember which engine's request comes next."""
+        _seen.params, _seen.processor = sampling_params, cls
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the requests that join, leave or move in the batch."""
+        if self._rows is None or batch_update is None:
+            return
+
+        def index(params: SamplingParams, prompt: list[int] | None, _: list[int]) -> int:
+            return list(self.reaches.by_factor).index(self.choose(len(prompt or ()), params))
+
+        process_dict_updates(self._factors, batch_update, index)
+        places = torch.tensor(list(self._factors), dtype=torch.long)
+        self._rows.by_request[places] = torch.tensor(list(self._factors.values()), dtype=torch.long)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits as they are, `(requests, vocabulary)`."""
+        return logits
+
+    def is_argmax_invariant(self) -> bool:
+        """True."""
+        return True
+
+
+@functools.cache
+def _processor(name: str) -> type[Factors]:
+    """The logits processor of engines with these factors."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    factors, lengths = ([int(part) for part in group.split("_")] for group in match.groups()[:2])
+    reaches = Reaches(max(lengths), dict(zip(factors, lengths, strict=True)))
+    return type(name, (Factors,), {"reaches": reaches, "longest": int(match[3]), "__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    return _processor(name)

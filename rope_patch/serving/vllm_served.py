@@ -1,0 +1,194 @@
+"""What vLLM serves from a checkpoint folder that records a scheme: tables for its rotary modules, or states of layers.
+
+Static frequencies and scales of queries, as of YaRN and log-n, need no attention of their own: they are rows of a
+table, which vLLM's rotary modules read at each token's position. A folder with a scheme for each factor has the tables
+of all factors one after another, and each token reads that of its request. Whatever acts by distance is scored by the
+attention layers, from the state of each layer under the scheme.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from rope_patch.errors import UnsupportedModel
+from rope_patch.models.base import RotaryTables
+from rope_patch.models.config import restore_native, training_length
+from rope_patch.mounting.layer_state import LayerState
+from rope_patch.mounting.saved import RECORD
+from rope_patch.patching import patch
+from rope_patch.saving.readers import refused_by_vllm
+from rope_patch.saving.resuming import recorded_factors
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.registry import scheme_from_dict
+from rope_patch.serving.factors import Reaches, ignoring_idle
+
+_SERVED = "_rope_patch_served"
+"""Attribute of a model's config in vLLM: what this plugin serves from the folder."""
+
+States = Mapping[int, LayerState]
+"""The state of each layer, by its index."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What vLLM's rotary modules read, one row for each position, factor after factor.
+
+    Attributes:
+        cos_sin: `(rows, pairs * 2)`, cosines and sines with the scheme's factor, as vLLM has them.
+        scale: of the queries, `(rows, heads or 1)`; None without one.
+        starts: the first row of each factor, `(factors,)`.
+    """
+
+    cos_sin: torch.Tensor
+    scale: torch.Tensor | None
+    starts: torch.Tensor
+
+    @classmethod
+    def of(cls, schemes: list[States], lengths: list[int]) -> Tables | None:
+        """The tables of one or several schemes for texts of these lengths; None if tables cannot compute them."""
+        parts, scales = [], []
+        for states, length in zip(schemes, lengths, strict=True):
+            scheme, positions = next(iter(states.values())).scheme, torch.arange(length)
+            others = scheme.slots - {"frequencies", "query_scale"}
+            if others or scheme.by_layer or scheme.length_dependent or scheme.decays or scheme.learns:
+                return None
+            found = [state.own_frequencies(None, {}, torch.device("cpu")) for state in states.values()]
+            inv_freq, factor = found[0].inv_freq, found[0].attention_scaling
+            if not all(torch.equal(one.inv_freq, inv_freq) and one.attention_scaling == factor for one in found):
+                return None
+            angles = torch.outer(positions.float(), inv_freq.float())
+            parts.append(torch.cat([angles.cos(), angles.sin()], dim=-1) * factor)
+            if "query_scale" in scheme.slots:
+                heads = next(iter(states.values())).layer.heads.num
+                scales.append(scheme.query_scale(positions[None], heads)[:, 0].T)
+        starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        return cls(torch.cat(parts), torch.cat(scales) if scales else None, starts)
+
+
+class Rows:
+    """Which factor each request in vLLM's batch runs under, and where each token's part of the tables begins.
+
+    Attributes:
+        by_request: index of the factor of each place in the batch, `(places,)`.
+        by_token: first row of each token's factor, `(tokens of the longest step,)`; 0 beyond the step's tokens.
+    """
+
+    def __init__(self, starts: torch.Tensor, places: int, tokens: int) -> None:
+        self._starts = starts
+        self.by_request = torch.zeros(places, dtype=torch.long)
+        self.by_token = torch.zeros(tokens, dtype=torch.long, device=current_platform.device_type)
+
+    def lay_out(self, query_starts: torch.Tensor) -> None:
+        """Set the rows of a step's tokens, whose first ones are `query_starts` `(requests + 1,)`, on the CPU."""
+        counts = query_starts.diff()
+        rows = self._starts[self.by_request[: len(counts)]].repeat_interleave(counts)
+        self.by_token[: len(rows)].copy_(rows)
+        self.by_token[len(rows) :] = 0
+
+
+@dataclass
+class Served:
+    """What this plugin computes for a folder.
+
+    Attributes:
+        scheme: the recorded one; that of the largest factor if there are several.
+        states: of each factor in ascending order; one without factors.
+        tables: None if the attention layers score.
+        rows: None without factors.
+        reaches: of requests by factor; None without factors.
+        has_rotary: whether vLLM's model has rotary modules, which then leave rotation to the attention layers.
+    """
+
+    scheme: Scheme
+    states: list[States]
+    tables: Tables | None = None
+    rows: Rows | None = None
+    reaches: Reaches | None = None
+    has_rotary: bool = False
+
+    @property
+    def scores(self) -> bool:
+        """Whether the attention layers score."""
+        return self.tables is None
+
+
+def served_of(config: VllmConfig) -> Served | None:
+    """What this plugin serves under an engine's config; None if vLLM's own positions suffice.
+
+    Raises:
+        UnsupportedModel: the scheme needs more than queries, keys and positions, or does not change all layers.
+    """
+    model = config.model_config
+    if getattr(model.hf_config, RECORD, None) is None:
+        return None  # models without a record must not be read again
+    if _SERVED not in vars(model):
+        vars(model)[_SERVED] = _served(config)
+    return cast(Served | None, vars(model)[_SERVED])
+
+
+def _served(config: VllmConfig) -> Served | None:
+    model, places = config.model_config, config.scheduler_config
+    states = _states_of(model.model, model.revision)
+    if not states:
+        return None
+    scheme = next(iter(states[-1].values())).scheme
+    reaches = reaches_of(model)
+    lengths = list(reaches.by_factor.values()) if reaches else [0]
+    lengths[-1] = max(lengths[-1], model.max_model_len)
+    tables = Tables.of(states, lengths)
+    rows = None
+    if reaches:
+        starts = tables.starts if tables else torch.zeros(len(states), dtype=torch.long)
+        rows = Rows(starts, places.max_num_seqs, places.max_num_batched_tokens)
+    return Served(scheme, states, tables, rows, reaches)
+
+
+def reaches_of(model: Any) -> Reaches | None:
+    """How far the factors in the record of a vLLM model's config reach; None without factors."""
+    record = getattr(model.hf_config, RECORD, None)
+    if not isinstance(record, dict) or not (factors := recorded_factors(record)):
+        return None
+    config = AutoConfig.from_pretrained(model.model, revision=model.revision, trust_remote_code=False)
+    restore_native(config, record)
+    trained = training_length(config)
+    limit = min(model.max_model_len, max(factors) * trained)
+    return Reaches(limit, {factor: min(limit, factor * trained) for factor in factors})
+
+
+@functools.cache
+def _states_of(path: str, revision: str | None) -> list[States]:
+    """The states of each recorded scheme; empty if vLLM's own positions suffice."""
+    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    record = getattr(config, RECORD, None)
+    if record is None:
+        return []
+    del config.rope_patch
+    written = getattr(config, "rope_parameters", None)
+    restore_native(config, record)
+    factors = recorded_factors(record)
+    states: list[States] = []
+    for factor, scheme in (factors or {0: scheme_from_dict(record["scheme"])}).items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        if what := refused_by_vllm(scheme):
+            raise UnsupportedModel(f"{scheme} in vLLM: {what} are not supported")
+        with ignoring_idle(factor):
+            handle = patch(model, scheme)
+            if not factors and "rope_parameters" in record and written != record["rope_parameters"]:
+                return []  # rope_parameters express the scheme, and vLLM reads them itself
+            handle.remove()
+            handle = patch(model, scheme, mount="late")
+        states.append({state.layer.index: state for state in handle.layer_states})
+        for state in states[-1].values():  # the model was read on the meta device, but these modules compute
+            cast(RotaryTables, state.layer.rotary).module.to(current_platform.device_type)
+        if missing := [layer.name for layer in handle.stack.layers if layer.index not in states[-1]]:
+            raise UnsupportedModel(f"{scheme} in vLLM: it does not change {', '.join(missing)}, which is not supported")
+    return states
