@@ -437,17 +437,6 @@ def test_a_factor_that_a_request_cannot_have_is_a_400(by_factor, settings, sente
     assert sentence in refusal.value.body["message"]
 
 
-def test_a_folder_with_factors_needs_no_flags(under, patched, tmp_path):
-    words = ["export", default_checkpoint(), "--scheme", "yarn:target=auto", "--factors", "1,2,4"]
-    main([*words, "--output", str(tmp_path / "many")])
-    ids = patched[1](TEXT).input_ids
-    with server(tmp_path / "many") as (address, _):
-        for length, factor in ((200, 1), (400, 2), (1000, 4)):
-            answer = complete(client_of(address), ids[:length], logprobs=0)
-            found = torch.tensor(answer.choices[0].logprobs.token_logprobs)
-            torch.testing.assert_close(found, under(ids[:length], factor), atol=1e-4, rtol=0)
-
-
 def test_a_server_without_factors_takes_none(client):
     with pytest.raises(openai.BadRequestError, match="rope_factor=2 is not served: all requests run under one scheme"):
         complete(client, "a", extra_body={"rope_factor": 2})

@@ -1,14 +1,19 @@
-"""How long a text `rope-patch serve` announces under a scheme."""
+"""What `rope-patch serve` reads from a scheme, and from a folder with a scheme for each factor."""
 
 from __future__ import annotations
 
-import pytest
-from transformers import AutoModelForCausalLM
+import warnings
 
-from rope_patch import patch
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rope_patch import RopePatchWarning, patch
+from rope_patch.cli import main
 from rope_patch.models.find_stacks import read_stack
 from rope_patch.saving.loading import default_checkpoint
 from tests.recipes import load_recipe
+from tests.test_serve import NEW, TEXT, client_of, complete, server
 
 REACHED = {
     None: 256,
@@ -35,3 +40,22 @@ def test_a_server_announces_what_a_scheme_reaches(spec):
     checkpoint = read_stack(model).checkpoint
     handle = None if spec is None else patch(model, spec)
     assert load_recipe("serve").longest_text(handle, checkpoint) == REACHED[spec]
+
+
+@torch.no_grad()
+def test_a_folder_with_factors_needs_no_flags(tmp_path):
+    words = ["export", default_checkpoint(), "--scheme", "yarn:target=auto", "--factors", "1,2,4"]
+    main([*words, "--output", str(tmp_path / "many")])
+    ids = AutoTokenizer.from_pretrained(default_checkpoint())(TEXT).input_ids
+    with server(tmp_path / "many") as (address, _):
+        answers = {factor: complete(client_of(address), ids[: 200 * factor], logprobs=0) for factor in (1, 2, 4)}
+    for factor, answer in answers.items():
+        model = AutoModelForCausalLM.from_pretrained(default_checkpoint(), dtype=torch.float32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RopePatchWarning)  # a factor of 1 changes nothing
+            patch(model, "yarn", factor=factor)
+        row = model.generate(torch.tensor([ids[: 200 * factor]]), max_new_tokens=NEW, do_sample=False)
+        expected = model(row).logits[0, 200 * factor - 1 : -1].log_softmax(-1)
+        expected = expected.gather(1, row[0, 200 * factor :, None])[:, 0]
+        found = torch.tensor(answer.choices[0].logprobs.token_logprobs)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
