@@ -51,7 +51,9 @@ def _typeset(match: re.Match[str]) -> str:
     """An equation as MathML in the line, or as the block that `mathematics.py` typesets."""
     if match["code"]:
         return match["code"]
-    return f"```math\n{match['block'].strip()}\n```" if match["block"] else convert(match["inline"])
+    if match["block"]:
+        return f"```math\n{match['block'].strip()}\n```"
+    return f"<span>{convert(match['inline'])}</span>"  # in a span, `math` does not begin a block
 
 
 def _text(lines: Any) -> str:

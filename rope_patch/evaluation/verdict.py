@@ -88,7 +88,7 @@ def of_losses(rows: Sequence[Row]) -> Verdict:
             "nothing",
             f"No scheme was measured beyond L = {first.training_length} beside a reference, so nothing can be said "
             "about reading farther.",
-            f"perplexity --lengths 1x,2x,4x --scheme rerope+logn --protocol {first.protocol or 'last'}",
+            f"perplexity --lengths 1x,2x,4x --scheme rerope:target=auto+logn --protocol {first.protocol or 'last'}",
         )
     controls = {row.line: row for row in rows if row.length == max(free) and row.line in CONTROLS}
     if controls.keys() >= set(CONTROLS) and not copies(controls[NEAR], controls[TEXT_CUT]):
@@ -215,7 +215,7 @@ def of_answers(rows: Sequence[Row]) -> Verdict:
             if not any(reach.values())
             else ("a scheme, a reference and a length beyond L are needed")
         )
-        command = "passkey --task spans --lengths 1x,2x,4x --scheme rerope+logn"
+        command = "passkey --task spans --lengths 1x,2x,4x --scheme rerope:target=auto+logn"
         return Verdict("nothing", f"Nothing can be said about reading farther: {what}.", command)
 
     def score(line: str, length: int) -> float:

@@ -11,6 +11,7 @@ import pytest
 
 from rope_patch.cli.options import Measured, parse
 from rope_patch.cli.report import conclude, spelled
+from rope_patch.evaluation.scheme_specs import scheme_at
 from rope_patch.evaluation.verdict import compare, copies, of_answers, of_losses, of_training, reference_of
 from tests.recipes import load_recipe
 
@@ -32,11 +33,16 @@ def measured(losses, seed=0, **changed):
 FREE = {"plain": {256: 2.1, 1024: 5.0}, "cut": {256: 2.1, 1024: 2.1}, "window": {256: 2.1, 1024: 2.05}}
 
 
+MADE_UP = {"rerope", "plain"}
+"""Lines of rows here, which are no schemes that `get_scheme` makes."""
+
+
 def runs(verdict):
     """The next command is one that can be typed."""
     name, *words = shlex.split(verdict.command)
     if name != "list":
-        parse(load_recipe(name).Options, words)
+        options = parse(load_recipe(name).Options, words)
+        assert all(scheme_at(spec, 1024) for spec in {*options.schemes} - MADE_UP)
     return verdict.kind
 
 
