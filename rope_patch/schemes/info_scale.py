@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -53,7 +54,7 @@ class InfoScale(Scheme):
     def query_scale(self, positions: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         if self.training_length is None or self.head_dim is None:
             raise ValueError("info_scale: call resolve() first to fill in the training length")
-        # 1 - n^(-2/d), which rounding would leave few digits
-        spread = -torch.expm1((positions + 1).float().log() * (-2 / self.head_dim))
-        trained = -torch.expm1(torch.tensor(float(self.training_length)).log() * (-2 / self.head_dim))
-        return (spread / trained.to(spread)).sqrt().clamp(min=1.0)[None]
+        exponent = -2 / self.head_dim
+        spread = -torch.expm1((positions + 1).float().log() * exponent)  # 1 - n^(-2/d), without its rounding
+        trained = -math.expm1(math.log(self.training_length) * exponent)
+        return (spread / trained).sqrt().clamp(min=1.0)[None]
