@@ -227,8 +227,9 @@ def errors_of(case: Case) -> dict[str, float]:
         queries, keys = leaves["queries"].transpose(1, 2), leaves["keys"]
         how = {"in_order": case.in_order, "window": case.window}
         call = Fused(queries, keys, regions, tuple(of_queries), tuple(of_keys), partner, **how)
-        small = Blocks(16, 16, 4, 1, programs=1000 if case.split else 1)
-        return fused.attend(inputs(leaves), call, (small, small))
+        with pytest.MonkeyPatch.context() as change:
+            change.setattr(fused, "PROGRAMS", 1000 if case.split else 1)
+            return fused.attend(inputs(leaves), call, (Blocks(16, 16, 4, 1),) * 3)
 
     grad = torch.randn(batch, case.heads, case.length, case.value_dim, generator=random, dtype=double).to(DEVICE)
     found = {}

@@ -6,8 +6,9 @@ import functools
 import importlib.util
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -18,11 +19,10 @@ from rope_patch.schemes.tools.positions import Identity
 
 Table = tuple[torch.Tensor, torch.Tensor]
 
+T = TypeVar("T")
+
 FAR = 2**30
 """Beyond all positions, and far from the end of the range of int32."""
-
-ROTATED_STAGES = 2
-"""Maximum pipeline stages when the loaded states are rotated: tables of cosines and sines also need shared memory."""
 
 
 @dataclass(frozen=True)
@@ -55,32 +55,57 @@ class Fused:
 
 
 class Blocks(NamedTuple):
-    """Rows and keys of a block, warps and pipeline stages of a program, and the number of programs that keeps a GPU
-    busy: with fewer, keys are split among more programs.
-    """
+    """Rows and keys of a block, warps and pipeline stages of a program."""
 
     rows: int
     keys: int
     warps: int
     stages: int
-    programs: int = 264
+
+    @property
+    def options(self) -> dict[str, int]:
+        """For the launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-def default_blocks(call: Fused, value_dim: int) -> tuple[Blocks, Blocks]:
-    """Blocks for forward and backward that fit the registers and the shared memory of an H100 or H200 (compiled for
-    sm_90, speed not measured).
+PROGRAMS = 264
+"""Programs that keep a GPU busy: with fewer, keys are split among more of them."""
+
+LARGE = 200_000
+"""Shared memory of a program in bytes from which blocks may be large: an H100 and a B200 have 232,448."""
+
+
+def blocks_for(dtype: torch.dtype, width: int, rows: int, shared: int) -> tuple[Blocks, Blocks, Blocks]:
+    """Blocks for forward and the gradients of queries and of keys, chosen by registers and shared memory as compiled
+    (`benchmarks.registers`), not by speed.
+
+    Args:
+        dtype: of the states.
+        width: of their vectors, the larger of keys and values.
+        rows: of a key head: queries times the query heads that share it.
+        shared: memory that a program may share, in bytes.
     """
-    width = power_of_two(max(call.queries.shape[-1], value_dim))
-    rows = call.queries.shape[1] // call.keys.shape[1] * call.queries.shape[2]
-    half = call.queries.dtype != torch.float32
-    if width <= 128:
-        forward, backward = (128, 64, 8, 3) if half else (64, 32, 8, 2), (64, 32, 8, 2) if half else (32, 32, 8, 1)
+    half = dtype != torch.float32
+    if width > 128:
+        chosen = [(64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)] if half else [(32, 32, 8, 1)] + 2 * [(16, 32, 8, 1)]
+    elif not half:
+        chosen = [(64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)]
+    elif shared >= LARGE:
+        chosen = [(128, 64, 8, 3), (64, 32, 8, 2), (32, 128, 8, 2)]
     else:
-        forward, backward = (64, 32, 8, 2) if half else (32, 32, 8, 1), (32, 32, 8, 2) if half else (16, 32, 8, 1)
-    few = power_of_two(rows)  # in decoding
-    if few < forward[0]:
-        forward = (few, forward[1], 4, min(forward[3], 2))
-    return Blocks(*forward), Blocks(*backward)
+        chosen = [(64, 32, 4, 2), (64, 32, 8, 2), (32, 64, 8, 2)]
+    forward, of_queries, of_keys = (Blocks(*each) for each in chosen)
+    if (few := power_of_two(rows)) < forward.rows:  # in decoding
+        forward = Blocks(few, forward.keys, 4, min(forward.stages, 2))
+    return forward, of_queries, of_keys
+
+
+def _default_blocks(call: Fused, value_dim: int) -> tuple[Blocks, Blocks, Blocks]:
+    query, shared = call.queries, 0
+    if query.is_cuda:
+        shared = getattr(torch.cuda.get_device_properties(query.device), "shared_memory_per_block_optin", 0)
+    rows = query.shape[1] // call.keys.shape[1] * query.shape[2]
+    return blocks_for(query.dtype, power_of_two(max(query.shape[-1], value_dim)), rows, shared)
 
 
 def power_of_two(least: int) -> int:
@@ -109,15 +134,15 @@ def applies(inputs: AttentionInputs, call: Fused) -> bool:
     )
 
 
-def attend(inputs: AttentionInputs, call: Fused, blocks: tuple[Blocks, Blocks] | None = None) -> torch.Tensor:
+def attend(inputs: AttentionInputs, call: Fused, blocks: tuple[Blocks, Blocks, Blocks] | None = None) -> torch.Tensor:
     """Output of `oracle.attend` for a call that `applies`, `(batch, heads, q_len, value_dim)`.
 
     Args:
         inputs: their branches are ignored.
         call: queries, keys, and their rotation.
-        blocks: for forward and backward; default `default_blocks`.
+        blocks: for forward, and for the gradients of queries and of keys; default `blocks_for` the device.
     """
-    blocks = blocks or default_blocks(call, inputs.value.shape[-1])
+    blocks = blocks or _default_blocks(call, inputs.value.shape[-1])
     bias, values = inputs.bias, None
     if bias is not None:
         first = 0 if inputs.causal or inputs.q_length == 1 else 1 - inputs.kv_length
@@ -139,16 +164,15 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: AttentionInputs, call: Fused, blocks: tuple[Blocks, Blocks], *tensors: Any) -> Any:
+    def forward(ctx: Any, inputs: AttentionInputs, call: Fused, blocks: tuple[Blocks, ...], *tensors: Any) -> Any:
         from rope_patch.attention.fused import triton_kernels
 
         query, _, value = tensors[:3]
         (batch, heads, length, _), (kv_heads, kv_length, value_dim) = query.shape, value.shape[1:]
-        given, how = _described(inputs, call, blocks[0], tensors, gradients=())
-        rows, keys, warps, stages, programs = blocks[0]
-        row_blocks = -(-length * how.group // rows)
+        rows, keys = blocks[0].rows, blocks[0].keys
+        row_blocks = -(-length * (heads // kv_heads) // rows)
         key_blocks = -(-kv_length // keys)
-        splits = max(1, min(programs // (row_blocks * kv_heads * batch), key_blocks // 2))
+        splits = max(1, min(PROGRAMS // (row_blocks * kv_heads * batch), key_blocks // 2))
         span = FAR if splits == 1 else -(-key_blocks // splits) * keys
 
         def results(*parts: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,15 +184,17 @@ class _Attention(torch.autograd.Function):
         out, lse = results(dtype=value.dtype)
         parts, part_lse = (out, lse) if splits == 1 else results(splits, dtype=torch.float32)
         with torch.cuda.device_of(value):
+            first = 0 if any(ctx.needs_input_grad) else _first_key(inputs, call)
+            given, how = described(inputs, call, blocks[0], tensors, first=first)
             places = _states(parts.flatten(0, -4)), _numbers(part_lse.flatten(0, -3))
             triton_kernels.forward[row_blocks * splits, kv_heads, batch](
-                given, *places, splits, span, how, num_warps=warps, num_stages=stages
+                given, *places, splits, span, how, **blocks[0].options
             )
             if splits > 1:
                 some = 1 << (splits - 1).bit_length()
                 triton_kernels.merge[length, heads, batch](_states(out), _numbers(lse), *places, splits, some, how)
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.inputs, ctx.call, ctx.blocks = inputs, call, blocks[1]
+        ctx.inputs, ctx.call, ctx.blocks = inputs, call, blocks[1:]
         return out
 
     @staticmethod
@@ -184,64 +210,72 @@ class _Attention(torch.autograd.Function):
         of_bias, of_sinks, of_sums = (
             tensor is not None and wanted for tensor, wanted in zip(tensors[3:], ctx.needs_input_grad[6:], strict=True)
         )
-        given, how = _described(ctx.inputs, ctx.call, ctx.blocks, tensors, gradients=(of_bias, of_sums))
-        blocks = ctx.blocks
-        rows, keys, warps, stages, _ = blocks
-        grad, delta = _dense(grad), torch.empty_like(lse)
-        grad_q, grad_k, grad_v = (torch.empty_like(x) for x in tensors[:3])
+        inputs, call, (by_query, by_key) = ctx.inputs, ctx.call, ctx.blocks
+        (batch, kv_heads, kv_length, _), length = key.shape, query.shape[2]
+        grad, delta, grad_v = _dense(grad), torch.empty_like(lse), torch.empty_like(value)
         grad_values = torch.zeros_like(values) if of_bias else None
         at_queries = torch.empty_like(lse) if of_sums else None
-        at_keys = lse.new_empty(*lse.shape[:2], key.shape[2]) if of_sums else None
-        launch = {"num_warps": warps, "num_stages": stages}
-        (batch, kv_heads, kv_length, _), length = key.shape, query.shape[2]
+        at_keys = lse.new_empty(*lse.shape[:2], kv_length) if of_sums else None
         with torch.cuda.device_of(value):
+            given, how = described(inputs, call, by_query, tensors, (of_bias, of_sums))
             shared = _states(grad), _numbers(lse), _numbers(delta)
-            triton_kernels.query_gradients[-(-length * how.group // rows), kv_heads, batch](
-                *(given, _states(out), *shared, _states(grad_q), grad_values, _numbers(at_queries), how), **launch
+            grads_q, grads_k = ([torch.empty_like(x) for _ in given.q] for x in (query, key))
+            triton_kernels.query_gradients[-(-length * how.group // by_query.rows), kv_heads, batch](
+                *(given, _states(out), *shared, tuple(map(_states, grads_q)), grad_values, _numbers(at_queries), how),
+                **by_query.options,
             )
-            triton_kernels.key_gradients[-(-kv_length // keys), kv_heads, batch](
-                *(given, *shared, _states(grad_k), _states(grad_v), _numbers(at_keys), power_of_two(how.group)),
-                how._replace(stages=_stages(given, blocks, 0)),
-                **launch,
+            triton_kernels.key_gradients[-(-kv_length // by_key.keys), kv_heads, batch](
+                *(given, *shared, tuple(map(_states, grads_k)), _states(grad_v), _numbers(at_keys)),
+                *(power_of_two(how.group), how._replace(rows=by_key.rows, keys=by_key.keys)),
+                **by_key.options,
             )
+            grad_q = _rotated_back(grads_q, _used(inputs, call, call.query_tables), call.partner)
+            grad_k = _rotated_back(grads_k, _used(inputs, call, call.key_tables), call.partner)
         grad_sinks = grad_sums = None
         if of_sinks:
             grad_sinks = -((sinks[:, None] - lse).exp() * delta).sum(dim=(0, 2)).to(sinks.dtype)
         if at_queries is not None and at_keys is not None:
-            slots = torch.arange(length, device=lse.device) + ctx.inputs.query_start
+            slots = torch.arange(length, device=lse.device) + inputs.query_start
             grad_sums = (-at_keys.to(sums.dtype)).index_add(-1, slots, at_queries.to(sums.dtype))
             grad_sums = grad_sums.sum_to_size(sums.shape)
         return (None, None, None, grad_q, grad_k, grad_v, grad_values, grad_sinks, grad_sums)
 
 
-def _described(
-    inputs: AttentionInputs, call: Fused, blocks: Blocks, tensors: Any, gradients: tuple[bool, ...]
+def described(
+    inputs: AttentionInputs,
+    call: Fused,
+    blocks: Blocks,
+    tensors: Sequence[Any],
+    gradients: tuple[bool, bool] = (False, False),
+    first: int | torch.Tensor = 0,
 ) -> tuple[Any, Any]:
-    """The inputs of the kernels, a `Given`, and their compile-time constants, a `How`."""
+    """The inputs of the kernels, a `Given`, with queries and keys rotated, and their compile-time constants, a `How`.
+
+    Args:
+        inputs, call: as for `attend`.
+        blocks: of the kernel that is next.
+        tensors: queries, keys, values, bias, sinks and running sums.
+        gradients: whether that of the bias and that of the sums are wanted.
+        first: slot of the first key that is read.
+    """
     from rope_patch.attention.fused.triton_kernels import Given, How
 
     query, key, value, values, sinks, sums = tensors
-    length, kv_length, start = query.shape[2], key.shape[2], inputs.query_start
-    groups = inputs.groups
+    kv_length, start, groups = key.shape[2], inputs.query_start, inputs.groups
     if inputs.mask is not None:  # of one query
         groups = torch.where(inputs.mask[:, 0, 0], 0, -1)
-    every = zip(call.regions, call.query_tables, call.key_tables, strict=True)
-    used = [each for each in every if each[0].stop > 0 or not inputs.causal]
-    tables = tuple((_table(of_query, query), _table(of_key, key)) for _, of_query, of_key in used)
     in_table = values is not None and values.ndim == 2
     given = Given(
-        q=_states(query),
-        k=_states(key),
+        q=_rotated(query, _used(inputs, call, call.query_tables), call.partner),
+        k=_rotated(key, _used(inputs, call, call.key_tables), call.partner, first),
         v=_states(value),
         m=_numbers(inputs.query_positions),
         n=_numbers(inputs.key_positions),
         groups=_numbers(groups),
         start=start,
-        q_length=length,
+        q_length=query.shape[2],
         kv_length=kv_length,
         scale=inputs.scaling,
-        tables=tables,
-        partner=call.partner,
         bias=None if values is None else _numbers(values[None] if in_table else values[None, :, None]),
         first=1 - kv_length if in_table and values.shape[1] > kv_length else 0,
         distances=values.shape[1] if in_table else 0,
@@ -249,7 +283,7 @@ def _described(
         sinks=sinks,
     )
     how = How(
-        areas=tuple(_area(region) for region, *_ in used),
+        areas=tuple(map(_area, _used(inputs, call, call.regions))),
         group=query.shape[1] // key.shape[1],
         head_dim=query.shape[-1],
         value_dim=value.shape[-1],
@@ -257,24 +291,74 @@ def _described(
         value_width=power_of_two(value.shape[-1]),
         rows=blocks.rows,
         keys=blocks.keys,
-        stages=_stages(given, blocks, 1),
         causal=inputs.causal,
         in_order=call.in_order,
         start_in_memory=isinstance(start, torch.Tensor),
         window=None if call.window == math.inf else int(call.window),
         softcap=inputs.softcap,
         bias=None if values is None else "table" if in_table else "slope",
-        bias_gradient=gradients[:1] == (True,),
-        sums_gradient=gradients[1:] == (True,),
+        bias_gradient=gradients[0],
+        sums_gradient=gradients[1],
+        products="ieee" if torch.version.hip else "tf32x3",  # three products are as exact as one without tensor cores
     )
     return given, how
 
 
-def _stages(given: Any, blocks: Blocks, walked: int) -> tuple[int, ...]:
-    """Pipeline stages per region, for a loop over queries (0) or keys (1)."""
-    return tuple(
-        blocks.stages if table[walked] is None else min(blocks.stages, ROTATED_STAGES) for table in given.tables
-    )
+def _used(inputs: AttentionInputs, call: Fused, of_regions: tuple[T, ...]) -> tuple[T, ...]:
+    """What belongs to the regions that have pairs."""
+    pairs = zip(call.regions, of_regions, strict=True)
+    return tuple(each for region, each in pairs if region.stop > 0 or not inputs.causal)
+
+
+def _first_key(inputs: AttentionInputs, call: Fused) -> int | torch.Tensor:
+    """The first slot whose key is scored in a region that rotates keys."""
+    pairs = zip(call.regions, call.key_tables, strict=True)
+    reach = max((region.stop * region.chunk for region, table in pairs if table is not None), default=0)
+    return inputs.query_start - int(reach) if call.in_order and reach < FAR else 0
+
+
+def _rotated(
+    x: torch.Tensor, tables: Sequence[Table | None], partner: torch.Tensor | None, first: int | torch.Tensor = 0
+) -> tuple[Any, ...]:
+    """States rotated by each of the tables, from the slot `first` on."""
+    from rope_patch.attention.fused import triton_kernels
+
+    distinct = {id(table): table for table in tables if table is not None}
+    rotated = {id(None): x, **{name: torch.empty_like(x) for name in distinct}}
+    if distinct:
+        by, into = ([_by(table, x) for table in distinct.values()], [_states(rotated[name]) for name in distinct])
+        triton_kernels.rotate[_grid(x)](_states(x), tuple(by), tuple(into), partner, first, x.shape[2], *_sizes(x))
+    return tuple(_states(rotated[id(table)]) for table in tables)
+
+
+def _rotated_back(
+    grads: list[torch.Tensor], tables: Sequence[Table | None], partner: torch.Tensor | None
+) -> torch.Tensor:
+    """The gradient of states from those of `_rotated`."""
+    from rope_patch.attention.fused import triton_kernels
+
+    if len(grads) == 1 and tables[0] is None:
+        return grads[0]
+    out, by = torch.empty_like(grads[0]), tuple(None if table is None else _by(table, grads[0]) for table in tables)
+    places = tuple(map(_states, grads)), by, _states(out)
+    triton_kernels.rotate_back[_grid(out)](*places, partner, out.shape[2], *_sizes(out))
+    return out
+
+
+TOKENS = 32
+"""In a block of a rotation."""
+
+
+def _grid(x: torch.Tensor) -> tuple[int, int, int]:
+    return -(-x.shape[2] // TOKENS), x.shape[1], x.shape[0]
+
+
+def _sizes(x: torch.Tensor) -> tuple[int, int, int]:
+    return TOKENS, x.shape[-1], power_of_two(x.shape[-1])
+
+
+def _by(table: Table, like: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(_states(_dense(x).expand_as(like)) for x in table)
 
 
 def _area(region: Region) -> Any:
@@ -283,10 +367,6 @@ def _area(region: Region) -> Any:
     far = FAR // region.chunk
     start, stop = (int(min(max(bound, -far), far)) for bound in (region.start, region.stop))
     return Area(start, stop, region.chunk, None if region.keys_below == math.inf else int(region.keys_below))
-
-
-def _table(table: Table | None, like: torch.Tensor) -> Any:
-    return None if table is None else tuple(_states(_dense(x).expand_as(like)) for x in table)
 
 
 def _states(x: torch.Tensor) -> Any:
