@@ -321,13 +321,10 @@ def _rotated(
     x: torch.Tensor, tables: Sequence[Table | None], partner: torch.Tensor | None, first: int | torch.Tensor = 0
 ) -> tuple[Any, ...]:
     """States rotated by each of the tables, from the slot `first` on."""
-    from rope_patch.attention.fused import triton_kernels
-
     distinct = {id(table): table for table in tables if table is not None}
     rotated = {id(None): x, **{name: torch.empty_like(x) for name in distinct}}
     if distinct:
-        by, into = ([_by(table, x) for table in distinct.values()], [_states(rotated[name]) for name in distinct])
-        triton_kernels.rotate[_grid(x)](_states(x), tuple(by), tuple(into), partner, first, x.shape[2], *_sizes(x))
+        _rotate([x] * len(distinct), [rotated[name] for name in distinct], list(distinct.values()), partner, first)
     return tuple(_states(rotated[id(table)]) for table in tables)
 
 
@@ -335,30 +332,31 @@ def _rotated_back(
     grads: list[torch.Tensor], tables: Sequence[Table | None], partner: torch.Tensor | None
 ) -> torch.Tensor:
     """The gradient of states from those of `_rotated`."""
-    from rope_patch.attention.fused import triton_kernels
-
     if len(grads) == 1 and tables[0] is None:
         return grads[0]
-    out, by = torch.empty_like(grads[0]), tuple(None if table is None else _by(table, grads[0]) for table in tables)
-    places = tuple(map(_states, grads)), by, _states(out)
-    triton_kernels.rotate_back[_grid(out)](*places, partner, out.shape[2], *_sizes(out))
+    out = torch.empty_like(grads[0])
+    _rotate(grads, [out], tables, partner, back=True)
     return out
+
+
+def _rotate(
+    states: list[torch.Tensor],
+    rotated: list[torch.Tensor],
+    tables: Sequence[Table | None],
+    partner: torch.Tensor | None,
+    first: int | torch.Tensor = 0,
+    back: bool = False,
+) -> None:
+    from rope_patch.attention.fused import triton_kernels
+
+    batch, heads, length, dim = states[0].shape
+    by = tuple(table and tuple(_states(_dense(x).expand_as(states[0])) for x in table) for table in tables)
+    places = tuple(map(_states, states)), tuple(map(_states, rotated)), by, partner, first, length
+    triton_kernels.rotate[-(-length // TOKENS), heads, batch](*places, back, TOKENS, dim, power_of_two(dim))
 
 
 TOKENS = 32
 """In a block of a rotation."""
-
-
-def _grid(x: torch.Tensor) -> tuple[int, int, int]:
-    return -(-x.shape[2] // TOKENS), x.shape[1], x.shape[0]
-
-
-def _sizes(x: torch.Tensor) -> tuple[int, int, int]:
-    return TOKENS, x.shape[-1], power_of_two(x.shape[-1])
-
-
-def _by(table: Table, like: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(_states(_dense(x).expand_as(like)) for x in table)
 
 
 def _area(region: Region) -> Any:

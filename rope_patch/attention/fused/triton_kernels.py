@@ -154,36 +154,37 @@ def _entries(x, tokens, dims, inside):
 
 
 @triton.jit
-def rotate(x, tables, rotated, partner, first, length, block: tl.constexpr, dim: tl.constexpr, width: tl.constexpr):
-    """R x = x cos + x[partner] sin for each of the `tables`, with the sign in the sine; of a block of tokens of a head.
-    Blocks that end before the slot `first`, a number or a pointer, are left out.
+def rotate(
+    states,
+    rotated,
+    tables,
+    partner,
+    first,
+    length,
+    back: tl.constexpr,
+    block: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+):
+    """R x = x cos + x[partner] sin of a block of tokens of a head, for each of the `states`, with the sign in the sine.
+    `back` multiplies by the transpose and adds up, into the only tensor of `rotated`; a table may be None there. Blocks
+    that end before the slot `first`, a number or a pointer, are left out.
     """
     first = tl.load(first) if first.dtype.is_ptr() else first
     if (tl.program_id(0) + 1) * block > first:
         tokens, dims = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, width)[None, :]
-        inside = (tokens < length)[:, None] & (dims < dim)
-        swapped = _entries(x, tokens, tl.load(partner + dims, mask=dims < dim, other=0), inside)
-        plain = _entries(x, tokens, dims, inside)
+        inside, total = (tokens < length)[:, None] & (dims < dim), tl.full((block, width), 0.0, tl.float32)
         for r in tl.static_range(len(tables)):
-            cos, sin = _entries(tables[r][0], tokens, dims, inside), _entries(tables[r][1], tokens, dims, inside)
-            places = _places(rotated[r], tl.program_id(2), tl.program_id(1), tokens)[:, None] + dims
-            tl.store(places, plain * cos + swapped * sin, mask=inside)
-
-
-@triton.jit
-def rotate_back(grads, tables, out, partner, length, block: tl.constexpr, dim: tl.constexpr, width: tl.constexpr):
-    """The sum over regions of R' g = g cos + (g sin)[partner], or of g where there is no table."""
-    tokens, dims = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, width)[None, :]
-    inside = (tokens < length)[:, None] & (dims < dim)
-    total = tl.full((block, width), 0.0, tl.float32)
-    for r in tl.static_range(len(tables)):
-        if tables[r] is None:
-            total += _entries(grads[r], tokens, dims, inside)
-        else:
-            others = tl.load(partner + dims, mask=dims < dim, other=0)
-            swapped = _entries(grads[r], tokens, others, inside) * _entries(tables[r][1], tokens, others, inside)
-            total += _entries(grads[r], tokens, dims, inside) * _entries(tables[r][0], tokens, dims, inside) + swapped
-    tl.store(_places(out, tl.program_id(2), tl.program_id(1), tokens)[:, None] + dims, total, mask=inside)
+            turned = _entries(states[r], tokens, dims, inside)
+            if tables[r] is not None:
+                others = tl.load(partner + dims, mask=dims < dim, other=0)
+                sin = _entries(tables[r][1], tokens, others if back else dims, inside)
+                turned *= _entries(tables[r][0], tokens, dims, inside)
+                turned += _entries(states[r], tokens, others, inside) * sin
+            total = total + turned if back else turned
+            if r == len(tables) - 1 or not back:
+                into = rotated[0 if back else r]
+                tl.store(_places(into, tl.program_id(2), tl.program_id(1), tokens)[:, None] + dims, total, mask=inside)
 
 
 @triton.jit
@@ -266,27 +267,25 @@ def _rows_of(keys, given, how: tl.constexpr, r: tl.constexpr):
 
 @triton.jit
 def _blocks(bounds, low, high, size: tl.constexpr, given, how: tl.constexpr):
-    """Blocks of `size` between `low` and `high` that overlap some bounds: the start of the first one, start and end of
-    those within all bounds, and the number of the others.
+    """Blocks of `size` between `low` and `high` that overlap some bounds: the start of the first one, that of the first
+    one within all bounds, the number of those, and the number of the others, at the edges.
     """
     first, stop = bounds
     start = tl.maximum(tl.min(first) // size * size, low)
     end = tl.maximum(tl.minimum(tl.cdiv(tl.max(stop), size) * size, high), start)
-    whole_start, whole_end = start, start
+    inner_start, inner = start, 0
     if how.in_order and given.groups is None:
         inner_start = tl.maximum(tl.cdiv(tl.max(first), size) * size, start)
-        inner_end = tl.minimum(tl.min(stop) // size * size, end)
-        whole_start = tl.where(inner_start < inner_end, inner_start, start)
-        whole_end = tl.where(inner_start < inner_end, inner_end, start)
-    return start, whole_start, whole_end, (end - start - (whole_end - whole_start)) // size
+        inner = tl.maximum(tl.minimum(tl.min(stop) // size * size, end) - inner_start, 0) // size
+    return start, inner_start, inner, (end - start) // size - inner
 
 
 @triton.jit
-def _edge(index, blocks, size: tl.constexpr):
-    """The start of a block that is not within all bounds."""
-    start, whole_start, whole_end, _ = blocks
-    place = start + index * size
-    return place + tl.where(place >= whole_start, whole_end - whole_start, 0)
+def _start_of(index, blocks, size: tl.constexpr, edge: tl.constexpr):
+    """Where a block begins: one of those at the edges, or of those within all bounds."""
+    start, inner_start, inner, _ = blocks
+    place = (start if edge else inner_start) + index * size
+    return place + tl.where(place >= inner_start, inner * size, 0) if edge else place
 
 
 @triton.jit
@@ -337,21 +336,6 @@ def _scores(products, queries, keys, given, how: tl.constexpr, r: tl.constexpr, 
 
 
 @triton.jit
-def _softmax_step(state, q, first, queries, given, how: tl.constexpr, r: tl.constexpr, masked: tl.constexpr):
-    """Output, sum of weights and largest score of each row, after another block of keys."""
-    out, total, most = state
-    keys = _keys(first, given, how)
-    products = tl.dot(q, tl.trans(_states(given.k[r], keys, how.head_dim, how.width)), input_precision=how.products)
-    scores, _ = _scores(products, _spread(queries, 1), _spread(keys, 0), given, how, r, masked)
-    largest = tl.maximum(most, tl.max(scores, 1))
-    base = tl.where(largest == NONE, 0.0, largest)
-    weights, fade = tl.exp2(scores - base[:, None]), tl.exp2(most - base)
-    v = _states(given.v, keys, how.value_dim, how.value_width)
-    out = tl.dot(weights.to(v.dtype), v, out * fade[:, None], input_precision=how.products)
-    return out, total * fade + tl.sum(weights, 1), largest
-
-
-@triton.jit
 def forward(given, out, lse, splits, span, how: tl.constexpr):
     """Output and log-sum-exp of a block of rows over the `span` keys of one of the `splits`.
 
@@ -361,24 +345,32 @@ def forward(given, out, lse, splits, span, how: tl.constexpr):
     # the last rows of causal attention take longest, so they start first
     block, split = (tl.num_programs(0) - 1 - tl.program_id(0)) // splits, tl.program_id(0) % splits
     queries = _queries(block, given, how)
-    total = tl.full((how.rows,), 0.0, tl.float32)
+    down = _spread(queries, 1)
+    mean, total = tl.full((how.rows, how.value_width), 0.0, tl.float32), tl.full((how.rows,), 0.0, tl.float32)
     most = total + NONE
     if given.sinks is not None:
         sink = tl.load(given.sinks + queries.head).to(tl.float32) * LOG2_E
         most, total = tl.where(split == 0, sink, most), tl.where(split == 0, 1.0, total)
-    state = tl.full((how.rows, how.value_width), 0.0, tl.float32), total, most
     for r in tl.static_range(len(how.areas)):
         q = _states(given.q[r], queries, how.head_dim, how.width)
         blocks = _blocks(_keys_of(queries, given, how, r), split * span, (split + 1) * span, how.keys, given, how)
-        for index in tl.range(blocks[3]):
-            state = _softmax_step(state, q, _edge(index, blocks, how.keys), queries, given, how, r, True)
-        for first in tl.range(blocks[1], blocks[2], how.keys):
-            state = _softmax_step(state, q, first, queries, given, how, r, False)
-    mean, total, most = state
+        for edge in tl.static_range(2):
+            for index in tl.range(blocks[2 + edge]):
+                keys = _keys(_start_of(index, blocks, how.keys, edge), given, how)
+                k = _states(given.k[r], keys, how.head_dim, how.width)
+                products = tl.dot(q, tl.trans(k), input_precision=how.products)
+                scores, _ = _scores(products, down, _spread(keys, 0), given, how, r, edge)
+                largest = tl.maximum(most, tl.max(scores, 1))
+                base = tl.where(largest == NONE, 0.0, largest)
+                weights, fade = tl.exp2(scores - base[:, None]), tl.exp2(most - base)
+                v = _states(given.v, keys, how.value_dim, how.value_width)
+                mean = tl.dot(weights.to(v.dtype), v, mean * fade[:, None], input_precision=how.products)
+                total, most = total * fade + tl.sum(weights, 1), largest
     mean = mean / tl.where(total == 0, 1.0, total)[:, None]
     place = split * tl.num_programs(2) + tl.program_id(2)
     _store(out, mean, place, queries, how.value_dim, how.value_width)
-    tl.store(_places(lse, place, queries.head, queries.token), (most + tl.log2(total)) / LOG2_E, mask=queries.inside)
+    lse = _places(lse, place, queries.head, queries.token)
+    tl.store(lse, (most + tl.log2(total)) / LOG2_E, mask=queries.inside)
 
 
 @triton.jit
@@ -405,36 +397,6 @@ def _norms(queries, lse):
 
 
 @triton.jit
-def _query_step(
-    state,
-    q,
-    of_out,
-    norm,
-    dots,
-    first,
-    queries,
-    given,
-    table_gradient,
-    how: tl.constexpr,
-    r: tl.constexpr,
-    masked: tl.constexpr,
-):
-    grad_q, of_sums = state
-    keys = _keys(first, given, how)
-    k = _states(given.k[r], keys, how.head_dim, how.width)
-    v = _states(given.v, keys, how.value_dim, how.value_width)
-    products = tl.dot(q, tl.trans(k), input_precision=how.products)
-    values = tl.dot(of_out, tl.trans(v), input_precision=how.products)
-    down, across = _spread(queries, 1), _spread(keys, 0)
-    scores, slope = _scores(products, down, across, given, how, r, masked)
-    inner = tl.exp2(scores - norm[:, None]) * (values - dots[:, None])
-    if how.bias_gradient:
-        tl.atomic_add(table_gradient + _in_table(down, across, given), inner, mask=inner != 0, sem="relaxed")
-    grad_q = tl.dot((inner * slope).to(k.dtype), k, grad_q, input_precision=how.products)
-    return grad_q, of_sums + tl.sum(inner, 1)
-
-
-@triton.jit
 def query_gradients(given, out, grad, lse, delta, grad_q, table_gradient, sums_gradient, how: tl.constexpr):
     """Gradients of the rotated queries of a block of rows for each region, and of a table of biases, to which programs
     add in no fixed order. Writes `delta` for `key_gradients`, and the gradients of the running sums at the queries to
@@ -445,42 +407,29 @@ def query_gradients(given, out, grad, lse, delta, grad_q, table_gradient, sums_g
     value = _states(out, queries, how.value_dim, how.value_width)
     dots = tl.sum(of_out.to(tl.float32) * value.to(tl.float32), 1)
     tl.store(_places(delta, batch, queries.head, queries.token), dots, mask=queries.inside)
-    norm, of_sums = _norms(queries, lse), dots * 0
+    down, norm, of_sums = _spread(queries, 1), _norms(queries, lse), dots * 0
     for r in tl.static_range(len(how.areas)):
         q = _states(given.q[r], queries, how.head_dim, how.width)
         blocks = _blocks(_keys_of(queries, given, how, r), 0, ANYWHERE, how.keys, given, how)
-        state = tl.full((how.rows, how.width), 0.0, tl.float32), of_sums
-        for index in tl.range(blocks[3]):
-            first = _edge(index, blocks, how.keys)
-            state = _query_step(state, q, of_out, norm, dots, first, queries, given, table_gradient, how, r, True)
-        for first in tl.range(blocks[1], blocks[2], how.keys):
-            state = _query_step(state, q, of_out, norm, dots, first, queries, given, table_gradient, how, r, False)
-        of_sums = state[1]
-        _store(grad_q[r], state[0] * given.scale, batch, queries, how.head_dim, how.width)
+        total = tl.full((how.rows, how.width), 0.0, tl.float32)
+        for edge in tl.static_range(2):
+            for index in tl.range(blocks[2 + edge]):
+                keys = _keys(_start_of(index, blocks, how.keys, edge), given, how)
+                across = _spread(keys, 0)
+                k = _states(given.k[r], keys, how.head_dim, how.width)
+                v = _states(given.v, keys, how.value_dim, how.value_width)
+                products = tl.dot(q, tl.trans(k), input_precision=how.products)
+                values = tl.dot(of_out, tl.trans(v), input_precision=how.products)
+                scores, slope = _scores(products, down, across, given, how, r, edge)
+                inner = tl.exp2(scores - norm[:, None]) * (values - dots[:, None])
+                if how.bias_gradient:
+                    places = table_gradient + _in_table(down, across, given)
+                    tl.atomic_add(places, inner, mask=inner != 0, sem="relaxed")
+                total = tl.dot((inner * slope).to(k.dtype), k, total, input_precision=how.products)
+                of_sums += tl.sum(inner, 1)
+        _store(grad_q[r], total * given.scale, batch, queries, how.head_dim, how.width)
     if how.sums_gradient:
         tl.store(_places(sums_gradient, batch, queries.head, queries.token), of_sums, mask=queries.inside)
-
-
-@triton.jit
-def _key_step(
-    state, k, v, first, keys, given, grad, lse, delta, how: tl.constexpr, r: tl.constexpr, masked: tl.constexpr
-):
-    grad_k, grad_v, of_sums = state
-    queries = _queries(first // how.rows, given, how)
-    q = _states(given.q[r], queries, how.head_dim, how.width)
-    of_out = _states(grad, queries, how.value_dim, how.value_width)
-    norm, dots = _norms(queries, lse)[None, :], _numbers(delta, queries.head, queries.token)[None, :]
-    products = tl.dot(k, tl.trans(q), input_precision=how.products)
-    values = tl.dot(v, tl.trans(of_out), input_precision=how.products)
-    scores, slope = _scores(products, _spread(queries, 0), _spread(keys, 1), given, how, r, masked)
-    weights = tl.exp2(scores - norm)
-    inner = weights * (values - dots)
-    grad_v = tl.dot(weights.to(v.dtype), of_out, grad_v, input_precision=how.products)
-    grad_k = tl.dot((inner * slope).to(q.dtype), q, grad_k, input_precision=how.products)
-    if how.sums_gradient:
-        of_head = (queries.head % how.group)[:, None] == tl.arange(0, of_sums.shape[1])[None, :]
-        of_sums = tl.dot(inner, of_head.to(tl.float32), of_sums, input_precision=how.products)
-    return grad_k, grad_v, of_sums
 
 
 @triton.jit
@@ -490,23 +439,30 @@ def key_gradients(given, grad, lse, delta, grad_k, grad_v, sums_gradient, some: 
     heads per key head.
     """
     keys, batch = _keys(tl.program_id(0) * how.keys, given, how), tl.program_id(2)
-    v = _states(given.v, keys, how.value_dim, how.value_width)
+    down, v = _spread(keys, 1), _states(given.v, keys, how.value_dim, how.value_width)
     of_values = tl.full((how.keys, how.value_width), 0.0, tl.float32)
-    of_sums = tl.full((how.keys, some), 0.0, tl.float32)
+    of_sums, heads = tl.full((how.keys, some), 0.0, tl.float32), tl.arange(0, some)[None, :]
     for r in tl.static_range(len(how.areas)):
         k = _states(given.k[r], keys, how.head_dim, how.width)
         blocks = _blocks(_rows_of(keys, given, how, r), 0, ANYWHERE, how.rows, given, how)
-        state = tl.full((how.keys, how.width), 0.0, tl.float32), of_values, of_sums
-        for index in tl.range(blocks[3]):
-            first = _edge(index, blocks, how.rows)
-            state = _key_step(state, k, v, first, keys, given, grad, lse, delta, how, r, True)
-        for first in tl.range(blocks[1], blocks[2], how.rows):
-            state = _key_step(state, k, v, first, keys, given, grad, lse, delta, how, r, False)
-        of_values, of_sums = state[1], state[2]
-        _store(grad_k[r], state[0] * given.scale, batch, keys, how.head_dim, how.width)
+        total = tl.full((how.keys, how.width), 0.0, tl.float32)
+        for edge in tl.static_range(2):
+            for index in tl.range(blocks[2 + edge]):
+                queries = _queries(_start_of(index, blocks, how.rows, edge) // how.rows, given, how)
+                q = _states(given.q[r], queries, how.head_dim, how.width)
+                of_out = _states(grad, queries, how.value_dim, how.value_width)
+                products = tl.dot(k, tl.trans(q), input_precision=how.products)
+                values = tl.dot(v, tl.trans(of_out), input_precision=how.products)
+                scores, slope = _scores(products, _spread(queries, 0), down, given, how, r, edge)
+                weights = tl.exp2(scores - _norms(queries, lse)[None, :])
+                inner = weights * (values - _numbers(delta, queries.head, queries.token)[None, :])
+                of_values = tl.dot(weights.to(v.dtype), of_out, of_values, input_precision=how.products)
+                total = tl.dot((inner * slope).to(q.dtype), q, total, input_precision=how.products)
+                if how.sums_gradient:
+                    of_head = ((queries.head % how.group)[:, None] == heads).to(tl.float32)
+                    of_sums = tl.dot(inner, of_head, of_sums, input_precision=how.products)
+        _store(grad_k[r], total * given.scale, batch, keys, how.head_dim, how.width)
     _store(grad_v, of_values, batch, keys, how.value_dim, how.value_width)
     if how.sums_gradient:
-        index = tl.arange(0, some)
-        heads = (tl.program_id(1) * how.group + index)[None, :]
-        places = _places(sums_gradient, batch, heads, keys.slot[:, None])
-        tl.store(places, of_sums, mask=(index < how.group)[None, :] & keys.inside[:, None])
+        places = _places(sums_gradient, batch, tl.program_id(1) * how.group + heads, keys.slot[:, None])
+        tl.store(places, of_sums, mask=(heads < how.group) & keys.inside[:, None])
