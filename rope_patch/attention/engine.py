@@ -7,7 +7,7 @@ import torch
 from rope_patch.attention import decode, operator, oracle, paths
 from rope_patch.attention.call import Call
 from rope_patch.attention.decay import attend_with_decay
-from rope_patch.attention.fused import launch as fused
+from rope_patch.attention.fused import launch, support
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
 from rope_patch.attention.tile_kernels import FlashCUDA, kernel_for
 from rope_patch.schemes.slots import ALL_PAIRS, Region
@@ -55,7 +55,7 @@ def _by_one_kernel(inputs: AttentionInputs, call: Call, mode: AttentionMode) -> 
         return None
     in_order = not inputs.scattered and (inputs.q_length == 1 or call.spans(inputs) is not None)
     given = call.fused(in_order)
-    return fused.attend(inputs, given) if fused.applies(inputs, given) else None
+    return launch.attend(inputs, given) if support.applies(inputs, given) else None
 
 
 def _branch(inputs: AttentionInputs, call: Call, region: Region) -> Branch:

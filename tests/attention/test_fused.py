@@ -18,7 +18,7 @@ import torch
 import rope_patch
 from rope_patch import get_scheme, patch
 from rope_patch.attention import oracle
-from rope_patch.attention.fused import launch as fused
+from rope_patch.attention.fused import launch, support
 from rope_patch.attention.fused.launch import Blocks, Fused
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
 from rope_patch.schemes.slots import ALL_PAIRS
@@ -228,8 +228,8 @@ def errors_of(case: Case) -> dict[str, float]:
         how = {"in_order": case.in_order, "window": case.window}
         call = Fused(queries, keys, regions, tuple(of_queries), tuple(of_keys), partner, **how)
         with pytest.MonkeyPatch.context() as change:
-            change.setattr(fused, "PROGRAMS", 1000 if case.split else 1)
-            return fused.attend(inputs(leaves), call, (Blocks(16, 16, 4, 1),) * 3)
+            change.setattr(launch, "PROGRAMS", 1000 if case.split else 1)
+            return launch.attend(inputs(leaves), call, (Blocks(16, 16, 4, 1),) * 3)
 
     grad = torch.randn(batch, case.heads, case.length, case.value_dim, generator=random, dtype=double).to(DEVICE)
     found = {}
@@ -284,11 +284,42 @@ def test_output_and_gradients_are_those_of_the_oracle(run, name):
     check(run, USUAL[name])
 
 
+def decoded(start_in_memory: bool) -> tuple[float, float]:
+    """The error of a step without gradients relative to the norm, and the share of rotated keys that were computed."""
+    made, random, window, length = [], torch.Generator().manual_seed(0), 70, 300
+    query, key, value = (torch.randn(1, 2, n, 16, generator=random).to(DEVICE) for n in (1, length, length))
+    cos, sin = torch.randn(2, length, 16, generator=random).to(DEVICE)
+    positions, partner = torch.arange(length, device=DEVICE)[None], torch.arange(16, device=DEVICE).roll(8)
+    start = torch.tensor(length - 1, device=DEVICE) if start_in_memory else length - 1
+    inputs = AttentionInputs((), value, positions[:, -1:], positions, None, False, start, 0.3)
+    near, far = regions = tuple(region for region in get_scheme("rerope", window=window).segments() if region.stop > 0)
+    branches = Branch(near, query, key * cos + key[..., partner] * sin), Branch(far, query, key)
+    expected = oracle.attend(inputs.with_branches(branches))[0]
+
+    def unwritten(x: torch.Tensor) -> torch.Tensor:
+        made.append(torch.full_like(x, torch.nan))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as change, torch.no_grad():
+        change.setattr(torch, "empty_like", unwritten)
+        out = launch.attend(inputs, Fused(query, key, regions, (None, None), ((cos, sin), None), partner))
+    (rotated,) = (x for x in made if x.shape == key.shape)
+    return float((out - expected).norm() / expected.norm()), float(rotated.isfinite().float().mean())
+
+
+@needs_triton
+@pytest.mark.parametrize("start_in_memory", [False, True])
+def test_a_decoding_step_rotates_only_the_keys_that_it_scores_rotated(run, start_in_memory):
+    error, share = run(decoded, start_in_memory)
+    assert error < TOLERANCES["float32"]
+    assert 70 / 300 <= share <= (70 + 2 * launch.TOKENS) / 300
+
+
 def differentiated_twice() -> str:
     query, key = torch.randn(2, 1, 1, 16, 16, requires_grad=True)
     positions = torch.arange(16)[None]
     inputs = AttentionInputs((), key, positions, positions, None, True, 0, 0.3)
-    out = fused.attend(inputs, Fused(query, key, (ALL_PAIRS,), (None,), (None,)))
+    out = launch.attend(inputs, Fused(query, key, (ALL_PAIRS,), (None,), (None,)))
     try:
         torch.autograd.grad(out.sum(), query, create_graph=True)
     except RuntimeError as error:
@@ -321,9 +352,9 @@ def of_models(spec: str) -> tuple[int, list[float]]:
     of gradients, and of logits of two steps after a cache.
     """
     calls, found = [], []
-    fused.agrees(torch.device(DEVICE), torch.float32, 16, 16)
+    support.agrees(torch.device(DEVICE), torch.float32, 16, 16)
     with pytest.MonkeyPatch.context() as change:
-        change.setattr(fused, "attend", lambda *given: calls.append(given) or attend(*given))
+        change.setattr(launch, "attend", lambda *given: calls.append(given) or attend(*given))
         for attention in ("fused", "oracle"):
             model = build("llama", num_hidden_layers=1).to(DEVICE)
             patch(model, spec, attention=attention)
@@ -348,13 +379,13 @@ def test_a_model_under_it_is_the_model_under_the_oracle(run, spec):
     assert max(errors) < TOLERANCES["float32"], errors
 
 
-attend = fused.attend
+attend = launch.attend
 
 
 def trusted() -> bool:
-    fused.agrees.cache_clear()
+    support.agrees.cache_clear()
     with torch.inference_mode():
-        return fused.agrees(torch.device(DEVICE), torch.float32, 16, 16)
+        return support.agrees(torch.device(DEVICE), torch.float32, 16, 16)
 
 
 @needs_triton
@@ -374,8 +405,8 @@ def test_kernels_that_are_wrong_for_one_query_or_for_several_are_not_trusted(wro
         return oracle.attend(inputs.with_branches(branches))[0] * (1.1 if inputs.q_length == wrong else 1)
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(fused, "attend", attend)
-    assert fused.agrees.__wrapped__(torch.device("cpu"), torch.float32, 16, 16) == (wrong is None)
+    monkeypatch.setattr(support, "attend", attend)
+    assert support.agrees.__wrapped__(torch.device("cpu"), torch.float32, 16, 16) == (wrong is None)
 
 
 UNSUPPORTED = {
@@ -395,7 +426,7 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("what", [None, *UNSUPPORTED])
 def test_what_the_kernels_do_not_support_is_left_to_others(what, monkeypatch):
-    monkeypatch.setattr(fused, "agrees", lambda *_: True)
+    monkeypatch.setattr(support, "agrees", lambda *_: True)
     inputs, _ = inputs_of("", ROWS, 45, 45, torch.float32)
     (branch,), learned = inputs.branches, torch.ones(16, requires_grad=True)
     biases = {
@@ -414,15 +445,15 @@ def test_what_the_kernels_do_not_support_is_left_to_others(what, monkeypatch):
     inputs = dataclasses.replace(inputs, **{name: changed(name, value) for name, value in of_inputs.items()})
     call = Fused(states["queries"], states["keys"], (ALL_PAIRS,), **tables)
     call = dataclasses.replace(call, **{name: changed(name, value) for name, value in of_call.items()})
-    assert fused.applies(inputs, call) == (what is None)
+    assert support.applies(inputs, call) == (what is None)
 
 
 def test_without_triton_nothing_applies(monkeypatch):
-    fused.agrees.cache_clear()
+    support.agrees.cache_clear()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not fused.agrees(torch.device("cpu"), torch.float32, 16, 16)
-    fused.agrees.cache_clear()
+    assert not support.agrees(torch.device("cpu"), torch.float32, 16, 16)
+    support.agrees.cache_clear()
 
 
 def test_nothing_imports_triton_before_it_is_needed():

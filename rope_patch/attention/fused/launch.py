@@ -1,21 +1,16 @@
-"""The interface of the kernels: inputs of a call, whether the kernels support it, and attention with gradients."""
+"""The interface of the kernels: inputs of a call, and attention with gradients."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from rope_patch.attention import oracle
-from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
+from rope_patch.attention.inputs import AttentionInputs, DistanceBias
 from rope_patch.schemes.slots import Region
-from rope_patch.schemes.tools.positions import Identity
 
 Table = tuple[torch.Tensor, torch.Tensor]
 
@@ -71,29 +66,28 @@ class Blocks(NamedTuple):
 PROGRAMS = 264
 """Programs that keep a GPU busy: with fewer, keys are split among more of them."""
 
-LARGE = 200_000
-"""Shared memory of a program in bytes from which blocks may be large: an H100 and a B200 have 232,448."""
 
-
-def blocks_for(dtype: torch.dtype, width: int, rows: int, shared: int) -> tuple[Blocks, Blocks, Blocks]:
-    """Blocks for forward and the gradients of queries and of keys, chosen by registers and shared memory as compiled
-    (`benchmarks.registers`), not by speed.
+def blocks_for(dtype: torch.dtype, width: int, rows: int, regions: int, arch: str) -> tuple[Blocks, Blocks, Blocks]:
+    """Blocks for forward and the gradients of queries and of keys, chosen by the registers and the shared memory that
+    they need as compiled (`benchmarks.registers`), not by speed.
 
     Args:
         dtype: of the states.
         width: of their vectors, the larger of keys and values.
         rows: of a key head: queries times the query heads that share it.
-        shared: memory that a program may share, in bytes.
+        regions: their number.
+        arch: such as "sm_90".
     """
     half = dtype != torch.float32
     if width > 128:
         chosen = [(64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)] if half else [(32, 32, 8, 1)] + 2 * [(16, 32, 8, 1)]
     elif not half:
         chosen = [(64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)]
-    elif shared >= LARGE:
-        chosen = [(128, 64, 8, 3), (64, 32, 8, 2), (32, 128, 8, 2)]
+    elif arch in ("sm_90", "sm_100", "sm_103"):
+        keys = 128 if regions <= 2 else 64
+        chosen = [(128, 64, 8, 3 if arch == "sm_90" else 2), (64, 32, 8, 2), (32, keys, 8, 2)]
     else:
-        chosen = [(64, 32, 4, 2), (64, 32, 8, 2), (32, 64, 8, 2)]
+        chosen = [(64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 4, 2)]
     forward, of_queries, of_keys = (Blocks(*each) for each in chosen)
     if (few := power_of_two(rows)) < forward.rows:  # in decoding
         forward = Blocks(few, forward.keys, 4, min(forward.stages, 2))
@@ -101,37 +95,16 @@ def blocks_for(dtype: torch.dtype, width: int, rows: int, shared: int) -> tuple[
 
 
 def _default_blocks(call: Fused, value_dim: int) -> tuple[Blocks, Blocks, Blocks]:
-    query, shared = call.queries, 0
+    query, arch = call.queries, ""
     if query.is_cuda:
-        shared = getattr(torch.cuda.get_device_properties(query.device), "shared_memory_per_block_optin", 0)
-    rows = query.shape[1] // call.keys.shape[1] * query.shape[2]
-    return blocks_for(query.dtype, power_of_two(max(query.shape[-1], value_dim)), rows, shared)
+        arch = "sm_{}{}".format(*torch.cuda.get_device_capability(query.device))
+    rows, width = query.shape[1] // call.keys.shape[1] * query.shape[2], max(query.shape[-1], value_dim)
+    return blocks_for(query.dtype, power_of_two(width), rows, len(call.regions), arch)
 
 
 def power_of_two(least: int) -> int:
     """The smallest power of two that is at least `least` and at least 16, the minimum for tensor cores."""
     return max(16, 1 << (least - 1).bit_length())
-
-
-def applies(inputs: AttentionInputs, call: Fused) -> bool:
-    """Whether the kernels support a call, and equalled the oracle when they were tried."""
-    queries, value = call.queries, inputs.value
-    tables = [x for table in (*call.query_tables, *call.key_tables) if table is not None for x in table]
-    one_query = inputs.q_length == 1
-    return (
-        queries.dtype == call.keys.dtype == value.dtype
-        and queries.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and max(queries.shape[-1], value.shape[-1]) <= 256
-        and inputs.content is None
-        and inputs.dropout == 0.0
-        and inputs.key_positions.ndim == 2
-        and (inputs.mask is None or (one_query and inputs.mask.dtype == torch.bool and inputs.mask.shape[1] == 1))
-        and (inputs.causal or one_query or inputs.q_length == inputs.kv_length)
-        and (inputs.bias is None or call.in_order or _is_slope(inputs, inputs.bias))
-        and not any(x.requires_grad for x in tables)
-        and not torch.compiler.is_compiling()
-        and agrees(queries.device, queries.dtype, queries.shape[-1], value.shape[-1])
-    )
 
 
 def attend(inputs: AttentionInputs, call: Fused, blocks: tuple[Blocks, Blocks, Blocks] | None = None) -> torch.Tensor:
@@ -147,13 +120,13 @@ def attend(inputs: AttentionInputs, call: Fused, blocks: tuple[Blocks, Blocks, B
     if bias is not None:
         first = 0 if inputs.causal or inputs.q_length == 1 else 1 - inputs.kv_length
         last = inputs.q_length if first < 0 else inputs.kv_length
-        values = bias.values(0, 2).diff()[:, 0] if _is_slope(inputs, bias) else bias.values(first, last).contiguous()
+        values = bias.values(0, 2).diff()[:, 0] if is_slope(inputs, bias) else bias.values(first, last).contiguous()
     states = (_dense(x) for x in (call.queries, call.keys, inputs.value))
     out: torch.Tensor = _Attention.apply(inputs, call, blocks, *states, values, inputs.sinks, inputs.running_bias)
     return out
 
 
-def _is_slope(inputs: AttentionInputs, bias: DistanceBias) -> bool:
+def is_slope(inputs: AttentionInputs, bias: DistanceBias) -> bool:
     """Whether a bias is one number per head. The gradient of a learned bias needs its table."""
     return bias.linear and (inputs.causal or inputs.q_length == 1) and not bias.learned
 
@@ -383,51 +356,3 @@ def _numbers(x: torch.Tensor | None) -> Any:
     strides = [stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)]
     batch, head, token = (strides[0], 0, strides[1]) if x.ndim == 2 else strides
     return States(x, batch, head, token)
-
-
-@functools.lru_cache(maxsize=64)
-def agrees(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
-    """Whether the kernels are available and equal the oracle on small calls, with gradients; tried once before use."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if importlib.util.find_spec("triton") is None or (device.type != "cuda" and not interpreted):
-        return False
-    sizes = (device, dtype, head_dim, value_dim)
-    try:
-        # several tokens after a cache, and one token whose keys are split among programs
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            return _tried(40, 100, *sizes) and _tried(1, 300, *sizes)
-    except Exception:  # compilers and drivers fail in many ways, and other kernels exist
-        return False
-
-
-def _tried(
-    length: int, kv_length: int, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
-) -> bool:
-    """Whether a call with two regions, one of which rotates keys, is correct."""
-    random = torch.Generator().manual_seed(0)
-
-    def states(heads: int, length: int, dim: int) -> torch.Tensor:
-        return torch.randn(1, heads, length, dim, generator=random).to(device, dtype).requires_grad_()
-
-    leaves = states(4, length, head_dim), states(2, kv_length, head_dim), states(2, kv_length, value_dim)
-    grad, partner = torch.randn_like(states(4, length, value_dim)), torch.arange(head_dim, device=device).flip(0)
-    of_queries, of_keys = ([x.detach() for x in states(2, n, head_dim)[0]] for n in (length, kv_length))
-    regions = Region(Identity(), Identity(), stop=17), Region(Identity(), Identity(), start=17)
-    positions = torch.arange(kv_length, device=device)[None]
-    inputs = AttentionInputs(
-        (), leaves[2], positions[:, kv_length - length :], positions, None, length > 1, kv_length - length, 0.1
-    )
-    tables = tuple(of_queries), tuple(of_keys)
-    call = Fused(*leaves[:2], regions, (tables[0],) * 2, (tables[1], None), partner)
-    rotated = [x * cos + x[..., partner] * sin for x, (cos, sin) in zip(leaves, tables, strict=False)]
-    branches = tuple(
-        Branch(region, rotated[0], key) for region, key in zip(regions, (rotated[1], leaves[1]), strict=True)
-    )
-    actual, expected = (
-        (out, *torch.autograd.grad(out, leaves, grad))
-        for out in (attend(inputs, call), oracle.attend(inputs.with_branches(branches))[0])
-    )
-    errors = (
-        (one.float() - other.float()).norm() / other.float().norm() for one, other in zip(actual, expected, strict=True)
-    )
-    return all(bool(error < 0.03) for error in errors)

@@ -1,0 +1,197 @@
+"""What the fused kernels need on GPUs that are not here: compiled ahead of time, read from ptxas.
+
+    python -m benchmarks.registers                     the table of docs/benchmarks.md (some minutes, no GPU)
+    python -m benchmarks.registers --only sm_90 dca    some of its rows
+
+Triton's wheel carries ptxas, so registers and spilled bytes are known without a device. What they cost in time is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rope_patch import get_scheme
+from rope_patch.attention.fused import launch
+from rope_patch.attention.fused.launch import Blocks, Fused
+from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.schemes.slots import ALL_PAIRS
+
+SHARED = {"sm_80": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+"""Shared memory of a program in bytes, by architecture; for sm_80 that of the smaller sm_86 and sm_89."""
+
+SCHEMES = {"plain": "", "rerope": "rerope:window=512", "dca": "dca:chunk_size=1024,local_window=256"}
+KERNELS = ("forward", "decode", "query_gradients", "key_gradients")
+HEADS, KV_HEADS, LENGTH = 32, 8, 4096
+
+
+class Kernel(NamedTuple):
+    """One row of the table."""
+
+    arch: str
+    kernel: str
+    scheme: str
+    dtype: str
+    head_dim: int
+
+    @property
+    def words(self) -> set[str]:
+        """What `--only` compares with."""
+        return {self.arch, self.kernel, self.scheme, self.dtype, str(self.head_dim)}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a kernel needs; on AMD only that it was compiled.
+
+    Attributes:
+        shared: memory of a program in bytes.
+        registers: of a thread.
+        spilled: bytes that a thread stores and loads because registers do not suffice.
+        products: matrix instructions in the program by name.
+    """
+
+    shared: int
+    registers: int
+    spilled: int
+    products: dict[str, int]
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every row."""
+    names = itertools.product(SHARED, KERNELS, SCHEMES, ("bfloat16", "float16"), (64, 128))
+    yield from itertools.starmap(Kernel, names)
+
+
+class Absent:
+    """A driver of Triton for a device that is not there."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        """What to compile for."""
+        return self._target
+
+    def get_current_device(self) -> int:
+        """A number of its own, because Triton keeps what it compiled by this number."""
+        return int("".join(filter(str.isdigit, str(self._target.arch))))
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        """Its stream."""
+        return 0
+
+
+def needs(kernel: Kernel, blocks: Blocks | None = None) -> Needs:
+    """Compile a kernel. Triton keeps to the absent device afterwards: call this in a process of its own.
+
+    Args:
+        kernel: which one.
+        blocks: default `launch.blocks_for`.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    nvidia = kernel.arch.startswith("sm_")
+    target = GPUTarget("cuda", int(kernel.arch[3:]), 32) if nvidia else GPUTarget("hip", kernel.arch, 64)
+    driver.set_active(Absent(target))
+    compiled = _compiled(kernel, blocks)
+    shared = compiled.metadata.shared
+    return _read(compiled.asm["ptx"], kernel.arch, shared) if nvidia else Needs(shared, 0, 0, {})
+
+
+def _compiled(kernel: Kernel, blocks: Blocks | None) -> Any:
+    from rope_patch.attention.fused import triton_kernels
+
+    length, dtype, dim = 1 if kernel.kernel == "decode" else LENGTH, getattr(torch, kernel.dtype), kernel.head_dim
+    query = torch.empty(1, HEADS, length, dim, dtype=dtype)
+    key = torch.empty(1, KV_HEADS, LENGTH, dim, dtype=dtype)
+    positions = torch.arange(LENGTH)[None]
+    regions = get_scheme(SCHEMES[kernel.scheme]).segments() if SCHEMES[kernel.scheme] else (ALL_PAIRS,)
+    start = LENGTH - length
+    inputs = AttentionInputs((), key, positions[:, start:], positions, None, length > 1, start, 0.1)
+    call = Fused(query, key, regions, (None,) * len(regions), (None,) * len(regions))
+    defaults = launch.blocks_for(dtype, dim, HEADS // KV_HEADS * length, len(regions), kernel.arch)
+    blocks = blocks or dict(zip(("query_gradients", "key_gradients"), defaults[1:], strict=True)).get(kernel.kernel)
+    blocks = blocks or defaults[0]
+    given, how = launch.described(inputs, call, blocks, (query, key, key, None, None, None))
+    if not kernel.arch.startswith("sm_"):
+        how = how._replace(products="ieee")
+    states, numbers = launch._states, launch._numbers(torch.empty(query.shape[:3]))
+    out, of_q, of_k = states(query), (states(query),) * len(how.areas), (states(key),) * len(how.areas)
+    options = {**blocks.options, "grid": (1, 1, 1)}
+    if kernel.kernel == "query_gradients":
+        arguments: tuple[Any, ...] = (given, out, out, numbers, numbers, of_q, None, None, how)
+    elif kernel.kernel == "key_gradients":
+        arguments = (given, out, numbers, numbers, of_k, states(key), None, 16, how)
+    elif length == 1:
+        parts = states(query.float())
+        arguments = (given, parts, numbers, 8, 512, how)
+    else:
+        arguments = (given, out, numbers, 1, launch.FAR, how)
+    program = triton_kernels.forward if kernel.kernel == "decode" else getattr(triton_kernels, kernel.kernel)
+    return program.warmup(*arguments, **options)
+
+
+def _read(ptx: str, arch: str, shared: int) -> Needs:
+    """Registers and spills by ptxas."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.TemporaryDirectory() as work:
+        source = Path(work) / "kernel.ptx"
+        source.write_text(ptx)
+        name = arch + ("a" if arch in ("sm_90", "sm_100") else "")
+        options = ["-v", "-lineinfo", "--regAllocOptLevel=2", f"--gpu-name={name}"]  # those of Triton
+        words = [get_ptxas(int(arch[3:])).path, *options, source, "-o", "/dev/null"]
+        log = subprocess.run(words, capture_output=True, text=True, check=True).stderr
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    assert spilled is not None, log  # for the type checker
+    assert registers is not None, log
+    patterns = {"wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma", "mma.sync": r"\bmma\.sync"}
+    counts = {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
+    products = {name: count for name, count in counts.items() if count}
+    return Needs(shared, int(registers[1]), int(spilled[1]) + int(spilled[2]), products)
+
+
+def table(found: dict[Kernel, Needs]) -> Iterator[str]:
+    """For each kernel and width the most registers and spilled bytes of all schemes and dtypes, in Markdown."""
+    every = [arch for arch in SHARED if any(kernel.arch == arch for kernel in found)]
+    yield f"| kernel, head_dim | {' | '.join(every)} |"
+    yield "|---|" + "---|" * len(every)
+    for name, dim in sorted({(kernel.kernel, kernel.head_dim) for kernel in found}):
+        cells = []
+        for arch in every:
+            here = [
+                x for kernel, x in found.items() if (arch, name, dim) == (kernel.arch, kernel.kernel, kernel.head_dim)
+            ]
+            products = sorted({product for x in here for product in x.products})
+            figures = f"{max(x.registers for x in here)} / {max(x.spilled for x in here)}, {' and '.join(products)}"
+            cells.append(figures if products else "compiles")
+        yield f"| `{name}`, {dim} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print every row to the standard error, then the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="rows with all of these words")
+    only, found = set(parser.parse_args().only), {}
+    for kernel in kernels():
+        if only <= kernel.words:
+            found[kernel] = needs(kernel)
+            print(*kernel, found[kernel], file=sys.stderr, flush=True)
+    print(*table(found), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

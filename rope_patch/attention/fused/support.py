@@ -1,0 +1,84 @@
+"""Whether the kernels support a call, and are right on its device."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+from rope_patch.attention import oracle
+from rope_patch.attention.fused.launch import Fused, attend, is_slope
+from rope_patch.attention.inputs import AttentionInputs, Branch
+from rope_patch.schemes.slots import Region
+from rope_patch.schemes.tools.positions import Identity
+
+
+def applies(inputs: AttentionInputs, call: Fused) -> bool:
+    """Whether the kernels support a call, and equalled the oracle when they were tried."""
+    queries, value = call.queries, inputs.value
+    tables = [x for table in (*call.query_tables, *call.key_tables) if table is not None for x in table]
+    one_query = inputs.q_length == 1
+    return (
+        queries.dtype == call.keys.dtype == value.dtype
+        and queries.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and max(queries.shape[-1], value.shape[-1]) <= 256
+        and inputs.content is None
+        and inputs.dropout == 0.0
+        and inputs.key_positions.ndim == 2
+        and (inputs.mask is None or (one_query and inputs.mask.dtype == torch.bool and inputs.mask.shape[1] == 1))
+        and (inputs.causal or one_query or inputs.q_length == inputs.kv_length)
+        and (inputs.bias is None or call.in_order or is_slope(inputs, inputs.bias))
+        and not any(x.requires_grad for x in tables)
+        and not torch.compiler.is_compiling()
+        and agrees(queries.device, queries.dtype, queries.shape[-1], value.shape[-1])
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def agrees(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
+    """Whether the kernels are available and equal the oracle on small calls, with gradients; tried once before use."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if importlib.util.find_spec("triton") is None or (device.type != "cuda" and not interpreted):
+        return False
+    sizes = (device, dtype, head_dim, value_dim)
+    try:
+        # several tokens after a cache, and one token whose keys are split among programs
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            return _tried(40, 100, *sizes) and _tried(1, 300, *sizes)
+    except Exception:  # compilers and drivers fail in many ways, and other kernels exist
+        return False
+
+
+def _tried(
+    length: int, kv_length: int, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> bool:
+    """Whether a call with two regions, one of which rotates keys, is correct."""
+    random = torch.Generator().manual_seed(0)
+
+    def states(heads: int, length: int, dim: int) -> torch.Tensor:
+        return torch.randn(1, heads, length, dim, generator=random).to(device, dtype).requires_grad_()
+
+    leaves = states(4, length, head_dim), states(2, kv_length, head_dim), states(2, kv_length, value_dim)
+    grad, partner = torch.randn_like(states(4, length, value_dim)), torch.arange(head_dim, device=device).flip(0)
+    of_queries, of_keys = ([x.detach() for x in states(2, n, head_dim)[0]] for n in (length, kv_length))
+    regions = Region(Identity(), Identity(), stop=17), Region(Identity(), Identity(), start=17)
+    positions = torch.arange(kv_length, device=device)[None]
+    inputs = AttentionInputs(
+        (), leaves[2], positions[:, kv_length - length :], positions, None, length > 1, kv_length - length, 0.1
+    )
+    tables = tuple(of_queries), tuple(of_keys)
+    call = Fused(*leaves[:2], regions, (tables[0],) * 2, (tables[1], None), partner)
+    rotated = [x * cos + x[..., partner] * sin for x, (cos, sin) in zip(leaves, tables, strict=False)]
+    branches = tuple(
+        Branch(region, rotated[0], key) for region, key in zip(regions, (rotated[1], leaves[1]), strict=True)
+    )
+    actual, expected = (
+        (out, *torch.autograd.grad(out, leaves, grad))
+        for out in (attend(inputs, call), oracle.attend(inputs.with_branches(branches))[0])
+    )
+    errors = (
+        (one.float() - other.float()).norm() / other.float().norm() for one, other in zip(actual, expected, strict=True)
+    )
+    return all(bool(error < 0.03) for error in errors)
