@@ -227,7 +227,7 @@ def described(
     Args:
         inputs, call: as for `attend`.
         blocks: of the kernel that is next.
-        tensors: queries, keys, values, bias, sinks and running sums.
+        tensors: queries, keys and values, `(batch, heads or kv_heads, length, dim)`; bias, sinks and running sums.
         gradients: whether that of the bias and that of the sums are wanted.
         first: slot of the first key that is read.
     """

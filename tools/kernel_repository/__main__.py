@@ -1,0 +1,60 @@
+"""Write the Triton kernel as a repository for the package `kernels`, which Transformers reads.
+
+    python -m tools.kernel_repository OUT
+
+The folder has build.toml with its source, and what `get_local_kernel` loads without a network:
+
+    attention = kernels.get_local_kernel(Path("OUT")).attention
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from rope_patch.version import __version__
+
+NAME, BACKENDS = "rope-patch-attention", ("cpu", "cuda", "rocm")
+SOURCES = {
+    "__init__.py": Path(__file__).with_name("regions.py"),
+    "triton_kernels.py": Path(__file__).parents[2] / "rope_patch/attention/fused/triton_kernels.py",
+}
+BUILD = f"""[general]
+name = "{NAME}"
+version = 1
+license = "Apache-2.0"
+backends = {json.dumps(BACKENDS)}
+
+[torch-noarch]
+"""
+
+
+def write(out: Path) -> None:
+    """Write the repository into a folder that is new or empty of it."""
+    parts = {out / "torch-ext" / NAME.replace("-", "_"): None}
+    parts.update({out / "build" / f"torch-{backend}": backend for backend in BACKENDS})
+    for folder, backend in parts.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, source in SOURCES.items():
+            text = source.read_text(encoding="utf-8")
+            text = text.replace("from rope_patch.attention.fused import triton_kernels", "from . import triton_kernels")
+            (folder / name).write_text(text, encoding="utf-8")
+        if backend:
+            facts = {"name": NAME, "id": f"_{NAME.replace('-', '_')}_{backend}_{__version__.replace('.', '_')}"}
+            facts |= {"version": 1, "license": "Apache-2.0", "python-depends": [], "backend": {"type": backend}}
+            (folder / "metadata.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (out / "build.toml").write_text(BUILD)
+    shutil.copy(Path(__file__).parents[2] / "LICENSE", out / "LICENSE")
+
+
+def main() -> None:
+    """Write it where the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder of the repository")
+    write(parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()
