@@ -33,18 +33,18 @@ backends = {json.dumps(BACKENDS)}
 
 def write(out: Path) -> None:
     """Write the repository into a folder that is new or empty of it."""
-    parts = {out / "torch-ext" / NAME.replace("-", "_"): None}
-    parts.update({out / "build" / f"torch-{backend}": backend for backend in BACKENDS})
-    for folder, backend in parts.items():
+    builds = {out / "build" / f"torch-{backend}": backend for backend in BACKENDS}
+    for folder in (out / "torch-ext" / NAME.replace("-", "_"), *builds):
         folder.mkdir(parents=True, exist_ok=True)
         for name, source in SOURCES.items():
             text = source.read_text(encoding="utf-8")
             text = text.replace("from rope_patch.attention.fused import triton_kernels", "from . import triton_kernels")
             (folder / name).write_text(text, encoding="utf-8")
-        if backend:
-            facts = {"name": NAME, "id": f"_{NAME.replace('-', '_')}_{backend}_{__version__.replace('.', '_')}"}
-            facts |= {"version": 1, "license": "Apache-2.0", "python-depends": [], "backend": {"type": backend}}
-            (folder / "metadata.json").write_text(json.dumps(facts, indent=1) + "\n")
+    for folder, backend in builds.items():
+        identity = f"_{NAME.replace('-', '_')}_{backend}_{__version__.replace('.', '_')}"
+        facts = {"name": NAME, "id": identity, "version": 1, "license": "Apache-2.0"}
+        facts |= {"python-depends": [], "backend": {"type": backend}}
+        (folder / "metadata.json").write_text(json.dumps(facts, indent=1) + "\n")
     (out / "build.toml").write_text(BUILD)
     shutil.copy(Path(__file__).parents[2] / "LICENSE", out / "LICENSE")
 
