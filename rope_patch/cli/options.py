@@ -31,8 +31,7 @@ from tyro.conf import Positional as Positional  # noqa: E402  a word without the
 
 T = TypeVar("T")
 
-INTERRUPTED, NO_READER = 130, 141
-"""Exit statuses after Ctrl-C, and where whoever read stdout went away."""
+INTERRUPTED, NO_READER = 130, 141  # exit statuses after Ctrl-C, and where whoever read stdout went away
 
 
 class Multiple(float):
@@ -70,46 +69,25 @@ def _listed(pattern: str, metavar: str, kinds: str, several: bool = True) -> Any
 _LENGTH = r"-?\d+|\d+(\.\d+)?x", "lengths such as 256,512,1024 or 1x,2x,4x"
 
 _NUMBERS = _listed(r"-?\d+", "N,N,...", "whole numbers such as 256,512,1024")
-_QUIET = tyro.conf.arg(help_behavior_hint=_hint)
-
-Numbers = Annotated[tuple[int, ...], _NUMBERS, _QUIET]
-"""Whole numbers: `256,512` or `256 512`."""
-
-Lengths = Annotated[tuple[int, ...], _listed(_LENGTH[0], "N,Nx,...", _LENGTH[1]), _QUIET]
-"""Lengths in tokens, `256,512` or `256 512`, or in multiples of the training length, `1x,4x`."""
-
 _ONE = _listed(_LENGTH[0], "N|Nx", _LENGTH[1], several=False)
+_arg = functools.partial(tyro.conf.arg, help_behavior_hint=_hint)
 
+# the types of options; lengths are in tokens, or in multiples of the training length, such as 4x
+Numbers = Annotated[tuple[int, ...], _NUMBERS, _arg()]  # whole numbers: `256,512` or `256 512`
+Lengths = Annotated[tuple[int, ...], _listed(_LENGTH[0], "N,Nx,...", _LENGTH[1]), _arg()]  # likewise
 Length = Annotated[int, _ONE]
-"""A length in tokens, or in multiples of the training length."""
-
-OptionalLength = Annotated[int | None, _ONE, _QUIET]
-"""A length that may be left out."""
-
-Specs = Annotated[tuple[str, ...], tyro.conf.arg(name="scheme", metavar="SCHEME"), tyro.conf.UseAppendAction]
-"""Schemes, such as `yarn:target=auto` or `rerope:window=128+logn`: the option `--scheme` is repeated."""
-
-Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint=_hint)]
-"""Words behind one option."""
-
-Word = Annotated[str | None, tyro.conf.arg(metavar="[NAME]", help_behavior_hint=_hint)]
-Words = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME ...]", help_behavior_hint=_hint)]
-"""Positional words that may be left out."""
-
-Readers = Annotated[str, tyro.conf.arg(name="for", metavar="NAME,NAME,...", help_behavior_hint=_hint)]
-"""Programs that read a folder, such as `vllm,mlx`: the option `--for`."""
-
-Text = Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint=_hint)]
-"""A word that may be left out."""
-
-Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=_hint)]
-"""A whole number that may be left out."""
-
-Amount = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=_hint)]
-"""A number that may be left out."""
-
-Amounts = Annotated[tuple[float, ...], tyro.conf.arg(metavar="FLOAT", help_behavior_hint=_hint)]
-"""Numbers behind one option."""
+OptionalLength = Annotated[int | None, _ONE, _arg()]
+Specs = Annotated[
+    tuple[str, ...], tyro.conf.arg(name="scheme", metavar="SCHEME"), tyro.conf.UseAppendAction
+]  # repeated
+Readers = Annotated[str, _arg(name="for", metavar="NAME,NAME,...")]  # programs that read a folder: the option `--for`
+Names = Annotated[tuple[str, ...], _arg(metavar="NAME")]  # words behind one option
+Amounts = Annotated[tuple[float, ...], _arg(metavar="FLOAT")]  # numbers behind one option
+Word = Annotated[str | None, _arg(metavar="[NAME]")]  # a positional word that may be left out
+Words = Annotated[tuple[str, ...], _arg(metavar="[NAME ...]")]  # several of them
+Text = Annotated[str | None, _arg(metavar="STR")]  # what follows may be left out
+Count = Annotated[int | None, _arg(metavar="INT")]
+Amount = Annotated[float | None, _arg(metavar="FLOAT")]
 
 
 @dataclass(kw_only=True)
