@@ -48,9 +48,10 @@ from rope_patch.models.paged import Request
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.layer_state import LayerState
 from rope_patch.mounting.scoring import late_attention
-from rope_patch.serving import flash
+from rope_patch.serving import flash, paged_decoding
+from rope_patch.serving.paged_decoding import anchor_of, factor_of
 from rope_patch.serving.vllm_admission import watch
-from rope_patch.serving.vllm_served import Tables, served_of
+from rope_patch.serving.vllm_served import Served, Tables, served_of
 
 if is_flash_attn_varlen_func_available():
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
@@ -106,8 +107,9 @@ class Rotary(nn.Module):
         served = self.served
         if served is None:
             return super().forward(positions, query, key, *more)
-        if served.tables is None:
+        if served.scores:
             _check_backend(str(served.scheme))
+        if served.tables is None:
             return query, key
         if served.rows is not None:
             positions = positions + served.rows.by_token[: positions.shape[0]]
@@ -147,6 +149,7 @@ class Scored:
         config = get_current_vllm_config()
         served = served_of(config)
         self.served = served if served is not None and served.scores else None
+        self.is_anchored = self.served is not None and self.served.anchored
         if self.served is not None:
             self._check(config)
 
@@ -200,21 +203,30 @@ class Scored:
         by_request = [0] * len(metadata.seq_lens)
         if own.served.rows is not None:
             by_request = own.served.rows.by_request[: len(metadata.seq_lens)].tolist()
-        for row, request, blocks in once(metadata, states[0], lambda: requests_of(metadata, kv_cache.shape[2])):
-            held = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[None, :, : request.kv_length]
-            keys, values = held.chunk(2, dim=-1)
+        for row, request, blocks in once(metadata, states[0], lambda: self._alone(metadata, kv_cache.shape[2])):
+            keys, values = self._held(kv_cache, blocks, request.kv_length)
             queries = query[request.queries].transpose(0, 1)[None]
+            state = states[by_request[row]]
             call = ForwardCall(
-                states[by_request[row]],
+                state,
                 request.forward_cache,
                 states=queries,  # no scheme that is served here reads the module's input
                 position_ids=request.position_ids,
                 query_start=request.start,
                 kv_length=request.kv_length,
                 is_request=True,
+                anchor=anchor_of(state) if own.is_anchored and state.rotates and factor_of(state) == 1 else None,
             )
             arguments = {"softcap": softcap, "s_aux": sinks, "rope_patch": call, "scaling": own.scale}
             output[request.queries] = late_attention(_CAUSAL, queries, keys, values, None, **arguments)[0][0]
+
+    def _alone(self, metadata: Any, block_size: int) -> list[tuple[int, Request, torch.Tensor]]:
+        """The requests that are scored one by one."""
+        return requests_of(metadata, block_size)
+
+    def _held(self, kv_cache: torch.Tensor, blocks: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
+        """Keys and values of a request, each `(1, kv_heads, length, head_dim)`."""
+        return kv_cache[blocks].transpose(0, 1).flatten(1, 2)[None, :, :length].chunk(2, dim=-1)
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -229,7 +241,55 @@ class Scored:
 
 
 class Impl(Scored, CPUAttentionBackendImpl):
-    """Attention on a CPU."""
+    """Attention on a CPU: one new token of each request for all at once, longer parts of prompts one by one."""
+
+    def _score(
+        self, states: list[LayerState], query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
+    ) -> None:
+        if self.is_anchored:
+            cache = _halves(kv_cache)
+            steps = once(metadata, states[0], lambda: self._steps(states, metadata, cache), "steps")
+            for state, tokens, step in steps:
+                softcap = self.logits_soft_cap or 0.0
+                found = paged_decoding.attend(state, query[tokens], cache, step, self.scale, softcap, self.sinks)
+                output[tokens] = found
+        super()._score(states, query, kv_cache, metadata, output)
+
+    def _steps(self, states: list[LayerState], metadata: Any, cache: torch.Tensor) -> list[Any]:
+        """For each factor of requests with one new token: a state, their tokens, and what layers share."""
+        starts, rows = metadata.query_start_loc.long(), cast(Served, self.served).rows
+        are_one = starts.diff() == 1
+        sizes = (cache.shape[1], *cache.shape[3:], cache.element_size())
+        steps = []
+        for index, state in enumerate(states):
+            chosen = are_one if rows is None else are_one & (rows.by_request[: len(are_one)] == index)
+            places = chosen.nonzero()[:, 0]
+            if len(places):
+                lengths, blocks = metadata.seq_lens[places], metadata.block_table[places]
+                steps.append((state, starts[places], paged_decoding.Step(state, lengths, blocks, sizes)))
+        return steps
+
+    def _alone(self, metadata: Any, block_size: int) -> list[tuple[int, Request, torch.Tensor]]:
+        requests = super()._alone(metadata, block_size)
+        return [one for one in requests if one[1].position_ids.shape[1] > 1] if self.is_anchored else requests
+
+    def _held(self, kv_cache: torch.Tensor, blocks: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
+        return paged_decoding.held(_halves(kv_cache), blocks, length)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write the new keys and values, `(tokens, kv_heads, head_dim)`, as `paged_decoding` has them."""
+        if self.served is None:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        else:
+            paged_decoding.written(_halves(kv_cache), key, value, slot_mapping)
+
+
+def _halves(kv_cache: torch.Tensor) -> torch.Tensor:
+    """A cache with keys before values in each block, `(blocks, kv_heads, 2, block_size, head_dim)`."""
+    blocks, kv_heads, size, both = kv_cache.shape
+    return kv_cache.view(blocks, kv_heads, 2, size, both // 2)
 
 
 class FlashImpl(Scored, FlashAttentionImpl):
@@ -312,12 +372,12 @@ class _Causal(nn.Module):
 _CAUSAL = _Causal()
 
 
-def once(metadata: Any, state: LayerState, compute: Callable[[], R]) -> R:
+def once(metadata: Any, state: LayerState, compute: Callable[[], R], what: str = "") -> R:
     """What the layers under one scheme share in a forward; with a scheme by layer, each group of layers has its own."""
     shared = vars(metadata).setdefault("rope_patch", {})
-    if state.forward_cache not in shared:
-        shared[state.forward_cache] = compute()
-    return cast(R, shared[state.forward_cache])
+    if (what, state.forward_cache) not in shared:
+        shared[what, state.forward_cache] = compute()
+    return cast(R, shared[what, state.forward_cache])
 
 
 def requests_of(metadata: Any, block_size: int) -> list[tuple[int, Request, torch.Tensor]]:

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.base import RotaryTables
 from rope_patch.models.config import restore_native, training_length
-from rope_patch.mounting.layer_state import LayerState
+from rope_patch.mounting.layer_state import UNROTATED, LayerState
 from rope_patch.mounting.saved import RECORD
 from rope_patch.patching import patch
 from rope_patch.saving.readers import refused_by_vllm
@@ -29,6 +29,8 @@ from rope_patch.saving.resuming import recorded_factors
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.serving.factors import Reaches, ignoring_idle
+from rope_patch.serving.paged_decoding import anchor_of
+from rope_patch.typing import Frequencies
 
 _SERVED = "_rope_patch_served"
 """Attribute of a model's config in vLLM: what this plugin serves from the folder."""
@@ -56,21 +58,47 @@ class Tables:
         """The tables of one or several schemes for texts of these lengths; None if tables cannot compute them."""
         parts, scales = [], []
         for states, length in zip(schemes, lengths, strict=True):
-            scheme, positions = next(iter(states.values())).scheme, torch.arange(length)
+            state, positions = next(iter(states.values())), torch.arange(length)
+            scheme = state.scheme
             others = scheme.slots - {"frequencies", "query_scale"}
             if others or scheme.by_layer or scheme.length_dependent or scheme.decays or scheme.learns:
                 return None
-            found = [state.own_frequencies(None, {}, torch.device("cpu")) for state in states.values()]
-            inv_freq, factor = found[0].inv_freq, found[0].attention_scaling
-            if not all(torch.equal(one.inv_freq, inv_freq) and one.attention_scaling == factor for one in found):
+            if (frequencies := _shared_frequencies(states)) is None:
                 return None
-            angles = torch.outer(positions.float(), inv_freq.float())
-            parts.append(torch.cat([angles.cos(), angles.sin()], dim=-1) * factor)
+            parts.append(_cos_sin(positions, frequencies))
             if "query_scale" in scheme.slots:
-                heads = next(iter(states.values())).layer.heads.num
-                scales.append(scheme.query_scale(positions[None], heads)[:, 0].T)
+                scales.append(scheme.query_scale(positions[None], state.layer.heads.num)[:, 0].T)
         starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
         return cls(torch.cat(parts), torch.cat(scales) if scales else None, starts)
+
+    @classmethod
+    def of_anchors(cls, schemes: list[States], lengths: list[int]) -> Tables | None:
+        """The tables that rotate queries and keys by `anchor_of`, for attention layers that score; None if there are
+        none.
+        """
+        parts = []
+        for states, length in zip(schemes, lengths, strict=True):
+            anchors, frequencies = {anchor_of(state) for state in states.values()}, _shared_frequencies(states)
+            anchor = anchors.pop()
+            if anchors or anchor is None or frequencies is None:
+                return None
+            parts.append(_cos_sin(anchor(torch.arange(length)), frequencies))
+        return cls(torch.cat(parts), None, torch.tensor([0, *lengths[:-1]]).cumsum(0))
+
+
+def _shared_frequencies(states: States) -> Frequencies | None:
+    """Those of all layers; None if layers differ."""
+    cpu = torch.device("cpu")
+    found = [state.frequencies_of(None, {}, cpu, anchored=False) for state in states.values()]
+    first = found[0]
+    same = (torch.equal(one.inv_freq, first.inv_freq) for one in found)
+    return first if all(same) and len({float(one.attention_scaling) for one in found}) == 1 else None
+
+
+def _cos_sin(positions: torch.Tensor, frequencies: Frequencies) -> torch.Tensor:
+    """Rows of a table for positions `(rows,)`."""
+    angles = torch.outer(positions.float(), frequencies.inv_freq.float())
+    return torch.cat([angles.cos(), angles.sin()], dim=-1) * frequencies.attention_scaling
 
 
 class Rows:
@@ -101,7 +129,9 @@ class Served:
     Attributes:
         scheme: the recorded one; that of the largest factor if there are several.
         states: of each factor in ascending order; one without factors.
-        tables: None if the attention layers score.
+        scores: whether the attention layers score.
+        tables: None if rotary modules have nothing to do.
+        anchored: whether the cache holds keys as `paged_decoding` wants them; else they are unrotated.
         rows: None without factors.
         reaches: of requests by factor; None without factors.
         has_rotary: whether vLLM's model has rotary modules, which then leave rotation to the attention layers.
@@ -109,15 +139,12 @@ class Served:
 
     scheme: Scheme
     states: list[States]
+    scores: bool = True
     tables: Tables | None = None
+    anchored: bool = False
     rows: Rows | None = None
     reaches: Reaches | None = None
     has_rotary: bool = False
-
-    @property
-    def scores(self) -> bool:
-        """Whether the attention layers score."""
-        return self.tables is None
 
 
 def served_of(config: VllmConfig) -> Served | None:
@@ -143,12 +170,16 @@ def _served(config: VllmConfig) -> Served | None:
     reaches = reaches_of(model)
     lengths = list(reaches.by_factor.values()) if reaches else [0]
     lengths[-1] = max(lengths[-1], model.max_model_len)
-    tables = Tables.of(states, lengths)
+    tables, anchored = Tables.of(states, lengths), False
+    if scores := tables is None:
+        anchors = {anchor_of(state) for by_layer in states for state in by_layer.values()}
+        tables = Tables.of_anchors(states, lengths) if current_platform.is_cpu() and anchors != {UNROTATED} else None
+        anchored = current_platform.is_cpu() and (tables is not None or anchors == {UNROTATED})
     rows = None
     if reaches:
         starts = tables.starts if tables else torch.zeros(len(states), dtype=torch.long)
         rows = Rows(starts, places.max_num_seqs, places.max_num_batched_tokens)
-    return Served(scheme, states, tables, rows, reaches)
+    return Served(scheme, states, scores, tables, anchored, rows, reaches)
 
 
 def reaches_of(model: Any) -> Reaches | None:
