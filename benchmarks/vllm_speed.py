@@ -5,8 +5,8 @@
 
 Needs the environment of `make vllm-check`. The model has random weights: 4 layers, 4 query and 2 key heads of 64, width
 256, L = 1024. Tokens are counted per second of the processor (one thread; a busy machine changes little): reading the
-prompts, and then, from the cached prompts, one token of each answer after another. `of_plain` are both as shares of
-plain vLLM in the same run.
+prompts, and then, from the cached prompts, one token of each answer after another, the better of two runs each.
+`of_plain` are both as shares of plain vLLM in the same call.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "
 CONFIG = LlamaConfig(**SHAPE, num_key_value_heads=2, vocab_size=2048, max_position_embeddings=1024)
 
 
-def seconds(engine: Any, batch: int, length: int) -> tuple[float, float]:
+def seconds(engine: Any, batch: int, length: int, seed: int = 0) -> tuple[float, float]:
     """Of the processor: to read a batch of prompts, and to answer them with `NEW` tokens each."""
-    torch.manual_seed(length)
+    torch.manual_seed(seed)
     # one token more than whole blocks of the cache: the answers begin with a step of one token
     prompts = [{"prompt_token_ids": row.tolist()} for row in torch.randint(2048, (batch, length + 1))]
     spent = []
@@ -70,8 +70,12 @@ def rows_of(
     limits = {"max_model_len": max(LENGTHS) + NEW + 1, "max_num_batched_tokens": 2048, "max_num_seqs": max(BATCHES)}
     flags = {"enforce_eager": eager, "enable_prefix_caching": True, "skip_tokenizer_init": True}
     engine = vllm.LLM(str(folder), dtype="float32", seed=0, **limits, **flags)
-    seconds(engine, 1, 128)  # the first step allocates
-    return {(batch, length): seconds(engine, batch, length) for batch, length in cases}
+    found = {}
+    for seed, (batch, length) in enumerate([(batch, 128) for batch, _ in cases] + cases):  # the first ones allocate
+        both = seconds(engine, batch, length, 2 * seed), seconds(engine, batch, length, 2 * seed + 1)
+        reading, answers = zip(*both, strict=True)
+        found[batch, length] = min(reading), min(answers)
+    return {case: found[case] for case in cases}
 
 
 def main() -> None:

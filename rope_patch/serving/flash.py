@@ -53,7 +53,7 @@ class Batch:
         near: positions of the gathered keys, `(1, keys)`, request by request.
         blocks, offsets: their places in the cache, `(keys,)`.
         near_start: start of each request's gathered keys, and their total number, `(requests + 1,)`.
-        longest: maximum number of gathered keys of a request.
+        longest: at most so many keys are gathered of a request.
     """
 
     position_ids: torch.Tensor
@@ -78,7 +78,7 @@ class Batch:
             blocks=metadata.block_table[row, near // block_size].long(),
             offsets=near % block_size,
             near_start=near_start.int(),
-            longest=int(kept.max()),
+            longest=min(metadata.max_seq_len, metadata.max_query_len + window - 1),
             forward_cache=ForwardCache(),
         )
 

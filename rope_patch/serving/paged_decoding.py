@@ -76,18 +76,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class Window:
-    """Keys of a near region, which are turned: as many for each request, and masked where there are fewer.
+    """Keys of a near region, which are turned, of some requests: as many for each, and masked where there are fewer.
 
     Attributes:
+        requests: which ones.
         columns: `(requests, keys)`; one after the last for what lies before the text.
         rows: their places in the cache, `(requests * kv_heads * keys,)`.
-        cos, sin: how they are turned, `(requests, 1, keys, head_dim or d/2)`.
+        tables: cos and sin of the turn relative to the query, `(requests or 1, 1, keys, head_dim or d/2)`.
     """
 
+    requests: slice
     columns: torch.Tensor
     rows: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+    tables: tuple[torch.Tensor, torch.Tensor]
 
 
 class Step:
@@ -121,8 +122,9 @@ class Step:
         frequencies = state.frequencies_of(None, {}, torch.device("cpu"), anchored=False) if state.rotates else None
         self._inv_freq = None if frequencies is None else frequencies.inv_freq
         self._layout, self._anchor = cast(RotaryLayout, state.layer.layout), anchor
-        self.turns = {region: self._query_turn(region) for region in self.regions}
-        self.windows = {region: self._window(region) for region in near}
+        self.turns = {region: self._query_turn(region) for region in self.regions if region not in near}
+        self.windows = {region: self._windows(region) for region in near}
+        self._read = torch.empty(0)
         each = max(1, PIECE // (len(lengths) * kv_heads * size * head_dim * itemsize))
         self.pieces = [self._piece(lengths, first, min(first + each, count)) for first in range(0, count, each)]
 
@@ -134,24 +136,32 @@ class Step:
         seen = tuple(region for region in far if bool(self.inside[region][:requests, columns].any()))
         return Piece(columns, requests, halves.flatten(), seen)
 
-    def _window(self, region: Region) -> Window:
-        kv_heads, size = self.sizes[:2]
+    def _windows(self, region: Region) -> list[Window]:
+        kv_heads, size, head_dim, itemsize = self.sizes
         m = self.positions[:, None]
         if region.stop == math.inf:
             columns = torch.arange(int(region.keys_below)).expand(len(m), -1)
         else:
-            width = int(region.stop - max(region.start, 0)) * region.chunk
-            newest = m - int(max(region.start, 0)) * region.chunk
-            if region.chunk > 1:  # up to the end of the nearest chunk
-                newest = (m // region.chunk - int(max(region.start, 0))) * region.chunk + region.chunk - 1
-            columns = newest - torch.arange(width)
+            nearest, width = int(max(region.start, 0)), int(region.stop - max(region.start, 0)) * region.chunk
+            newest = (m // region.chunk - nearest + 1) * region.chunk - 1  # the last of its chunk
+            columns = newest - torch.arange(min(width, len(self.columns) + region.chunk))
         n = columns.clamp(min=0).minimum(m)
         inside = (columns >= 0) & (columns <= m) & region.contains(m, n)
         block = self._blocks.gather(1, n // size)
         rows = ((block[:, None] * kv_heads + self._heads[:, None]) * 2) * size + (n % size)[:, None]
-        cos, sin = self._tables(region.key_map(n) - self._anchor(n))
-        dump = torch.full_like(columns, len(self.columns))
-        return Window(torch.where(inside, columns, dump), rows.flatten(), cos, sin)
+        columns = torch.where(inside, columns, len(self.columns))
+        # relative to the query, whose own turn is saved; for most schemes the same for all requests
+        moved = (region.key_map(n) - self._anchor(n)) - (region.query_map(m) - self._anchor(m))
+        moved = torch.where(inside, moved, moved[:1])
+        if bool((moved == moved[:1]).all()):
+            moved = moved[:1]
+        each = max(1, PIECE // (kv_heads * columns.shape[1] * head_dim * itemsize))
+        windows = []
+        for first in range(0, len(m), each):
+            some = slice(first, first + each)
+            tables = self._tables(moved if len(moved) == 1 else moved[some])
+            windows.append(Window(some, columns[some], rows[some].flatten(), tables))
+        return windows
 
     def _query_turn(self, region: Region) -> tuple[torch.Tensor, torch.Tensor] | None:
         """cos and sin, `(requests, 1, 1, head_dim or d/2)`; None for no turn."""
@@ -164,6 +174,13 @@ class Step:
         assert self._inv_freq is not None  # for the type checker: something is turned
         cos, sin = rotation_tables(moved, self._inv_freq, 1.0, torch.float32)
         return self._layout.wide(cos, self.sizes[2]), sin
+
+    def read(self, cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """These rows of the cache, `(rows, numbers)`, valid until the next are read: fresh memory would cost more."""
+        numbers = len(rows) * cache.shape[1]
+        if self._read.numel() < numbers or self._read.dtype != cache.dtype:
+            self._read = cache.new_empty(numbers)
+        return torch.index_select(cache, 0, rows, out=self._read[:numbers].view(len(rows), -1))
 
     def turned(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """States `(requests, heads, length, head_dim)`, turned."""
@@ -194,6 +211,7 @@ def attend(
             ("scale", heads), lambda: state.scheme.query_scale(step.positions[None], heads)[:, 0].T[..., None]
         )
         scaled = scaled * scale
+    whole = scaled.view(requests, kv_heads, group, head_dim)
     by_region = {
         region: step.turned(scaled[:, :, None], turn).view(requests * kv_heads, group, head_dim)
         for region, turn in step.turns.items()
@@ -204,24 +222,25 @@ def attend(
         n, columns = piece.requests, piece.columns
         if not piece.regions:
             continue
-        keys = halves.index_select(0, piece.keys).view(n * kv_heads, -1, head_dim).float()
+        keys = step.read(halves, piece.keys).view(n * kv_heads, -1, head_dim).float()
         for region in piece.regions:
             products = torch.bmm(by_region[region][: n * kv_heads], keys.mT).view(n, kv_heads, group, -1)
             if region is not piece.regions[0]:
                 inside = step.inside[region][:n, None, None, columns]
                 products = torch.where(inside, products, scores[:n, ..., columns])
             scores[:n, ..., columns] = products
-    for region, window in step.windows.items():
-        keys = rows.index_select(0, window.rows).view(requests, kv_heads, -1, head_dim).float()
-        keys = step.turned(keys, (window.cos, window.sin)).flatten(0, 1)
-        products = torch.bmm(by_region[region], keys.mT).view(requests, kv_heads, group, -1)
-        scores.scatter_(3, window.columns[:, None, None].expand_as(products), products)
+    for window in (window for windows in step.windows.values() for window in windows):
+        keys = step.read(rows, window.rows).view(len(window.columns), kv_heads, -1, head_dim).float()
+        keys = step.turned(keys, window.tables).flatten(0, 1)
+        products = torch.bmm(whole[window.requests].flatten(0, 1), keys.mT).unflatten(0, (-1, kv_heads))
+        columns = window.columns[:, None, None].expand_as(products)
+        scores[window.requests].scatter_(3, columns, products)
     weights = _weights(state, scores[..., :-1].flatten(1, 2), step, softcap, sinks)
     weights = weights.view(requests * kv_heads, group, -1)
-    output = torch.zeros_like(by_region[step.regions[0]])
+    output = torch.zeros_like(whole).flatten(0, 1)
     for piece in step.pieces:
         n = piece.requests * kv_heads
-        values = halves.index_select(0, piece.keys + 1).view(n, -1, head_dim).float()
+        values = step.read(halves, piece.keys + 1).view(n, -1, head_dim).float()
         output[:n].baddbmm_(weights[:n, :, piece.columns], values)
     result = torch.empty_like(query)
     result[step.order] = output.view(requests, heads, head_dim).to(query.dtype)

@@ -2,11 +2,12 @@
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). If a model's config records a
 scheme, `serving.vllm_served` says what computes it. Static frequencies and scales of queries are tables, which vLLM's
-rotary modules read instead of their own; its attention stays as it is. For other schemes the rotary modules no longer
-rotate queries and keys, the cache keeps unrotated keys, and the plugin's attention scores each request with the same
-`late_attention` as in Transformers: one request is one call, with its own positions. On a GPU, two calls of flash
-attention score ReRoPE for the whole batch (`serving.flash`). vLLM itself serves a checkpoint without a record, or with
-a scheme that `rope_parameters` express.
+rotary modules read instead of their own; its attention stays as it is. For other schemes the rotary modules leave
+rotation to the plugin's attention, or rotate as the farthest region wants it, and the attention scores each request
+with the same `late_attention` as in Transformers: one request is one call, with its own positions. On a CPU, new tokens
+are scored for the whole batch at once (`serving.paged_decoding`); on a GPU, two calls of flash attention score ReRoPE
+for the whole batch (`serving.flash`). vLLM itself serves a checkpoint without a record, or with a scheme that
+`rope_parameters` express.
 
 All of this was tested on a CPU, except the two calls and `FlashImpl`, which need a GPU.
 """

@@ -98,7 +98,7 @@ def test_a_step_is_the_attention_of_each_request_alone(monkeypatch, spec, piece)
         "fox",
         "rope+shaw",
         "dpe:window=8,groups=[1,2,4,4],shift=floor",
-        "yarn:factor=4+leaky_rerope:window=8",
+        "yarn:factor=4+leaky_rerope:window=8,factor=2",
     ],
 )
 def test_other_schemes_are_scored_request_by_request(spec):
