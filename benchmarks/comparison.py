@@ -33,8 +33,10 @@ class Shape:
         return torch.randn(*sizes, dtype=getattr(torch, self.dtype), device=self.device)
 
     def small(self) -> Shape:
-        """The same at a length that takes no time."""
-        return dataclasses.replace(self, length=min(self.length, _SMALL))
+        """The same at a length and a width that take no time."""
+        kv_heads = min(self.kv_heads, 2)
+        heads = kv_heads * (self.heads // self.kv_heads)
+        return dataclasses.replace(self, length=min(self.length, _SMALL), heads=heads, kv_heads=kv_heads)
 
     def __str__(self) -> str:
         grouped = f"/{self.kv_heads}" if self.kv_heads != self.heads else ""
@@ -88,7 +90,7 @@ class Comparison:
     flops: Callable[[Shape], float] | None = None
 
     def small(self) -> Comparison:
-        """The same at a length that takes no time."""
+        """The same at a length and a width that take no time."""
         return dataclasses.replace(self, shape=self.shape.small())
 
 
