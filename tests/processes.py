@@ -5,6 +5,7 @@ They are forked from a server that has imported everything heavy, once for all t
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -76,6 +77,7 @@ def _run(calls: list[tuple[Callable[..., None], tuple[Any, ...], dict[str, str]]
 
 
 def _one(function: Callable[..., None], arguments: tuple[Any, ...], environment: Mapping[str, str]) -> None:
+    gc.freeze()  # whoever collects garbage need not walk through all that was imported
     torch.set_num_threads(1)  # threads divide a sum in their own way
     os.environ |= environment
     function(*arguments)

@@ -85,6 +85,7 @@ def test_trained_numbers_survive_saving_and_loading(llama, spec, max_shard_size,
         assert torch.equal(learned(plain)[name], value)
 
 
+@pytest.mark.one_in(3)
 @learning
 def test_the_stack_alone_takes_them_up(llama, spec, tmp_path):
     patch(llama, spec)
@@ -113,6 +114,7 @@ def test_a_checkpoint_without_them_or_with_shorter_ones_is_refused_by_name(llama
     assert torch.equal(logits(plain, tokens()), logits(build(), tokens()))
 
 
+@pytest.mark.one_in(3)
 @learning
 def test_adapters_train_and_save_them(spec, tmp_path):
     model = build()
