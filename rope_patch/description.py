@@ -32,8 +32,10 @@ Rows = Sequence[tuple[str, str]]
 
 
 class Description(str):
-    """Tables as text, with the rows of each part of a model in `tables`. A notebook shows them as HTML where they are
-    the last line of a cell.
+    """Tables as text. A notebook shows them as HTML where they are the last line of a cell.
+
+    Attributes:
+        tables: for each part of a model its rows, of a name and a value.
     """
 
     tables: Sequence[Rows]
@@ -240,8 +242,12 @@ def _by_reason(reasons: dict[int, str]) -> Iterable[str]:
 
 
 def rotated_distance(scheme: Scheme, m: int, n: int) -> str:
-    """phi_q(m) - phi_k(n) of the region of a scheme that holds (m, n), as text: a range if pairs of dimensions differ,
-    `hidden` where no region does.
+    """phi_q(m) - phi_k(n) of the region that holds (m, n), as text: a range if pairs of dimensions differ, `hidden`
+    where no region does.
+
+    Args:
+        scheme: any.
+        m, n: positions of the query and of the key.
     """
     if "segments" not in scheme.slots:
         return f"{m - n:g}"

@@ -47,7 +47,12 @@ class InvalidField(RopePatchError, ValueError):
 
 
 class MissingField(InvalidField):
-    """A `scheme`, its class, lacks a field that it requires; `given` are its other fields."""
+    """A scheme lacks a field that it requires.
+
+    Attributes:
+        scheme: the class of the scheme.
+        given: its other fields.
+    """
 
     scheme: Any = None
     given: Mapping[str, Any] = MappingProxyType({})

@@ -80,12 +80,20 @@ class ContextParallel:
     group: Any = None
 
     def shard(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The part of this process of a `tensor` `(batch, length, ...)` with tokens along `dim`, as of `shard`."""
+        """The part of this process, see `shard`.
+
+        Args:
+            tensor: `(batch, length, ...)`, the same on every process.
+            dim: the axis of tokens.
+        """
         return shard(tensor, dim, self.group)
 
     def gather(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The whole row on every process, in order, from a `tensor` of its part `(batch, tokens, ...)`, with tokens
-        along `dim`: `shard` back. The gradients of all processes are summed.
+        """The whole row on every process, in order: `shard` back. The gradients of all processes are summed.
+
+        Args:
+            tensor: the part of this process, `(batch, tokens, ...)`.
+            dim: the axis of tokens.
         """
         lengths = torch.tensor([tensor.shape[dim]], device=tensor.device)
         distributed.all_reduce(lengths, group=self.group)

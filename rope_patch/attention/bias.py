@@ -95,7 +95,12 @@ class KeyTerm:
 
 @dataclass(frozen=True)
 class DiagonalTerm:
-    """Any b(m - n): `values` `(heads, distances)`, float32, from `first`, the smallest distance of the call, on."""
+    """Any b(m - n).
+
+    Attributes:
+        values: b(first), b(first + 1), ... `(heads, distances)`, float32.
+        first: the smallest distance of the call.
+    """
 
     values: torch.Tensor
     first: int = 0

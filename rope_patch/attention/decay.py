@@ -30,8 +30,11 @@ class Decay:
     rate: torch.Tensor
 
     def factor(self, exponent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """exp(rate * exponent), `(batch or 1, 1, length, head_dim)`, for each dimension of states `like` `(batch,
-        heads, length, head_dim)`; `exponent` is `(batch or 1, length)`, with d/2 as a further axis if pairs differ.
+        """exp(rate * exponent) for each dimension of states `like` `(batch, heads, length, head_dim)`.
+
+        Shape:
+            exponent `(batch or 1, length)`, or with d/2 as an additional last axis if pairs differ; returns `(batch or
+            1, 1, length, head_dim)`.
         """
         exponent = exponent if exponent.ndim == 3 else exponent[..., None]
         factor = (exponent * self.rate.to(like.device)).clamp(max=LARGEST_EXPONENT).exp()

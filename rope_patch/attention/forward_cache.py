@@ -90,8 +90,12 @@ class ForwardCache:
 
 
 class StackForwardCache(threading.local):
-    """The `ForwardCache` of a stack's current forward; each thread has its own. It is `counted` if the stack itself
-    counts the positions, from the number of cached tokens.
+    """The `ForwardCache` of a stack's current forward.
+
+    Each thread has its own, so that several threads can run one model.
+
+    Attributes:
+        counted: whether the stack counts the positions of this forward itself, from the number of cached tokens.
     """
 
     counted = False

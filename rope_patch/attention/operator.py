@@ -113,7 +113,9 @@ class _Arguments(NamedTuple):
 
 
 def applies(inputs: AttentionInputs, decay: Decay | None, mode: AttentionMode) -> bool:
-    """Whether the operator can compute a call. It knows no maps, by which a decay counts, and no gradient of a mask."""
+    """Whether the operator can compute a call. It knows no maps of regions, by which a decay counts, and no gradient
+    flows into a mask.
+    """
     counts = decay is None or all(branch.region is None for branch in inputs.branches)
     differentiable = inputs.mask is not None and inputs.mask.requires_grad
     return mode != "oracle" and counts and inputs.fits_kernels and has_terms(inputs) and not differentiable

@@ -366,7 +366,9 @@ def head_groups(query: torch.Tensor, value: torch.Tensor, length: int) -> Iterat
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Fold a further part of the keys into output `(batch, heads, q_len, value_dim)` and log-sum-exp, in place."""
+    """Fold another part of the keys into output and log-sum-exp, `(batch, heads, q_len, value_dim)` and
+    `(batch, heads, q_len)`, in place.
+    """
     out.lerp_(part.to(out.dtype), (part_lse - lse).sigmoid_()[..., None].to(out.dtype))
     torch.logaddexp(lse, part_lse, out=lse)
 

@@ -1,6 +1,7 @@
 """A row that several processes share: which tokens each one holds, and how they exchange them.
 
-Every exchange is a linear map between the processes, and its backward the transposed map.
+Every exchange is a linear map between the processes. Its backward is the transposed map, so gradients return to the
+process that holds the token.
 """
 
 from __future__ import annotations

@@ -185,7 +185,9 @@ class FlashCPU(Kernel):
         return 192 * self.scale
 
     def cut(self, tile: Tile, masked: bool) -> Iterator[Tile]:
-        """Blocks of queries, which end in bands: under a causal mask the kernel wastes up to 512 keys per query."""
+        """Blocks of queries. Under a causal mask the kernel wastes up to 512 keys per query, so the end of each block
+        becomes a band.
+        """
         if masked:
             yield tile
             return
@@ -341,7 +343,9 @@ def _folded(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel:
-    """The fastest correct kernel for the shapes and dtypes of a `query` and a `value`; `masked` if tiles have masks."""
+    """The fastest correct kernel for a `query` and a `value` of these shapes and dtypes; `masked` if tiles will have
+    masks.
+    """
     half = query.dtype in (torch.bfloat16, torch.float16)
     if query.device.type == "cpu" and (half or query.dtype == torch.float32):
         return FlashCPU(query.shape[0] * query.shape[1], torch.get_num_threads())

@@ -42,8 +42,11 @@ def blank(width: float, height: float, **settings: Any) -> Figure:
 
 
 def sheet(title: str, caption: str, height: float, rows: int = 1, columns: int = 1, **panels: Any) -> Any:
-    """An empty figure, as high in inches as its panels are to be, and its axes, one after another; the `title` names
-    the subject, and the `caption` below it, wrapped, says what a reader needs to know.
+    """An empty figure, as high in inches as its panels are to be, and its axes, one after another.
+
+    Args:
+        title: the subject, in a few words.
+        caption: what a reader needs to know beside it; it stands below, wrapped.
     """
     lines = [line for part in caption.split("\n") for line in textwrap.wrap(part, int(14.6 * WIDTH))]
     figure = blank(WIDTH, height + 0.35 + 0.16 * len(lines), layout="constrained")
@@ -207,8 +210,10 @@ def name_lines(chart: Any, lines: Mapping[str, Any]) -> None:
 
 
 def close_range(apart: Mapping[Series, Sequence[tuple[float, float]]]) -> tuple[float, float]:
-    """From where to where the close-up shows differences from the cut, `apart` with their errors: zero, every gain, and
-    the closest lines whole.
+    """From where to where the close-up shows differences from the cut: zero, every gain, and the closest lines whole.
+
+    Args:
+        apart: the differences and their errors by series, without the cut.
     """
     finite = {one: [pair for pair in pairs if math.isfinite(pair[0])] for one, pairs in apart.items()}
     measured = [one for one in finite if finite[one]]

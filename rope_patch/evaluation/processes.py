@@ -24,7 +24,11 @@ def joined(cpu: bool = False) -> PartialState:
 
 
 def sharing_rows(number: int, model: nn.Module) -> AbstractContextManager[Any]:
-    """Within the block, `number` consecutive processes share each row of a model; nothing changes for one."""
+    """Within the block, `number` consecutive processes share each row of a model; nothing changes for one.
+
+    Raises:
+        EvaluationError: the number of all processes is not a multiple.
+    """
     if number == 1:
         return nullcontext()
     return context_parallel(model, mesh_of(number, joined().device.type).get_group("cp"))

@@ -101,14 +101,20 @@ def contrast(*terms: tuple[int, Row]) -> tuple[float, float | None]:
 
 
 def is_below(row: Row, reference: Row, tries: int = 1) -> bool:
-    """Whether a loss, the best of `tries` rows, is below another one on the same texts by more than noise."""
+    """Whether a loss is below another one on the same texts by more than noise.
+
+    Args:
+        tries: how many rows this one is the best of.
+    """
     difference, error = paired_difference(row, reference)
     return error is not None and not tells_nothing(row) and difference < -noise_of(row, tries) * error
 
 
 def best_of_seeds(rows: Iterable[Mapping[str, Any]]) -> dict[int, str]:
     """The encoding of each length that is below every other by more than noise, paired by seed, where there is one.
-    Rows have `encoding`, `length`, `seed` and `nll`, which is NaN or None where a training failed.
+
+    Args:
+        rows: with `encoding`, `length`, `seed` and `nll`; NaN or None where a training failed.
     """
     losses: dict[int, dict[str, dict[int, float]]] = {}
     for row in rows:
@@ -136,8 +142,10 @@ def tells_nothing(row: Row) -> bool:
 
 
 def noise_of(row: Row, tries: int = 1) -> float:
-    """How many errors of this row noise exceeds to one side in 2.3 % of texts at most: two, or more if units are few or
-    it is the best of `tries`; the winner of many looks better than it is (Bonferroni's correction).
+    """How many errors of this row noise exceeds to one side in 2.3 % of texts at most: two, or more if units are few.
+
+    Args:
+        tries: of how many this is the best; the winner of many looks better than it is (Bonferroni's correction).
     """
     n = len(row.nll_by_document)
     if _by_document(row):

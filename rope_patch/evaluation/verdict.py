@@ -63,10 +63,15 @@ def with_text_cut(rows: Sequence[Row]) -> list[Row]:
 
 
 def reference_of(rows: Sequence[Row], length: int) -> Row | None:
-    """What is free at a length, and so has to be beaten: the lower of attention cut at L and the text cut to L among
-    the rows; None if neither was measured.
+    """What is free at a length, and so has to be beaten: the lower of attention cut at L and the text cut to L.
 
     Attention cut at L is the higher one if it has come to need its first tokens (https://arxiv.org/abs/2309.17453).
+
+    Args:
+        rows: of references, and others.
+
+    Returns:
+        None if neither was measured.
     """
     at_length = {row.line: row for row in with_text_cut(rows) if row.length == length and not row.step}
     free = [row for line in (CUT, TEXT_CUT) if (row := at_length.get(line)) and not math.isnan(row.loss)]
@@ -111,7 +116,11 @@ def copies(near: Row, cut: Row) -> bool:
 
 
 def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
-    """The best of `tries` rows, of 1 if other text chose it, beside what is free on the same text."""
+    """The best of some rows beside what is free on the same text.
+
+    Args:
+        tries: how many rows it is the best of; 1 if other text chose it.
+    """
     difference, error = paired_difference(best, free)
     what = "attention cut at L" if free.line == CUT else "the text cut to L"
     reference, name = f"{what} ({free.loss:.3f})", f"{display_name(best.line)} (`{best.line}`)"

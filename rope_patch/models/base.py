@@ -69,8 +69,11 @@ class RotaryTables:
         )
 
     def compute(self, position_ids: torch.Tensor, like: torch.Tensor | None = None) -> Any:
-        """The tables that the module computes for attention at `position_ids` `(batch, length)`, also fractional, in
-        the dtype and on the device of the tensor `like`; by default in float32, on that of the frequencies.
+        """The tables that the module computes for attention.
+
+        Args:
+            position_ids: `(batch, length)`, also fractional.
+            like: a tensor of the desired dtype and device; default float32 on the device of the frequencies.
         """
         if like is None:
             like = torch.zeros((), dtype=torch.float32, device=self.inv_freq.device)

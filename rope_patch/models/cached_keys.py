@@ -216,9 +216,11 @@ def positions_in(cache: Cache, index: int, start: int, name: str) -> torch.Tenso
 def known_positions(
     cache: Cache, index: int, start: int | torch.Tensor, position_ids: torch.Tensor
 ) -> torch.Tensor | None:
-    """Positions of the keys in a cache and of the new tokens, `(batch or 1, start + q_len)`, with a head axis in
-    between if heads keep different keys; None while compiling. The model does not require them: keys without known ones
-    are counted back from the first query, which is in slot `start`.
+    """Positions of the keys in a cache and of the new tokens, for a model that does not require them: without known
+    positions, keys are counted back from the first query, which is in slot `start`.
+
+    Returns:
+        `(batch or 1, start + q_len)`, with a head axis in between if heads keep different keys; None while compiling.
     """
     if torch.compiler.is_compiling():
         return None

@@ -29,8 +29,11 @@ ARGUMENTS = (
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a row: the slices of its `queries` in it and of its `keys` among those that the cache returned,
-    and the positions of its queries, `(1, q_len)`.
+    """One request of a row.
+
+    Attributes:
+        queries, keys: its slices of the row's queries, and of the keys that the cache returned.
+        position_ids: of its queries, `(1, q_len)`.
     """
 
     queries: slice
@@ -118,7 +121,9 @@ def _updated(
 
 
 def requests_of(position_ids: torch.Tensor, query_bounds: torch.Tensor, key_bounds: torch.Tensor) -> list[Request]:
-    """The requests of a row with `position_ids` `(1, tokens)`; bounds `(requests + 1,)` are the starts of each."""
+    """The requests of a row with `position_ids` `(1, tokens)`; the bounds, `(requests + 1,)`, are the starts of each
+    request's queries and keys.
+    """
     queries, keys = (
         [slice(*pair) for pair in itertools.pairwise(bounds.tolist())] for bounds in (query_bounds, key_bounds)
     )

@@ -130,7 +130,9 @@ def measure_tables(rotary: RotaryTables) -> RotaryTables:
 
 
 def follows_buffers(rotary: RotaryTables) -> bool:
-    """Whether the module computes its tables from `inv_freq` and `attention_scaling`: NaN in them appears in these."""
+    """Whether the module computes its tables from its `inv_freq` and `attention_scaling`: NaN in them appears in the
+    tables.
+    """
 
     def reads(*names: str) -> bool:
         own = {

@@ -52,7 +52,11 @@ class ProbeCopies:
         self._made: dict[int, nn.Module] = {}
 
     def of(self, module: nn.Module) -> nn.Module:
-        """A copy of a module, in evaluation mode; a forward sets attributes on the copy alone; see `NoProbeCopy`."""
+        """A copy of a module, in evaluation mode; attributes that a forward sets stay on the copy.
+
+        Raises:
+            NoProbeCopy: the module has a hook or a replaced forward, which a copy would not run.
+        """
         if id(module) not in self._made:
             self._made[id(module)] = self._make(module)
         return self._made[id(module)]

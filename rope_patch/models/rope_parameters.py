@@ -296,7 +296,9 @@ def _check_accepted(scheme: Scheme, exported: dict[str, Any], config: Any) -> No
 
 
 def stated_parameters(scheme: Scheme, stack: Stack, changed: Collection[str | None]) -> dict[str, Any] | None:
-    """The `rope_parameters`, if any, that change the tables of the layer types `changed` alone, as the scheme does."""
+    """The `rope_parameters` that change the tables of the layer types `changed` as the scheme does, and no others; None
+    if there are none.
+    """
     if any(getattr(tables.module, "config", stack.config) is not stack.config for tables in stack.rotary):
         return None  # the stack makes a config of its own for this rotary module
     try:
@@ -329,10 +331,12 @@ def native_scheme_of(stack: Stack) -> Scheme:
 
 
 def rebuilt_numbers(layer: AttentionLayer, scaling: dict[str, Any]) -> dict[str, float]:
-    """The numbers that the layer's attention module would have with another scaling in its config (an entry of
-    `rope_parameters`, without what the checkpoint keeps), by attribute; those that stay the same are left out. Latent
-    attention multiplies its softmax scale by the square of YaRN's temperature when it is built; a scheme that replaces
-    the checkpoint's frequencies replaces that, too.
+    """The numbers that the layer's attention module would have with another scaling in its config, by attribute; those
+    that stay the same are left out. Latent attention multiplies its softmax scale by the square of YaRN's temperature
+    when it is built; a scheme that replaces the checkpoint's frequencies replaces that, too.
+
+    Args:
+        scaling: an entry of `rope_parameters`, without what the checkpoint keeps, such as its base.
     """
     config = getattr(layer.module, "config", None)
     entries = {} if config is None else rope_entries(config)

@@ -152,7 +152,9 @@ def install_table(scheme: Scheme, table: AbsoluteTable, changes: Changes) -> Non
 
 
 def shorten(table: AbsoluteTable, capacity: int) -> torch.Tensor:
-    """Cut a saved longer table to its checkpoint's first `capacity` rows for good; return all, `(N, hidden)`."""
+    """Permanently cut a saved longer table back to its checkpoint's `capacity` rows, which come first; return the saved
+    rows, `(N, hidden)`.
+    """
     saved = table.rows
     _replace_rows(table, saved[:capacity], Changes())
     return saved

@@ -102,7 +102,9 @@ class ForwardCall:
         )
 
     def frequencies(self, learned: Weights, own: bool = False) -> Frequencies:
-        """f of the layer for the rows of this call, with `learned` parameters; if `own` the scheme's, with decay."""
+        """f of the layer for the rows of this call, with its `learned` parameters; of the scheme alone, with its decay,
+        if `own`.
+        """
         state, device = self.state, self.position_ids.device
         lengths = self.lengths if state.scheme.length_dependent else None
         if own:
@@ -110,7 +112,9 @@ class ForwardCall:
         return state.frequencies_of(lengths, learned, device, anchored=self.anchor is not None)
 
     def key_positions(self, kv_length: int) -> torch.Tensor:
-        """`(batch or 1, kv_len)`, or `(batch, kv_heads, kv_len)` if heads keep different keys; shared by layers."""
+        """`(batch or 1, kv_len)`, or `(batch, kv_heads, kv_len)` if heads keep different keys; shared by the layers of
+        one forward if possible.
+        """
         start, place = self.query_start, ("keys", kv_length)
 
         def counted() -> torch.Tensor:

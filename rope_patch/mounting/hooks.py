@@ -88,8 +88,10 @@ def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Te
 
 @dataclass(eq=False)
 class LayerHook:
-    """Pre-hook of one attention module: makes a `ForwardCall` of its arguments. Its `registration` keeps the attention
-    function registered for as long as this hook, or a copy of it, lives.
+    """Pre-hook of one attention module: makes a `ForwardCall` of its arguments.
+
+    Attributes:
+        registration: keeps the attention function registered for as long as this hook, or a copy of it, lives.
     """
 
     state: LayerState

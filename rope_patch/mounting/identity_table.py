@@ -13,7 +13,11 @@ _SHAPING |= {"bfloat16", "type", "chunk", "split", "contiguous", "repeat_interle
 
 
 class IdentityTable(torch.Tensor):
-    """A tensor full of one `number`: 1, the cosines of an identity rotation, or 0, its sines."""
+    """A tensor full of ones, the cosines of an identity rotation, or of zeros, its sines.
+
+    Attributes:
+        number: 1 or 0.
+    """
 
     number: int
 

@@ -57,7 +57,9 @@ class LearnedWeights:
         return values
 
     def at_rest(self) -> dict[str, torch.Tensor]:
-        """The same, of any shape, detached and on the CPU, without a call of a module; offloaded ones stay on meta."""
+        """The same by name, of any shape, detached and on the CPU, without a call of a module: offloaded ones stay on
+        the meta device.
+        """
         values = {} if self.table is None else {"relative_attention_bias": self.table.weight}
         for module, _ in self.holders:  # what adapters train comes last
             values |= {path.rpartition(".")[2]: value for path, value in getattr(module, NAME).named_parameters()}

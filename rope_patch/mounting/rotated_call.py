@@ -25,8 +25,11 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(eq=False)
 class RotatedCall(Call):
-    """A call whose queries and keys are rotated for each region, if the mount rotates them here, with the `learned`
-    parameters of the scheme. Regions with the same rotation share the `rotated_keys` of all slots.
+    """A call whose queries and keys are rotated for each region, if the mount rotates them here.
+
+    Attributes:
+        learned: the scheme's learned parameters of this layer.
+        rotated_keys: rotated keys of all slots, shared by regions with the same rotation.
     """
 
     late: ForwardCall

@@ -38,8 +38,11 @@ def contributions(
 
 
 def running_sums(added: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-    """The sums of `contributions` up to each slot, float64, `(batch, heads, kv_length)`; pads, false in `seen` `(batch
-    or 1, kv_length)`, add nothing.
+    """The sums up to each slot, float64, `(batch, heads, kv_length)`.
+
+    Args:
+        added: `contributions`.
+        seen: false on pads, which add nothing, `(batch or 1, kv_length)`; None without pads.
     """
     added = added if seen is None else torch.where(seen[..., None], added, 0)
     return added.transpose(1, 2).contiguous().double().cumsum(dim=-1)

@@ -91,8 +91,11 @@ class SaveModel:
 
 
 class SaveAdapters(SaveModel):
-    """`save_pretrained` of the config of adapters in or around a patched model, as an attribute of that config. The
-    model that has the adapters is not kept: PEFT copies the config.
+    """`save_pretrained` of the config of adapters in or around a patched model, as an attribute of that config.
+
+    Args:
+        owner, notice: as of `SaveModel`.
+        model: the one that has the adapters. It is not kept: PEFT copies the config.
     """
 
     def __init__(self, owner: Any, notice: Notice, model: PreTrainedModel) -> None:

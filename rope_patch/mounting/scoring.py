@@ -153,8 +153,11 @@ def scaled_query(call: ForwardCall, query: torch.Tensor, learned: Weights) -> to
 
 
 class CallMasks:
-    """The mask of a call as `given` by Transformers, and what follows from it, which layers share. If its form is not
-    `readable`, it is left to the attention that was there before.
+    """The mask of a call, and what follows from it. Layers share the mask, and therefore all that depends on it.
+
+    Attributes:
+        given: as Transformers passes it.
+        readable: whether it has a form that can be read; another form is left to the attention that was there before.
     """
 
     def __init__(self, call: ForwardCall, given: Any, q_length: int, kv_length: int) -> None:

@@ -103,7 +103,9 @@ def _tokens_before(kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor
 
 
 def pass_positions(scheme: Scheme, stack: Stack, counts: bool, enters: bool, changes: Changes) -> None:
-    """Hook a stack whose layers would not receive positions as a scheme reads them; flags as in `PassPositions`."""
+    """Hook a stack whose layers would not receive positions in the form that a scheme reads; flags as in
+    `PassPositions`.
+    """
     rotary = max(stack.rotary, key=lambda tables: tables.axes, default=None)
     axes = 1 if rotary is None else rotary.axes
     layers = (*stack.layers, *stack.others)

@@ -55,7 +55,11 @@ class Changes:
         self._log.append((target, _STATE, True, change))
 
     def fill_tables(self, module: nn.Module, stack: nn.Module) -> None:
-        """Let a rotary module of a `stack` on the meta device compute its tables, logged; see `EmptyTables`."""
+        """Let a rotary module of a `stack` on the meta device compute its tables, logged.
+
+        Raises:
+            UnsupportedModel: it cannot compute them.
+        """
         if tables := EmptyTables(module, stack):
             self.log(module, tables)
             tables.fill()
@@ -66,8 +70,10 @@ class Changes:
             self.hook(module, Refilling(module))
 
     def fork_configs(self, modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
-        """Give these modules copies of their configs, which are returned, and of which a shared one stays shared. Call
-        `settle_configs` once they are complete.
+        """Give these modules copies of their configs; a shared config stays shared.
+
+        Returns:
+            the new configs. Call `settle_configs` once they are complete.
         """
         holders = [module for module in modules if isinstance(vars(module).get("config"), PreTrainedConfig)]
         copies: dict[int, Any] = {}

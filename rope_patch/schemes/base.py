@@ -171,8 +171,10 @@ class Scheme:
         return type(self).composition(self, other) if isinstance(other, Scheme) else NotImplemented  # type: ignore[call-arg]
 
     def frequencies_on(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        """`frequencies` for `rotary`, `length` and `weights`, but pairs that the checkpoint leaves still stay so,
-        unless the scheme chooses its pairs.
+        """`frequencies`, but pairs that the checkpoint leaves still stay so, unless the scheme chooses its pairs.
+
+        Args:
+            rotary, length, weights: as for `frequencies`.
         """
         frequencies = self.frequencies(rotary, length, weights)
         if rotary.rotating_pairs is None or self.chooses_pairs:
@@ -225,11 +227,13 @@ class Scheme:
         raise NotImplementedError
 
     def running_bias(self, states: torch.Tensor, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        """b = c_m - c_n: what each token adds to the running sum c of each head, float32, `(batch, length, heads)`. The
-        `states` are what enters the attention module, as its projections see it, `(batch, length, hidden)`.
+        """b = c_m - c_n: what each token adds to the running sum c of each head, float32, `(batch, length, heads)`.
 
         The sums of earlier tokens are kept in the cache. Softmax does not see c_m, so the fast kernels get a term per
         key alone.
+
+        Args:
+            states: what enters the attention module, as its projections see it, `(batch, length, hidden)`.
         """
         raise NotImplementedError
 
@@ -240,8 +244,11 @@ class Scheme:
     def relative_values(
         self, attention: torch.Tensor, distance: torch.Tensor, weights: Weights = NO_WEIGHTS
     ) -> torch.Tensor:
-        """sum_n attention(m, n) u(m, n), `(batch, heads, q_len, value_dim)`, where `attention` is c(m, n)
-        softmax_n(s(m, n)), `(batch, heads, q_len, kv_len)`, and `distance` m - n, `(batch or 1, q_len, kv_len)`.
+        """sum_n attention(m, n) u(m, n), `(batch, heads, q_len, value_dim)`.
+
+        Args:
+            attention: c(m, n) softmax_n(s(m, n)), `(batch, heads, q_len, kv_len)`.
+            distance: m - n, `(batch or 1, q_len, kv_len)`.
         """
         raise NotImplementedError
 

@@ -58,7 +58,10 @@ def list_schemes() -> list[str]:
 
 
 def scheme_class(name: str) -> type[Scheme]:
-    """The class behind a name, as registered or as `find_name` understands it.
+    """The class behind a name.
+
+    Args:
+        name: as registered, or as `find_name` understands it.
 
     Raises:
         UnknownScheme: with the five nearest names.
@@ -136,7 +139,10 @@ def get_scheme(name: str, **fields: Any) -> Scheme:
 
 
 def scheme_from_dict(data: dict[str, Any]) -> Scheme:
-    """The scheme that `Scheme.to_dict` wrote into `data`, `{"name": ..., **fields}`.
+    """The scheme that `Scheme.to_dict` wrote.
+
+    Args:
+        data: `{"name": ..., **fields}`.
 
     Raises:
         UnknownScheme, InvalidField: when the dict does not describe a scheme.
@@ -160,8 +166,11 @@ def _from_dict(data: Any) -> Scheme:
 
 
 def as_scheme(schemes: Iterable[str | Scheme], fields: dict[str, Any]) -> Scheme:
-    """One scheme from what `patch` was given: names, objects, and `fields` with exactly one name; `target` goes with
-    several.
+    """One scheme from what `patch` was given: names, objects, and fields with exactly one name.
+
+    Args:
+        schemes: names, spelled-out strings, or schemes.
+        fields: of the only name; `target` is allowed with several.
 
     Raises:
         InvalidField: nothing was given, or fields without exactly one name.

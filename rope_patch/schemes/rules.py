@@ -27,8 +27,10 @@ class Rule:
     """What a value has to be, beside its type. `scheme` is the one that holds it, for bounds that are other fields."""
 
     def allowed(self, noun: str, scheme: Any = None) -> str:
-        """The rule in words, with a noun, such as `an integer of at least 1`; with the values of other fields of a
-        `scheme`.
+        """The rule in words, such as `an integer of at least 1`; with the values of other fields of a `scheme`.
+
+        Args:
+            noun: an integer, or a number.
         """
         raise NotImplementedError
 

@@ -220,7 +220,9 @@ class Region:
         return query, key
 
     def rotated_distance(self, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-        """phi_q(m) - phi_k(n), the broadcast shape of `m` and `n`; with d/2 as a further axis if there are `pairs`."""
+        """phi_q(m) - phi_k(n), the broadcast shape of `m` and `n`; with d/2 as an additional last axis if the region
+        has `pairs`.
+        """
         query, key = self.rotated_positions(m, n)
         return query - key
 

@@ -37,7 +37,11 @@ async def collect(answer: Answer) -> Piece:
 
 
 class Format:
-    """The objects of one endpoint; `whole` and `chunk` are the `object` of an answer and of a part of a stream."""
+    """The objects of one endpoint.
+
+    Attributes:
+        whole, chunk: `object` of an answer and of a part of a stream.
+    """
 
     whole: ClassVar[str]
     chunk: ClassVar[str]

@@ -108,8 +108,10 @@ class Piece:
 
 
 class Batch:
-    """A model that answers any number of requests at a time, each under its own settings; `settings` are fields of
-    `ContinuousBatchingConfig`.
+    """A model that answers any number of requests at a time, each under its own settings.
+
+    Args:
+        settings: fields of `ContinuousBatchingConfig`.
     """
 
     def __init__(self, model: Any, tokenizer: Any, settings: dict[str, Any], default: Sampling) -> None:

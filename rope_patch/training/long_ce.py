@@ -76,9 +76,11 @@ class LongCE:
     def short_losses(
         self, stack: nn.Module, head: Head, inputs: Mapping[str, Any], targets: torch.Tensor, rows: int
     ) -> torch.Tensor:
-        """The losses from short contexts, `(batch, length)` as the shifted targets; NaN for the first K tokens. Inputs
-        of the stack whose second dimension is the length are cut, and positions begin anew; `rows` positions pass
-        through the head at a time.
+        """The losses from short contexts, `(batch, length)` as the shifted targets; NaN for the first K tokens.
+
+        Args:
+            inputs: of the stack. Tensors whose second dimension is the length are cut; positions begin anew.
+            rows: positions that pass through the head at a time.
         """
         parallel, length = sharing_of(stack), targets.shape[1]
         if parallel is not None:  # the processes that share a row share its short contexts too

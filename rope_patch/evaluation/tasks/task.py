@@ -107,8 +107,11 @@ def fingerprint(prompts: Iterable[torch.Tensor]) -> str:
 
 
 def greedy(model: nn.Module, tokenizer: Any, tokens: torch.Tensor, new_tokens: int, **settings: Any) -> list[str]:
-    """Continuations of at most `new_tokens` by greedy decoding, as texts, of prompts of equal length, `(prompts,
-    tokens)`; `settings` are of `generate`, such as `stopping_criteria`.
+    """Continuations by greedy decoding, as texts, of prompts of equal length, `(prompts, tokens)`.
+
+    Args:
+        new_tokens: the maximum length of a continuation.
+        settings: of `generate`, such as `stopping_criteria`.
     """
     language_model = find_language_model(model)
     tokens = tokens.to(language_model.device)

@@ -129,7 +129,9 @@ class BaichuanTokenizer(SentencePieceBackend):
         return [int(token >= 0) for token in self.build_inputs_with_special_tokens([-1] * len(token_ids_0), second)]
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> tuple[str, ...]:
-        """Save like any tokenizer, and also `add_bos_token` and `add_eos_token`, which Transformers omits."""
+        """Save like any tokenizer (`save_directory`, `args`, `kwargs`), and also `add_bos_token` and `add_eos_token`,
+        which Transformers omits.
+        """
         files = super().save_pretrained(save_directory, *args, **kwargs)
         for file in map(Path, files):
             if file.name.endswith("tokenizer_config.json"):

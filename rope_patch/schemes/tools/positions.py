@@ -58,8 +58,11 @@ def follow_on(past: torch.Tensor, query_positions: torch.Tensor, seen: torch.Ten
 
 
 def joined(past: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Positions of cached keys, `past` `(batch or 1, start)` or `(batch, kv_heads, start)`, and of the keys after them,
-    `(batch or 1, length)`, in the shape of `past`.
+    """Positions of cached keys and of the keys after them, in the shape of `past`.
+
+    Args:
+        past: `(batch or 1, start)` or `(batch, kv_heads, start)`.
+        positions: `(batch or 1, length)`.
     """
     positions = positions if past.ndim == 2 else positions[:, None].expand(-1, past.shape[1], -1)
     rows = max(len(past), len(positions))
@@ -68,7 +71,9 @@ def joined(past: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def query_start(cache: Any, layer_index: int, q_length: int) -> int | torch.Tensor:
-    """Slot of the first query among the keys that a Transformers cache, not yet updated, will return, a scalar."""
+    """Slot of the first query among the keys that a Transformers cache will return, a scalar. Call this before the
+    cache is updated.
+    """
     offset = cache.get_query_offset(layer_index)
     # a static layer returns its live counter; the difference is a new tensor
     return offset - cache.get_mask_sizes(q_length, layer_index)[1]

@@ -71,9 +71,15 @@ class RotaryLayout:
         object.__setattr__(self, "halves", (_as_slice(self.first), _as_slice(self.second)))
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """R x for states `(batch, heads, length, head_dim)`: every pair (a, b) becomes (a cos - b sin, b cos + a sin),
-        with tables that broadcast, `(batch, 1, length, d/2)`; other dimensions pass. Each product is rounded
+        """R x: every pair (a, b) becomes (a cos - b sin, b cos + a sin); other dimensions pass. Each product is rounded
         separately, as in Transformers, so that the same tables give the same bits.
+
+        Args:
+            x: `(batch, heads, length, head_dim)`.
+            cos, sin: `(batch, 1, length, d/2)`, broadcastable.
+
+        Returns:
+            the shape and dtype of `x`.
         """
         first, second = self.halves
         a, b = x[..., first], x[..., second]
@@ -114,7 +120,9 @@ class RotaryLayout:
         return rotated
 
     def matrix(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """M, `(..., head_dim, head_dim)`, x M = R x, of a token with `wide` cos and sin `(..., d/2)`."""
+        """M, `(..., head_dim, head_dim)`, with x M = R x, for one token with a `wide` cos, `(..., head_dim)`, and sin,
+        `(..., d/2)`.
+        """
         matrix = torch.diag_embed(cos)
         first, second = self.halves
         if isinstance(first, slice) and isinstance(second, slice):  # no index is copied to the device

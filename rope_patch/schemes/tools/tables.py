@@ -32,7 +32,12 @@ def require_room(scheme: str, make: Callable[[], Iterable[torch.Tensor]]) -> Non
 
 
 def rows_at(table: torch.Tensor, positions: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Rows of a table `(rows, hidden)` at positions, `(*shape, hidden)`, float32 or wider; see `require_positions`."""
+    """Rows of a table `(rows, hidden)` at integer positions of any shape: `(*positions.shape, hidden)`, in float32 or
+    wider.
+
+    Raises:
+        UnsupportedPositions: see `require_positions`.
+    """
     require_positions(positions, len(table), scheme)
     return torch.nn.functional.embedding(positions, table).to(torch.promote_types(table.dtype, torch.float32))
 
