@@ -1,4 +1,4 @@
-"""Hide something at several depths and lengths, ask for it, and draw what each scheme finds.
+"""Hide a passkey or a span at several depths and lengths, and draw what each scheme finds.
 
     rope-patch passkey --task spans --scheme yarn:target=auto --lengths 256,1024 --trials 2
     python recipes/passkey.py recipes/configs/passkey_tiny.yaml

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["rope-patch[serve]"]
 # ///
-r"""An OpenAI endpoint for a checkpoint under a scheme, with continuous batching.
+r"""Serve a checkpoint under a scheme: an OpenAI endpoint with continuous batching.
 
     rope-patch serve recipes/assets/tiny-llama --scheme rerope:window=128+logn
     rope-patch serve recipes/assets/tiny-llama --scheme yarn:target=auto --factors 1,2,4

@@ -1,4 +1,4 @@
-"""What a checkpoint does about positions, or would under a scheme.
+"""Show which positions a checkpoint computes, or would under a scheme.
 
     rope-patch describe
     rope-patch describe --scheme rerope:window=128+logn
