@@ -10,6 +10,7 @@ made faster has lost nothing as long as every fault is still seen.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).with_name("faults.yaml")
 PASSED, FAILED = 0, 1  # exit codes of pytest; others mean that it could not run the tests
+_TIMES = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,15 @@ class Fault:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         if text.count(self.old) != 1:
             raise LookupError(f"{self.file} has {text.count(self.old)} places with {self.old!r}; write this fault anew")
-        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+        write(path, text.replace(self.old, self.new))
         return text
+
+
+def write(path: Path, text: str) -> None:
+    """Each text of a file at another time, or bytecode of one would be read for another of its size."""
+    path.write_text(text, encoding="utf-8")
+    time_of_text = next(_TIMES)
+    os.utime(path, (time_of_text, time_of_text))
 
 
 def read(path: Path) -> list[Fault]:
@@ -53,8 +62,8 @@ def read(path: Path) -> list[Fault]:
 
 def run(root: Path, tests: list[str]) -> tuple[int, str]:
     """Exit code and output of the tests below `root`, up to the first that fails."""
-    # without bytecode, or two faults of one size in the same second would be one
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # most modules are the same for every fault
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
@@ -69,7 +78,7 @@ def verdict(root: Path, fault: Fault) -> str:
     try:
         code, output = run(root, fault.tests)
     finally:
-        (root / fault.file).write_text(text, encoding="utf-8")
+        write(root / fault.file, text)
     if code == PASSED:
         return "SURVIVED"
     return "seen" if code == FAILED else f"NOT RUN:\n{output[-2000:]}"
