@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import StoppingCriteria
 
 from rope_patch.errors import EvaluationError, require
 from rope_patch.evaluation.tasks.task import Cell, Task, fingerprint, greedy, prompt_ids
@@ -142,8 +141,12 @@ class Ruler(Task):
 
     def score(self, model: nn.Module, item: Question) -> float:
         """The score of greedy decoding, which stops once all answers are found."""
-        stop = _AllFound(self.tokenizer, item.sample, len(item.tokens))
-        (spoken,) = greedy(model, self.tokenizer, item.tokens[None], NEW_TOKENS[item.task], stopping_criteria=[stop])
+
+        def found(input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+            spoken = self.tokenizer.decode(input_ids[0, len(item.tokens) :], skip_special_tokens=True)
+            return torch.tensor([item.sample.score(spoken) == 1], device=input_ids.device)
+
+        (spoken,) = greedy(model, self.tokenizer, item.tokens[None], NEW_TOKENS[item.task], stopping_criteria=[found])
         return item.sample.score(spoken)
 
     def read(self, sample: Sample) -> torch.Tensor:
@@ -160,17 +163,6 @@ class Ruler(Task):
             messages = [{"role": "user", "content": body}]
             body = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return body + sample.prefix
-
-
-class _AllFound(StoppingCriteria):
-    """Stops when all answers are found, since more text cannot change the score."""
-
-    def __init__(self, tokenizer: Any, sample: Sample, read: int) -> None:
-        self.tokenizer, self.sample, self.read = tokenizer, sample, read
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        spoken = self.tokenizer.decode(input_ids[0, self.read :], skip_special_tokens=True)
-        return torch.tensor([self.sample.score(spoken) == 1], device=input_ids.device)
 
 
 # --- the random draws of the tasks, in RULER's order ------------------------------------------------------------------
@@ -200,11 +192,11 @@ class _Draws:
         """The maximum number of pieces, from `step` to `upper`, whose prompt fits, by binary search.
 
         Args:
-            upper: default a bound from the length of a short prompt.
+            upper: default a bound from the length of a short prompt within `room`, or within all of the length.
             room: default that of a prompt.
             spent: tokens in front of it.
         """
-        upper = upper or max(int(self.length / (self.ruler.count(make(step)) / step) * 3), 2 * step)
+        upper = upper or max(int((room or self.length) / (self.ruler.count(make(step)) / step) * 3), 2 * step)
         room, lower, best = room or self.room, step, step
         while lower <= upper:
             middle = (lower + upper) // 2
@@ -268,8 +260,7 @@ def _vt(draws: _Draws) -> Draw:
 
     old_value = "12345"
     short = partial(make, letters=3, value=old_value)
-    upper = max(int(500 / (draws.ruler.count(short(5)) / 5) * 3), 10)
-    example = draws.fitting(short, draws.most(short, 5, upper, 500), 5, 500)
+    example = draws.fitting(short, draws.most(short, 5, room=500), 5, 500)
     shown = f"{example.body}{example.prefix} {' '.join(example.answers)}\n"
 
     def asked(lines: int) -> Sample:
