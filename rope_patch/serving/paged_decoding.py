@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+from torch import nn
 
 from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.models.base import RotaryTables
@@ -115,8 +116,10 @@ class Step:
         distance = m[:, None] - self.columns
         self.regions = regions_of(state)
         self.inside = {region: region.contains(m[:, None], self.columns) & (distance >= 0) for region in self.regions}
-        self.visible = torch.stack(list(self.inside.values())).any(0)
-        self.distance = distance.clamp(min=0)
+        visible = torch.stack(list(self.inside.values())).any(0)
+        # with one column more, for what lies before the text
+        self.hidden = nn.functional.pad(~visible, (0, 1), value=True)[:, None]
+        self.distance = nn.functional.pad(distance.clamp(min=0), (0, 1))
         anchor = cast(PositionMap, anchor_of(state))
         near = [region for region in self.regions if region.key_map != anchor]
         frequencies = state.frequencies_of(None, {}, torch.device("cpu"), anchored=False) if state.rotates else None
@@ -224,7 +227,7 @@ def attend(
             continue
         keys = step.read(halves, piece.keys).view(n * kv_heads, -1, head_dim).float()
         for region in piece.regions:
-            products = torch.bmm(by_region[region][: n * kv_heads], keys.mT).view(n, kv_heads, group, -1)
+            products = torch.bmm(by_region[region][: n * kv_heads], keys.mT).unflatten(0, (-1, kv_heads))
             if region is not piece.regions[0]:
                 inside = step.inside[region][:n, None, None, columns]
                 products = torch.where(inside, products, scores[:n, ..., columns])
@@ -234,7 +237,7 @@ def attend(
         keys = step.turned(keys, window.tables).flatten(0, 1)
         products = torch.bmm(whole[window.requests].flatten(0, 1), keys.mT).unflatten(0, (-1, kv_heads))
         scores[window.requests].scatter_(3, window.columns[:, None, None].expand_as(products), products)
-    weights = _weights(state, scores[..., :-1].flatten(1, 2), step, softcap, sinks)
+    weights = _weights(state, scores.flatten(1, 2), step, softcap, sinks)
     weights = weights.view(requests * kv_heads, group, -1)
     output = torch.zeros_like(whole).flatten(0, 1)
     for piece in step.pieces:
@@ -256,7 +259,7 @@ def _weights(
     if "bias" in state.methods:
         bias = step.forward_cache.once(("bias", heads), lambda: _bias(state, heads, step.distance))
         scores = scores + bias
-    scores = scores.masked_fill(~step.visible[:, None], -math.inf)
+    scores = scores.masked_fill_(step.hidden, -math.inf)
     if sinks is None:
         return scores.softmax(dim=-1)
     sink = sinks.float()[None, :, None].expand(len(scores), -1, 1)
