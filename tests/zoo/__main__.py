@@ -8,6 +8,7 @@ type has a line.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -83,6 +84,7 @@ def alone(model_type: str) -> dict[str, Any]:
     receiver, sender = multiprocessing.Pipe(duplex=False)
 
     def work() -> None:
+        gc.freeze()  # whoever collects garbage need not walk through all that was imported
         resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
         sender.send(checked(model_type))
 
