@@ -145,6 +145,13 @@ def test_an_fp8_cache_is_refused(tmp_path):
         engine_of(tmp_path, kv_cache_dtype="fp8")
 
 
+def test_speculative_decoding_is_refused(tmp_path):
+    saved(tmp_path, "rerope:window=64")
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    with pytest.raises(rope_patch.UnsupportedModel, match="speculative decoding is not supported"):
+        engine_of(tmp_path, speculative_config=drafts)
+
+
 def test_another_backend_is_refused(monkeypatch):
     """It would leave the scheme out."""
     from rope_patch.serving import vllm as plugin
