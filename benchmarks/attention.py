@@ -43,6 +43,13 @@ def spec(scheme: str, length: int) -> str:
 
 def regions(shape: Shape, scheme: str, backward: bool = False) -> Side:
     """A segment scheme through the engine, every region with queries and keys of its own."""
+    inputs = in_regions(shape, scheme, backward)
+    spans = (Span(slice(0, 1), slice(0, shape.length), slice(0, shape.length), 0),)
+    return side(shape, lambda: paths.attend(inputs, "auto", lambda _: spans), leaves(inputs), backward)
+
+
+def in_regions(shape: Shape, scheme: str, backward: bool) -> AttentionInputs:
+    """A causal call under a segment scheme."""
     length = shape.length
     value = _keys(shape, backward)
     branches = tuple(
@@ -51,7 +58,7 @@ def regions(shape: Shape, scheme: str, backward: bool = False) -> Side:
         if region.stop > 0
     )
     positions = torch.arange(length, device=shape.device)[None]
-    inputs = AttentionInputs(
+    return AttentionInputs(
         branches=branches,
         value=value,
         query_positions=positions,
@@ -61,9 +68,11 @@ def regions(shape: Shape, scheme: str, backward: bool = False) -> Side:
         query_start=0,
         scaling=shape.head_dim**-0.5,
     )
-    spans = (Span(slice(0, 1), slice(0, length), slice(0, length), 0),)
-    leaves = [value, *(state for branch in branches for state in (branch.query, branch.key))]
-    return _side(shape, lambda: paths.attend(inputs, "auto", lambda _: spans), leaves, backward)
+
+
+def leaves(inputs: AttentionInputs) -> list[torch.Tensor]:
+    """What gets gradients."""
+    return [inputs.value, *(state for branch in inputs.branches for state in (branch.query, branch.key))]
 
 
 def alibi(shape: Shape, backward: bool = False) -> Side:
@@ -73,7 +82,7 @@ def alibi(shape: Shape, backward: bool = False) -> Side:
     bias = DistanceBias(lambda distance: scheme.bias(distance, shape.heads), scheme.linear)
     inputs = dataclasses.replace(inputs, bias=bias)
     spans = (Span(slice(0, 1), slice(0, shape.length), slice(0, shape.length), 0),)
-    return _side(shape, lambda: paths.attend(inputs, "auto", lambda _: spans), _states(inputs), backward)
+    return side(shape, lambda: paths.attend(inputs, "auto", lambda _: spans), _states(inputs), backward)
 
 
 def t5_encoder(shape: Shape, backward: bool = False) -> Side:
@@ -83,14 +92,14 @@ def t5_encoder(shape: Shape, backward: bool = False) -> Side:
     weights = {"relative_attention_bias": table}
     inputs = dataclasses.replace(inputs, bias=DistanceBias(lambda m: scheme.bias(m, shape.heads, weights)))
     spans = (Span(slice(0, 1), slice(0, shape.length), slice(0, shape.length), 0, causal=False),)
-    leaves = [table, *_states(inputs)]
-    return _side(shape, lambda: paths.attend(inputs, "auto", lambda _: spans), leaves, backward)
+    states = [table, *_states(inputs)]
+    return side(shape, lambda: paths.attend(inputs, "auto", lambda _: spans), states, backward)
 
 
 def unbiased_encoder(shape: Shape, backward: bool = False) -> Side:
     """The same without biases, as fast as the platform can."""
-    query, key, value = leaves = _states(_both_directions(shape, backward))
-    return _side(shape, lambda: functional.scaled_dot_product_attention(query, key, value), leaves, backward)
+    query, key, value = states = _states(_both_directions(shape, backward))
+    return side(shape, lambda: functional.scaled_dot_product_attention(query, key, value), states, backward)
 
 
 def materialised_encoder(shape: Shape, backward: bool = False) -> Side:
@@ -104,7 +113,7 @@ def materialised_encoder(shape: Shape, backward: bool = False) -> Side:
         bias = functional.embedding(buckets, table).permute(2, 0, 1)[None].contiguous()
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
 
-    return _side(shape, attend, [table, *states], backward)
+    return side(shape, attend, [table, *states], backward)
 
 
 def _both_directions(shape: Shape, backward: bool) -> AttentionInputs:
@@ -142,7 +151,7 @@ def sdpa(shape: Shape, backward: bool = False) -> Side:
                 query, key, value, is_causal=True, enable_gqa=shape.kv_heads != shape.heads
             )
 
-    return _side(shape, attend, [query, key, value], backward)
+    return side(shape, attend, [query, key, value], backward)
 
 
 def dense(shape: Shape, backward: bool = False) -> Side:
@@ -150,7 +159,7 @@ def dense(shape: Shape, backward: bool = False) -> Side:
     near = (_queries(shape, backward), _keys(shape, backward))
     far = (_queries(shape, backward), _keys(shape, backward))
     value, window = _keys(shape, backward), max(1, shape.length // 8)
-    return _side(shape, lambda: two_matrices(near, far, value, window), [value, *near, *far], backward)
+    return side(shape, lambda: two_matrices(near, far, value, window), [value, *near, *far], backward)
 
 
 def flops(shape: Shape) -> float:
@@ -171,8 +180,9 @@ def _keys(shape: Shape, backward: bool) -> torch.Tensor:
     return shape.random(1, shape.kv_heads, shape.length, shape.head_dim).requires_grad_(backward)
 
 
-def _side(shape: Shape, attend: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor], backward: bool) -> Side:
+def side(shape: Shape, attend: Callable[[], torch.Tensor], of: Sequence[torch.Tensor], backward: bool) -> Side:
+    """What is timed: attention without gradients, or with those of the leaves."""
     if not backward:
         return Side(torch.no_grad()(attend))
     grad = shape.random(1, shape.heads, shape.length, shape.head_dim)
-    return Side(lambda: torch.autograd.grad(attend(), leaves, grad))
+    return Side(lambda: torch.autograd.grad(attend(), of, grad))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benchmarks import attention, fine_tuning, launches, models, perplexity
+from benchmarks import attention, candidates, fine_tuning, launches, models, perplexity
 from benchmarks.comparison import Comparison, Figure, Maker, Shape
 from benchmarks.machine import memory_bytes
 from benchmarks.measure import in_fresh_process
@@ -82,6 +83,8 @@ def _on_cuda() -> Iterator[Comparison | Figure]:
     for scheme in attention.SEGMENTS:
         yield _alone(scheme, long, 1.05)
         yield _alone(scheme, long, 1.12, backward=True)
+    for scheme in ("rerope", "dca"):
+        yield from _candidates(scheme, long)
     yield from _dense(replace(long, length=4096))
     yield from _encoder(replace(full, length=8192, head_dim=64), replace(full, length=2048, heads=8, kv_heads=8))
     for scheme in ("rerope", "dca"):
@@ -120,6 +123,15 @@ def _alone(scheme: str, shape: Shape, target: float, backward: bool = False) -> 
         memory_target=_LINEAR,
         flops=attention.training_flops if backward else attention.flops,
     )
+
+
+def _candidates(scheme: str, shape: Shape) -> Iterator[Comparison]:
+    """Flash per region, which is what runs, over what could run in its place."""
+    others = {"kernel": ("the Triton kernel", candidates.kernel), "flex": ("FlexAttention", candidates.flex)}
+    for backward, (label, (name, other)) in itertools.product((False, True), others.items()):
+        ours, theirs = (partial(side, scheme=scheme, backward=backward) for side in (attention.regions, other))
+        place = f"{label}-training" if backward else label
+        yield _row(f"{place}/{scheme}", f"{scheme}, {_PASSES[backward]}", name, ours, theirs, shape)
 
 
 def _dense(shape: Shape) -> Iterator[Comparison]:

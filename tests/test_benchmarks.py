@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
-from benchmarks import attention, fine_tuning, launches, peers, perplexity, report, run
+from benchmarks import attention, candidates, fine_tuning, launches, peers, perplexity, report, run
 from benchmarks.attention import SEGMENTS, regions, spec
 from benchmarks.catalogue import growth_makers, growth_shapes, rows
 from benchmarks.comparison import Comparison, Figure, Shape, Side
@@ -77,6 +78,15 @@ def test_every_row_runs(row, monkeypatch):
 def test_segment_schemes_are_measured_on_the_path_of_long_texts(scheme, monkeypatch):
     monkeypatch.setattr("rope_patch.attention.paths.chunked.attend", pytest.fail)
     assert regions(Shape(8192, 2, 2, 16).small(), scheme).run().shape == (1, 2, 640, 16)
+
+
+@pytest.mark.parametrize("scheme", SEGMENTS)
+def test_flex_attention_by_region_is_the_oracle(scheme):
+    shape = Shape(200, 4, 2, 16)
+    inputs = attention.in_regions(shape, scheme, backward=False)
+    masks = [candidates.block_mask(branch.region, shape) for branch in inputs.branches]
+    found = candidates.by_flex(inputs, masks, flex_attention)
+    torch.testing.assert_close(found, oracle.attend(inputs)[0], atol=1e-5, rtol=1e-5)
 
 
 def test_the_rows_of_a_device_have_names_of_their_own(monkeypatch):

@@ -1,0 +1,64 @@
+"""Other ways to score regions on a GPU, to be compared with flash per region: the Triton kernel, and FlexAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+from benchmarks import attention
+from benchmarks.comparison import Shape, Side
+from rope_patch.attention.fused import launch
+from rope_patch.attention.fused.launch import Fused
+from rope_patch.attention.inputs import AttentionInputs, Branch
+from rope_patch.schemes.slots import ALL_PAIRS, Region
+
+
+def flex(shape: Shape, scheme: str, backward: bool = False) -> Side:
+    """FlexAttention for each region, merged by log-sum-exp."""
+    inputs = attention.in_regions(shape, scheme, backward)
+    masks = [block_mask(branch.region or ALL_PAIRS, shape) for branch in inputs.branches]
+    one = torch.compile(flex_attention) if shape.device == "cuda" else flex_attention  # a CPU has no log-sum-exp then
+    return attention.side(shape, lambda: by_flex(inputs, masks, one), attention.leaves(inputs), backward)
+
+
+def by_flex(inputs: AttentionInputs, masks: Sequence[Any], one: Callable[..., Any]) -> torch.Tensor:
+    """Output of `oracle.attend`, `(batch, heads, q_len, value_dim)`."""
+    parts = [_in_region(inputs, branch, mask, one) for branch, mask in zip(inputs.branches, masks, strict=True)]
+    shares = torch.stack([lse for _, lse in parts]).softmax(dim=0)[..., None]
+    total = sum(share * out for share, (out, _) in zip(shares, parts, strict=True))
+    return torch.as_tensor(total).to(inputs.value.dtype)
+
+
+def _in_region(
+    inputs: AttentionInputs, branch: Branch, mask: Any, one: Callable[..., Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    states, grouped = (branch.query, branch.key, inputs.value), branch.query.shape[1] != branch.key.shape[1]
+    options = {"block_mask": mask, "scale": inputs.scaling, "enable_gqa": grouped}
+    out, extra = one(*states, **options, return_aux=AuxRequest(lse=True))
+    return out, extra.lse
+
+
+def block_mask(region: Region, shape: Shape) -> Any:
+    """Which pairs of a causal text a region has."""
+    first, end, below = (
+        int(min(max(x, -shape.length), shape.length)) for x in (region.start, region.stop, region.keys_below)
+    )
+
+    def seen(_batch: Any, _head: Any, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        distance = m // region.chunk - n // region.chunk
+        return (m >= n) & (distance >= first) & (distance < end) & (n < below)
+
+    return create_block_mask(seen, None, None, shape.length, shape.length, device=shape.device)
+
+
+def kernel(shape: Shape, scheme: str, backward: bool = False) -> Side:
+    """The Triton kernel, whose regions share their queries and keys here: reading others costs the same."""
+    inputs = attention.in_regions(shape, scheme, backward)
+    first, nothing = inputs.branches[0], (None,) * len(inputs.branches)
+    regions = tuple(branch.region or ALL_PAIRS for branch in inputs.branches)
+    call = Fused(first.query, first.key, regions, nothing, nothing)
+    leaves = [inputs.value, first.query, first.key]
+    return attention.side(shape, lambda: launch.attend(inputs, call), leaves, backward)
