@@ -90,7 +90,7 @@ def blocks_for(dtype: torch.dtype, width: int, rows: int, regions: int, arch: st
         chosen = [(64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 4, 2)]
     forward, of_queries, of_keys = (Blocks(*each) for each in chosen)
     if (few := power_of_two(rows)) < forward.rows:  # in decoding
-        forward = Blocks(few, forward.keys, 4, min(forward.stages, 2))
+        forward = Blocks(few, 64 if half and width <= 128 else 32, 8, min(forward.stages, 2))
     return forward, of_queries, of_keys
 
 
