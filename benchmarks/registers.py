@@ -167,18 +167,19 @@ def _read(ptx: str, arch: str, shared: int) -> Needs:
 def table(found: dict[Kernel, Needs]) -> Iterator[str]:
     """For each kernel and width the most registers and spilled bytes of all schemes and dtypes, in Markdown."""
     every = [arch for arch in SHARED if any(kernel.arch == arch for kernel in found)]
-    yield f"| kernel, head_dim | {' | '.join(every)} |"
+    yield f"| kernel | {' | '.join(every)} |"
     yield "|---|" + "---|" * len(every)
-    for name, dim in sorted({(kernel.kernel, kernel.head_dim) for kernel in found}):
+    for name in sorted({kernel.kernel for kernel in found}):
         cells = []
         for arch in every:
-            here = [
-                x for kernel, x in found.items() if (arch, name, dim) == (kernel.arch, kernel.kernel, kernel.head_dim)
-            ]
-            products = sorted({product for x in here for product in x.products})
-            figures = f"{max(x.registers for x in here)} / {max(x.spilled for x in here)}, {' and '.join(products)}"
-            cells.append(figures if products else "compiles")
-        yield f"| `{name}`, {dim} | {' | '.join(cells)} |"
+            here = {kernel: x for kernel, x in found.items() if (arch, name) == (kernel.arch, kernel.kernel)}
+            products = sorted({product for x in here.values() for product in x.products})
+            figures = []
+            for dim in sorted({kernel.head_dim for kernel in here}):
+                needed = [x for kernel, x in here.items() if kernel.head_dim == dim]
+                figures.append(f"{max(x.registers for x in needed)} / {max(x.spilled for x in needed)}")
+            cells.append(f"{'; '.join(figures)}, {' and '.join(products)}" if products else "compiles")
+        yield f"| `{name}` | {' | '.join(cells)} |"
 
 
 def main() -> None:
