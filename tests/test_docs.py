@@ -25,7 +25,7 @@ from rope_patch.evaluation.scheme_specs import scheme_at
 from rope_patch.schemes import scheme_class
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
+DOCS, RECIPES = ROOT / "docs", ROOT / "recipes"
 SITE = yaml.compose((ROOT / "mkdocs.yml").read_text())
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "results" not in path.parts)
 FILES = [*sorted(ROOT.glob("*.md")), *PAGES, *sorted((ROOT / "notebooks").glob("*.md"))]
@@ -354,7 +354,9 @@ NO_SCHEMES = {"WINNER", "yarm", "$(cat"}
 """A placeholder, a mistake that a page shows, and what a shell reads from a file."""
 
 
-@pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "recipes").rglob("*.[py][ya]*"))], ids=relative)
+@pytest.mark.parametrize(
+    "path", [*FILES, *sorted(RECIPES.rglob("*.py")), *sorted(RECIPES.rglob("*.yaml"))], ids=relative
+)
 def test_every_scheme_that_a_page_or_a_config_names_can_be_read(path):
     text = path.read_text()
     config = (yaml.safe_load(text) or {}) if path.suffix == ".yaml" else {}
