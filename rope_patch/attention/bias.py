@@ -174,7 +174,7 @@ def tile_bias(inputs: AttentionInputs) -> TileBias | None:
         return None if running is None else KeyTerm(running)
     if not inputs.causal:
         first = 1 - inputs.kv_length
-        return DiagonalTerm(bias.values(first, inputs.q_length), first)
+        return DiagonalTerm(bias.values(first, inputs.kv_length), first)
     if not bias.linear:
         return DiagonalTerm(bias.values(0, inputs.kv_length))
     none, one = bias.values(0, 2).double().unbind(dim=-1)

@@ -136,7 +136,9 @@ def _decayed(
         distance = region.rotated_distance(m, n)
         return decay.factor(-(distance if len(distance) == 1 else distance[rows]), call.keys)
 
-    return call.forward_cache.once(("decayed", decay, region, slots.start, rows.start), factors)
+    # layers with a sliding cache have other slots than layers with all keys
+    place = slots.start, slots.stop, int(inputs.query_start), rows.start
+    return call.forward_cache.once(("decayed", decay, region, *place), factors)
 
 
 def _added(

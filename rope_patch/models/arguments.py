@@ -57,7 +57,11 @@ def tokens_seen(kwargs: dict[str, Any]) -> torch.Tensor | None:
         return None
     cache = kwargs.get("past_key_values")
     start = cache.get_seq_length() if isinstance(cache, Cache) else 0
-    return attended(mask[:, 0]).any(dim=-2)[:, torch.arange(tokens.shape[1], device=mask.device) + start]
+    slots = torch.arange(tokens.shape[1], device=mask.device) + start
+    slots = slots - (slots[-1] + 1 - mask.shape[-1]).clamp(
+        min=0
+    )  # the last ones of a static sliding cache that is full
+    return attended(mask[:, 0]).any(dim=-2)[:, slots]
 
 
 def counted_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:

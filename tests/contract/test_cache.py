@@ -119,6 +119,17 @@ def test_generate_on_a_left_padded_batch_equals_its_rows(model, spec):
         assert torch.equal(generated(model, batch, attention_mask=mask, cache_implementation="static"), expected)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "scheme"), [("cwm", "xpos:scale_base=8+rerope:window=6"), ("mistral", "rnn:width=16")]
+)
+def test_a_static_cache_that_slides_has_slots_of_its_own(architecture, scheme):
+    model = build(architecture)
+    batch, mask = left_padded([tokens(40), tokens(20)])
+    with patch(model, scheme):
+        found = generated(model, batch, attention_mask=mask, cache_implementation="static")
+        assert torch.equal(found, generated(model, batch, attention_mask=mask))
+
+
 @llama_and_scaled
 def test_beam_search_with_a_cache_equals_beam_search_without(model, spec):
     rows = [tokens(length, seed=length) for length in (prompt_length(model, spec), 13)]

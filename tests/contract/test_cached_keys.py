@@ -345,7 +345,6 @@ def compiled_steps(model, ids, mask, places, cache):
     return torch.cat(found, dim=1)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", ["rerope:window=6", "alibi"])
 def test_a_compiled_model_goes_on_behind_pads_in_a_static_cache(spec):
     llama = build(num_hidden_layers=1)
