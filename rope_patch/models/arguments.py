@@ -58,9 +58,8 @@ def tokens_seen(kwargs: dict[str, Any]) -> torch.Tensor | None:
     cache = kwargs.get("past_key_values")
     start = cache.get_seq_length() if isinstance(cache, Cache) else 0
     slots = torch.arange(tokens.shape[1], device=mask.device) + start
-    slots = slots - (slots[-1] + 1 - mask.shape[-1]).clamp(
-        min=0
-    )  # the last ones of a static sliding cache that is full
+    # in a static sliding cache that is full, the tokens have the last slots
+    slots = slots - (slots[-1] + 1 - mask.shape[-1]).clamp(min=0)
     return attended(mask[:, 0]).any(dim=-2)[:, slots]
 
 
