@@ -183,13 +183,18 @@ def form_of(parameters: dict[str, Any], architectures: Any) -> str:
         return "yarn with a temperature"
     if kind == "yarn" and parameters.get("truncate") is False:
         return "yarn without rounding"
-    if kind == "llama3" and not any(name in _LLAMA_CLASSES for name in architectures or ()):
+    if kind == "llama3" and not _is_llama(architectures):
         return "llama3 elsewhere"
     if kind == "longrope" and parameters["short_factor"] == parameters["long_factor"]:
         factor, trained = parameters.get("factor") or 1.0, parameters.get("original_max_position_embeddings") or 2
         follows = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(trained))
         return LISTS[abs(parameters.get("attention_factor", follows) / follows - 1) > 2e-3]
     return kind
+
+
+def _is_llama(architectures: Any) -> bool:
+    """Whether a config's `architectures`, which may be damaged, name a class that llama.cpp converts as Llama."""
+    return isinstance(architectures, list) and any(name in _LLAMA_CLASSES for name in architectures)
 
 
 def readers_called(keys: Iterable[str]) -> tuple[Reader, ...]:
@@ -211,7 +216,7 @@ def supported(
     """What each of some readers makes of `rope_parameters`, for a context of `length` tokens."""
     form, rows = form_of(parameters, architectures), []
     for reader in readers:
-        elsewhere = reader.support.get("elsewhere") if not {*(architectures or ())} & {*_LLAMA_CLASSES} else None
+        elsewhere = None if _is_llama(architectures) else reader.support.get("elsewhere")
         reads, words = reader.support.get(form, elsewhere or reader.support[""])
         rows.append(Support(reader.name, reads, words.format(length=length), reader.known))
     return tuple(rows)
