@@ -39,6 +39,7 @@ class Options(Measured):
     shuffle_buffer: int = 1000  # documents in the shuffle buffer of a stream
     layout: Literal["packed", "padded", "mixed", "pose", "cream"] = "packed"  # mixed restarts at L; pose, cream skip
     pose_chunks: int = 2  # under pose, pieces of a row
+    pose_row: Count = None  # under pose and cream, tokens of a row; without it, L
     allow_short: bool = False  # train even if no document fills a row
     held_out: float = 0.1  # share of the text to hold out and measure on
     eval_text: Text = None  # measure on this text instead, and train on all of --text
@@ -72,11 +73,11 @@ class Options(Measured):
     output: str = "runs/finetune"  # folder for the results
 
 
-KEPT = "model length text dataset layout pose_chunks method rank alpha dropout batch_size learning_rate warmup_steps"
-KEPT += " weight_decay warm_start_steps precision dtype seed targets"
+KEPT = "model length text dataset layout pose_chunks pose_row method rank alpha dropout batch_size learning_rate"
+KEPT += " warmup_steps weight_decay warm_start_steps precision dtype seed targets"
 """What may not differ between two starts on one output."""
 
-COUNTED = "length steps batch_size micro_batch_size save_every log_every evaluate_every rank pose_chunks"
+COUNTED = "length steps batch_size micro_batch_size save_every log_every evaluate_every rank pose_chunks pose_row"
 """What must be at least 1."""
 
 
@@ -137,6 +138,8 @@ def check(options: Options) -> None:
         raise EvaluationError(f"device={options.device} is not allowed; Trainer takes auto or cpu")
     if options.dtype != "float32" and (options.method == "full" or options.precision != "bfloat16"):
         raise EvaluationError(f"dtype={options.dtype} is only for what adapters leave alone, with precision=bfloat16")
+    if options.pose_row and options.layout not in ("pose", "cream"):
+        raise EvaluationError(f"pose_row={options.pose_row} is only for layout=pose and layout=cream")
     if options.method != "full":
         require("peft", f"method={options.method}", "finetune")
     elif options.merge:
@@ -189,12 +192,11 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     trained = stacks[0].training_length
     if "flash" in language_model.config._attn_implementation and options.layout != "padded":
         raise EvaluationError("flash attention would misread where the documents of a row begin; use attention=sdpa")
-    row_length = trained if options.layout in ("pose", "cream") else options.length
+    row_length = (options.pose_row or trained) if options.layout in ("pose", "cream") else options.length
     weights = long_ce.LongCE.beyond(trained, row_length) if options.loss == "longce" else None
-    buffer = options.shuffle_buffer if options.streaming else None
-    order = {"batch_size": options.batch_size, "seed": options.seed, "shuffle_buffer": buffer}
-    order |= {"pack": options.layout in ("packed", "mixed"), "allow_short": options.allow_short}
-    order |= {"short": trained if options.layout == "mixed" else None}
+    order = {name: getattr(options, name) for name in ("batch_size", "seed", "allow_short")}
+    order |= {"shuffle_buffer": options.shuffle_buffer if options.streaming else None}
+    order |= {"pack": options.layout in ("packed", "mixed"), "short": trained if options.layout == "mixed" else None}
     rows = training_rows(documents, measured["tokenizer"], language_model.config.vocab_size, row_length, **order)
 
     scheme = scheme_at(spec, options.length, [stack.checkpoint for stack in stacks])
@@ -215,8 +217,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     called: dict[str, Any] = {"callbacks": [perplexity], "sharing": options.context_parallel}
     if options.warm_start_steps:
         called["callbacks"].append(callbacks.WarmStart(scheme, options.warm_start_steps, options.length / trained))
-    collators = {"packed": default_data_collator, "mixed": default_data_collator}
-    collators["padded"] = PoSECollator(row_length, chunks=1)
+    collators = {"packed": default_data_collator, "mixed": default_data_collator, "padded": PoSECollator(row_length, 1)}
     collators["pose"] = PoSECollator(options.length, options.pose_chunks, options.seed)
     collators["cream"] = PoSECollator(options.length, seed=options.seed, middle="gaussian")
     arguments = training_arguments(options, folder / "trainer")
@@ -261,10 +262,7 @@ def training_arguments(options: Options, folder: Path) -> Any:
     from accelerate import PartialState
     from transformers import TrainingArguments
 
-    schedule: dict[str, Any] = {"lr_scheduler_type": "constant_with_warmup"}
-    if options.decay_steps:
-        decay = {"num_decay_steps": options.decay_steps, "decay_type": "linear"}
-        schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": decay}
+    decay = {"num_decay_steps": options.decay_steps, "decay_type": "linear"}
     share = options.batch_size * options.context_parallel // PartialState().num_processes
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -273,7 +271,8 @@ def training_arguments(options: Options, folder: Path) -> Any:
         gradient_accumulation_steps=share // (options.micro_batch_size or share),
         learning_rate=options.learning_rate,
         warmup_steps=options.warmup_steps,
-        **schedule,
+        lr_scheduler_type="warmup_stable_decay" if options.decay_steps else "constant_with_warmup",
+        lr_scheduler_kwargs=decay if options.decay_steps else {},
         weight_decay=options.weight_decay,
         adam_beta2=0.95,
         bf16=options.precision == "bfloat16",

@@ -96,6 +96,7 @@ KINDS = {
     "norms, embeddings and learned tables": {"method": "lora_norms_embeddings", "scheme": ["rope+shaw:max_distance=8"]},
     "stream": {"streaming": True, "shuffle_buffer": 2, "layout": "padded"},
     "PoSE": {"layout": "pose"},
+    "PoSE in short rows": {"layout": "pose", "pose_row": 8},
     "warm start": {"warm_start_steps": 3},
 }
 

@@ -239,6 +239,8 @@ WRONG = {
     "there is no text file at": {"text": "nowhere.txt"},
     "there is no checkpoint './nowhere'": {"model": "./nowhere"},
     "a row has 16 tokens": {"layout": "pose", "length": 8},
+    "a row has 40 tokens": {"layout": "pose", "length": 32, "pose_row": 40},
+    "pose_row=8 is only for layout=pose and layout=cream": {"pose_row": 8},
 }
 
 
