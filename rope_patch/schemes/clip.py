@@ -51,11 +51,13 @@ class ClippedRoPE(Scheme):
         Raises:
             InvalidField: the checkpoint has fewer pairs than `pairs`.
         """
-        given = frequencies.inv_freq
-        if self.pairs is not None and self.pairs > given.shape[-1]:
-            raise InvalidField(f"clip: pairs={self.pairs} is not allowed; this checkpoint has {given.shape[-1]} pairs")
-        slow = (given < 2 * math.pi / rotary.training_length).sum(dim=-1, keepdim=True)
+        inv_freq = frequencies.inv_freq
+        if self.pairs is not None and self.pairs > inv_freq.shape[-1]:
+            raise InvalidField(
+                f"clip: pairs={self.pairs} is not allowed; this checkpoint has {inv_freq.shape[-1]} pairs"
+            )
+        slow = (inv_freq < 2 * math.pi / rotary.training_length).sum(dim=-1, keepdim=True)
         n = slow if self.pairs is None else torch.full_like(slow, self.pairs)
-        j = torch.arange(given.shape[-1], device=given.device) - (given.shape[-1] - n)
+        j = torch.arange(inv_freq.shape[-1], device=inv_freq.device) - (inv_freq.shape[-1] - n)
         share = (1 + torch.cos(math.pi * j.clamp(min=0).double() / (n - 1).clamp(min=1))) / 2
-        return dataclasses.replace(frequencies, inv_freq=given * share.to(given.dtype))
+        return dataclasses.replace(frequencies, inv_freq=inv_freq * share.to(inv_freq.dtype))

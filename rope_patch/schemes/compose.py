@@ -104,7 +104,7 @@ class Compose(Combined):
         return self.refine(owner.frequencies(rotary, length, weights), rotary, weights)
 
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        return reduce(lambda found, part: part.refine(found, rotary, weights), self.inner, frequencies)
+        return reduce(lambda refined, part: part.refine(refined, rotary, weights), self.inner, frequencies)
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         parameters: dict[str, torch.Tensor] = {}

@@ -50,8 +50,8 @@ class DualChunkAttention(Scheme):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.chunk_size is not None and self.local_window is not None
-        if given and self.constants == "released" and self.local_window >= self.chunk_size:  # type: ignore[operator]
+        has_both = self.chunk_size is not None and self.local_window is not None
+        if has_both and self.constants == "released" and self.local_window >= self.chunk_size:  # type: ignore[operator]
             raise InvalidField(f"dca: local_window={self.local_window} must be below chunk_size={self.chunk_size}")
 
     fields_for = nothing_for

@@ -52,5 +52,5 @@ class FoPECut(Scheme):
 
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
         slowest = 2 * math.pi / (self.training_length or rotary.training_length)
-        given = frequencies.inv_freq
-        return dataclasses.replace(frequencies, inv_freq=torch.where(given < slowest, 0.0, given))
+        inv_freq = frequencies.inv_freq
+        return dataclasses.replace(frequencies, inv_freq=torch.where(inv_freq < slowest, 0.0, inv_freq))

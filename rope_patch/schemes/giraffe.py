@@ -49,9 +49,9 @@ class TruncatedBasis(Scheme):
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         inv_freq = inverse_frequencies(rotary.dim, rotary.base)
-        turn = 2 * math.pi / self.cutoff_length
-        slow = torch.where(inv_freq >= turn / 8, torch.full_like(inv_freq, turn / 16), torch.zeros_like(inv_freq))
-        return Frequencies(torch.where(inv_freq >= turn, inv_freq, slow))
+        cutoff = 2 * math.pi / self.cutoff_length
+        slow = torch.where(inv_freq >= cutoff / 8, torch.full_like(inv_freq, cutoff / 16), torch.zeros_like(inv_freq))
+        return Frequencies(torch.where(inv_freq >= cutoff, inv_freq, slow))
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,6 @@ class PowerScaling(Scheme):
     power: Annotated[float, Above(0)]
 
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        given = frequencies.inv_freq
-        share = 1 - torch.arange(0, rotary.dim, 2, device=given.device).float() / rotary.dim
-        return dataclasses.replace(frequencies, inv_freq=given * share**self.power)
+        inv_freq = frequencies.inv_freq
+        share = 1 - torch.arange(0, rotary.dim, 2, device=inv_freq.device).float() / rotary.dim
+        return dataclasses.replace(frequencies, inv_freq=inv_freq * share**self.power)

@@ -135,12 +135,12 @@ def _selector(selector: Any) -> str:
     return text
 
 
-def _scheme(given: Any) -> Scheme | None:
-    if given is None:
+def _scheme(value: Any) -> Scheme | None:
+    if value is None:
         return None
-    schemes = [given] if isinstance(given, (str, Scheme)) else given
+    schemes = [value] if isinstance(value, (str, Scheme)) else value
     if not isinstance(schemes, Sequence) or not all(isinstance(scheme, (str, Scheme)) for scheme in schemes):
-        raise InvalidField(f"PerLayer: {given!r} is not allowed; a scheme, its name, a list of them or None is")
+        raise InvalidField(f"PerLayer: {value!r} is not allowed; a scheme, its name, a list of them or None is")
     scheme = as_scheme(schemes, {})
     if scheme.by_layer:
         raise InvalidField(f"PerLayer: {scheme} is itself a scheme by layer; list its layers here instead")

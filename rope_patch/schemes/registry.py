@@ -45,9 +45,9 @@ def register_scheme(cls: type[Scheme]) -> type[Scheme]:
     Raises:
         InvalidField: when another class has the name already.
     """
-    known = _REGISTRY.get(cls.name, cls)
-    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise InvalidField(f"the scheme name {cls.name!r} belongs to {known.__qualname__} already")
+    registered = _REGISTRY.get(cls.name, cls)
+    if (registered.__module__, registered.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise InvalidField(f"the scheme name {cls.name!r} belongs to {registered.__qualname__} already")
     _REGISTRY[cls.name] = cls
     return cls
 
@@ -134,7 +134,7 @@ def get_scheme(name: str, **fields: Any) -> Scheme:
         _aim(parts, fields.pop("target"))
     if fields and (len(parts) > 1 or parts[0][1]):
         raise InvalidField(f"fields {', '.join(fields)} with {name!r}: they are allowed with one plain name only")
-    schemes = [_made(part, {**spelled, **fields}) for part, spelled in parts]
+    schemes = [_build(part, {**spelled, **fields}) for part, spelled in parts]
     return schemes[0] if len(schemes) == 1 else Compose(*schemes)
 
 
@@ -162,7 +162,7 @@ def _from_dict(data: Any) -> Scheme:
         if not isinstance(parts, (list, tuple)) or len(fields) > 1:
             raise InvalidField(f"{data!r} is no composition: its name and a list of 'schemes' are expected")
         return Compose(*map(_from_dict, parts))
-    return _made(data["name"], fields)
+    return _build(data["name"], fields)
 
 
 def as_scheme(schemes: Iterable[str | Scheme], fields: dict[str, Any]) -> Scheme:
@@ -188,31 +188,31 @@ def as_scheme(schemes: Iterable[str | Scheme], fields: dict[str, Any]) -> Scheme
 
 def _misplaced(schemes: list[Any], fields: dict[str, Any]) -> InvalidField:
     """What to write for fields with several schemes, or with one that has its own."""
-    given, first = _spelled(fields), schemes[0]
+    spelled, first = _spelled(fields), schemes[0]
     if len(schemes) > 1 or type(first) not in _REGISTRY.values():
         inside = ",".join(f"{name}={value}" for name, value in fields.items())
         return InvalidField(
-            f"{given} with several schemes: write it inside the name that it belongs to, 'NAME:{inside}'"
+            f"{spelled} with several schemes: write it inside the name that it belongs to, 'NAME:{inside}'"
         )
-    wanted = f"{first.name!r}, {given}"
+    wanted = f"{first.name!r}, {spelled}"
     if "target" not in fields:
-        known = dataclasses.fields(first)
-        own = {field.name: value for field in known if (value := getattr(first, field.name)) != field.default}
+        declared = dataclasses.fields(first)
+        own = {field.name: value for field in declared if (value := getattr(first, field.name)) != field.default}
         wanted += f", or {type(first).__name__}({_spelled({**own, **fields})})"
-    return InvalidField(f"{given} with a scheme that has its fields: write {wanted}")
+    return InvalidField(f"{spelled} with a scheme that has its fields: write {wanted}")
 
 
-def _no_scheme(given: Any, fields: dict[str, Any]) -> UnknownScheme | InvalidField:
+def _no_scheme(scheme: Any, fields: dict[str, Any]) -> UnknownScheme | InvalidField:
     """What to write instead of something that is neither a name nor a scheme."""
-    if given is None:
+    if scheme is None:
         find_name("none")
-    if given not in _REGISTRY.values():
+    if scheme not in _REGISTRY.values():
         return UnknownScheme(
-            f"{given!r} is not a scheme; write a name such as 'yarn', or an object such as YaRN(factor=4)"
+            f"{scheme!r} is not a scheme; write a name such as 'yarn', or an object such as YaRN(factor=4)"
         )
-    words = _spelled({**dict.fromkeys(_required(given), ...), **fields}).replace("Ellipsis", "...")
-    by_name = ", ".join(filter(None, [repr(given.name), words]))
-    return InvalidField(f"{given.__name__} is a class: write {given.__name__}({words}), or {by_name}")
+    arguments = _spelled({**dict.fromkeys(_required(scheme), ...), **fields}).replace("Ellipsis", "...")
+    by_name = ", ".join(filter(None, [repr(scheme.name), arguments]))
+    return InvalidField(f"{scheme.__name__} is a class: write {scheme.__name__}({arguments}), or {by_name}")
 
 
 def _spelled(fields: dict[str, Any]) -> str:
@@ -283,17 +283,17 @@ def _value(text: str) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _made(name: Any, fields: dict[str, Any]) -> Scheme:
+def _build(name: Any, fields: dict[str, Any]) -> Scheme:
     """A scheme, or one of the `FORMS`, from its fields."""
     make: Any = FORMS[name] if isinstance(name, str) and name in FORMS else scheme_class(name)
     aims = isinstance(make, type) and takes_target(make)
-    known = inspect.signature(make).parameters
-    if isinstance(make, type) and "target" in fields and "target" not in known:
+    parameters = inspect.signature(make).parameters
+    if isinstance(make, type) and "target" in fields and "target" not in parameters:
         return _reaching(make, {**fields})
-    allowed = [*known, "target"] if aims else list(known)
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    allowed = [*parameters, "target"] if aims else list(parameters)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for field, value in fields.items():
-        if field not in known and not takes_any:
+        if field not in parameters and not takes_any:
             raise InvalidField(f"{name} has no field {field!r}; {did_you_mean(str(field), allowed)}")
         if value == "auto" and aims and field in filled_for(make, 1):
             raise InvalidField(
@@ -309,14 +309,14 @@ def _made(name: Any, fields: dict[str, Any]) -> Scheme:
 
 
 def _required(make: Callable[..., Scheme]) -> list[str]:
-    known = inspect.signature(make).parameters.values()
-    return [each.name for each in known if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    parameters = inspect.signature(make).parameters.values()
+    return [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
 
 
 def _reaching(cls: type[Scheme], fields: dict[str, Any]) -> Scheme:
     target = fields.pop("target")
     if not takes_target(cls):
         raise _means_nothing([cls.name], target)
-    like = _made(cls.name, {**filled_for(cls, target), **fields})  # what is wrong with the others is known now
-    given = (field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
-    return Reaching(like, target, tuple(name for name in given if fields.get(name) is not None))
+    placeholder = _build(cls.name, {**filled_for(cls, target), **fields})  # refuses what is wrong in the other fields
+    names = (field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+    return Reaching(placeholder, target, tuple(name for name in names if fields.get(name) is not None))

@@ -37,7 +37,7 @@ class Resonance(Scheme):
     sweep = None  # rounds another scheme's frequencies; alone it extends nothing
 
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        given = frequencies.inv_freq.double()
-        whole = 2 * math.pi / (2 * math.pi / given).round().clamp(min=1)
-        rounded = given + (whole - given).detach()
-        return dataclasses.replace(frequencies, inv_freq=rounded.to(frequencies.inv_freq.dtype))
+        inv_freq = frequencies.inv_freq.double()
+        rounded = 2 * math.pi / (2 * math.pi / inv_freq).round().clamp(min=1)
+        straight_through = inv_freq + (rounded - inv_freq).detach()
+        return dataclasses.replace(frequencies, inv_freq=straight_through.to(frequencies.inv_freq.dtype))

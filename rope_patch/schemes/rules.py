@@ -128,30 +128,30 @@ class TrueOrFalse(Rule):
 class OneOf(Rule):
     """One of some words: the rule of a `Literal`."""
 
-    words: tuple[str, ...]
+    choices: tuple[str, ...]
 
     def allowed(self, noun: str, scheme: Any = None) -> str:
-        return f"one of {', '.join(map(repr, self.words))}"
+        return f"one of {', '.join(map(repr, self.choices))}"
 
     def holds(self, value: Any, scheme: Any) -> bool:
-        return value in self.words
+        return value in self.choices
 
     def refusal(self, field: str, value: Any, noun: str, scheme: Any) -> str:
-        return f"{field}={value!r}: {did_you_mean(str(value), self.words)}"
+        return f"{field}={value!r}: {did_you_mean(str(value), self.choices)}"
 
 
 @dataclass(frozen=True)
 class SomeOf(Rule):
     """A list of one or more of some words, each at most once."""
 
-    words: tuple[str, ...]
+    choices: tuple[str, ...]
 
     def allowed(self, noun: str, scheme: Any = None) -> str:
-        return f"some of {list(self.words)}"
+        return f"some of {list(self.choices)}"
 
     def holds(self, value: Any, scheme: Any) -> bool:
         items = sorted(value, key=str)
-        return bool(items) and items == [word for word in sorted(self.words) if word in items]
+        return bool(items) and items == [choice for choice in sorted(self.choices) if choice in items]
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def _is_of(value: Any, kind: Any) -> bool:
     if kind in _WORDS:
         return isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
     if kind is str:
-        return True  # the rule knows all words
+        return True  # `OneOf` checks it
     return isinstance(value, (tuple, list) if kind is tuple else kind)
 
 

@@ -23,37 +23,37 @@ class Reaching(Combined):
     It declares the properties of the scheme that it becomes, and computes nothing before it is resolved.
 
     Args:
-        like: that scheme, as it would be on a checkpoint trained at every length.
+        placeholder: that scheme, as it would be on a checkpoint trained at every length.
         target: the length in tokens; `"auto"` if no field depends on it.
         given: names of the fields that the user set.
     """
 
-    like: Scheme
+    placeholder: Scheme
     target: int | str
     given: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        own = {name: getattr(self.like, name) for name in ("name", "equation", "source")}
-        vars(self).update(own, inner=(self.like,))
+        own = {name: getattr(self.placeholder, name) for name in ("name", "equation", "source")}
+        vars(self).update(own, inner=(self.placeholder,))
 
     def reach(self, checkpoint: Checkpoint) -> Scheme:
-        given = {name: getattr(self.like, name) for name in self.given}
+        given = {name: getattr(self.placeholder, name) for name in self.given}
         if isinstance(self.target, int):
-            filled = self.like.fields_for(Target(self.like.name, self.target, checkpoint, given))
-        elif (rule := _whatever_length(type(self.like), given, checkpoint)) is not None:
+            filled = self.placeholder.fields_for(Target(self.placeholder.name, self.target, checkpoint, given))
+        elif (rule := _whatever_length(type(self.placeholder), given, checkpoint)) is not None:
             filled = rule
         else:
             raise InvalidField(
-                f"{self.like.name}: target='auto' is not allowed, as its fields follow from the length; target must be "
-                f"a whole number of tokens from 1 to {LONGEST:g}, such as 8192"
+                f"{self.placeholder.name}: target='auto' is not allowed, as its fields follow from the length; target "
+                f"must be a whole number of tokens from 1 to {LONGEST:g}, such as 8192"
             )
-        return type(self.like)(**{**filled, **given})
+        return type(self.placeholder)(**{**filled, **given})
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         return self.reach(checkpoint).resolve(checkpoint)
 
     def fields(self) -> dict[str, Any]:
-        plain = self.like.fields()
+        plain = self.placeholder.fields()
         return {"target": self.target, **{name: plain[name] for name in self.given}}
 
 

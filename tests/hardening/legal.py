@@ -138,9 +138,9 @@ def _by_rule(usual: Scheme, field: str, value: Any, size: int) -> SearchStrategy
     if isinstance(first, TrueOrFalse):
         return st.booleans()
     if isinstance(first, OneOf):
-        return st.sampled_from(first.words)
+        return st.sampled_from(first.choices)
     if isinstance(first, SomeOf):
-        return st.lists(st.sampled_from(first.words), min_size=1, unique=True)
+        return st.lists(st.sampled_from(first.choices), min_size=1, unique=True)
     if isinstance(first, WholeNumbers):
         return st.lists(st.integers(1, 4), min_size=size, max_size=size)
     if isinstance(first, NumbersAboveZero):

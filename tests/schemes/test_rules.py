@@ -144,9 +144,9 @@ def edges_of(rule, kind, scheme):
     if isinstance(rule, EvenFrom):
         return [rule.low, rule.high], [rule.low - 2, rule.low + 1, rule.high + 2]
     if isinstance(rule, OneOf):
-        return list(rule.words), ["", rule.words[0] + "s", 0]
+        return list(rule.choices), ["", rule.choices[0] + "s", 0]
     if isinstance(rule, SomeOf):
-        words = rule.words
+        words = rule.choices
         return [(words[0],), words, words[::-1]], [(), (words[0], words[0]), (*words, "other"), words[0]]
     if isinstance(rule, WholeNumbers):
         return [(1,), (2, 1)], [(), (0,), (1, -1), (1.5,), (1, True), ("1",), 1]
