@@ -92,13 +92,13 @@ class RotaryTables:
         return torch.complex(cos.float(), sin.float()) if self.is_complex else (cos, sin)
 
 
-def is_causal(attention: nn.Module, given: bool | None = None) -> bool:
-    """Whether a token sees only the keys up to its own: as `given` to the forward, else in the config or, if that does
-    not specify it, the attention module specifies, in the order of Transformers.
+def is_causal(attention: nn.Module, argument: bool | None = None) -> bool:
+    """Whether a token sees only the keys up to its own: by the `argument` of the forward, else by the config or, if
+    that does not specify it, by the attention module, in the order of Transformers.
     """
-    if given is None:
-        given = getattr(getattr(attention, "config", None), "is_causal", None)
-    return bool(getattr(attention, "is_causal", True) if given is None else given)
+    if argument is None:
+        argument = getattr(getattr(attention, "config", None), "is_causal", None)
+    return bool(getattr(attention, "is_causal", True) if argument is None else argument)
 
 
 class Heads(NamedTuple):

@@ -55,13 +55,13 @@ def passed_tables(stack: PreTrainedModel, rotary: Sequence[RotaryTables]) -> dic
     passed: dict[nn.Module, RotaryTables | None] = {}
     for answer in (_states, lambda *args, **kwargs: (_states(*args, **kwargs), None)):  # as a block may return
         calls = _calls(stack, {**dict.fromkeys(blocks, answer), **{module: module for module, _ in owners}})
-        asked = [((call.module, call.named.get("layer_type")), call.result) for call in calls]
-        made = [(owners[place], result) for place, result in asked if place in owners]
+        results = [((call.module, call.named.get("layer_type")), call.result) for call in calls]
+        answers = [(owners[place], result) for place, result in results if place in owners]
         for call in calls:
             received = call.named.get("position_embeddings", ...)
             if call.module in blocks and received is None:
                 passed[call.module] = None
-            passed.update((call.module, tables) for tables, result in made if result is received)
+            passed.update((call.module, tables) for tables, result in answers if result is received)
         if len(passed) == len(blocks):
             break
     return passed

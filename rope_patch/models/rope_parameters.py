@@ -35,7 +35,7 @@ from rope_patch.schemes.tools.rotary import periods
 from rope_patch.typing import RotarySpec
 
 # types with which Transformers can express a share of the pairs: both are `proportional` with a factor
-_STILL = ("default", "linear")
+_SHARE_TYPES = ("default", "linear")
 # a query scale that some checkpoints store with their frequencies, and its unit of length
 _QUERY_SCALE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 _ORIGINAL = "original_max_position_embeddings"
@@ -97,7 +97,7 @@ def export_rope_parameters(scheme: Scheme, config: Any, as_lists: int | None = N
                 f"from max_position_embeddings={longest}"
             )
         if as_lists is None and is_share and not chosen.chooses_pairs:
-            if parameters.keys() - {"rope_type", "rope_theta", "factor"} or parameters["rope_type"] not in _STILL:
+            if parameters.keys() - {"rope_type", "rope_theta", "factor"} or parameters["rope_type"] not in _SHARE_TYPES:
                 raise NotExpressible(
                     f"{scheme}: this checkpoint rotates only {share} of its pairs, which Transformers cannot combine "
                     f"with the rope_type {parameters['rope_type']!r}"
@@ -144,11 +144,11 @@ def equal_lists(scheme: Scheme, native: Scheme | None, rotary: RotarySpec, lengt
         scheme = Compose(native, scheme)
     if scheme.slots != {"frequencies"} or scheme.length_dependent or scheme.learned_frequencies or scheme.decays:
         raise NotExpressible(f"{scheme}: lists of factors are static frequencies, and nothing else")
-    found = scheme.frequencies_on(rotary)
-    period, inv_freq = periods(rotary.dim, rotary.base), found.inv_freq
+    frequencies = scheme.frequencies_on(rotary)
+    period, inv_freq = periods(rotary.dim, rotary.base), frequencies.inv_freq
     factors = 1 / (inv_freq.double() * period.double())
     factors = torch.where(inv_freq == 1 / period, 1.0, factors).clamp(max=STANDS_STILL)
-    temperature = float(found.attention_scaling)
+    temperature = float(frequencies.attention_scaling)
     original = max(2, round(length ** (1 / max(temperature, 1.0) ** 2)))
     return {
         "rope_type": "longrope",
