@@ -122,9 +122,9 @@ class LayerHook:
             slots = hidden.shape[1] if call.kv_length is None else call.kv_length
             call.added = contributions(added, cache, state.layer.index, state.num_layers, slots)
         if state.rotates and state.layer.rotary is not None:
-            given, caches = kwargs["position_embeddings"], call.forward_cache
+            tables, caches = kwargs["position_embeddings"], call.forward_cache
             if anchor in (None, UNROTATED):
-                rotation = caches.derived("identity", lambda: _identity(given, hidden.device.type), given)
+                rotation = caches.derived("identity", lambda: _identity(tables, hidden.device.type), tables)
             else:
                 rotary, place = state.layer.rotary, ("anchor", state.tables, anchor, hidden.dtype)
                 rotation = caches.once(place, lambda: rotary.compute(anchor(position_ids), like=hidden))
@@ -179,11 +179,11 @@ def _of_copy(own: RotaryTables, position_ids: torch.Tensor, hidden: torch.Tensor
     return own.compute(position_ids, hidden)
 
 
-def _identity(given: Any, device_type: str) -> Any:
-    """Identity tables in the form of those `given`."""
-    if isinstance(given, torch.Tensor):  # cos + i sin
-        return torch.ones_like(given)
-    cos, sin = given
+def _identity(tables: Any, device_type: str) -> Any:
+    """Identity tables in the form of these."""
+    if isinstance(tables, torch.Tensor):  # cos + i sin
+        return torch.ones_like(tables)
+    cos, sin = tables
     dtype = cos.dtype
     if torch.is_autocast_enabled(device_type):  # otherwise the cache would hold float32 keys with values that are not
         dtype = torch.get_autocast_dtype(device_type)

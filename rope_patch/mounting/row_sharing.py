@@ -88,8 +88,8 @@ class RowHook:
             return (), kwargs  # the model itself raises
         if kwargs.get("past_key_values") is not None:
             raise UnsupportedPositions("past_key_values are given, but a row that processes share has no cache")
-        for name, given in (("attention_mask", mask), ("position_ids", positions)):
-            if given is not None and getattr(given, "ndim", None) != 2:
+        for name, value in (("attention_mask", mask), ("position_ids", positions)):
+            if value is not None and getattr(value, "ndim", None) != 2:
                 raise UnsupportedPositions(f"{name} of a row that processes share has two axes, (batch, tokens)")
         shares = self._shares(tokens, mask, positions)
         mask, positions = (
@@ -116,10 +116,10 @@ class RowHook:
             changed["use_cache"] = False
         return (), {**kwargs, **changed}
 
-    def _shares(self, tokens: torch.Tensor, *given: Any) -> Shares:
+    def _shares(self, tokens: torch.Tensor, *optional: torch.Tensor | None) -> Shares:
         """The shares of the row; what each process has is compared first."""
         number = distributed.get_world_size(self.group)
-        mine = torch.tensor([tokens.shape[1], len(tokens), *(x is not None for x in given)], device=tokens.device)
+        mine = torch.tensor([tokens.shape[1], len(tokens), *(x is not None for x in optional)], device=tokens.device)
         every = mine.new_empty(number, len(mine))
         distributed.all_gather(list(every.unbind()), mine, group=self.group)
         lengths, *others = every.T.tolist()

@@ -30,7 +30,7 @@ class Notice:
         native: the scheme of the plain checkpoint, as text.
         is_native: whether both are the same.
         is_stated: whether plain Transformers reads the scheme from the config and the weights.
-        given: the classes of what was saved with a warning.
+        warned: the classes of what was saved with a warning.
     """
 
     record: dict[str, Any]
@@ -38,7 +38,7 @@ class Notice:
     native: str
     is_native: bool
     is_stated: bool
-    given: set[type] = field(default_factory=set)
+    warned: set[type] = field(default_factory=set)
 
 
 class SaveModel:
@@ -58,8 +58,8 @@ class SaveModel:
         result = save(save_directory, *args, **kwargs)
         self._record(Path(save_directory))
         lost = "" if self.notice.is_native else self._lost(str(save_directory))
-        if lost and type(self) not in self.notice.given and kwargs.get("is_main_process", True):
-            self.notice.given.add(type(self))
+        if lost and type(self) not in self.notice.warned and kwargs.get("is_main_process", True):
+            self.notice.warned.add(type(self))
             warn(lost, stacklevel=2)
         return result
 

@@ -156,13 +156,13 @@ class CallMasks:
     """The mask of a call, and what follows from it. Layers share the mask, and therefore all that depends on it.
 
     Attributes:
-        given: as Transformers passes it.
+        mask: as Transformers passes it.
         readable: whether it has a form that can be read; another form is left to the attention that was there before.
     """
 
-    def __init__(self, call: ForwardCall, given: Any, q_length: int, kv_length: int) -> None:
-        self.given = given
-        self.readable = given is None or isinstance(given, torch.Tensor)
+    def __init__(self, call: ForwardCall, mask: Any, q_length: int, kv_length: int) -> None:
+        self.mask = mask
+        self.readable = mask is None or isinstance(mask, torch.Tensor)
         self._call = call
         self._place = q_length, kv_length, call.start
 
@@ -171,7 +171,7 @@ class CallMasks:
         group for each key, `(batch or 1, kv_len)`.
         """
         call = self._call
-        return self._shared("mask", lambda: read_mask(self.given, call.position_ids, *self._place, call.state.config))
+        return self._shared("mask", lambda: read_mask(self.mask, call.position_ids, *self._place, call.state.config))
 
     def seen(self) -> torch.Tensor | None:
         """`keys_seen` of the mask, `(batch or 1, kv_len)`."""
@@ -179,7 +179,7 @@ class CallMasks:
 
     def _shared(self, what: str, compute: Callable[[], Any]) -> Any:
         call = self._call
-        return call.forward_cache.derived((what, *self._place), compute, self.given) if call.shareable else compute()
+        return call.forward_cache.derived((what, *self._place), compute, self.mask) if call.shareable else compute()
 
 
 def _looks_ahead(call: ForwardCall, masks: CallMasks, causal: bool) -> bool:
@@ -196,7 +196,7 @@ def _looks_ahead(call: ForwardCall, masks: CallMasks, causal: bool) -> bool:
             torch._assert_async(hidden, "rope_patch: the mask shows keys after the query; run eagerly")
         return False
     else:
-        ahead = call.forward_cache.derived("ahead", lambda: bool(shows_later_keys(mask, call.start)), masks.given)
+        ahead = call.forward_cache.derived("ahead", lambda: bool(shows_later_keys(mask, call.start)), masks.mask)
     if ahead and state.scheme.causal_only:
         raise UnsupportedPositions(
             f"{state.scheme} is undefined for keys after the query, which this call shows; pass a causal mask"

@@ -53,32 +53,32 @@ class PassPositions:
         tokens = tokens_of(kwargs)
         if tokens is None or (self.axes == 1 and PASSED in kwargs):
             return None  # without tokens the model itself raises
-        given = kwargs.get("position_ids")
-        if given is None and self.enters:
-            given = _tokens_before(kwargs, tokens)
-        elif given is None:  # as such stacks count, pads included
+        position_ids = kwargs.get("position_ids")
+        if position_ids is None and self.enters:
+            position_ids = _tokens_before(kwargs, tokens)
+        elif position_ids is None:  # as such stacks count, pads included
             cache = kwargs.get("past_key_values")
             start = cache.get_seq_length() if isinstance(cache, Cache) else 0
             slots = (torch.arange(tokens.shape[1], device=tokens.device) + start)[None]
-            given = slots if self.axes == 1 else slots.expand(len(tokens), -1)
+            position_ids = slots if self.axes == 1 else slots.expand(len(tokens), -1)
         if self.axes == 1:
-            return (), {**kwargs, PASSED: given[0] if given.ndim == 3 else given}
-        text, on_axes = self._of_text(given, kwargs, tokens, module)
+            return (), {**kwargs, PASSED: position_ids[0] if position_ids.ndim == 3 else position_ids}
+        text, on_axes = self._of_text(position_ids, kwargs, tokens, module)
         if self.in_front:
             kwargs = {**kwargs, "position_ids": torch.cat([text.expand(1, *on_axes.shape[1:]), on_axes])}
         return (), {**kwargs, PASSED: text} if self.as_argument else kwargs
 
     def _of_text(
-        self, given: torch.Tensor, kwargs: dict[str, Any], tokens: torch.Tensor, module: nn.Module
+        self, position_ids: torch.Tensor, kwargs: dict[str, Any], tokens: torch.Tensor, module: nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions of the text, `(batch, length)`, and on the axes of the model, `(axes, batch, length)`."""
-        if given.ndim == 2:
-            given = given[None].expand(1 + self.axes, -1, -1)
-        has_text = given.shape[0] == 1 + self.axes
-        on_axes = (given[1:] if has_text else given).expand(self.axes, -1, -1)
+        if position_ids.ndim == 2:
+            position_ids = position_ids[None].expand(1 + self.axes, -1, -1)
+        has_text = position_ids.shape[0] == 1 + self.axes
+        on_axes = (position_ids[1:] if has_text else position_ids).expand(self.axes, -1, -1)
         if not self.counts:
             return self._only(on_axes, module), on_axes
-        return given[0] if has_text else _tokens_before(kwargs, tokens), on_axes
+        return position_ids[0] if has_text else _tokens_before(kwargs, tokens), on_axes
 
     def _only(self, on_axes: torch.Tensor, module: nn.Module) -> torch.Tensor:
         """The positions on which all axes agree; a compiled graph checks this when it runs."""
