@@ -113,18 +113,18 @@ def describe_serving(
         restore_native(text, copy.deepcopy(record))
     chosen = chosen.reach(checkpoint_of_config(text))
     trained = training_length(text)
-    asked, architectures = readers_called(readers), raw.get("architectures")
+    chosen_readers, architectures = readers_called(readers), raw.get("architectures")
     extended = extended_length(chosen, text)
     if by_factor:
         extended = max(by_factor) * trained
     try:
         parameters = _parameters(
-            chosen, spelled, text, asked if readers else (), architectures, length or extended or trained
+            chosen, spelled, text, chosen_readers if readers else (), architectures, length or extended or trained
         )
     except NotExpressible:
         if not by_factor:
             raise
-        parameters, asked = text.rope_parameters, ()
+        parameters, chosen_readers = text.rope_parameters, ()
     length = _length(spelled, parameters, extended, length)
     before = raw["text_config"] if nested else raw
     part = _written(before, type(text), parameters, trained, length)
@@ -138,7 +138,7 @@ def describe_serving(
             "max_position_embeddings": text.max_position_embeddings,
             PER_REQUEST: {str(factor): each.to_dict() for factor, each in by_factor.items()},
         }
-    support = supported(parameters, architectures, length, asked)
+    support = supported(parameters, architectures, length, chosen_readers)
     return Serving(chosen, trained, length, written, {"text_config": changed} if nested else changed, support)
 
 
