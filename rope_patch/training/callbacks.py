@@ -78,27 +78,27 @@ class PerplexityCallback(TrainerCallback):
         self.lengths, self.every, self.start, self.points, self.log = lengths, every, start, points, log
         self.tokenizer, self.line, self.name, self.results, self.settings = tokenizer, line, name, results, settings
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure before the first step."""
         if self.start and state.global_step == 0:
-            self._measure(args, state, control, **given)
+            self._measure(args, state, control, **kwargs)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure where a measurement is due."""
         steps = state.max_steps if self.every is None else self.every
         if isinstance(steps, int) and (state.global_step % steps == 0 or state.global_step == state.max_steps):
-            self._measure(args, state, control, **given)
+            self._measure(args, state, control, **kwargs)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **given: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Add the numbers to those by which the trainer chooses its best checkpoint."""
         if self.every == "eval":
-            perplexities = self._measure(args, state, control, **given)
+            perplexities = self._measure(args, state, control, **kwargs)
             (metrics if metrics is not None else {}).update(perplexities)
 
-    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure what was saved."""
         if self.every == "save":
-            self._measure(args, state, control, **given)
+            self._measure(args, state, control, **kwargs)
 
     def _measure(
         self, args: Any, state: Any, control: Any, model: Any, processing_class: Any = None, **_: Any
