@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.errors import require
+from rope_patch.evaluation.effective_length import by_line
 from rope_patch.evaluation.row import Row
 from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, REFERENCES, display_name
 from rope_patch.evaluation.standard_errors import loss_error
@@ -137,7 +138,7 @@ def heat_maps(rows: Sequence[Row], what: str = "the answers") -> Figure:
     import numpy as np
 
     failed, trained = failed_within(rows), rows[0].training_length
-    lines, lengths = list(dict.fromkeys(row.line for row in rows)), sorted({row.length for row in rows})
+    lines, lengths = list(by_line(rows)), sorted({row.length for row in rows})
     cells = {(row.line, row.length, row.task, row.depth): row for row in rows}
     down = list(dict.fromkeys((task, depth) for _, _, task, depth in cells))
     labels = [label(task, failed) if depth is None else f"{depth:.0%}" for task, depth in down]

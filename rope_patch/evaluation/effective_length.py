@@ -54,9 +54,9 @@ def effective_length(rows: Sequence[Row]) -> EffectiveLength | None:
     return EffectiveLength(length, low, high, means[best])
 
 
-def lines_of(rows: Sequence[Row]) -> list[str]:
-    """The lines of a table, in the order of its rows."""
-    return list(dict.fromkeys(row.line for row in rows))
+def by_line(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each line of a table, in its order."""
+    return {line: [row for row in rows if row.line == line] for line in dict.fromkeys(row.line for row in rows)}
 
 
 def variance_of(cell: Sequence[Row]) -> float:

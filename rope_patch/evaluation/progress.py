@@ -36,7 +36,7 @@ class Progress:
         self._even = 12 * find_language_model(model).config.get_text_config().hidden_size
         self._costs = [sum(map(self._cost, sizes)) for sizes in cells]
         self._at_once = 1 if sharded(model) else joined().num_processes
-        self._number, self._name, self._found, self._measured = 0, "", "", False
+        self._number, self._name = 0, ""
         main, terminal = joined().is_main_process, sys.stderr.isatty()
         self._lines = main and not terminal and sys.stderr is sys.__stderr__
         self._bar: Any = tqdm(
@@ -52,15 +52,12 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._finish()
+    def __exit__(self, *_: object) -> None:
         self._bar.close()
 
     def begin(self, name: str) -> None:
-        """Finish the previous cell and begin the next."""
-        self._finish()
-        self._number, self._name, self._found, self._measured = self._number + 1, name, "", False
+        """Begin the next cell."""
+        self._number, self._name = self._number + 1, name
         self._bar.set_description(name, refresh=False)
 
     def skip(self) -> None:
@@ -69,13 +66,15 @@ class Progress:
 
     def update(self, size: int) -> None:
         """This process has read a context of the cell."""
-        self._measured = True
         self._bar.update(min(self._at_once * self._cost(size), self._bar.total - self._bar.n))
 
     def found(self, rows: Sequence[Row]) -> None:
         """What was measured in the cell: its losses, or its shares of correct answers."""
-        told = [f"loss {row.loss:.3f}" if math.isnan(row.share) else f"{row.share:.0%} right" for row in rows]
-        self._found = f": {', '.join(dict.fromkeys(told))}"
+        if self._lines:
+            found = (f"loss {row.loss:.3f}" if math.isnan(row.share) else f"{row.share:.0%} right" for row in rows)
+            elapsed, left = map(tqdm.format_interval, (self._bar.format_dict["elapsed"], self.left()))
+            told = f"{self._number} of {len(self._costs)}: {self._name}: {', '.join(dict.fromkeys(found))}"
+            print(f"{told}; {elapsed} elapsed, about {left} left", file=sys.stderr, flush=True)
 
     def left(self) -> float:
         """Estimate of the remaining seconds."""
@@ -84,11 +83,3 @@ class Progress:
 
     def _cost(self, size: int) -> float:
         return size + size**2 / self._even
-
-    def _finish(self) -> None:
-        if self._lines and self._measured:
-            elapsed, left = map(tqdm.format_interval, (self._bar.format_dict["elapsed"], self.left()))
-            place = f"{self._number} of {len(self._costs)}"
-            print(
-                f"{place}: {self._name}{self._found}; {elapsed} elapsed, about {left} left", file=sys.stderr, flush=True
-            )

@@ -79,9 +79,9 @@ def run(
                     of_cell = on_main(partial(_recall, wanted, rows, cell.same_as, measured_rows))
                     if of_cell is None:
                         of_cell = _measure(model, task, cell, wanted, scores, rows, bar)
+                        bar.found(of_cell)
                     else:
                         bar.skip()
-                    bar.found(of_cell)
                     measured_rows += of_cell
     return measured_rows
 

@@ -156,29 +156,13 @@ def noise_of(row: Row, tries: int = 1) -> float:
 
 @cache
 def student(tail: float, freedom: int) -> float:
-    """The t beyond which Student's distribution has this share on one side, by bisection.
-
-    Source: Abramowitz & Stegun, "Handbook of Mathematical Functions", 26.7.3 and 26.7.4.
+    """The t beyond which Student's distribution has this share on one side: sqrt(freedom) tan(angle), where the density
+    of the angle is in proportion to cos(angle)^(freedom - 1).
     """
-
-    def beyond(t: float) -> float:
-        angle = math.atan2(t, math.sqrt(freedom))
-        odd, cosine = freedom % 2, math.cos(angle)
-        term = total = cosine if odd else 1.0
-        for i in range(1 + odd, freedom - 2, 2):
-            term *= cosine**2 * i / (i + 1)
-            total += term
-        total *= freedom > 1
-        within = 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
-        return (1 - within) / 2
-
-    low, high = 0.0, 1.0
-    while beyond(high) > tail:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if beyond(middle) > tail else (low, middle)
-    return high
+    angles = np.linspace(0, np.pi / 2, 200_001)
+    density = np.cos((angles[1:] + angles[:-1]) / 2) ** (freedom - 1)
+    beyond = np.append(np.cumsum(density[::-1])[::-1], 0.0) / (2 * density.sum())
+    return math.sqrt(freedom) * math.tan(np.interp(tail, beyond[::-1], angles[::-1]))
 
 
 def pairs_of(row: Row) -> str:

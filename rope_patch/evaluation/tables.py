@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_patch.errors import EvaluationError, counted
-from rope_patch.evaluation.effective_length import NEAR_NOTHING, SHARE, effective_length, lines_of
+from rope_patch.evaluation.effective_length import NEAR_NOTHING, SHARE, by_line, effective_length
 from rope_patch.evaluation.row import Row
 from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, REFERENCES, TEXT_CUT, display_name
 from rope_patch.evaluation.standard_errors import (
@@ -101,7 +101,7 @@ class Grid:
                     f"rows with different {name} cannot share a table or a picture: {', '.join(values)}"
                 )
         cells = {(Series(row.line, row.step), row.length): row for row in rows}
-        lines = list(dict.fromkeys(row.line for row in rows))
+        lines = list(by_line(rows))
         series = sorted({one for one, _ in cells}, key=lambda one: (lines.index(one.line), one.step or 0))
         return cls(tuple(series), tuple(sorted({length for _, length in cells})), cells)
 
@@ -327,20 +327,20 @@ def answers(rows: Sequence[Row], what: str = "the answers") -> Group:
             label(task, failed): lambda row, task=task: row.share if row.task == task else None  # type: ignore[misc]
             for task in dict.fromkeys(row.task for row in rows)
         }
-    lengths, lines = sorted({row.length for row in rows}), lines_of(rows)
+    lengths, lines = sorted({row.length for row in rows}), by_line(rows)
     shown = Table("depths" if by_depth else "task", "scheme", *map(str, lengths))
     for title, share_of in sections.items():
-        for line in lines:
+        for line, of_line in lines.items():
             cells = []
             for length in lengths:
-                cell = [row for row in rows if (row.line, row.length) == (line, length) and share_of(row) is not None]
+                cell = [row for row in of_line if row.length == length and share_of(row) is not None]
                 error = f" ± {100 * cell[0].error:.0f}" if cell and cell[0].error is not None and not by_depth else ""
                 cells.append(f"{100 * fmean(share_of(row) or 0 for row in cell):.0f}{error}" if cell else "-")
             shown.add_row(title, display_name(line), *cells)
         shown.add_section()
     reach = [f"effective length, the longest with {SHARE:.0%} of the best score within L (NoLiMa, 2502.05167):"]
-    for line in lines:
-        found = effective_length([row for row in rows if row.line == line])
+    for line, of_line in lines.items():
+        found = effective_length(of_line)
         told = f"{found}, of {found.base:.0%} within L" if found else "none, the task is not done within L"
         reach.append(f"  {display_name(line)}: {told}")
     return Group(Text(headline(rows, what), style="bold"), shown, *map(Text, reach))

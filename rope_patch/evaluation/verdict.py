@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 
 from rope_patch.errors import counted
-from rope_patch.evaluation.effective_length import effective_length, lines_of, variance_of
+from rope_patch.evaluation.effective_length import by_line, effective_length, variance_of
 from rope_patch.evaluation.protocols.last import Last
 from rope_patch.evaluation.row import Row
 from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, PLAIN, REFERENCES, TEXT_CUT, display_name
@@ -214,35 +214,30 @@ def _of_gain(after: Row, free: Row, after_at_l: Row | None, before: Row | None, 
 
 def of_answers(rows: Sequence[Row]) -> Verdict:
     """Whether a scheme answers more than the references beyond L, and up to which effective length."""
-    lines, trained = lines_of(rows), rows[0].training_length
-    reach = {line: effective_length([row for row in rows if row.line == line]) for line in lines}
-    schemes, free = [line for line in lines if line not in REFERENCES], [line for line in lines if line in REFERENCES]
+    of_line, trained = by_line(rows), rows[0].training_length
+    reach = {line: effective_length(of_line[line]) for line in of_line}
+    schemes, free = ([line for line in of_line if (line in REFERENCES) == known] for known in (False, True))
     beyond = sorted({row.length for row in rows if row.length > trained}, reverse=True)
-    if not any(reach.values()) or not schemes or not free or not beyond:
-        what = (
-            "no scheme answers at the shortest lengths"
-            if not any(reach.values())
-            else ("a scheme, a reference and a length beyond L are needed")
-        )
+    missing = "" if schemes and free and beyond else "a scheme, a reference and a length beyond L are needed"
+    if not any(reach.values()):
+        missing = "no scheme answers at the shortest lengths"
+    if missing:
         command = "passkey --task spans --lengths 1x,2x,4x --scheme rerope:target=auto+logn"
-        return Verdict("nothing", f"Nothing can be said about reading farther: {what}.", command)
-
-    def score(line: str, length: int) -> float:
-        return fmean(row.share for row in rows if (row.line, row.length) == (line, length))
-
+        return Verdict("nothing", f"Nothing can be said about reading farther: {missing}.", command)
     verdicts = []  # of the longest first
     for length in beyond:
-        best, known = (max(some, key=lambda line: score(line, length)) for some in (schemes, free))
-        cells = ([row for row in rows if (row.line, row.length) == (line, length)] for line in (best, known))
-        error = math.sqrt(sum(map(variance_of, cells)))
+        cells = {line: [row for row in of_line[line] if row.length == length] for line in of_line}
+        shares = {line: fmean(row.share for row in cells[line]) for line in cells}
+        best, known = (max(some, key=shares.__getitem__) for some in (schemes, free))
+        error = math.sqrt(variance_of(cells[best]) + variance_of(cells[known]))
         told = (
-            f"at {length} tokens {display_name(best)} (`{best}`) gives {score(best, length):.0%} of the answers, the "
-            f"best reference {score(known, length):.0%} (error {error:.0%}); effective lengths: "
+            f"at {length} tokens {display_name(best)} (`{best}`) gives {shares[best]:.0%} of the answers, the "
+            f"best reference {shares[known]:.0%} (error {error:.0%}); effective lengths: "
             f"{reach[best] or 'none'} beside {reach[known] or 'none'}."
         )
         command = f"perplexity --protocol repeat --lengths 1x,{length} --scheme {best}"
         limit = -NormalDist().inv_cdf(TAIL / len(schemes) / len(beyond))
-        if score(best, length) - score(known, length) > limit * error:
+        if shares[best] - shares[known] > limit * error:
             verdicts.append(Verdict("better", f"Reading farther pays: {told}", command))
         else:
             verdicts.append(Verdict("noise", f"No gain beyond noise: {told} {CHEAPER}", command))
