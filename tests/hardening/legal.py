@@ -74,10 +74,13 @@ def named(draw: DrawFn, name: str, pairs: int, heads: int) -> Scheme:
     """
     usual = draw(st.sampled_from(settings(name)))
     fields = dataclasses.fields(usual)  # type: ignore[arg-type]
-    needed = [field for field in fields if field.default is dataclasses.MISSING]
-    others = [field for field in fields if field not in needed and draw(st.booleans())]
     groups = [name for name, rule in rules_of(type(usual)).items() if isinstance(rule.rules[0], WholeNumbers)]
     lengths = [len(getattr(usual, groups[0]))] if groups else [pairs, heads]
+    needed = [field for field in fields if field.default is dataclasses.MISSING]
+    if not fits(usual, pairs, heads):  # it is set for another model: this one takes other values
+        needed = [field for field in fields if getattr(usual, field.name) != field.default]
+        lengths = [number for number in range(1, pairs + 1) if pairs % number == 0] if groups else lengths
+    others = [field for field in fields if field not in needed and draw(st.booleans())]
     scheme = None
     for wanted in [needed, *([field] for field in others)]:
         for _ in range(TRIES):
@@ -118,6 +121,15 @@ def fitting(name: str, fields: dict[str, Any], pairs: int, heads: int) -> Scheme
     return scheme
 
 
+def fits(scheme: Scheme, pairs: int, heads: int) -> bool:
+    """Whether `fitting` takes its fields."""
+    try:
+        fitting(scheme.name, scheme.fields(), pairs, heads)
+    except RopePatchError:
+        return False
+    return True
+
+
 def values_of(usual: Scheme, field: dataclasses.Field[Any], size: int) -> SearchStrategy[Any]:
     """What a field may be by its rule, around the value that it usually has; and its default.
 
@@ -128,7 +140,7 @@ def values_of(usual: Scheme, field: dataclasses.Field[Any], size: int) -> Search
     """
     value = getattr(usual, field.name)
     near = _by_rule(usual, field.name, value, size)
-    return near if field.default in (dataclasses.MISSING, value) else near | st.just(field.default)
+    return near if field.default in (dataclasses.MISSING, value) else st.just(field.default) | near
 
 
 def _by_rule(usual: Scheme, field: str, value: Any, size: int) -> SearchStrategy[Any]:
