@@ -53,7 +53,8 @@ setup: $(VENV)/.dev
 demo: $(VENV)/.demo
 	@echo "== demo: perplexity against length on the embedded checkpoint (about two and a half minutes)"
 	$(BIN)/python recipes/perplexity.py recipes/configs/demo.yaml
-	@echo "The command line is $(BIN)/rope-patch; your own model and text: $(BIN)/rope-patch sweep --model DIR --text FILE --target 4x"
+	@echo "rope-patch is in $(BIN): run 'source $(BIN)/activate' once, then the command above, or on your own model and text:"
+	@echo "rope-patch sweep --model DIR --text FILE --target 4x"
 
 demo-compare: $(VENV)/.demo
 	@echo "== demo: six position encodings, each trained from scratch at 128 bytes and measured up to 1024 (under five minutes)"

@@ -24,7 +24,7 @@ class Options(Measured):
     lengths: Lengths  # lengths to measure, ascending, each for a prompt with its longest answer
     schemes: Specs = ()  # scheme to measure, a heat map; target=auto takes each length in turn
     references: bool = True  # include the heat maps of plain and window
-    tasks: tuple[Literal["niah_single_1", "vt", "cwe", "fwe"], ...] = ("niah_single_1", "vt", "cwe", "fwe")  # to run
+    tasks: tuple[Literal["niah_single_1", "vt", "cwe", "fwe"], ...] = ("niah_single_1", "vt", "cwe", "fwe")  # the tasks
     samples: int = 20  # samples of each task at each length; RULER takes 500
     chat: bool = False  # put the questions into the tokenizer's chat template
     seed: int = 42  # random seed of the prompts, as in RULER

