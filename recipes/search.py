@@ -19,18 +19,25 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from rope_patch.cli.options import Amount, Count, Length, Measured, is_main, print_json, run, say
+from rope_patch.errors import EvaluationError
 
 STARTS = ("pi", "ntk", "yarn", "mrrope")
 COMPARED = ("yarn", "mrrope")  # those that are confirmed beside what was found
 CONFIRMING = 16  # windows at least, of the half that does not choose
 FOUND, KEPT = "found", "found, plain up to L"  # as tables name them: one list for all lengths, and two lists
 LOST = 0.005  # nats that may be lost at L
+ATTEMPTS = 20  # at a child that was not measured yet
 NEXT = 'rope-patch export {checkpoint} --scheme "$(cat {folder}/scheme.txt)" --output {folder}/exported'
+
+Factors = tuple[float, ...]
+"""lambda_i of theta_i / lambda_i, from the fastest pair to the slowest."""
 
 
 @dataclass(kw_only=True)
@@ -52,13 +59,13 @@ def main(options: Options) -> None:
     """Measure the starts, let them evolve, and compare the best with YaRN."""
     from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.data.held_out import halves
-    from rope_patch.errors import EvaluationError, MissingPackage
-    from rope_patch.evaluation.evolution import Evolution, factors_of, measure_together
+    from rope_patch.errors import MissingPackage
     from rope_patch.evaluation.measured_model import MeasuredModel, pop_scheme
     from rope_patch.evaluation.processes import on_main
     from rope_patch.evaluation.row import Rows
     from rope_patch.evaluation.run import run as run_task
     from rope_patch.evaluation.scheme_specs import TEXT_CUT
+    from rope_patch.evaluation.side_by_side import measure_together
     from rope_patch.evaluation.tables import print_table
     from rope_patch.evaluation.tasks.perplexity import Perplexity
     from rope_patch.saving.loading import (
@@ -116,7 +123,7 @@ def main(options: Options) -> None:
     reserve = sum(row.seconds for each in confirmation.values() for row in each if row.line.startswith(COMPARED))
 
     # generation after generation; what follows depends on nothing but what was measured
-    losses: dict[tuple[float, ...], float] = {}
+    losses: dict[Factors, float] = {}
     slowest, spent, stopped = 0.0, False, f"all {options.generations} generations were measured"
     for generation in range(options.generations + 1):
         wanted = evolution.generation(generation, losses)
@@ -177,14 +184,96 @@ def main(options: Options) -> None:
         say(sentence) if options.json else print(sentence)
 
 
+@dataclass(frozen=True)
+class Evolution:
+    """Monotone evolution: no list slows a pair less than a faster pair.
+
+    Generation 0 is the starts. Each later one has mutations and crossovers of the best half population of all that was
+    measured, so the best never gets worse. A mutation moves pairs to places between their neighbours; a crossover takes
+    the fast pairs of one parent and the slow pairs of the other. A parent is the better of two that are drawn.
+    A generation follows from its number, the seed and the losses alone.
+
+    Source: LongRoPE2, 2502.20082 (population 64, 16 mutations with p = 0.3, 16 crossovers, 32 parents, step 0.01, no
+    code); the mutation is that of LongRoPE, microsoft/LongRoPE c9e56aa `evolution/algorithms/dim_mono.py`. Both fill
+    the first population with mutations of the start; here only lists that the losses favour are mutated.
+
+    Args:
+        starts: lists of one length, all factors from 1 to 1 + k.
+        factor: k.
+        population: half of it are parents, a quarter each mutations and crossovers of a generation; at least 4.
+        chance: p, that a mutation moves a pair.
+        step: of the grid on which pairs move.
+
+    Raises:
+        EvaluationError: a start or the population is not allowed.
+    """
+
+    starts: tuple[Factors, ...]
+    factor: float
+    population: int = 64
+    seed: int = 0
+    chance: float = 0.3
+    step: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.population < 4:
+            raise EvaluationError(f"population={self.population} is not allowed; it must be at least 4")
+        for start in self.starts:
+            if any(low > high for low, high in pairwise((1.0, *start, 1 + self.factor))):
+                raise EvaluationError(f"start {start}: factors must ascend from 1 to 1 + k = {1 + self.factor:g}")
+
+    def generation(self, number: int, losses: Mapping[Factors, float]) -> list[Factors]:
+        """The lists of a generation.
+
+        Args:
+            losses: of all lists of the generations before it, in nats.
+        """
+        if number == 0:
+            return list(dict.fromkeys(self.starts))
+        random = np.random.default_rng([self.seed, number])
+        ranked = sorted(losses, key=lambda factors: losses[factors])
+        parents, quarter = ranked[: self.population // 2], self.population // 4
+        children: dict[Factors, None] = {}
+        for kind in (self.mutated, self.crossed):
+            for _ in range(quarter * ATTEMPTS):
+                better, other = (parents[random.integers(len(parents), size=2).min()] for _ in range(2))
+                child = kind(better, other, random)
+                if child not in losses:
+                    children[child] = None
+                if len(children) == quarter * (1 + (kind == self.crossed)):
+                    break
+        return list(children)
+
+    def mutated(self, factors: Factors, _: Factors, random: np.random.Generator) -> Factors:
+        """Each pair moves with the chance p to a random place between its neighbours."""
+        found = [1.0, *factors, 1 + self.factor]
+        for pair in range(1, len(found) - 1):
+            if random.random() < self.chance:
+                low, high = found[pair - 1], found[pair + 1]
+                place = round(random.uniform(low, high) / self.step) * self.step
+                found[pair] = min(max(round(place, 9), low), high)
+        return tuple(found[1:-1])
+
+    def crossed(self, fast: Factors, slow: Factors, random: np.random.Generator) -> Factors:
+        """The fast pairs of one list and the slow pairs of another, which are slowed at least as much as the fast."""
+        cut = int(random.integers(1, max(2, len(fast))))
+        return tuple(np.maximum.accumulate([*fast[:cut], *slow[cut:]]).tolist())
+
+
+def factors_of(scheme: Any, rotary: Any) -> Factors:
+    """theta_i over the frequencies of a static scheme, rounded to 6 digits, as a list that never falls."""
+    from rope_patch.schemes.tools.rotary import inverse_frequencies
+
+    slowed = inverse_frequencies(rotary.dim, rotary.base) / scheme.frequencies(rotary).inv_freq.flatten()
+    return tuple(np.maximum.accumulate(slowed.double().numpy().round(6).clip(min=1)).tolist())
+
+
 def check(options: Options, trained: int) -> None:
     """Refuse what cannot be searched.
 
     Raises:
         EvaluationError: names the option, its value and what is allowed.
     """
-    from rope_patch.errors import EvaluationError
-
     if options.target <= trained:
         raise EvaluationError(f"target={options.target} is not allowed; it has to be beyond L = {trained} tokens")
     for name in ("generations", "candidates_per_forward"):

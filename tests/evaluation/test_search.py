@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.evolution import Evolution, factors_of, measure_together
 from rope_patch.evaluation.measured_model import MeasuredModel
 from rope_patch.evaluation.row import Rows
 from rope_patch.evaluation.run import run
 from rope_patch.evaluation.scheme_specs import display_name
+from rope_patch.evaluation.side_by_side import measure_together
 from rope_patch.evaluation.tasks.perplexity import Perplexity
 from rope_patch.saving.export import describe_serving
 from rope_patch.schemes import get_scheme
@@ -26,6 +26,7 @@ from .conftest import documents
 from .rows import row
 
 recipe = load_recipe("search")
+Evolution, factors_of = recipe.Evolution, recipe.factors_of
 
 PAIRS, K = 16, 4.0
 EVEN, RAMP = (K,) * PAIRS, tuple(np.linspace(1, K, PAIRS).tolist())
