@@ -61,7 +61,7 @@ def main(options: Options) -> None:
     from rope_patch.errors import RopePatchError, counted
     from rope_patch.evaluation.measured_model import MeasuredModel, pop_scheme
     from rope_patch.evaluation.processes import on_main
-    from rope_patch.evaluation.row import Rows
+    from rope_patch.evaluation.row import Rows, by_line
     from rope_patch.evaluation.run import run as run_task
     from rope_patch.evaluation.tables import shortfalls
     from rope_patch.evaluation.tasks.perplexity import Perplexity
@@ -297,11 +297,6 @@ def timed(measure: Any) -> tuple[float, Any]:
     began = time.monotonic()
     rows = measure()
     return time.monotonic() - began, rows
-
-
-def by_line(rows: Sequence[Any]) -> dict[str, Any]:
-    """The rows of each line, in the order of its lengths."""
-    return {line: [row for row in rows if row.line == line] for line in dict.fromkeys(row.line for row in rows)}
 
 
 def recommend(confirmation: Mapping[str, Sequence[Any]], best: str | None) -> tuple[Any, float | None, float | None]:

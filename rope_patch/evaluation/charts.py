@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.errors import require
-from rope_patch.evaluation.effective_length import by_line
-from rope_patch.evaluation.row import Row
+from rope_patch.evaluation.row import Row, by_line
 from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, REFERENCES, display_name
 from rope_patch.evaluation.standard_errors import loss_error
 from rope_patch.evaluation.tables import Grid, Series, failed_within, headline, is_far, label

@@ -54,11 +54,6 @@ def effective_length(rows: Sequence[Row]) -> EffectiveLength | None:
     return EffectiveLength(length, low, high, means[best])
 
 
-def by_line(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each line of a table, in its order."""
-    return {line: [row for row in rows if row.line == line] for line in dict.fromkeys(row.line for row in rows)}
-
-
 def variance_of(cell: Sequence[Row]) -> float:
     """Of the mean of shares p of n questions: p (1 - p) / n each, with two right and two wrong ones more (Agresti)."""
     variances = []

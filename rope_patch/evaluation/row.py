@@ -10,7 +10,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def by_line(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each line of a table, in its order."""
+    return {line: [row for row in rows if row.line == line] for line in dict.fromkeys(row.line for row in rows)}
 
 
 class Rows:

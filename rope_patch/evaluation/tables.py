@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_patch.errors import EvaluationError, counted
-from rope_patch.evaluation.effective_length import NEAR_NOTHING, SHARE, by_line, effective_length
-from rope_patch.evaluation.row import Row
+from rope_patch.evaluation.effective_length import NEAR_NOTHING, SHARE, effective_length
+from rope_patch.evaluation.row import Row, by_line
 from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, REFERENCES, TEXT_CUT, display_name
 from rope_patch.evaluation.standard_errors import (
     FEW,

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 
 from rope_patch.errors import counted
-from rope_patch.evaluation.effective_length import by_line, effective_length, variance_of
+from rope_patch.evaluation.effective_length import effective_length, variance_of
 from rope_patch.evaluation.protocols.last import Last
-from rope_patch.evaluation.row import Row
+from rope_patch.evaluation.row import Row, by_line
 from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, PLAIN, REFERENCES, TEXT_CUT, display_name
 from rope_patch.evaluation.standard_errors import (
     FEW,
