@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from rope_patch.data.windows import Window, spread
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.protocols.protocol import Context, Protocol, Settings
 from rope_patch.evaluation.scheme_specs import CUT, PLAIN
+from rope_patch.evaluation.tasks.task import Cell
 from rope_patch.models.head import find_language_model
 
 DEFAULT_TARGETS = 4096  # T, or the training length if that is lower
@@ -81,11 +83,14 @@ class ByPosition(Last):
     def passes(self, lengths: Sequence[int]) -> Sequence[int]:
         return lengths[-1:]
 
-    def bins(self, length: int) -> Sequence[tuple[int, int]]:
-        return [(stop, stop - start) for start, stop in pairwise([0, *self.lengths])]
+    def cells(self, length: int) -> list[Cell]:
+        (cell,) = super().cells(length)
+        bins = pairwise([0, *self.lengths])
+        return [replace(cell, rows=[{**cell.rows[0], "length": stop, "targets": stop - start} for start, stop in bins])]
 
-    def scored(self, losses: Sequence[torch.Tensor], length: int, targets: int) -> Sequence[torch.Tensor]:
-        return [nll[length - targets : length] for nll in losses]
+    def row(self, fields: dict[str, Any], items: Sequence[Context], scores: Sequence[torch.Tensor]) -> dict[str, Any]:
+        stop, start = fields["length"], fields["length"] - fields["targets"]
+        return super().row(fields, items, [losses[start:stop] for losses in scores])
 
 
 class SpanCorruption(Last):

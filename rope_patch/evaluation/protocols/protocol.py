@@ -130,14 +130,6 @@ class Protocol(Task):
         """`Row.targets` at one length."""
         return self.targets
 
-    def bins(self, length: int) -> Sequence[tuple[int, int]]:
-        """Length and targets of each row that a pass at one length fills."""
-        return [(length, self.targets_at(length))]
-
-    def scored(self, losses: Sequence[torch.Tensor], length: int, targets: int) -> Sequence[torch.Tensor]:
-        """The losses of one row from those of a pass, `(scored,)` for each context."""
-        return losses
-
     def mean(self, losses: Sequence[torch.Tensor]) -> float:
         """NLL of a row, weighted by token; losses `(scored,)` of each context."""
         return torch.cat(list(losses)).mean().item()
@@ -152,13 +144,15 @@ class Protocol(Task):
             "text": self.asked.text,
             "asked": self.asked.documents,
             "seed": self.asked.seed,
+            "length": length,
+            "targets": self.targets_at(length),
         }
         contexts = [
             Context(number, window.document, *context)
             for number, window in enumerate(chosen.windows)
             for context in self.contexts(window, length)
         ]
-        return [Cell([{**facts, "length": at, "targets": targets} for at, targets in self.bins(length)], contexts)]
+        return [Cell([facts], contexts)]
 
     def control(self, line: str) -> list[Cell]:
         """What the plain checkpoint scores for one line of `references`.
@@ -194,14 +188,13 @@ class Protocol(Task):
 
     def row(self, fields: dict[str, Any], items: Sequence[Context], scores: Sequence[torch.Tensor]) -> dict[str, Any]:
         """NLL of a row, and those of its documents, from the losses of each context, `(scored,)`."""
-        scored = self.scored(scores, fields["length"], fields["targets"])
-        nll = self.mean(scored)
+        nll = self.mean(scores)
         return {
             "windows": len(items),
-            "scored_tokens": sum(losses.numel() for losses in scored),
+            "scored_tokens": sum(losses.numel() for losses in scores),
             "nll": nll,
             "perplexity": math.inf if nll > 700 else math.exp(nll),
-            "nll_by_document": [round(self.mean(block), 6) for block in blocks(items, scored)],
+            "nll_by_document": [round(self.mean(block), 6) for block in blocks(items, scores)],
         }
 
 
