@@ -86,8 +86,8 @@ class EmptyTables:
         device = next((weight.device for weight in self.stack.parameters() if not weight.is_meta), torch.device("cpu"))
         try:
             with torch.device(device):
-                made = cast(Any, type(self.module))(cast(Any, self.module).config)
-            filled = {name: made.get_buffer(name).to(device, tensor.dtype) for name, tensor in self._empty.items()}
+                rebuilt = cast(Any, type(self.module))(cast(Any, self.module).config)
+            filled = {name: rebuilt.get_buffer(name).to(device, tensor.dtype) for name, tensor in self._empty.items()}
             if any(filled[name].shape != tensor.shape for name, tensor in self._empty.items()):
                 raise ValueError("its config leads to tensors of other shapes")
         except Exception as error:  # a family's class may need other arguments

@@ -80,11 +80,11 @@ def export_rope_parameters(scheme: Scheme, config: Any, as_lists: int | None = N
         dim = head_dim(configs_of_type(config, layer_type)[0])
         spec = RotarySpec(dim if is_share else int(dim * share), entry["rope_theta"], training_length(config))
         scaling = SCALING - set(_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())
-        kept = {key: value for key, value in entry.items() if key not in scaling}
+        unscaled = {key: value for key, value in entry.items() if key not in scaling}
         if as_lists is not None:
             if is_share:
                 spec = dataclasses.replace(spec, rotating_pairs=int(share * dim // 2))
-                kept["partial_rotary_factor"] = 1.0
+                unscaled["partial_rotary_factor"] = 1.0
             parameters = equal_lists(chosen, scheme_of_layer_type(config, layer_type), spec, as_lists)
         else:
             parameters = chosen.rope_parameters(spec)
@@ -112,7 +112,7 @@ def export_rope_parameters(scheme: Scheme, config: Any, as_lists: int | None = N
                 f"{scheme}: Transformers ignores truncate=False in rope_parameters nested by layer type, as in "
                 f"{type(config).__name__}"
             )
-        parameters = kept | parameters
+        parameters = unscaled | parameters
         if getattr(config, "layer_rope_theta", None) and parameters["rope_theta"] != entry["rope_theta"]:
             raise NotExpressible(f"{scheme}: {type(config).__name__} has a rope_theta of its own for each layer")
         if layer_type is None:
@@ -342,8 +342,8 @@ def rebuilt_numbers(layer: AttentionLayer, scaling: dict[str, Any]) -> dict[str,
     entries = {} if config is None else rope_entries(config)
     if layer.layer_type not in entries:
         return {}
-    kept = {key: value for key, value in entries[layer.layer_type].items() if key not in SCALING}
-    changed: dict[Any, Any] = {**entries, layer.layer_type: {**scaling, **kept}}
+    unscaled = {key: value for key, value in entries[layer.layer_type].items() if key not in SCALING}
+    changed: dict[Any, Any] = {**entries, layer.layer_type: {**scaling, **unscaled}}
     try:
         before, after = _float_attributes(layer, entries), _float_attributes(layer, changed)
     except Exception:  # a class that needs more than its config reads no rotary parameters
@@ -359,5 +359,5 @@ def _float_attributes(layer: AttentionLayer, entries: dict[Any, Any]) -> dict[st
     needed = inspect.signature(type(module)).parameters.values()
     arguments = {each.name: getattr(module, each.name) for each in needed if each.default is each.empty}
     with torch.device("meta"):
-        made = type(module)(**{**arguments, "config": config})
-    return {name: value for name, value in vars(made).items() if isinstance(value, float)}
+        rebuilt = type(module)(**{**arguments, "config": config})
+    return {name: value for name, value in vars(rebuilt).items() if isinstance(value, float)}
