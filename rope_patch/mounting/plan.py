@@ -295,9 +295,9 @@ def _on_rotation(scheme: Scheme, stack: Stack) -> Scheme:
 
 def _refining_own(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]) -> Scheme:
     """A scheme that refines frequencies, composed with the checkpoint's own scheme."""
-    own = {scheme_of_layer_type(stack.config, layer.layer_type) for layer in touched}
-    native = own.pop()
-    if native is None or own:
+    natives = {scheme_of_layer_type(stack.config, layer.layer_type) for layer in touched}
+    native = natives.pop()
+    if native is None or natives:
         raise UnsupportedModel(
             f"{type(stack.module).__name__} has layers with different rope_parameters, or with an unknown rope_type; "
             f"list the scheme whose frequencies {scheme} should refine"
@@ -381,8 +381,8 @@ def others_take_masks(stack: nn.Module, scorers: Sequence[nn.Module]) -> bool:
     """Whether the mask of a stack also reaches modules that are not among these attention modules or around them: a
     convolution or a state, which pads must not enter (Falcon-H1, Zaya), or an indexer. Cross-attention has its own.
     """
-    own = set(scorers)
-    inner = (module for module in stack.modules() if module not in own and own.isdisjoint(module.modules()))
+    ours = set(scorers)
+    inner = (module for module in stack.modules() if module not in ours and ours.isdisjoint(module.modules()))
     taken = (inspect.signature(forward).parameters for forward in {type(module).forward for module in inner})
     crossing = {"key_value_states", "encoder_hidden_states"}
     return any(any("mask" in name for name in names) and crossing.isdisjoint(names) for names in taken)
@@ -429,12 +429,12 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
 
 def _own_tables(plan: Plan, stack: Stack, layers: Sequence[AttentionLayer]) -> dict[RotaryTables | None, RotaryTables]:
     """The scheme's tables for layers that share the model's with others: in copies of the rotary modules."""
-    own = {}
+    copies = {}
     for rotary in {cast(RotaryTables, layer.rotary) for layer in layers}:
         copied = dataclasses.replace(rotary, module=copy.deepcopy(rotary.module))
         _install_rotary(plan.scheme, copied, stack.training_length, Changes())
-        own[rotary] = copied
-    return cast(dict["RotaryTables | None", RotaryTables], own)
+        copies[rotary] = copied
+    return cast(dict["RotaryTables | None", RotaryTables], copies)
 
 
 def _install_rotary(scheme: Scheme, rotary: RotaryTables, training_length: int, changes: Changes) -> None:

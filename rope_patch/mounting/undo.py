@@ -25,10 +25,10 @@ class Changes:
 
     def set(self, target: Any, name: str, value: Any) -> None:
         """`setattr(target, name, value)`, logged."""
-        own = vars(target)
+        attributes = vars(target)
         if isinstance(target, nn.Module):
-            own = {**own, **target._buffers, **target._parameters}
-        self._log.append((target, name, name in own, own.get(name)))
+            attributes = {**attributes, **target._buffers, **target._parameters}
+        self._log.append((target, name, name in attributes, attributes.get(name)))
         setattr(target, name, value)
 
     def hook(self, module: nn.Module, hook: Any, first: bool = False) -> None:
