@@ -23,12 +23,12 @@ def is_gguf(path: str | Path) -> bool:
     return Path(path).suffix == ".gguf"
 
 
-def kind_of_checkpoint(path: Any, **places: Any) -> Kind:
+def kind_of_checkpoint(path: Any, **location: Any) -> Kind:
     """What kind of checkpoint a path names, by the files that are here.
 
     Args:
         path: a folder, a GGUF file or a Hub ID.
-        **places: arguments of `from_pretrained` that say where a file is, such as `subfolder`.
+        **location: arguments of `from_pretrained` that locate a file, such as `subfolder`.
 
     Returns:
         `adapters` for a folder of PEFT adapters, also beside a config; `hub` for what is not here, but may be a Hub ID.
@@ -41,7 +41,7 @@ def kind_of_checkpoint(path: Any, **places: Any) -> Kind:
         kind = "None" if path is None else f"a {type(path).__name__}"
         raise NoCheckpoint(f"{kind} is no checkpoint; pass the path of a folder or of a GGUF file, or a Hub ID")
     name = os.fspath(path)
-    folder = Path(name, places.get("subfolder") or "")
+    folder = Path(name, location.get("subfolder") or "")
     if name and folder.is_dir():
         if (folder / ADAPTERS).is_file():
             return "adapters"
@@ -60,7 +60,7 @@ def kind_of_checkpoint(path: Any, **places: Any) -> Kind:
     if not last or "/" in parent or "\\" in name or name.startswith(("/", ".", "~")):
         raise NoCheckpoint(f"there is no checkpoint {name!r}: no folder or file has this name")
     if parent and Path(parent).exists():
-        here = {**OPTIONAL, **places, "local_files_only": True}
+        here = {**OPTIONAL, **location, "local_files_only": True}
         if all(cached_file(name, file, **here) is None for file in (CONFIG_NAME, ADAPTERS)):
             advice = f"for a Hub ID, download it first: hf download {name}"
             raise NoCheckpoint(f"there is no checkpoint {name!r} in the folder {parent!r}; {advice}")

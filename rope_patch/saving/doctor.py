@@ -51,17 +51,17 @@ def diagnose(folder: str | Path, keys: Iterable[str] = ()) -> list[Reading]:
     """
     raw = read_config(folder)
     config = load_config(folder).get_text_config()
-    part = raw if "rope_parameters" in raw or not isinstance(raw.get("text_config"), dict) else raw["text_config"]
+    fields = raw if "rope_parameters" in raw or not isinstance(raw.get("text_config"), dict) else raw["text_config"]
     read = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
     entry: dict[str, Any] = (
         entry_of(read) if "rope_type" in read or "full_attention" in read else {"rope_type": "default"}
     )
     trained = training_length(config)
-    scaling: Any = part.get("rope_scaling")  # which Transformers before 5 reads, and rope_theta at the top
+    scaling: Any = fields.get("rope_scaling")  # which Transformers before 5 reads, and rope_theta at the top
     older = scaling if isinstance(scaling, dict) else {}
-    older = {"rope_type": older.get("type", "default"), **older, "rope_theta": part.get("rope_theta", 10000.0)}
-    record, written = part.get(RECORD) or raw.get(RECORD), part.get("rope_parameters")
-    kind, factor, longest = entry["rope_type"], entry.get("factor"), part.get("max_position_embeddings")
+    older = {"rope_type": older.get("type", "default"), **older, "rope_theta": fields.get("rope_theta", 10000.0)}
+    record, written = fields.get(RECORD) or raw.get(RECORD), fields.get("rope_parameters")
+    kind, factor, longest = entry["rope_type"], entry.get("factor"), fields.get("max_position_embeddings")
 
     def lost(reader: readers.Reader) -> Iterator[str]:
         if isinstance(record, dict) and record.get("rope_parameters", read) == read:
@@ -72,9 +72,9 @@ def diagnose(folder: str | Path, keys: Iterable[str] = ()) -> list[Reading]:
         if reader.is_old and _differ(older, entry):
             yield f"rope_parameters ({_spelled(entry)}): it reads only rope_scaling and rope_theta"
         if kind in readers.NEED_L:  # other types do not store L
-            if part.get(_L) is None and _L not in f"{written} {part.get('rope_scaling')}":
+            if fields.get(_L) is None and _L not in f"{written} {fields.get('rope_scaling')}":
                 yield f"L: {_L} is missing; max_position_embeddings={longest} is used instead"
-            elif part.get(_L) is None and kind in reader.l_at_top:
+            elif fields.get(_L) is None and kind in reader.l_at_top:
                 yield f"L: no {_L} at the top; 8192 is used instead"
             reach = round(factor * trained) if factor else 0
             if kind in reader.cut and longest and longest < reach:

@@ -127,9 +127,9 @@ def describe_serving(
         parameters, chosen_readers = text.rope_parameters, ()
     length = _length(spelled, parameters, extended, length)
     before = raw["text_config"] if nested else raw
-    part = _written(before, type(text), parameters, trained, length)
-    changed = {key: part.get(key) for key in {**before, **part} if before.get(key) != part.get(key)}
-    written = {**raw, "text_config": part} if nested else part
+    fields = _written(before, type(text), parameters, trained, length)
+    changed = {key: fields.get(key) for key in {**before, **fields} if before.get(key) != fields.get(key)}
+    written = {**raw, "text_config": fields} if nested else fields
     written.pop(RECORD, None)
     if by_factor:
         written[RECORD] = {
@@ -252,8 +252,8 @@ def _length(spelled: str, parameters: dict[str, Any], extended: int | None, requ
 
 def _written(raw: dict[str, Any], kind: Any, parameters: dict[str, Any], trained: int, length: int) -> dict[str, Any]:
     """The part of config.json for the text model."""
-    kept = {key: value for key, value in raw.items() if key not in _POSITIONAL}
-    written = {**kept, "rope_parameters": parameters, "max_position_embeddings": length}
+    others = {key: value for key, value in raw.items() if key not in _POSITIONAL}
+    written = {**others, "rope_parameters": parameters, "max_position_embeddings": length}
     if (entry := entry_of(parameters))["rope_type"] in ("llama3", "longrope"):
         # llama.cpp's converter reads it here, not in the entry
         written["original_max_position_embeddings"] = entry.get("original_max_position_embeddings", trained)

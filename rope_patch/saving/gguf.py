@@ -57,12 +57,12 @@ def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
     model = AutoModelForCausalLM.from_pretrained(
         Path(path).parent, gguf_file=Path(path).name, config=config, quantization_config=unpacked, **kwargs
     )
-    taken = sum({each.data_ptr(): each.numel() for each in model.state_dict().values()}.values())  # tied ones once
-    if held != taken:
+    expected = sum({each.data_ptr(): each.numel() for each in model.state_dict().values()}.values())  # tied ones once
+    if held != expected:
         positions = " (rope_freqs.weight among them)" * any("rope_freqs" in tensor.name for tensor in tensors)
         raise UnsupportedModel(
-            f"{path} holds {held} weights{positions}, but {type(model).__name__} has {taken}: Transformers ignores a "
-            "part of this file; use the checkpoint from which it was made"
+            f"{path} holds {held} weights{positions}, but {type(model).__name__} has {expected}: Transformers ignores "
+            "a part of this file; use the checkpoint from which it was made"
         )
     vars(model.config).pop("_model_name_or_path", None)  # a title, not a path
     model.name_or_path = model.config.name_or_path = str(path)  # adapters refer to it

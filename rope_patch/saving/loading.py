@@ -101,41 +101,41 @@ def _one_error(
             unknown = (f"unexpected keyword argument {name!r}" in str(error) for name in arguments)
             if isinstance(error, TypeError) and any(unknown):
                 raise
-            reason = wrong_field(_fields_of(path, _places(arguments))) or f"{type(error).__name__}: {reason}"
+            reason = wrong_field(_fields_of(path, _location(arguments))) or f"{type(error).__name__}: {reason}"
         raise NoCheckpoint(f"{what}{str(path)!r} cannot be loaded: {reason}") from error
 
 
-def _places(arguments: dict[str, Any]) -> dict[str, Any]:
+def _location(arguments: dict[str, Any]) -> dict[str, Any]:
     """Those of the arguments that say where the files are."""
     return {name: arguments[name] for name in _PLACES if name in arguments}
 
 
-def _fields_of(path: str | Path, places: dict[str, Any]) -> dict[str, Any]:
+def _fields_of(path: str | Path, location: dict[str, Any]) -> dict[str, Any]:
     """The fields of a config that no class has read yet; empty if Transformers cannot find or read the file."""
     with suppress(Exception):  # loading it raises a better error
-        return dict(PreTrainedConfig.get_config_dict(path, **places)[0])
+        return dict(PreTrainedConfig.get_config_dict(path, **location)[0])
     return {}
 
 
 def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
     """What `from_pretrained` does, below the adapters that named the path."""
-    places = _places(kwargs)
-    if kind_of_checkpoint(path, **places) == "gguf":
+    location = _location(kwargs)
+    if kind_of_checkpoint(path, **location) == "gguf":
         return load_gguf(path, **kwargs)
-    if (adapters := cached_file(path, ADAPTERS, **OPTIONAL, **places)) is not None:
-        return _with_adapters(path, Path(adapters), places, kwargs, above)
+    if (adapters := cached_file(path, ADAPTERS, **OPTIONAL, **location)) is not None:
+        return _with_adapters(path, Path(adapters), location, kwargs, above)
     kwargs |= {"trust_remote_code": False, "weights_only": True}
-    published_pickled = make_loadable(path, **places)
+    published_pickled = make_loadable(path, **location)
     kwargs.setdefault("use_safetensors", None if published_pickled else True)
     config = kwargs.pop("config", None)
     if config is None:
-        config = _config_of(path, **places)
+        config = _config_of(path, **location)
         # as in Transformers: arguments that are fields of the config change it
         fields = [key for key in kwargs if key in vars(config) and key not in ("dtype", "torch_dtype")]
         config.update({key: kwargs.pop(key) for key in fields})
     record = checked_record(vars(config).get(RECORD), config)
     if record is not None and "positions" not in record:
-        for part in _parts(config):
+        for part in _nested(config):
             vars(part).pop(RECORD, None)
     if record is not None:
         restore_native(config.get_text_config(), record)
@@ -144,29 +144,29 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
             return _class_of(config).from_pretrained(path, config=config, **kwargs)
         model = load_class(_class_of(config), path, config=config, **kwargs)
     except OSError as error:  # for pickled weights, Transformers mentions an argument that the user never passed
-        if all(cached_file(path, name, **OPTIONAL, **places) is None for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if all(cached_file(path, name, **OPTIONAL, **location) is None for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
             raise
         raise NoCheckpoint(
             f"{path} has no weights in safetensors; from_pretrained(..., use_safetensors=False) reads pickled ones if "
             "they are plain tensors"
         ) from error
     resume(model, record)
-    load_parameters(model, path, **places)
+    load_parameters(model, path, **location)
     return model
 
 
-def _parts(config: Any) -> Iterator[Any]:
+def _nested(config: Any) -> Iterator[Any]:
     """A config and its nested configs, such as those of text and images."""
     yield config
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
-            yield from _parts(value)
+            yield from _nested(value)
 
 
-def _config_of(path: str | Path, **places: Any) -> Any:
+def _config_of(path: str | Path, **location: Any) -> Any:
     """The config of a checkpoint, of a class in Transformers or in this library."""
     try:
-        return AutoConfig.from_pretrained(path, **{**places, "trust_remote_code": False})
+        return AutoConfig.from_pretrained(path, **{**location, "trust_remote_code": False})
     except OSError as error:
         if Path(path).exists():
             raise  # the file is there, and the error names what is wrong with it
@@ -183,7 +183,7 @@ def _config_of(path: str | Path, **places: Any) -> Any:
 
 
 def _with_adapters(
-    path: str | Path, adapters: Path, places: dict[str, Any], kwargs: dict[str, Any], above: tuple[Path, ...]
+    path: str | Path, adapters: Path, location: dict[str, Any], kwargs: dict[str, Any], above: tuple[Path, ...]
 ) -> nn.Module:
     """The base checkpoint with its adapters, under the scheme that their config records, or the one beside it."""
     require("peft", f"{path}, a folder of adapters,", "finetune")
@@ -197,8 +197,8 @@ def _with_adapters(
         )
     if adapters in above:
         raise InvalidField(f"{adapters}: base_model_name_or_path={base!r} leads back to these adapters")
-    own = cached_file(path, CONFIG_NAME, **OPTIONAL, **places)
-    config = kwargs.pop("config", None) or (_config_of(path, **places) if own else None)
+    own_config = cached_file(path, CONFIG_NAME, **OPTIONAL, **location)
+    config = kwargs.pop("config", None) or (_config_of(path, **location) if own_config else None)
     elsewhere = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder")}
     if config is not None:
         elsewhere.setdefault("dtype", config.dtype)
@@ -208,27 +208,27 @@ def _with_adapters(
     except RopePatchError as error:
         raise type(error)(f"{adapters}: {error}") from error
     model = _load(base, elsewhere, (*above, adapters))
-    wanted = None if record is None else scheme_from_dict(record["scheme"])
+    recorded = None if record is None else scheme_from_dict(record["scheme"])
     carried = find_handle(model)
     # under the same scheme the checkpoint keeps its learned parameters
-    if RECORD in settings and wanted != (carried and carried.scheme):
+    if RECORD in settings and recorded != (carried and carried.scheme):
         if carried is not None:
             unpatch(model)
-        if wanted is not None:
-            mount_scheme(model, wanted)
+        if recorded is not None:
+            mount_scheme(model, recorded)
     with warnings.catch_warnings():  # PEFT's, that it does not know our key
         warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{RECORD}'\]")
-        return PeftModel.from_pretrained(model, path, **places)
+        return PeftModel.from_pretrained(model, path, **location)
 
 
-def make_loadable(path: str | Path, **places: Any) -> bool:
-    """Register the classes of this library that a checkpoint needs; return whether it needs any. `places` are arguments
+def make_loadable(path: str | Path, **location: Any) -> bool:
+    """Register the classes of this library that a checkpoint needs; return whether it needs any. `location`: arguments
     of `from_pretrained`, such as `revision`.
 
     Raises:
         NoCheckpoint: Transformers would build layers without end.
     """
-    fields = _fields_of(path, places)
+    fields = _fields_of(path, location)
     if wrong := wrong_field(fields, ("num_hidden_layers",)):
         raise NoCheckpoint(f"{str(path)!r} cannot be loaded: {wrong}")
     if fields.get("model_type") != "baichuan":
@@ -267,12 +267,12 @@ def load_model(path: str, *, dtype: str | None = None, device: str = "auto", att
     """
     if dtype not in (None, *DTYPES):
         raise EvaluationError(f"dtype {dtype!r}: {did_you_mean(dtype, DTYPES)}")
-    place = _device(device)
-    if dtype == "auto" and place.type == "cpu" and not multiplies_bfloat16():
+    target = _device(device)
+    if dtype == "auto" and target.type == "cpu" and not multiplies_bfloat16():
         dtype = "float32"
     chosen: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
     with _one_error(path, {}, passed=_ONE_LINE):
-        return from_pretrained(path, dtype=dtype or "auto", local_files_only=Path(path).exists(), **chosen).to(place)
+        return from_pretrained(path, dtype=dtype or "auto", local_files_only=Path(path).exists(), **chosen).to(target)
 
 
 def load_tokenizer(path: str) -> Any:

@@ -145,24 +145,24 @@ def _is_ours(key: Any) -> bool:
     return f".{NAME}." in f".{key}"
 
 
-def load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
+def load_parameters(model: nn.Module, path: str | Path, **location: Any) -> None:
     """Load the learned parameters of a patched model from a checkpoint.
 
     Raises:
         NotPatched: one of them, or the files, are missing; the model is then without its scheme.
     """
-    wanted = learned_parameters(model)
-    if not wanted:
+    learned = learned_parameters(model)
+    if not learned:
         return
     handle = cast(PatchHandle, find_handle(model))
     try:
-        saved = _saved_parameters(path, **places)
+        saved = _saved_parameters(path, **location)
     except (OSError, SafetensorError) as error:
         handle.remove()
         raise NotPatched(
             f"{path or 'the model'} has no files with the learned parameters of {handle.scheme}: {error}"
         ) from error
-    for name, value in wanted.items():
+    for name, value in learned.items():
         # the model may have been saved inside another one, or without the model around it
         key = next((key for key in saved if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")), None)
         if key is None or saved[key].shape != value.shape:
@@ -172,13 +172,13 @@ def load_parameters(model: nn.Module, path: str | Path, **places: Any) -> None:
             value.copy_(saved[key])
 
 
-def _saved_parameters(path: str | Path, **places: Any) -> dict[str, torch.Tensor]:
+def _saved_parameters(path: str | Path, **location: Any) -> dict[str, torch.Tensor]:
     """The learned parameters of schemes in the files of a checkpoint, by their saved names."""
-    optional = {**OPTIONAL, **places}
+    optional = {**OPTIONAL, **location}
     files = [cached_file(path, SAFE_WEIGHTS_NAME, **optional)]
     if files == [None]:
         index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **optional)
-        files = [] if index is None else get_checkpoint_shard_files(path, index, **places)[0]
+        files = [] if index is None else get_checkpoint_shard_files(path, index, **location)[0]
     parameters: dict[str, torch.Tensor] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
