@@ -344,8 +344,8 @@ class Scheme:
     @property
     def methods(self) -> frozenset[str]:
         """The slot methods that this scheme overrides."""
-        own = type(self)
-        return frozenset(name for name in SLOTS if getattr(own, name) is not getattr(Scheme, name))
+        cls = type(self)
+        return frozenset(name for name in SLOTS if getattr(cls, name) is not getattr(Scheme, name))
 
     @property
     def slots(self) -> frozenset[Slot]:

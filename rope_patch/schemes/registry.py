@@ -194,12 +194,12 @@ def _misplaced(schemes: list[Any], fields: dict[str, Any]) -> InvalidField:
         return InvalidField(
             f"{spelled} with several schemes: write it inside the name that it belongs to, 'NAME:{inside}'"
         )
-    wanted = f"{first.name!r}, {spelled}"
+    suggestion = f"{first.name!r}, {spelled}"
     if "target" not in fields:
         declared = dataclasses.fields(first)
         own = {field.name: value for field in declared if (value := getattr(first, field.name)) != field.default}
-        wanted += f", or {type(first).__name__}({_spelled({**own, **fields})})"
-    return InvalidField(f"{spelled} with a scheme that has its fields: write {wanted}")
+        suggestion += f", or {type(first).__name__}({_spelled({**own, **fields})})"
+    return InvalidField(f"{spelled} with a scheme that has its fields: write {suggestion}")
 
 
 def _no_scheme(scheme: Any, fields: dict[str, Any]) -> UnknownScheme | InvalidField:
