@@ -164,10 +164,10 @@ class WarmStart(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Change the scheme where the warm start ends, also in a run that is resumed."""
-        wanted, handle = self.start if state.global_step < self.steps else self.scheme, find_handle(model)
-        if (handle.scheme if handle else None) == wanted:
+        scheme, handle = self.start if state.global_step < self.steps else self.scheme, find_handle(model)
+        if (handle.scheme if handle else None) == scheme:
             return
         if handle is not None:
             handle.remove()
-        if wanted is not None:
-            mount_scheme(model, wanted)
+        if scheme is not None:
+            mount_scheme(model, scheme)
