@@ -53,9 +53,14 @@ def _by_one_kernel(inputs: AttentionInputs, call: Call, mode: AttentionMode) -> 
         wanted = mode == "fused"
     if not wanted or torch.compiler.is_compiling():
         return None
-    in_order = not inputs.scattered and (inputs.q_length == 1 or call.spans(inputs) is not None)
-    given = call.fused(in_order)
+    given = call.fused(not inputs.scattered and (inputs.q_length == 1 or _in_order(inputs, call)))
     return launch.attend(inputs, given) if support.applies(inputs, given) else None
+
+
+def _in_order(inputs: AttentionInputs, call: Call) -> bool:
+    """Whether every distance of a visible pair is that of its slots."""
+    spans = call.spans(inputs)
+    return spans is not None and not any(span.skips(int(inputs.query_start)) for span in spans)
 
 
 def _branch(inputs: AttentionInputs, call: Call, region: Region) -> Branch:

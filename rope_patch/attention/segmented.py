@@ -41,7 +41,10 @@ larger blocks, so that they are mapped and faulted in again at every call.
 
 
 def applies(inputs: AttentionInputs, spans: tuple[Span, ...]) -> bool:
-    """Whether every region keeps its shape inside the windows of the spans."""
+    """Whether every region keeps its shape inside the windows of the spans, and every bias where positions skip."""
+    biased = inputs.bias is not None or inputs.running_bias is not None
+    if biased and any(span.skips(int(inputs.query_start)) for span in spans):
+        return False
     regions = [branch.region for branch in inputs.branches if branch.region is not None]
     plain = all(span.window == math.inf for span in spans) and inputs.causal
     return plain or all(region.translation_invariant for region in regions)
@@ -120,11 +123,12 @@ def backward(
     for together, blocks in _by_heads(inputs, spans, bias, value.shape[2]):
         to_keys = _to_keys(together, [block for _, block in blocks], of_value, shares)
         for group, block in blocks:
-            kernel, to_queries = block.kernel.of_heads(group.heads), _to_queries(group, block, shares)
+            to_queries = _to_queries(group, block, shares)
             for piece in block.pieces:
                 place = block.rows, group.heads, piece.queries
                 work = block.work(piece, group, inputs.branches, value, inputs.scaling)
                 in_tile = Merged(merged.out[place], merged.lse[place], merged.grad[place])
+                kernel = piece.kernel.of_heads(group.heads)
                 of_query, of_key, of_values = kernel.backward(work, in_tile, of_bias)
                 to_queries[piece.branch].add(EVERY, piece.queries, of_query)
                 to_keys[piece.branch].add(block.rows, piece.keys, of_key)
@@ -166,6 +170,7 @@ class HeadGroup:
 class Piece:
     """A tile of the branch with this index, with its queries and keys in a row of the batch."""
 
+    kernel: Biased
     branch: int
     tile: Tile
     queries: slice
@@ -176,7 +181,6 @@ class Piece:
 class Block:
     """Tiles with overlapping queries, the largest first, and the union of their queries."""
 
-    kernel: Biased
     rows: slice
     queries: slice
     pieces: list[Piece]
@@ -201,8 +205,8 @@ def _attend(
     block: Block, group: HeadGroup, branches: Sequence[Branch], value: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `(rows, heads, queries, value_dim)` and log-sum-exp `(rows, heads, queries)` of the queries of a block."""
-    kernel, (first, *others) = block.kernel.of_heads(group.heads), block.pieces
-    out, lse = kernel.forward(block.work(first, group, branches, value, scale))
+    first, *others = block.pieces
+    out, lse = first.kernel.of_heads(group.heads).forward(block.work(first, group, branches, value, scale))
     if not others:
         return out, lse
     start = block.queries.start
@@ -212,7 +216,7 @@ def _attend(
         out = torch.nn.functional.pad(out, (0, 0, before, after))
         lse = torch.nn.functional.pad(lse, (before, after), value=-torch.inf)
     for piece in others:
-        part, part_lse = kernel.forward(block.work(piece, group, branches, value, scale))
+        part, part_lse = piece.kernel.of_heads(group.heads).forward(block.work(piece, group, branches, value, scale))
         queries = slice(piece.queries.start - start, piece.queries.stop - start)
         merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
     return out, lse
@@ -268,38 +272,43 @@ def blocks_of(spans: Sequence[Span], branches: Sequence[Branch], kernel: Kernel,
     """All tiles of a call, grouped by shared queries."""
     return [
         block
-        for span in spans
-        for block in _in_span(span, branches, Biased(kernel, span, None if bias is None else bias.of(span)))
+        for (rows, _), together in itertools.groupby(spans, key=lambda span: (span.rows, span.queries))
+        for block in _by_queries(
+            rows,
+            [
+                piece
+                for span in together
+                for piece in _pieces(span, branches, Biased(kernel, span, None if bias is None else bias.of(span)))
+            ],
+        )
     ]
 
 
-def _in_span(span: Span, branches: Sequence[Branch], kernel: Biased) -> Iterator[Block]:
-    def piece(number: int, tile: Tile) -> Piece:
-        queries = slice(span.queries.start + tile.q0, span.queries.start + tile.q1)
-        keys = slice(span.keys.start + tile.k0, span.keys.start + tile.k1)
-        return Piece(number, tile, queries, keys)
+def _pieces(span: Span, branches: Sequence[Branch], kernel: Biased) -> Iterator[Piece]:
+    for number, branch in enumerate(branches):
+        for tile in kernel.tiles(branch.region or ALL_PAIRS):
+            queries = slice(span.queries.start + tile.q0, span.queries.start + tile.q1)
+            keys = slice(span.keys.start + tile.k0, span.keys.start + tile.k1)
+            yield Piece(kernel, number, tile, queries, keys)
 
-    pieces = [
-        piece(number, tile)
-        for number, branch in enumerate(branches)
-        for tile in kernel.tiles(branch.region or ALL_PAIRS)
-    ]
+
+def _by_queries(rows: slice, pieces: list[Piece]) -> Iterator[Block]:
     together: list[Piece] = []
     stop = 0
-    for one in sorted(pieces, key=lambda one: one.tile.q0):
+    for one in sorted(pieces, key=lambda one: one.queries.start):
         if together and one.queries.start >= stop:
-            yield _block(kernel, together)
+            yield _block(rows, together)
             together = []
         together.append(one)
         stop = max(stop if len(together) > 1 else 0, one.queries.stop)
     if together:
-        yield _block(kernel, together)
+        yield _block(rows, together)
 
 
-def _block(kernel: Biased, pieces: list[Piece]) -> Block:
+def _block(rows: slice, pieces: list[Piece]) -> Block:
     start, stop = min(p.queries.start for p in pieces), max(p.queries.stop for p in pieces)
     in_order = sorted(pieces, key=lambda piece: piece.tile.q0 - piece.tile.q1)
-    return Block(kernel, kernel.span.rows, slice(start, stop), in_order)
+    return Block(rows, slice(start, stop), in_order)
 
 
 def _by_heads(

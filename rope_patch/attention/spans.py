@@ -1,5 +1,5 @@
-"""Runs of tokens in which distance is a difference of slots: a row without its pads, or one packed document; and the
-pads behind the tokens of a row.
+"""Runs of tokens at consecutive positions: a row without its pads, a packed document, or the part of either between two
+skips of the positions; and the pads behind the tokens of a row.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ MOST_SPANS_PER_ROW = 256  # a mask with more spans is not treated as documents
 @dataclass(frozen=True)
 class Span:
     """Queries at consecutive positions that see the keys from `keys.start`, or from their window, up to themselves.
+    Queries behind a skip of the positions have one span for each run of keys at consecutive positions.
 
     Attributes:
         queries: index range of the queries.
-        keys: slots of the keys; the last is `hidden` slots before that of the last query.
+        keys: slots of the keys; the last is `hidden` positions before the last query.
         first_position: position of the first key.
         window: of sliding-window attention in tokens; infinite without a window.
         causal: whether each query sees only the keys up to itself; otherwise all keys of the span.
-        hidden: slots of pads between the last key and the last query; 0 if queries are tokens.
+        hidden: positions between the last key and the last query without keys of this span; 0 if the last query is the
+            last key.
         before: slots of pads between the first query and the first key in bidirectional attention; else 0.
     """
 
@@ -46,6 +48,10 @@ class Span:
     def offset(self) -> int:
         """Distance from the first query to the first key."""
         return (self.keys.stop + self.hidden - self.keys.start + self.before) - self.q_length
+
+    def skips(self, query_start: int) -> bool:
+        """Whether the distance of a query and a key differs from that of their slots."""
+        return self.hidden + self.keys.stop != query_start + self.queries.stop
 
     def within(self, reach: int) -> Span:
         """The span without the keys that are `reach` tokens or more before the last one that a query sees."""
@@ -84,6 +90,8 @@ def find_spans(
     if first_key is None:
         return None
     positions = position_ids.cpu()
+    # cached keys count down from the first query
+    positions = torch.cat([positions[:, :1] + torch.arange(-query_start, 0), positions], dim=-1)
     spans: list[Span] = []
     same_for_all = len(first_key) == len(positions) == 1
     for row in range(1 if same_for_all else batch_size):
@@ -96,7 +104,7 @@ def find_spans(
             in_row = _spans_of_row(rows, firsts, places, query_start, may_slide=mask is not None)
             of_pads = [] if members is None else _spans_of_pads(rows, members, places, query_start)
             in_row = None if in_row is None or of_pads is None else in_row + of_pads
-        if in_row is None:
+        if in_row is None or (not causal and any(span.skips(query_start) for span in in_row)):
             return None
         spans += [dataclasses.replace(span, causal=causal) for span in in_row]
     return _merge_equal_rows(spans, batch_size)
@@ -117,21 +125,15 @@ def _starts_of_groups(groups: torch.Tensor, query_start: int, q_length: int) -> 
 
 def _spans_of_pads(rows: slice, groups: torch.Tensor, positions: torch.Tensor, query_start: int) -> list[Span] | None:
     """Pads as queries of causal attention: those behind the tokens of a row see all of them, as in Transformers, and
-    those before see nothing. None if the pads' positions do not continue the tokens', or if they see several runs.
+    those before see nothing. None if the pads' positions do not go up from the tokens', or if they see several runs.
     """
-    run, end = _only_run(groups), query_start + len(positions)
+    run, end = _only_run(groups), len(positions)
     if not bool((groups >= 0).any()) or bool((groups[query_start:end] >= 0).all()) or groups[end - 1] >= 0:
         return []
     if run is None:
         return None
     first, last = run
-    # the last token, or the first pad if all tokens are cached before it
-    anchor = max(last, query_start)
-    if not bool((positions[anchor - query_start :].diff() == 1).all()):
-        return None
-    first_position = int(positions[anchor - query_start]) - (anchor - first)
-    queries = slice(max(last + 1, query_start) - query_start, len(positions))
-    return [Span(rows, queries, slice(first, last + 1), first_position, hidden=end - 1 - last)]
+    return _pairs_of_runs(rows, positions, query_start, slice(max(last + 1, query_start), end), slice(first, last + 1))
 
 
 def _span_both_ways(rows: slice, groups: torch.Tensor, positions: torch.Tensor) -> list[Span] | None:
@@ -174,21 +176,43 @@ def _spans_of_row(
         others = (steps != 1).nonzero()
         sliding_from = int(others[-1]) + 2 if len(others) else 1
     cuts = (steps[: max(sliding_from - 1, 0)] != 0).nonzero().flatten() + 1
-    if len(cuts) > MOST_SPANS_PER_ROW:
-        return None
-    spans = []
-    edges = [0, *cuts.tolist(), len(first_key)]
-    for start, stop in itertools.pairwise(edges):
-        key, slot = int(first_key[start]), query_start + start
+    spans: list[Span] = []
+    for start, stop in itertools.pairwise([0, *cuts.tolist(), len(first_key)]):
+        key = int(first_key[start])
         if key < 0:
             continue
-        if not bool((positions[start:stop].diff() == 1).all()):
-            return None
         window = math.inf
         if sliding_from < stop:
             window = query_start + sliding_from - int(first_key[sliding_from]) + 1
-        first_position = int(positions[start]) - (slot - key)
-        spans.append(Span(rows, slice(start, stop), slice(key, query_start + stop), first_position, window))
+        queries = slice(query_start + start, query_start + stop)
+        pairs = _pairs_of_runs(rows, positions, query_start, queries, slice(key, queries.stop), window)
+        if pairs is None or len(spans) + len(pairs) > MOST_SPANS_PER_ROW:
+            return None
+        spans += pairs
+    return spans
+
+
+def _pairs_of_runs(
+    rows: slice, positions: torch.Tensor, query_start: int, queries: slice, keys: slice, window: float = math.inf
+) -> list[Span] | None:
+    """A span for each run of the `queries` and each run of the `keys` up to it, of the same row; both are slots, and
+    `window` counts slots. A run is where positions go up by one. None if they do not go up, or skip too often.
+    """
+    steps = positions[keys.start : queries.stop].diff()
+    cuts = (steps != 1).nonzero().flatten() + keys.start + 1
+    if bool((steps < 1).any()) or len(cuts) * (len(cuts) + 3) // 2 >= MOST_SPANS_PER_ROW:
+        return None
+    runs = list(itertools.pairwise([keys.start, *cuts.tolist(), queries.stop]))
+    spans = []
+    for number, (start, stop) in enumerate(runs):
+        own = slice(max(start, queries.start) - query_start, stop - query_start)
+        for first, end in runs[: number + 1] if own.start < own.stop else ():
+            seen = slice(first, min(end, keys.stop))
+            if seen.start >= seen.stop:
+                continue
+            hidden = int(positions[stop - 1] - positions[seen.stop - 1])
+            skipped = hidden - (stop - seen.stop)
+            spans.append(Span(rows, own, seen, int(positions[first]), window + skipped, hidden=hidden))
     return spans
 
 
