@@ -83,11 +83,14 @@ def test_a_small_call_under_a_bias_is_the_definition(kind, causal):
     torch.testing.assert_close(attend(inputs, "auto") * kept[:, None, :, None], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_skipping_positions_take_the_way_by_positions(ways):
-    inputs, _ = inputs_of("rerope:window=6", ROWS[:1], 45, 45, torch.float32)
-    skipping = torch.cat([torch.arange(20), torch.arange(100, 125)])[None]
-    attend(dataclasses.replace(inputs, query_positions=skipping, key_positions=skipping))
-    assert ways == ["chunked"]
+@pytest.mark.parametrize(
+    ("spec", "first", "way"), [(SPECS[0], 100, "segmented"), (SPECS[0], 3, "chunked"), (SPECS[1], 100, "chunked")]
+)
+def test_positions_may_skip_without_a_bias_but_not_go_down(ways, spec, first, way):
+    inputs, _ = inputs_of(spec, ROWS[:1], 45, 45, torch.float32)
+    positions = torch.cat([torch.arange(20), torch.arange(first, first + 25)])[None]
+    attend(dataclasses.replace(inputs, query_positions=positions, key_positions=positions))
+    assert ways == [way]
 
 
 @pytest.mark.parametrize("spec", SPECS)
