@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
-from rope_patch.attention.spans import Span, find_spans
+from rope_patch.attention.spans import Span, spans_of
 from rope_patch.schemes.base import Scheme
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -56,12 +56,7 @@ class ForwardCache:
         """The spans of a call, found once for all layers that share its mask."""
         mask, groups, start = inputs.mask, inputs.groups, int(inputs.query_start)
         place = (None if groups is None else groups.data_ptr(), start, inputs.q_length)
-
-        def find() -> Any:
-            positions, rows = inputs.query_positions, inputs.value.shape[0]
-            return groups, find_spans(positions, mask, groups, start, rows, inputs.causal)
-
-        return self.derived(("spans", *place), find, mask)[1]
+        return self.derived(("spans", *place), lambda: (groups, spans_of(inputs)), mask)[1]
 
     def bias(
         self,

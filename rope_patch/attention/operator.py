@@ -16,7 +16,7 @@ from rope_patch.attention import paths, segmented
 from rope_patch.attention.bias import DiagonalTerm, KeyTerm, TileBias, has_terms, tile_bias
 from rope_patch.attention.decay import Decay, attend_with_decay
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch, wide
-from rope_patch.attention.spans import MOST_SPANS_PER_ROW, Span, find_spans
+from rope_patch.attention.spans import MOST_SPANS_PER_ROW, Span, find_spans, spans_of
 from rope_patch.attention.tile_kernels import Merged
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import Identity
@@ -102,7 +102,7 @@ class _Arguments(NamedTuple):
         layout = RotaryLayout(tuple(self.pairs[:half]), tuple(self.pairs[half:]))
 
         def block(inputs: AttentionInputs) -> tuple[torch.Tensor, None]:
-            return paths.attend(inputs, self.mode, _found), None
+            return paths.attend(inputs, self.mode, spans_of), None
 
         return attend_with_decay(inputs, Decay(layout, self.rate), block)[0]
 
@@ -280,8 +280,3 @@ def _decoded(table: torch.Tensor, causal: bool) -> tuple[Span, ...] | None:
             Span(rows, queries, keys, first_position, math.inf if window < 0 else window, causal, hidden, before)
         )
     return tuple(spans)
-
-
-def _found(inputs: AttentionInputs) -> tuple[Span, ...] | None:
-    start, rows = int(inputs.query_start), inputs.value.shape[0]
-    return find_spans(inputs.query_positions, inputs.mask, inputs.groups, start, rows, inputs.causal)

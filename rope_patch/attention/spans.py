@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rope_patch.attention.inputs import AttentionInputs
+
 MOST_SPANS_PER_ROW = 256  # a mask with more spans is not treated as documents
 
 
@@ -58,6 +60,13 @@ class Span:
         return dataclasses.replace(self, window=min(self.window, reach + self.hidden))
 
 
+def spans_of(inputs: AttentionInputs) -> tuple[Span, ...] | None:
+    """See `find_spans`; heads keep the same keys."""
+    start, rows = int(inputs.query_start), inputs.value.shape[0]
+    past = inputs.key_positions[:, :start]
+    return find_spans(inputs.query_positions, inputs.mask, inputs.groups, start, rows, inputs.causal, past)
+
+
 def find_spans(
     position_ids: torch.Tensor,
     mask: torch.Tensor | None,
@@ -65,6 +74,7 @@ def find_spans(
     query_start: int,
     batch_size: int,
     causal: bool = True,
+    past: torch.Tensor | None = None,
 ) -> tuple[Span, ...] | None:
     """The spans of a call of `batch_size` rows whose first query is in slot `query_start`; None if its mask or its
     positions do not consist of spans.
@@ -73,6 +83,8 @@ def find_spans(
         position_ids: `(batch or 1, q_len)`, of the queries.
         mask, groups: see `AttentionInputs`.
         causal: whether a query sees only the keys up to itself; otherwise there are as many queries as keys.
+        past: positions of the keys before the first query, `(batch or 1, query_start)`; by default they count down
+            from it.
     """
     if mask is not None and not causal:
         return None
@@ -90,8 +102,9 @@ def find_spans(
     if first_key is None:
         return None
     positions = position_ids.cpu()
-    # cached keys count down from the first query
-    positions = torch.cat([positions[:, :1] + torch.arange(-query_start, 0), positions], dim=-1)
+    past = positions[:, :1] + torch.arange(-query_start, 0) if past is None else past.cpu()
+    number = max(len(past), len(positions))
+    positions = torch.cat([past.expand(number, -1), positions.expand(number, -1)], dim=-1)
     spans: list[Span] = []
     same_for_all = len(first_key) == len(positions) == 1
     for row in range(1 if same_for_all else batch_size):

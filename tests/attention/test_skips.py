@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rope_patch import patch
-from rope_patch.attention import chunked, oracle, products, segmented
+from rope_patch.attention import chunked, decay, oracle, products, segmented
 from rope_patch.attention.spans import MOST_SPANS_PER_ROW, find_spans
 from rope_patch.attention.tile_kernels import Dense, FlashCPU
 from tests.attention.test_segmented import gradients_of, in_double, inputs_of, run_segmented
-from tests.runs import assert_close, assert_same_gradients, tokens
+from tests.runs import assert_close, assert_same_gradients, logits, tokens
 
 SPECS = [
     "",
@@ -143,3 +143,14 @@ def test_a_model_keeps_the_fast_path_in_training(llama, spec, pads, monkeypatch)
         found, ours = trained()
     assert_close(found, expected)
     assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.parametrize("spec", ["xpos+rerope:window=6", "xpos+self_extend:group_size=4,window=7"])
+def test_a_block_under_a_decay_knows_the_skips_before_it(llama, spec, monkeypatch):
+    monkeypatch.setattr(decay, "ROWS", 16)
+    positions = torch.arange(40)[None] + 20 * (torch.arange(40) >= 14)
+    given = {"position_ids": positions, "attention_mask": torch.ones(1, 40)}
+    with patch(llama, spec, attention="oracle"):
+        expected = logits(llama, tokens(40), **given)
+    with patch(llama, spec, attention="segmented"):
+        assert_close(logits(llama, tokens(40), **given), expected)
