@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, IterableDataset, concatenate_datasets
 
-from rope_patch.data.windows import ids_of
+from rope_patch.data.windows import FEW, ids_of
 from rope_patch.errors import EvaluationError
 
 DOCUMENTS = 64  # the maximum; more add little information, and each is read at every length
-FEW = 8  # documents, with fewer of which errors are taken over windows
 
 
 def hold_out(

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from rope_patch.errors import EvaluationError
 
+FEW = 8  # with fewer documents errors are over windows; with fewer windows an error means little
 WINDOWS = 16  # default number of windows of all documents together
 
 

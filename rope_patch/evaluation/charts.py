@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rope_patch.errors import require
 from rope_patch.evaluation.row import Row, by_line
-from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, REFERENCES, display_name
+from rope_patch.evaluation.scheme_specs import COMPARED, CONTROLS, CUT, display_name
 from rope_patch.evaluation.standard_errors import loss_error
 from rope_patch.evaluation.tables import Grid, Series, failed_within, headline, is_far, label
 
@@ -24,7 +24,6 @@ MARKERS = "osD^vPX*"
 INK, FAINT = "#222222", "#777777"  # of what is to be read first, and of the rest
 WIDTH = 5.2  # of every picture in inches: words are as large as the text beside it, and can be read on a phone
 SIZE = 9  # of every word in points, and of titles 2 more
-COMPARED = (*REFERENCES, *CONTROLS)  # lines that are no schemes
 NAMED = 8  # how many lines of the close-up have room for their names
 CLOSEST = 3  # how many lines beside the references the close-up shows from end to end
 

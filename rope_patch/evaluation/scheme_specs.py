@@ -21,6 +21,7 @@ PLAIN, CUT = "plain", "window"  # the plain checkpoint, and its attention cut at
 TEXT_CUT, NEAR = "cut", "near"  # the plain checkpoint on the text cut to L, and with what `repeat` repeats inside L
 CONTROLS = (TEXT_CUT, NEAR)  # lines that the plain checkpoint fills once, because they do not depend on the length
 REFERENCES = (PLAIN, CUT)  # a useful scheme must beat both
+COMPARED = (*REFERENCES, *CONTROLS)  # lines that are no schemes
 LONG = 60  # characters of a spec that tables and charts show whole
 
 _NAMES = {PLAIN: "plain checkpoint", CUT: "attention cut at L", TEXT_CUT: "text cut to L", NEAR: "passage inside L"}

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from rope_patch.data.windows import FEW
 from rope_patch.errors import EvaluationError, counted
 from rope_patch.evaluation.row import Row
 
 FEW_TOKENS = 100  # of those that a protocol chose: with fewer nothing is claimed
-FEW = 8  # with fewer documents windows are counted; with fewer windows an error means little
 TAIL = statistics.NormalDist().cdf(-2)  # of a normal distribution, beyond two errors on one side
 SHARED = 0.33  # correlation of neighbours for which `error_of_neighbours` is unbiased, amid those of 0 to 0.5
 

@@ -16,12 +16,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rope_patch.data.windows import FEW
 from rope_patch.errors import EvaluationError, counted
 from rope_patch.evaluation.effective_length import NEAR_NOTHING, SHARE, effective_length
 from rope_patch.evaluation.row import Row, by_line
-from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, REFERENCES, TEXT_CUT, display_name
+from rope_patch.evaluation.scheme_specs import COMPARED, CUT, NEAR, TEXT_CUT, display_name
 from rope_patch.evaluation.standard_errors import (
-    FEW,
     FEW_TOKENS,
     is_below,
     loss_error,
@@ -269,7 +269,7 @@ def losses(rows: Sequence[Row], width: int = WIDE) -> Group:
             if others:
                 row = grid.row(series, length)
                 cells.append(Text(f"{row.others_nll:.3f}" if row and row.others_nll is not None else "-"))
-        shown.add_row(Text(grid.name(series), "dim" if series.line in (*REFERENCES, *CONTROLS) else ""), *cells)
+        shown.add_row(Text(grid.name(series), "dim" if series.line in COMPARED else ""), *cells)
     title = f"{Path(grid.any.model).name}: NLL in nats per token by context length, L = {trained}"
     errors = "the error of each loss"
     if grid.row(grid.baseline, grid.lengths[0]):

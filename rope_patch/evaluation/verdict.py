@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist, fmean
 
+from rope_patch.data.windows import FEW
 from rope_patch.errors import counted
 from rope_patch.evaluation.effective_length import effective_length, variance_of
 from rope_patch.evaluation.protocols.last import Last
 from rope_patch.evaluation.row import Row, by_line
-from rope_patch.evaluation.scheme_specs import CONTROLS, CUT, NEAR, PLAIN, REFERENCES, TEXT_CUT, display_name
+from rope_patch.evaluation.scheme_specs import COMPARED, CONTROLS, CUT, NEAR, PLAIN, REFERENCES, TEXT_CUT, display_name
 from rope_patch.evaluation.standard_errors import (
-    FEW,
     TAIL,
     contrast,
     is_below,
@@ -84,7 +84,7 @@ def of_losses(rows: Sequence[Row]) -> Verdict:
     The best scheme at each length beyond L is compared with `reference_of`, with a correction for the number of tries.
     """
     first = rows[0]
-    schemes = [row for row in rows if row.line not in (*REFERENCES, *CONTROLS) and not math.isnan(row.loss)]
+    schemes = [row for row in rows if row.line not in COMPARED and not math.isnan(row.loss)]
     tried = [row for row in schemes if row.length > first.training_length]
     beyond = sorted({row.length for row in tried}, reverse=True)
     free = {length: row for length in beyond if (row := reference_of(rows, length))}

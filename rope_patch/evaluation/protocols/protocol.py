@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rope_patch.data.windows import Selection, Window, prefix_of, select
+from rope_patch.data.windows import FEW, Selection, Window, prefix_of, select
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.measured_model import MeasuredModel
 from rope_patch.evaluation.nll import chunked_nll
 from rope_patch.evaluation.scheme_specs import CUT, PLAIN, TEXT_CUT
-from rope_patch.evaluation.standard_errors import FEW
 from rope_patch.evaluation.tasks.task import Cell, Task
 from rope_patch.models.head import find_language_model
 
