@@ -17,7 +17,6 @@ from rope_patch.evaluation.progress import Progress
 from rope_patch.evaluation.row import Row, Rows
 from rope_patch.evaluation.scheme_specs import CONTROLS, SchemeAtLength, check_lengths, display_name, schemes_at_lengths
 from rope_patch.evaluation.tasks.task import Cell, Task
-from rope_patch.models.config import rope_entries
 from rope_patch.schemes import Scheme
 
 
@@ -153,11 +152,9 @@ def _new_sizes(task: Task, cells: Sequence[Cell]) -> list[list[int]]:
 
 def _check_prefixes(passes: Sequence[SchemeAtLength], model: MeasuredModel) -> None:
     """Refuse length-dependent schemes: one pass has the losses of every prefix only if nothing depends on length."""
-    types = {entry.get("rope_type") for entry in rope_entries(model.stacks[0].config).values()}
-    dynamic = model.stacks[0].rotary and not types.isdisjoint({"dynamic", "longrope"})
     for one in passes:
-        scheme = one.scheme
-        if scheme.length_dependent if scheme is not None and "frequencies" in scheme.slots else dynamic:
+        owner = one.scheme if one.scheme is not None and "frequencies" in one.scheme.slots else model.stacks[0].native
+        if owner is not None and owner.length_dependent:
             raise EvaluationError(
                 f"{one.line} depends on the length of the text, so one pass at {one.length} tokens does not measure "
                 "shorter ones; use protocol 'last'"
