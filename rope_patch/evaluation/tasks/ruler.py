@@ -11,7 +11,7 @@ import math
 import random
 import statistics
 import string
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -197,14 +197,9 @@ class _Draws:
             spent: tokens in front of it.
         """
         upper = upper or max(int((room or self.length) / (self.ruler.count(make(step)) / step) * 3), 2 * step)
-        room, lower, best = room or self.room, step, step
-        while lower <= upper:
-            middle = (lower + upper) // 2
-            if self.ruler.count(make(middle)) + spent <= room:
-                best, lower = middle, middle + 1
-            else:
-                upper = middle - 1
-        return best
+        falling = range(upper, step - 1, -1)  # halved as RULER does, so with its draws
+        too_many = bisect_left(falling, spent - (room or self.room), key=lambda pieces: -self.ruler.count(make(pieces)))
+        return max(upper - too_many, step)
 
     def fitting(self, make: Callable[[int], Sample], pieces: int, step: int, room: int = 0, least: int = 0) -> Sample:
         """A sample of `pieces` pieces, reduced by `step` until the drawn sample fits.
