@@ -63,6 +63,7 @@ def _on_cpu() -> Iterator[Comparison | Figure]:
         yield _module(scheme, long, 1.12, backward=True, memory=True)
     yield _module("dca", replace(long, dtype="bfloat16"), 1.2, backward=True, memory=True)
     yield _module("self_extend", short, 1.08)
+    yield _skipping("rerope", replace(short, length=2048, dtype="bfloat16"))
     for length in (4096, 8192):
         for scheme in ("rerope", "dca"):
             yield _module(scheme, Shape(length, dtype="bfloat16"), 0.85)
@@ -169,6 +170,13 @@ def _module(scheme: str, shape: Shape, target: float, backward: bool = False, me
         memory_target=_LINEAR if memory else None,
         flops=attention.training_flops if backward else attention.flops,
     )
+
+
+def _skipping(scheme: str, shape: Shape) -> Comparison:
+    """A row of PoSE."""
+    side = partial(models.attention_module, scheme=scheme, backward=True)
+    work, skip = f"{scheme}, attention module, positions that skip, {_PASSES[True]}", 4 * shape.length
+    return _row(f"skipping/{scheme}", work, "without a skip", partial(side, skip=skip), side, shape, target=1.3)
 
 
 def _biases(shape: Shape) -> Iterator[Comparison]:

@@ -140,8 +140,10 @@ def patch_seconds(shape: Shape, layers: int) -> float:
     return time.perf_counter() - start
 
 
-def attention_module(shape: Shape, scheme: str | None = None, backward: bool = False) -> Side:
-    """An attention module as a model calls it, rotation included, without its four projections."""
+def attention_module(shape: Shape, scheme: str | None = None, backward: bool = False, skip: int = 0) -> Side:
+    """An attention module as a model calls it, rotation included, without its four projections. Positions skip
+    `skip` of them in the middle of the row, as in PoSE.
+    """
     model = llama(shape, layers=1)
     if scheme:
         patch(model, spec(scheme, shape.length))
@@ -150,6 +152,7 @@ def attention_module(shape: Shape, scheme: str | None = None, backward: bool = F
         setattr(module, name, nn.Identity())
     hidden = shape.random(1, shape.length, shape.heads * shape.head_dim).requires_grad_(backward)
     positions = torch.arange(shape.length, device=shape.device)[None]
+    positions[:, shape.length // 2 :] += skip
     tables = model.model.rotary_emb(hidden, positions)
 
     def call() -> torch.Tensor:
