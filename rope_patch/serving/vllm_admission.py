@@ -24,7 +24,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, proces
 from rope_patch.errors import UnsupportedModel
 from rope_patch.mounting.saved import RECORD
 from rope_patch.serving.factors import Reaches
-from rope_patch.serving.vllm_served import reaches_of, served_of
+from rope_patch.serving.vllm_served import reaches_of, recorded_schemes, served_of
 
 _SALT = "rope_factor="
 _NAME = re.compile(r"Factors_([\d_]+)_of_([\d_]+)_within_(\d+)")
@@ -43,13 +43,19 @@ def _prepare(check: Callable[[VllmConfig], None], config: VllmConfig) -> None:
     """Set up the engine of a folder that records a scheme.
 
     Raises:
-        UnsupportedModel: it has factors, and the engine has another model runner.
+        UnsupportedModel: it has factors, and the engine has another model runner; or a bias, and heads are divided.
     """
     check(config)
     model = config.model_config
     record = None if model is None else getattr(model.hf_config, RECORD, None)
     if record is None:
         return
+    processes = config.parallel_config.tensor_parallel_size
+    for scheme in recorded_schemes(record).values():
+        if processes > 1 and "bias" in scheme.slots:  # a process does not know which heads it has
+            raise UnsupportedModel(
+                f"{scheme} in vLLM: a bias with --tensor-parallel-size {processes} is not supported; 1 is allowed"
+            )
     hf_config, reaches = model.hf_config, reaches_of(model)
     if reaches is not None and "rope_parameters" in record:
         hf_config.rope_parameters = record["rope_parameters"]  # tables replace what follows from them

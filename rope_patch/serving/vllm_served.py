@@ -194,6 +194,11 @@ def reaches_of(model: Any) -> Reaches | None:
     return Reaches(limit, {factor: min(limit, factor * trained) for factor in factors})
 
 
+def recorded_schemes(record: Any) -> dict[int, Scheme]:
+    """The schemes in the record of a config by factor; without factors its only scheme, under 0."""
+    return recorded_factors(record) or {0: scheme_from_dict(record["scheme"])}
+
+
 @functools.cache
 def _states_of(path: str, revision: str | None) -> list[States]:
     """The states of each recorded scheme; empty if vLLM's own positions suffice."""
@@ -204,16 +209,16 @@ def _states_of(path: str, revision: str | None) -> list[States]:
     del config.rope_patch
     written = getattr(config, "rope_parameters", None)
     restore_native(config, record)
-    factors = recorded_factors(record)
+    schemes = recorded_schemes(record)
     states: list[States] = []
-    for factor, scheme in (factors or {0: scheme_from_dict(record["scheme"])}).items():
+    for factor, scheme in schemes.items():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         if what := refused_by_vllm(scheme):
             raise UnsupportedModel(f"{scheme} in vLLM: {what} are not supported")
         with ignoring_idle(factor):
             handle = patch(model, scheme)
-            if not factors and "rope_parameters" in record and written != record["rope_parameters"]:
+            if not factor and "rope_parameters" in record and written != record["rope_parameters"]:
                 return []  # rope_parameters express the scheme, and vLLM reads them itself
             handle.remove()
             handle = patch(model, scheme, mount="late")

@@ -152,6 +152,35 @@ def test_speculative_decoding_is_refused(tmp_path):
         engine_of(tmp_path, speculative_config=drafts)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_mla_reads_rope_parameters_and_refuses_other_schemes(tmp_path, family):
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}  # vLLM's kernels have no other ones
+    for name, spec in (("read", "yarn:factor=4"), ("refused", "rerope:window=24"), ("scaled", "logn")):
+        model = build(family, **sizes).float()
+        rope_patch.patch(model, spec)
+        model.save_pretrained(tmp_path / name)
+        if name == "read":
+            prompts = [tokens(length, seed=length)[0].tolist() for length in (20, 90)]
+            settings = {"hf_overrides": {"max_position_embeddings": 128}, "max_model_len": 128}
+            assert_same(engine_of(tmp_path / name, skip_tokenizer_init=True, **settings), model, prompts)
+            continue
+        with pytest.raises(rope_patch.UnsupportedModel, match="MLA is not supported"):
+            engine_of(tmp_path / name, skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("spec", ["rerope:window=128+logn", "yarn:factor=4+logn"])
+def test_two_processes_that_divide_the_heads(tmp_path, texts, spec):
+    model = saved(tmp_path, spec)
+    assert_same(engine_of(tmp_path, tensor_parallel_size=2), model, texts[:4])
+
+
+def test_a_bias_is_refused_where_heads_are_divided(tmp_path):
+    """Each process would take the slopes of the first heads."""
+    saved(tmp_path, "rerope:window=64+alibi")
+    with pytest.raises(rope_patch.UnsupportedModel, match=r"a bias with --tensor-parallel-size 2 is not supported"):
+        engine_of(tmp_path, tensor_parallel_size=2)
+
+
 def test_another_backend_is_refused(monkeypatch):
     """It would leave the scheme out."""
     from rope_patch.serving import vllm as plugin
