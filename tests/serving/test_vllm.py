@@ -147,7 +147,7 @@ def test_an_fp8_cache_is_refused(tmp_path):
 
 def test_speculative_decoding_is_refused(tmp_path):
     saved(tmp_path, "rerope:window=64")
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    drafts = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
     with pytest.raises(rope_patch.UnsupportedModel, match="speculative decoding is not supported"):
         engine_of(tmp_path, speculative_config=drafts)
 
