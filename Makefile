@@ -51,7 +51,7 @@ $(VENV)/.%: pyproject.toml $(CONSTRAINTS)
 setup: $(VENV)/.dev
 
 demo: $(VENV)/.demo
-	@echo "== demo: perplexity against length on the embedded checkpoint (about two and a half minutes)"
+	@echo "== demo: perplexity against length on the embedded checkpoint (two to five minutes)"
 	$(BIN)/python recipes/perplexity.py recipes/configs/demo.yaml
 	@echo "rope-patch is in $(BIN): run 'source $(BIN)/activate' once, then the command above, or on your own model and text:"
 	@echo "rope-patch sweep --model DIR --text FILE --target 4x"
