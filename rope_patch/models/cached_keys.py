@@ -73,11 +73,11 @@ class CachedKeys(torch.Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        followed = func in _FOLLOWED and isinstance(result, torch.Tensor) and not isinstance(result, cls)
+        followed = func in _MOVES_POSITIONS and isinstance(result, torch.Tensor) and not isinstance(result, cls)
         if not followed or torch.compiler.is_compiling():  # in a graph keys are only added to, see `remember`
             return result
         with torch._C.DisableTorchFunctionSubclass():
-            positions = _followed(func, args, kwargs, result)
+            positions = _moved_positions(func, args, kwargs, result)
         return result if positions is None else cls.of(result, positions)
 
     def plain(self) -> torch.Tensor:
@@ -94,17 +94,17 @@ def _names(*names: str) -> set[Any]:
 
 _GATHERING = _names("gather", "take_along_dim")
 _JOINING = _names("cat")
-_MOVING = _names("to", "cpu", "cuda", "contiguous", "clone", "detach")
-_FOLLOWED = (
-    _GATHERING | _JOINING | _MOVING | _names("__getitem__", "index_select", "narrow", "repeat_interleave", "flip")
+_COPYING = _names("to", "cpu", "cuda", "contiguous", "clone", "detach")
+_MOVES_POSITIONS = (
+    _GATHERING | _JOINING | _COPYING | _names("__getitem__", "index_select", "narrow", "repeat_interleave", "flip")
 )
 
 
-def _followed(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.Tensor | None:
+def _moved_positions(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.Tensor | None:
     """The result of the same operation on the positions; None if the selected keys do not follow from it."""
     if func in _JOINING and not all(isinstance(x, CachedKeys) for x in (args[0] if args else kwargs["tensors"])):
         return None  # the joined keys have no positions yet
-    if func in _MOVING:
+    if func in _COPYING:
         keys = next(x for x in args if isinstance(x, CachedKeys))
         return keys.positions.to(result.device)
 

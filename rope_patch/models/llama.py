@@ -31,7 +31,7 @@ from rope_patch.models.config import (
 )
 from rope_patch.models.module_state import EmptyTables, ModuleState
 from rope_patch.models.passed_tables import passed_tables
-from rope_patch.models.probe import Followed, Measuring, follows_buffers, measure_fixed, measure_tables
+from rope_patch.models.probe import ChangedAfterRotation, Measuring, follows_buffers, measure_fixed, measure_tables
 
 
 def recognises(module: nn.Module) -> bool:
@@ -217,7 +217,7 @@ def _read_layer(
                 return None
             gets_positions = passes
     except UnsupportedModel as error:
-        normed = isinstance(error, Followed)
+        normed = isinstance(error, ChangedAfterRotation)
         unscored = unscored or (not normed and _misses_interface(module)) or str(error)
     if tables is not None and layout is not None and normed and tables.attention_scaling != 1:
         raise UnsupportedModel(

@@ -22,12 +22,12 @@ class ModuleState:
         self.module = module
         self._kept = {
             name: (value, value.detach().clone() if isinstance(value, torch.Tensor) else value)
-            for name, value in _own(module).items()
+            for name, value in _attributes(module).items()
         }
 
     def restore(self) -> None:
         """Restore the snapshot; tensors follow a model that was moved or cast in the meantime."""
-        current = _own(self.module)
+        current = _attributes(self.module)
         for name in current.keys() - self._kept.keys():
             delattr(self.module, name)
         for name, (value, copied) in self._kept.items():
@@ -58,7 +58,7 @@ def remove_hook(module: nn.Module, hook: Any) -> None:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
+def _attributes(module: nn.Module) -> dict[str, Any]:
     named = {**vars(module), **module._buffers}
     kinds = (torch.Tensor, int, float)
     return {name: value for name, value in named.items() if isinstance(value, kinds) and not isinstance(value, bool)}

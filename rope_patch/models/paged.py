@@ -94,7 +94,7 @@ def attend_by_request(
             f"{type(module).__name__}: continuous batching passed a block table, which only flash attention can read; "
             "set max_blocks_per_request=0 in the ContinuousBatchingConfig"
         )
-    key, value, key_bounds = _updated(cache, cast(Any, module).layer_idx, key, value, kwargs)
+    key, value, key_bounds = _update(cache, cast(Any, module).layer_idx, key, value, kwargs)
     bounds = kwargs["cu_seq_lens_q"], key_bounds
     requests = forward_cache.derived("requests", lambda: requests_of(position_ids, *bounds), *bounds)
     others = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
@@ -105,7 +105,7 @@ def attend_by_request(
     return output, None
 
 
-def _updated(
+def _update(
     cache: Any, index: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """All keys and values of a row, `(1, kv_heads, kv_len, head_dim)`, and where each request begins in them."""

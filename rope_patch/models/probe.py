@@ -43,12 +43,12 @@ _AXES = (2, 3, 4)
 """Numbers of position axes that a rotary module may read; current families read three, HunYuan-VL up to four."""
 _ROWS = 16  # number of vectors in the search for a dimension's partner
 _ULPS = 4  # tolerance in units in the last place for a norm that sums the dimensions of a head in another order
-_FOLLOWED = "something follows the rotation of queries and keys (a norm, a scale)"
+_CHANGED = "something follows the rotation of queries and keys (a norm, a scale)"
 
 Measured = TypeVar("Measured")
 
 
-class Followed(UnsupportedModel):
+class ChangedAfterRotation(UnsupportedModel):
     """Something changes queries or keys after they were rotated, such as a norm with weights."""
 
 
@@ -76,10 +76,10 @@ class Measuring:
         A block that cannot run alone is assumed to pass positions if it names them, as nearly all do.
         """
         kind = (rotary.layer_type, kind_of(module))
-        rotation = self._once(kind, module, module, lambda tried, _: measure_layout(name, tried, rotary))
+        rotation = self._once_a_kind(kind, module, module, lambda tried, _: measure_layout(name, tried, rotary))
         around = (part_of(block), name.rpartition(".")[2], *map(type, block.children()))
         try:
-            gets_positions = self._once(
+            gets_positions = self._once_a_kind(
                 (kind, around), block, module, lambda tried, inner: passes_positions(tried, inner, rotary)
             )
         except UnsupportedModel:
@@ -88,9 +88,9 @@ class Measuring:
 
     def heads(self, module: nn.Module) -> Heads:
         """`measure_heads` for this layer, which receives no tables, or for another one of its kind."""
-        return self._once(kind_of(module), module, module, lambda tried, _: measure_heads(tried))
+        return self._once_a_kind(kind_of(module), module, module, lambda tried, _: measure_heads(tried))
 
-    def _once(
+    def _once_a_kind(
         self, kind: Hashable, outer: nn.Module, inner: nn.Module, measure: Callable[[nn.Module, nn.Module], Measured]
     ) -> Measured:
         """The result of `measure` for a module and one inside it."""
@@ -196,7 +196,7 @@ def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> Rotati
         expected = layout.rotate(states[:1], angles.cos().to(states), angles.sin().to(states))
         tolerance = 8 * torch.finfo(states.dtype).eps * float(states[0].abs().max())
         if (expected - states[-2]).abs().max() > tolerance:
-            raise Followed(f"{name}: {_FOLLOWED}")
+            raise ChangedAfterRotation(f"{name}: {_CHANGED}")
     return Rotation(layout, normed, heads)
 
 
@@ -224,15 +224,15 @@ def passes_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) 
     """
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Reached(by_name(module, args, kwargs).get("position_ids") is not None)
+        raise _AttentionReached(by_name(module, args, kwargs).get("position_ids") is not None)
 
-    hidden = _hidden(module)
+    hidden = _random_input(module)
     handle = module.register_forward_pre_hook(stop, with_kwargs=True)
     try:
         tables = rotary.compute(torch.arange(_TOKENS)[None], like=hidden)
         with torch.no_grad():
             block.forward(**_arguments(block, hidden, tables))
-    except _Reached as reached:
+    except _AttentionReached as reached:
         return reached.args[0] and _names_positions(block)
     except Exception as error:  # any error means that the block needs other arguments
         raise UnsupportedModel(f"{type(block).__name__} cannot run alone: {error}") from error
@@ -241,7 +241,7 @@ def passes_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) 
     return None
 
 
-class _Reached(BaseException):  # not an Exception, so that no model catches it
+class _AttentionReached(BaseException):  # not an Exception, so that no model catches it
     """Ends a forward when it reaches attention; its argument is whether positions arrive there."""
 
 
@@ -338,7 +338,7 @@ def _run(
         captured.extend(states.detach().clone() for states in (query, key, value))
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    hidden = _hidden(module).expand(len(cos), -1, -1)
+    hidden = _random_input(module).expand(len(cos), -1, -1)
     cos, sin = (table[:, None].expand(-1, _TOKENS, -1).to(hidden) for table in (cos, sin))
     vectors = {name: vector for name, vector in module.named_parameters() if vector.ndim == 1 and with_other_vectors}
     random = torch.Generator().manual_seed(0)
@@ -366,7 +366,7 @@ def _run(
     return query, key, value
 
 
-def _hidden(module: nn.Module) -> torch.Tensor:
+def _random_input(module: nn.Module) -> torch.Tensor:
     """The input of an attention module: four random tokens, `(1, tokens, hidden)`."""
     if not hasattr(module, "config"):
         raise UnsupportedModel(f"{type(module).__name__} has no config, which names the attention function")
@@ -446,9 +446,9 @@ def _read_layout(name: str, states: torch.Tensor, rounded: bool) -> RotaryLayout
     seconds: dict[int, int] = {}
     for i in rotated:
         if not is_clear[i]:
-            raise Followed(f"{name}: dimension {i} of the heads has no clear partner: {_FOLLOWED}")
+            raise ChangedAfterRotation(f"{name}: dimension {i} of the heads has no clear partner: {_CHANGED}")
         if not all(turn[i] or stay[i] for turn, stay in zip(turns, stays, strict=True)):
-            raise Followed(f"{name}: dimension {i} reads cos and sin of several frequencies, or {_FOLLOWED}")
+            raise ChangedAfterRotation(f"{name}: dimension {i} reads cos and sin of several frequencies, or {_CHANGED}")
         frequency = sum(turn[i] << bit for bit, turn in enumerate(turns))
         # a quarter turn of the pair (a, b) is (-b, a): the dimension that turned negative is the first
         first, second = (i, int(of_minus[i])) if minus[i].any() else (int(of_plus[i]), i)

@@ -64,7 +64,7 @@ class RotatedCall(Call):
 
         def rotations() -> torch.Tensor:
             """`(batch or 1, head_dim, regions * head_dim)`."""
-            moved = [self._moved(positions, region.query_map) for region in self.regions]
+            moved = [self._remaining(positions, region.query_map) for region in self.regions]
             by_pair = any(x.ndim == 3 for x in moved)
             if by_pair:
                 pairs = len(self.layout.first)
@@ -113,7 +113,7 @@ class RotatedCall(Call):
 
             def compute() -> Tables:
                 cos, sin = self._computed(
-                    self._moved(positions, position_map), self.queries.dtype, _has_pairs(position_map)
+                    self._remaining(positions, position_map), self.queries.dtype, _has_pairs(position_map)
                 )
                 return layout.wide(cos, head_dim), layout.signed(sin, head_dim)
 
@@ -148,10 +148,10 @@ class RotatedCall(Call):
         if position_map == self.late.anchor:
             return x
         layout, (cos, sin) = self.layout, self._tables(positions, position_map, place, x)
-        return rotate(layout, x, cos, sin) if self._fast else layout.rotate(x, cos, sin)
+        return rotate(layout, x, cos, sin) if self._few_kernels else layout.rotate(x, cos, sin)
 
     @property
-    def _fast(self) -> bool:
+    def _few_kernels(self) -> bool:
         """Whether to rotate with the fewest kernels. Without regions, results are bit for bit those of the attention
         module, unless every token rotates all cached keys again, which no module does.
         """
@@ -164,14 +164,14 @@ class RotatedCall(Call):
         """The tables that rotate states `like`, shared by layers under the key `place`. For regions, cos is `wide`."""
 
         def tables() -> Tables:
-            cos, sin = self._computed(self._moved(positions, position_map), like.dtype, _has_pairs(position_map))
-            return self.layout.wide(cos, like.shape[-1]) if self._fast else cos, sin
+            cos, sin = self._computed(self._remaining(positions, position_map), like.dtype, _has_pairs(position_map))
+            return self.layout.wide(cos, like.shape[-1]) if self._few_kernels else cos, sin
 
         if place is None:
             return tables()
         return cast(Tables, self._shared((place, position_map, self.late.state.tables, like.dtype), tables))
 
-    def _moved(self, positions: torch.Tensor, position_map: PositionMap) -> torch.Tensor:
+    def _remaining(self, positions: torch.Tensor, position_map: PositionMap) -> torch.Tensor:
         """The remaining rotation of states at these positions, with d/2 as a last axis if the map has pairs."""
         anchor = self.late.anchor
         if anchor is None:

@@ -81,7 +81,7 @@ class SaveModel:
     def _lost(self, folder: str) -> str:
         """What a reader of the folder will miss, as a sentence; empty if nothing."""
         if not _is_recorded(self.owner):
-            return _of_a_part(self.notice, folder)
+            return _part_warning(self.notice, folder)
         if self.notice.is_stated or vars(self.owner).get("_hf_peft_config_loaded"):  # then only the adapters are saved
             return ""
         return (
@@ -114,7 +114,7 @@ class SaveAdapters(SaveModel):
 
     def _lost(self, folder: str) -> str:
         if not self._is_recorded:
-            return _of_a_part(self.notice, folder)
+            return _part_warning(self.notice, folder)
         if self._drops:
             return (
                 f"{folder} lacks what {self.notice.scheme} learns: patch before PEFT, with modules_to_save=[{NAME!r}]"
@@ -178,5 +178,5 @@ def _is_recorded(model: PreTrainedModel) -> bool:
     return getattr(model.config, RECORD, None) is not None
 
 
-def _of_a_part(notice: Notice, folder: str) -> str:
+def _part_warning(notice: Notice, folder: str) -> str:
     return f"{folder} does not record {notice.scheme}, which only a part of the model carries: patch that part again"

@@ -63,12 +63,12 @@ class PassPositions:
             position_ids = slots if self.axes == 1 else slots.expand(len(tokens), -1)
         if self.axes == 1:
             return (), {**kwargs, PASSED: position_ids[0] if position_ids.ndim == 3 else position_ids}
-        text, on_axes = self._of_text(position_ids, kwargs, tokens, module)
+        text, on_axes = self._text_positions(position_ids, kwargs, tokens, module)
         if self.in_front:
             kwargs = {**kwargs, "position_ids": torch.cat([text.expand(1, *on_axes.shape[1:]), on_axes])}
         return (), {**kwargs, PASSED: text} if self.as_argument else kwargs
 
-    def _of_text(
+    def _text_positions(
         self, position_ids: torch.Tensor, kwargs: dict[str, Any], tokens: torch.Tensor, module: nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions of the text, `(batch, length)`, and on the axes of the model, `(axes, batch, length)`."""
@@ -77,10 +77,10 @@ class PassPositions:
         has_text = position_ids.shape[0] == 1 + self.axes
         on_axes = (position_ids[1:] if has_text else position_ids).expand(self.axes, -1, -1)
         if not self.counts:
-            return self._only(on_axes, module), on_axes
+            return self._common_axis(on_axes, module), on_axes
         return position_ids[0] if has_text else _tokens_before(kwargs, tokens), on_axes
 
-    def _only(self, on_axes: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    def _common_axis(self, on_axes: torch.Tensor, module: nn.Module) -> torch.Tensor:
         """The positions on which all axes agree; a compiled graph checks this when it runs."""
         if on_axes.stride(0) == 0:
             return on_axes[0]

@@ -119,13 +119,13 @@ class Changes:
             else:
                 replacement = getattr(target, name)
                 if isinstance(value, torch.Tensor) and isinstance(replacement, torch.Tensor):
-                    value = _following(value, replacement)
+                    value = _like_replacement(value, replacement)
                 setattr(target, name, value)
         while self._forks:
             self._forks.pop().join()
 
 
-def _following(value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
+def _like_replacement(value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
     """A tensor on the device and in the dtype of its replacement; a parameter stays the same object."""
     if not isinstance(value, nn.Parameter):
         return value.to(current)
