@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache
+from transformers import Cache, EncoderDecoderCache
 
 from rope_patch.attention.masks import attended
 from rope_patch.errors import UnsupportedPositions
@@ -27,6 +27,20 @@ def tokens_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The ids or embeddings that a forward reads, `(batch, length, ...)`."""
     tokens = kwargs.get("input_ids")
     return kwargs.get("inputs_embeds") if tokens is None else tokens
+
+
+def cache_in(kwargs: dict[str, Any]) -> Cache | None:
+    """The cache among the arguments of a forward, or a decoder's self-attention cache; None without one. Its name is
+    `cache` since Transformers 5.24, and `past_key_values` before.
+    """
+    cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def cached_length(kwargs: dict[str, Any]) -> int | torch.Tensor:
+    """Number of tokens in the cache of a forward."""
+    cache = cache_in(kwargs)
+    return 0 if cache is None else cache.get_seq_length()
 
 
 def check_tokens(module: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -55,9 +69,7 @@ def tokens_seen(kwargs: dict[str, Any]) -> torch.Tensor | None:
         return mask[:, -tokens.shape[1] :].bool()
     if mask.ndim != 4 or not (mask.dtype == torch.bool or mask.is_floating_point()):
         return None
-    cache = kwargs.get("past_key_values")
-    start = cache.get_seq_length() if isinstance(cache, Cache) else 0
-    slots = torch.arange(tokens.shape[1], device=mask.device) + start
+    slots = torch.arange(tokens.shape[1], device=mask.device) + cached_length(kwargs)
     # in a static sliding cache that is full, the tokens have the last slots
     slots = slots - (slots[-1] + 1 - mask.shape[-1]).clamp(min=0)
     return attended(mask[:, 0]).any(dim=-2)[:, slots]
@@ -73,6 +85,4 @@ def counted_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length and (compiling or not mask.all()):
         places = torch.arange(mask.shape[1], device=mask.device)
         return (places - mask.long().argmax(dim=-1, keepdim=True))[:, -length:]
-    cache = kwargs.get("past_key_values")
-    start = cache.get_seq_length() if isinstance(cache, Cache) else 0
-    return (torch.arange(length, device=tokens.device) + start)[None]
+    return (torch.arange(length, device=tokens.device) + cached_length(kwargs))[None]

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Cache, EncoderDecoderCache
+from transformers import Cache
 
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.models.arguments import by_name, check_tokens
+from rope_patch.models.arguments import by_name, cache_in, check_tokens
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.tools.positions import joined, key_positions
 
@@ -129,12 +129,6 @@ def _moved_positions(func: Any, args: Any, kwargs: Any, result: torch.Tensor) ->
     if not fits or taken.shape[1] not in (1, result.shape[1]) or taken.shape[3] != 1:
         return None
     return taken[:, 0, :, 0] if taken.shape[1] == 1 else taken[..., 0]
-
-
-def cache_in(kwargs: dict[str, Any]) -> Cache | None:
-    """The cache among the arguments of an attention module, or a decoder's self-attention cache; None without one."""
-    cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
-    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,11 @@ ARGUMENTS = (
 """The arguments, apart from the cache, with which continuous batching describes a batch to attention."""
 
 
+def is_paged(kwargs: dict[str, Any]) -> bool:
+    """Whether these arguments of an attention function describe a row of continuous batching."""
+    return any(kwargs.get(name) is not None for name in ("read_index", "block_table"))
+
+
 @dataclass(frozen=True)
 class Request:
     """One request of a row.
@@ -71,20 +76,20 @@ def attend_by_request(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    cache: PagedAttentionCache,
     position_ids: torch.Tensor,
     forward_cache: ForwardCache,
+    cache: PagedAttentionCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the new keys to a paged cache, and score each request of the row.
+    """Score each request of a row; before Transformers 5.24, first write the new keys to its paged `cache`.
 
     Args:
         attend: returns the output for a `Request`, its query, key and value, and the other `kwargs`.
         position_ids: of the whole row, `(1, tokens)`.
 
     Shape:
-        query `(1, heads, tokens, head_dim)`, key and value `(1, kv_heads, tokens, head_dim)`; returns
-        `(1, tokens, heads, value_dim)`, zero on padding behind the last request.
+        query `(1, heads, tokens, head_dim)`, key and value `(1, kv_heads, tokens, head_dim)`, or of all keys without a
+        `cache`; returns `(1, tokens, heads, value_dim)`, zero on padding behind the last request.
 
     Raises:
         UnsupportedPositions: the batch has a block table.
@@ -94,7 +99,9 @@ def attend_by_request(
             f"{type(module).__name__}: continuous batching passed a block table, which only flash attention can read; "
             "set max_blocks_per_request=0 in the ContinuousBatchingConfig"
         )
-    key, value, key_bounds = _update(cache, cast(Any, module).layer_idx, key, value, kwargs)
+    key_bounds = kwargs["cu_seq_lens_k"]
+    if cache is not None:
+        key, value, key_bounds = _update(cache, cast(Any, module).layer_idx, key, value, kwargs)
     bounds = kwargs["cu_seq_lens_q"], key_bounds
     requests = forward_cache.derived("requests", lambda: requests_of(position_ids, *bounds), *bounds)
     others = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}

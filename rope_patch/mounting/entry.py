@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.absolute import lengthened
-from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions, tokens_seen
+from rope_patch.models.arguments import Arguments, by_name, cache_in, check_tokens, counted_positions, tokens_seen
 from rope_patch.models.base import AbsoluteTable, AttentionLayer, Stack
 from rope_patch.models.cached_keys import complete_layers
 from rope_patch.mounting.parameters import LearnedWeights
@@ -66,15 +67,14 @@ class StackEntry:
     def _advance(self, tokens: Tokens, module: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor:
         if isinstance(kwargs.get("cache"), PagedAttentionCache):
             raise UnsupportedPositions(f"{self.scheme}: a paged cache cannot keep its state after each token")
-        cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+        cache, use_cache = cache_in(kwargs), kwargs.get("use_cache")
         recomputes = module.training and getattr(module, "gradient_checkpointing", False)
         if use_cache is None:
             use_cache = getattr(module.config, "use_cache", False)
         if cache is None and use_cache and self.causal and not recomputes:
-            cache = kwargs["past_key_values"] = _new_cache(module)
-        if isinstance(cache, EncoderDecoderCache):
-            cache = cache.self_attention_cache
-        if not isinstance(cache, Cache):
+            kwargs[_name_of_cache(module)] = _new_cache(module)
+            cache = cache_in(kwargs)
+        if cache is None:
             return self._embed(tokens)
         history = next((layer for layer in cache.layers if isinstance(layer, StateHistory)), None)
         if history is None:
@@ -83,6 +83,11 @@ class StackEntry:
         placed, states = self.scheme.advance(tokens, last, self.weights())
         history.update(states[:, None], states[:, None, :, :0])
         return placed
+
+
+def _name_of_cache(module: nn.Module) -> str:
+    """What the forward of a stack calls its cache; by another name Transformers 5.24 warns."""
+    return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"
 
 
 def _new_cache(module: nn.Module) -> Cache:

@@ -13,9 +13,9 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from rope_patch.attention.forward_cache import StackForwardCache
 from rope_patch.attention.masks import Groups, groups_of_documents, groups_of_pads
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
-from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions, tokens_of
+from rope_patch.models.arguments import Arguments, by_name, cache_in, check_tokens, counted_positions, tokens_of
 from rope_patch.models.base import RotaryTables, is_causal
-from rope_patch.models.cached_keys import CACHE_TAG, CacheTagging, cache_in
+from rope_patch.models.cached_keys import CACHE_TAG, CacheTagging
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.identity_table import IdentityTable
 from rope_patch.mounting.layer_state import UNROTATED, LayerState
@@ -77,7 +77,7 @@ def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Te
     if not causal:
         return None  # in both directions Transformers does not separate documents
     use_cache = getattr(config, "use_cache", False) if kwargs.get("use_cache") is None else kwargs["use_cache"]
-    without_cache = kwargs.get("past_key_values") is None and not use_cache
+    without_cache = cache_in(kwargs) is None and not use_cache
     if mask is not None or not without_cache:
         return None
     if isinstance(positions, torch.Tensor) and positions.ndim == 2:

@@ -14,7 +14,7 @@ from torch import distributed, nn
 from rope_patch.attention.masks import groups_of_pads
 from rope_patch.attention.shares import Shares
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.models.arguments import Arguments, by_name, check_tokens, counted_positions, tokens_of
+from rope_patch.models.arguments import Arguments, by_name, cache_in, check_tokens, counted_positions, tokens_of
 from rope_patch.models.base import AttentionLayer, Stack, is_causal
 from rope_patch.mounting.hooks import groups_of_row
 from rope_patch.mounting.plan import Plan, others_take_masks
@@ -86,8 +86,8 @@ class RowHook:
         tokens, mask, positions = tokens_of(kwargs), kwargs.get("attention_mask"), kwargs.get("position_ids")
         if tokens is None:
             return (), kwargs  # the model itself raises
-        if kwargs.get("past_key_values") is not None:
-            raise UnsupportedPositions("past_key_values are given, but a row that processes share has no cache")
+        if cache_in(kwargs) is not None:
+            raise UnsupportedPositions("a cache is given, but a row that processes share has no cache")
         for name, value in (("attention_mask", mask), ("position_ids", positions)):
             if value is not None and getattr(value, "ndim", None) != 2:
                 raise UnsupportedPositions(f"{name} of a row that processes share has two axes, (batch, tokens)")

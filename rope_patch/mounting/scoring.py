@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import engine
@@ -18,7 +17,7 @@ from rope_patch.attention.masks import Groups, keys_seen, read_mask, shows_later
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.base import is_causal
 from rope_patch.models.cached_keys import CachedKeys
-from rope_patch.models.paged import Request, attend_by_request
+from rope_patch.models.paged import Request, attend_by_request, is_paged
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.rotated_call import RotatedCall
 from rope_patch.mounting.running_bias import running_sums
@@ -97,7 +96,7 @@ def _checked(module: nn.Module, call: ForwardCall | None, kwargs: dict[str, Any]
     """
     if call is None:
         raise UnsupportedModel(f"{type(module).__name__} does not pass its keyword arguments to its attention")
-    paged = isinstance(kwargs.get("cache"), PagedAttentionCache)
+    paged = is_paged(kwargs)
     for name in ("position_bias",) if paged else ("position_bias", "cache"):
         if kwargs.get(name) is not None:
             raise UnsupportedModel(f"{type(module).__name__} passes {name!r}, which patched attention does not support")

@@ -10,10 +10,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Cache
 
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.models.arguments import Arguments, by_name, counted_positions, tokens_of
+from rope_patch.models.arguments import Arguments, by_name, cached_length, counted_positions, tokens_of
 from rope_patch.models.base import Stack
 from rope_patch.models.passed_tables import takes_text_axis
 from rope_patch.mounting.undo import Changes
@@ -57,9 +56,7 @@ class PassPositions:
         if position_ids is None and self.enters:
             position_ids = _tokens_before(kwargs, tokens)
         elif position_ids is None:  # as such stacks count, pads included
-            cache = kwargs.get("past_key_values")
-            start = cache.get_seq_length() if isinstance(cache, Cache) else 0
-            slots = (torch.arange(tokens.shape[1], device=tokens.device) + start)[None]
+            slots = (torch.arange(tokens.shape[1], device=tokens.device) + cached_length(kwargs))[None]
             position_ids = slots if self.axes == 1 else slots.expand(len(tokens), -1)
         if self.axes == 1:
             return (), {**kwargs, PASSED: position_ids[0] if position_ids.ndim == 3 else position_ids}

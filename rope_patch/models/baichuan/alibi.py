@@ -15,7 +15,7 @@ from rope_patch.attention.inputs import AttentionInputs
 from rope_patch.attention.masks import keys_seen, read_mask
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.cached_keys import CachedKeys
-from rope_patch.models.paged import Request, attend_by_request
+from rope_patch.models.paged import Request, attend_by_request, is_paged
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.tools.positions import follow_on, joined, key_positions
 
@@ -49,7 +49,7 @@ def alibi_attention_forward(
         UnsupportedPositions: the masks of the attention implementation are not supported.
     """
     forward_cache = ForwardCache() if shared is None else shared
-    if kwargs.get("cache") is not None:
+    if is_paged(kwargs):
 
         def attend(request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: Any) -> torch.Tensor:
             others = {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationMixin
+from transformers import GenerationMixin
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -24,9 +25,11 @@ from transformers.models.llama.modeling_llama import (
 
 from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.attention.inputs import wide
+from rope_patch.models.arguments import cache_in
 from rope_patch.models.baichuan.alibi import alibi_attention_forward
 from rope_patch.models.baichuan.configuration import BaichuanConfig
 from rope_patch.models.cached_keys import known_positions, remember
+from rope_patch.models.paged import is_paged
 from rope_patch.schemes.tools.positions import query_start
 
 # The names of weights in files belong to a model class, so they are registered where it is defined. A module that keeps
@@ -42,6 +45,10 @@ register_checkpoint_conversion_mapping(
     ],
     overwrite=True,
 )
+
+
+_WRITES_PAGES = "cache" in inspect.signature(LlamaAttention.forward).parameters
+"""Whether attention modules, and not attention functions, write to a paged cache: since Transformers 5.24."""
 
 
 class BaichuanAttention(LlamaAttention):
@@ -60,12 +67,13 @@ class BaichuanAttention(LlamaAttention):
         hidden_states: torch.Tensor,
         position_embeddings: Any = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`(batch, length, hidden)` to the same, and the attention weights if the attention function returns them;
         `position_embeddings` are cos and sin, `(batch or 1, length, head_dim)`, or a `ForwardCache` without rotation.
         """
+        cache = cache_in(kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if value is not cache}
         if self.config.fused_qkv:
             states = self.W_pack(hidden_states).chunk(3, dim=-1)
         else:
@@ -79,13 +87,15 @@ class BaichuanAttention(LlamaAttention):
             score = ALL_ATTENTION_FUNCTIONS[implementation]
         else:
             score, kwargs["shared"] = alibi_attention_forward, position_embeddings
-            if past_key_values is not None:
-                start = kwargs["start"] = query_start(past_key_values, self.layer_idx, query.shape[2])
-                kwargs["positions"] = known_positions(past_key_values, self.layer_idx, start, kwargs["position_ids"])
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            if cache is not None:
+                start = kwargs["start"] = query_start(cache, self.layer_idx, query.shape[2])
+                kwargs["positions"] = known_positions(cache, self.layer_idx, start, kwargs["position_ids"])
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
             if kwargs.get("positions") is not None:
-                remember(past_key_values, self.layer_idx, kwargs["positions"], in_order=True)
+                remember(cache, self.layer_idx, kwargs["positions"], in_order=True)
+        elif _WRITES_PAGES and is_paged(kwargs):
+            key, value = kwargs.pop("cache").update(key, value, self.layer_idx, kwargs=kwargs)
         output, weights = score(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         return self.o_proj(output.flatten(2)), weights
 
