@@ -1,6 +1,7 @@
 """Continuous batching: each request gets the tokens that `generate` gives it alone, whoever else is in the batch."""
 
 import contextlib
+import inspect
 import itertools
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from rope_patch import get_scheme, patch
 from tests.cases import ALL
@@ -15,6 +17,8 @@ from tests.families import TRAINING_LENGTH, build
 from tests.runs import generated, tokens
 
 NEW = 4
+WRITES_IN_MODULES = "cache" in inspect.signature(LlamaAttention.forward).parameters
+"""Whether attention modules write to a paged cache: since Transformers 5.24."""
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # Transformers 5.17
 LENGTHS = (5, TRAINING_LENGTH + 30, 1, TRAINING_LENGTH - 2, 2 * TRAINING_LENGTH + 6)
 """Of the prompts; the longest are read in several chunks."""
@@ -84,6 +88,8 @@ def test_every_request_gets_what_generate_gives_it_alone(spec):
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_of_every_layout(family, spec):
+    if WRITES_IN_MODULES and family == "gpt_neox":
+        pytest.skip("a GPT-NeoX of Transformers 5.24 cannot write to a paged cache, with no patch")
     model, prompts = build(family), prompts_of(*LENGTHS)
     with patch(model, spec):
         assert batched(model, prompts) == one_by_one(model, prompts)

@@ -45,7 +45,7 @@ class BaichuanConfig(PreTrainedConfig):
     """
 
     model_type = "baichuan"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ("cache", "past_key_values")
     attribute_map = {"num_key_value_heads": "num_attention_heads"}  # noqa: RUF012  # every head has its own keys
 
     # Llama's parts read these; no Baichuan has them
