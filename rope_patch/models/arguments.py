@@ -38,7 +38,7 @@ def cache_in(kwargs: dict[str, Any]) -> Cache | None:
 
 
 def cached_length(kwargs: dict[str, Any]) -> int | torch.Tensor:
-    """Number of tokens in the cache of a forward."""
+    """Number of tokens in the cache of a forward, a tensor of shape `()` if it is static; 0 without a cache."""
     cache = cache_in(kwargs)
     return 0 if cache is None else cache.get_seq_length()
 
