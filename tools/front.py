@@ -4,7 +4,7 @@
     python -m tools.front --output runs/front
 
 `front` is on the README. Above, a passage that the text repeats more than L later: with the text cut
-to L, under the scheme, and inside L. Below, the next words of a novel, which hardly need what is far. Bars are means
+to L, under two schemes, and inside L. Below, the next words of a novel, which hardly need what is far. Bars are means
 over texts. `retrieval` is the share of a hidden span that the small checkpoint finds at 4L, a mean over depths.
 """
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from rope_patch.evaluation.row import Row
 
 ROWS = Path("docs/results/real/tinyllama-1.1b")
-SCHEME = "rerope:window=1024+logn"
-FAR = {"cut": "text cut to L", SCHEME: "ReRoPE, log-n", "near": "passage inside L"}  # lines of repeat.jsonl
-NOVEL = {"plain": "text cut to L", SCHEME: "ReRoPE, log-n"}  # lines of perplexity.jsonl
+SCHEMES = {"rerope:window=1024+logn": "ReRoPE, log-n", "self_extend:target=auto,window=1024": "Self-Extend"}
+FAR = {"cut": "text cut to L", **SCHEMES, "near": "passage inside L"}  # lines of repeat.jsonl
+NOVEL = {"plain": "text cut to L", **SCHEMES}  # lines of perplexity.jsonl
 SPANS = Path("docs/results/passkey/spans.jsonl")
 FOUND = {  # lines of spans.jsonl
     "plain": "plain checkpoint",
@@ -77,7 +77,7 @@ def front(page: Page) -> Figure:
     from rope_patch.evaluation.charts import blank
 
     far, novel = losses("repeat", FAR), losses("perplexity", NOVEL)
-    figure = blank(6.4, 4.4, layout="constrained")
+    figure = blank(6.4, 5.2, layout="constrained")
     figure.set_facecolor(page.back)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[len(far), len(novel)])
     bars(above, "A passage read more than L tokens ago", far, page)
@@ -122,7 +122,7 @@ def bars(axes: Axes, title: str, found: Mapping[str, Sequence[float]], page: Pag
     axes.set_title(title, loc="left", size=SIZE + 1, weight="bold", color=page.ink, pad=8)
     for place, (name, values) in enumerate(found.items()):
         mean = statistics.fmean(values)
-        axes.barh(place, mean, height=0.72, color=page.scheme if "ReRoPE" in name else page.plain)
+        axes.barh(place, mean, height=0.72, color=page.scheme if name in SCHEMES.values() else page.plain)
         axes.text(mean, place, f" {form.format(mean)}", va="center", size=SIZE + 2, weight="bold", color=page.ink)
     axes.set_yticks(range(len(found)), found, size=SIZE, color=page.ink)
     axes.margins(x=0.18)
