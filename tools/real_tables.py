@@ -60,6 +60,22 @@ def by_text(path: Path) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in table)
 
 
+def finetuned(path: Path) -> str:
+    """NLL on far tokens before and after a training, under each scheme, and its difference from the text cut to L under
+    the same weights.
+    """
+    lines = [["weights", "text cut to L", "passage inside L", "under the scheme"], ["---"] * 4]
+    rows = Rows(path).rows
+    for weights in dict.fromkeys(row.weights for row in rows):
+        of_weights = {row.line: row for row in rows if row.weights == weights}
+        cut, near = of_weights.pop("cut"), of_weights.pop("near")
+        trained = "as fetched" if len(of_weights) > 1 else "trained"
+        for line, row in of_weights.items():
+            under = f"{display_name(line)}: {row.nll:.3f}{_beside(*paired_difference(row, cut))}"
+            lines.append([trained, f"{cut.nll:.3f}", f"{near.nll:.3f}{_beside(*paired_difference(near, cut))}", under])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def _beside(difference: float, error: float | None) -> str:
     if not difference:
         return ""

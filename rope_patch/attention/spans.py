@@ -63,7 +63,7 @@ class Span:
 def spans_of(inputs: AttentionInputs) -> tuple[Span, ...] | None:
     """See `find_spans`; heads keep the same keys."""
     start, rows = int(inputs.query_start), inputs.value.shape[0]
-    past = inputs.key_positions[:, :start]
+    past = inputs.key_positions[:, :start] if start else None
     return find_spans(inputs.query_positions, inputs.mask, inputs.groups, start, rows, inputs.causal, past)
 
 
@@ -101,10 +101,12 @@ def find_spans(
         first_key = _first_keys(mask[:, 0], query_start)
     if first_key is None:
         return None
+    if query_start and past is None:
+        past = position_ids[:, :1] + torch.arange(-query_start, 0, device=position_ids.device)
+    if query_start and past is not None:  # joined on the device, so that the host waits once
+        number = max(len(past), len(position_ids))
+        position_ids = torch.cat([past.expand(number, -1), position_ids.expand(number, -1)], dim=-1)
     positions = position_ids.cpu()
-    past = positions[:, :1] + torch.arange(-query_start, 0) if past is None else past.cpu()
-    number = max(len(past), len(positions))
-    positions = torch.cat([past.expand(number, -1), positions.expand(number, -1)], dim=-1)
     spans: list[Span] = []
     same_for_all = len(first_key) == len(positions) == 1
     for row in range(1 if same_for_all else batch_size):
