@@ -27,7 +27,7 @@ def nll(protocol: str, line: str, length: int) -> float:
 def test_bars_are_the_means_of_the_rows():
     above, below = front.front(front.PAGES[""]).axes
     far = [nll("repeat", line, 4096) for line in front.FAR]
-    novel = [nll("perplexity", "plain", 2048), nll("perplexity", front.SCHEME, 4096)]
+    novel = [nll("perplexity", "plain", 2048), *(nll("perplexity", line, 4096) for line in front.SCHEMES)]
     for axes, values in ((above, far), (below, novel)):
         assert [bar.get_width() for bar in axes.patches] == pytest.approx(values)
         assert [text.get_text().strip() for text in axes.texts] == [f"{value:.2f}" for value in values]
