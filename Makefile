@@ -17,7 +17,7 @@
 # make wheel      set up, then build wheel and sdist into dist/, and try the wheel in an environment of its own
 # make check      set up, then lint, types, tests
 # make bench      set up, then measure speed and memory against plain attention (under twenty minutes on two cores)
-# make gpu        on a machine with a GPU: all of it in one command that goes on where it stopped, into runs/gpu
+# make gpu        on a machine with a GPU: all of it in one command that resumes after a stop, into runs/gpu
 #                 OPTIONS="--model FOLDER --length 32768"; OPTIONS="--device cpu --quick" tries it without a GPU
 # make gpu-check  on a machine with a GPU: its tests, with the Python that is there (GPU_PYTHON), without set-up
 # make gpu-bench  on a machine with a GPU: measure there, likewise

@@ -2,7 +2,7 @@
 
 python -m benchmarks.dynamic_decoding
 
-In a cache lie hidden states that were made under the frequencies of shorter texts; a full forward makes them anew. In
+A cache holds hidden states that were made under the frequencies of shorter texts; a full forward makes them anew. In
 a model of more than one layer the two cannot agree. A scheme that is fixed to one length has no such difference.
 """
 

@@ -1,4 +1,4 @@
-"""All that a machine with a GPU should measure, in one command that goes on where it stopped: `make gpu`.
+"""All that a machine with a GPU should measure, in one command that resumes after a stop: `make gpu`.
 
 python -m benchmarks.gpu [--model FOLDER] [--length 32768] [--out runs/gpu]
 

@@ -37,13 +37,14 @@ class Options(Measured):
     dtype: str = "float32"  # dtype of frozen weights; bfloat16 halves the memory of a checkpoint under adapters
     streaming: bool = False  # read the text during the training instead of before it
     shuffle_buffer: int = 1000  # documents in the shuffle buffer of a stream
-    layout: Literal["packed", "padded", "mixed", "pose", "cream"] = "packed"  # mixed restarts at L; pose, cream skip
-    pose_chunks: int = 2  # under pose, pieces of a row
+    # form of the rows; under mixed every second one restarts after L tokens, under pose and cream positions skip
+    layout: Literal["packed", "padded", "mixed", "pose", "cream"] = "packed"
+    pose_chunks: int = 2  # under pose, number of pieces of a row
     pose_row: Count = None  # under pose and cream, tokens of a row; without it, L
     allow_short: bool = False  # train even if no document fills a row
     held_out: float = 0.1  # share of the text to hold out and measure on
     eval_text: Text = None  # measure on this text instead, and train on all of --text
-    eval_dataset: Text = None  # or measure on this dataset
+    eval_dataset: Text = None  # measure on this dataset instead
     eval_split: Text = None  # split to measure on; without it, test or validation
     lengths: Lengths = ()  # context lengths to measure before and after; without it, L, 2 L, ... up to --length
     targets: Count = None  # number of scored tokens in each document; without it, L
@@ -66,7 +67,8 @@ class Options(Measured):
     warm_start_steps: int = 0  # first steps, trained under position interpolation
     precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 computes by autocast and keeps float32 weights
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
-    loss: Literal["chunked", "plain", "liger", "longce"] = "chunked"  # only plain holds the logits of a row
+    # only plain holds the logits of a whole row; longce weighs tokens by what the far context gives them
+    loss: Literal["chunked", "plain", "liger", "longce"] = "chunked"
     save_every: int = 50  # steps between two checkpoints to resume from; the newest is kept
     log_every: int = 10  # steps between two losses in the log
     report_to: Names = ()  # trackers of Transformers, such as tensorboard or wandb

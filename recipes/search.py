@@ -7,8 +7,8 @@
 
 Lists of factors evolve from those of PI, NTK, YaRN and MrRoPE (docs/search.md). On one half of the text they are judged
 by what only a farther context can predict. On the other half, which chose nothing, the best one is compared with YaRN,
-also on ordinary text and at L. It is written as a `longrope` that every reader of `rope-patch export` takes. Rows are
-written as they are measured: run the same command again to resume.
+also on ordinary text and at L. It is written as a `longrope` that every reader of `rope-patch export` takes. Results
+are saved as you go: run the same command again to resume.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ Factors = tuple[float, ...]
 class Options(Measured):
     target: Length  # context length to reach: tokens, or a multiple of L such as 4x
     budget_minutes: Amount = None  # time limit for everything, including the confirmation of the winner
-    generations: int = 40  # most generations
+    generations: int = 40  # number of generations at most
     population: int = 64  # size of the population; half of it are parents, and a generation has as many new lists
-    protocol: Literal["repeat", "far", "last"] = "repeat"  # tokens that choose: far back, or ordinary (last)
-    targets: Count = None  # number of scored tokens in each window; without it, as the protocol has it
+    protocol: Literal["repeat", "far", "last"] = "repeat"  # score what needs far context, or ordinary text
+    targets: Count = None  # number of scored tokens in each window; without it, the protocol's own
     documents: Count = None  # number of documents in each half, drawn at random; without it, all
-    windows_per_document: Count = None  # windows scored in each document; without it, as the protocol has it
+    windows_per_document: Count = None  # windows scored in each document; without it, the protocol's own
     attention_factor: Amount = None  # factor on cos and sin at all lengths; without it, YaRN's 0.1 ln k + 1; 1 is none
     candidates_per_forward: int = 1  # lists that share a forward; more are faster only on a GPU
     output: str = "runs/search"  # folder for search.jsonl, search.png, scheme.txt and scheme-short.txt

@@ -75,7 +75,8 @@ class Page:
         if event.get("method") == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
         elif event.get("method") == "Runtime.exceptionThrown":
-            self.errors.append(params["exceptionDetails"]["exception"].get("description", "an exception"))
+            details = params["exceptionDetails"]
+            self.errors.append(details.get("exception", {}).get("description", details["text"]))
         elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.errors.append(params["entry"]["text"])
 

@@ -194,7 +194,7 @@ def test_a_folder_that_is_not_there(tmp_path):
     assert said == f"there is no checkpoint {missing!r}: no folder or file has this name"
     assert "the folder has no config.json" in told(NoCheckpoint, rope_patch.from_pretrained, tmp_path)
     said = told(NoCheckpoint, rope_patch.from_pretrained, __file__)
-    assert said == f"{__file__!r} is no checkpoint: it is neither a folder nor a GGUF file"
+    assert said == f"{__file__!r} is not a checkpoint: it is neither a folder nor a GGUF file"
     for word in ("missing", "", "./missing"):
         said = told(OSError, rope_patch.from_pretrained, word, local_files_only=True)
         assert said.startswith(f"there is no checkpoint {word!r}: no folder")
@@ -435,7 +435,7 @@ def test_lengths_in_tokens_and_in_multiples_of_l(command, monkeypatch, capsys, t
     config.write_text("lengths: [1.5x, 1024]\n")
     assert given(monkeypatch, command, str(config), *more) == [(384, 1024)]
     assert given(monkeypatch, command, "--lengths", "4y", *more) == []
-    assert "'4y' is no list of lengths such as 256,512,1024 or 1x,2x,4x" in capsys.readouterr().err
+    assert "'4y' is not a list of lengths such as 256,512,1024 or 1x,2x,4x" in capsys.readouterr().err
 
 
 def test_one_length_in_multiples_of_l(monkeypatch, capsys):

@@ -72,7 +72,7 @@ def test_a_name_that_is_not_here_is_one_for_the_hub(tmp_path, monkeypatch):
     [
         ("nowhere", "no folder or file has this name"),
         ("empty", "the folder has no config.json"),
-        ("notes.txt", "is no checkpoint: it is neither a folder nor a GGUF file"),
+        ("notes.txt", "is not a checkpoint: it is neither a folder nor a GGUF file"),
         ("trained", "it is a Trainer's output, whose newest checkpoint is '.*checkpoint-20'"),
     ],
 )

@@ -147,6 +147,11 @@ def test_links_that_leave_the_site_become_names_of_files():
     assert linked(code) == code
 
 
+def test_pages_open_without_a_server(tmp_path):
+    hook("repository").on_post_build(SimpleNamespace(site_dir=tmp_path))
+    assert (tmp_path / "search" / "search_index.js").read_text().startswith("var __index = {")
+
+
 @cache
 def documented() -> list[str]:
     """What the reference is made of, by full name."""

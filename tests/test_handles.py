@@ -275,7 +275,7 @@ def test_a_mistyped_folder_is_told_at_once(typed, no_network, monkeypatch, tmp_p
 
 
 def test_what_is_no_path(llama):
-    ending = "is no checkpoint; pass the path of a folder or of a GGUF file, or a Hub ID"
+    ending = "is not a checkpoint; pass the path of a folder or of a GGUF file, or a Hub ID"
     assert told(NoCheckpoint, rope_patch.from_pretrained, None) == f"None {ending}"
     assert told(NoCheckpoint, rope_patch.from_pretrained, llama) == f"a LlamaForCausalLM {ending}"
     assert isinstance(NoCheckpoint(), RopePatchError)

@@ -2,7 +2,7 @@
 
     python -m tools.encodings_table --folder docs/results/encodings
 
-`recipes/compare_encodings.py` wrote the rows. Beside them this writes `table.md`, with a column for what `--costs`
+`recipes/compare_encodings.py` wrote the rows. Into their folder go `table.md`, with a column for what `--costs`
 measured, `summary.json`, and `comparison.png`, in which every slot has a panel.
 """
 

@@ -35,6 +35,7 @@ FOUND = {  # lines of spans.jsonl
     "yarn:target=auto": "YaRN",
     "rerope:window=128+logn": "ReRoPE, log-n",
 }
+REFERENCES = ("text cut to L", "passage inside L", "plain checkpoint", "attention cut at L")  # grey bars
 LENGTH = 4096  # tokens, 2L
 SIZE = 13  # points: still read where the picture is 400 pixels wide
 
@@ -74,32 +75,36 @@ def main(options: Options) -> None:
 
 def front(page: Page) -> Figure:
     """Two panels over one scale of losses."""
-    from rope_patch.evaluation.charts import blank
-
     far, novel = losses("repeat", FAR), losses("perplexity", NOVEL)
-    figure = blank(6.4, 5.2, layout="constrained")
-    figure.set_facecolor(page.back)
+    figure = sheet(5.5, "TinyLlama, 4,096 tokens: twice its L", page)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[len(far), len(novel)])
     bars(above, "A passage read more than L tokens ago", far, page)
     bars(below, "The next words of a novel", novel, page)
-    figure.suptitle("TinyLlama, 4,096 tokens: twice its L", x=0.01, ha="left", size=SIZE, color=page.ink)
     below.set_xlabel("NLL, nats per token: shorter is better", size=SIZE, color=page.ink)
     return figure
 
 
 def retrieval(page: Page) -> Figure:
     """One panel: percent of the tokens of a hidden span."""
-    from rope_patch.evaluation.charts import blank
     from rope_patch.evaluation.row import Rows
 
     rows = [row for row in Rows(SPANS).rows if row.length == 4 * row.training_length]
     found = {name: [100 * row.share for row in rows if row.line == line] for line, name in FOUND.items()}
-    figure = blank(6.4, 3.0, layout="constrained")
-    figure.set_facecolor(page.back)
+    figure = sheet(3.2, "Small checkpoint, 1,024 tokens: four times its L", page)
     axes = figure.subplots()
     bars(axes, "A hidden span: how much of it is found", found, page, form="{:.0f} %")
-    figure.suptitle("Small checkpoint, 1,024 tokens: four times its L", x=0.01, ha="left", size=SIZE, color=page.ink)
     axes.set_xlabel("tokens found: longer is better", size=SIZE, color=page.ink)
+    return figure
+
+
+def sheet(height: float, about: str, page: Page) -> Figure:
+    """An empty figure with what it is about above, and a margin."""
+    from rope_patch.evaluation.charts import blank
+
+    figure = blank(6.4, height, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    figure.set_facecolor(page.back)
+    figure.suptitle(about, x=0.02, ha="left", size=SIZE, color=page.ink)
     return figure
 
 
@@ -122,7 +127,7 @@ def bars(axes: Axes, title: str, found: Mapping[str, Sequence[float]], page: Pag
     axes.set_title(title, loc="left", size=SIZE + 1, weight="bold", color=page.ink, pad=8)
     for place, (name, values) in enumerate(found.items()):
         mean = statistics.fmean(values)
-        axes.barh(place, mean, height=0.72, color=page.scheme if name in SCHEMES.values() else page.plain)
+        axes.barh(place, mean, height=0.72, color=page.plain if name in REFERENCES else page.scheme)
         axes.text(mean, place, f" {form.format(mean)}", va="center", size=SIZE + 2, weight="bold", color=page.ink)
     axes.set_yticks(range(len(found)), found, size=SIZE, color=page.ink)
     axes.margins(x=0.18)

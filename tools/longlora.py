@@ -4,7 +4,7 @@
 
 Adapters alone, with norms, with embeddings, with both, and all parameters: each is trained on the same tokens, once for
 every rate and seed, and scored on the same held-out tokens at every length. Documents are joined to rows of `length`
-tokens. Started again, the same command leaves out what is done. The table is the second of Chen et al. 2023
+tokens. Run the same command again to resume. The table is the second of Chen et al. 2023
 (arXiv 2309.12307).
 """
 

@@ -5,8 +5,8 @@
     python -m tools.pictures scores_by_distance --documents 2
 
 The pictures: sinusoidal, inner_product, decay_bound, wavelengths, biases, position_maps and scores_by_distance. Each is
-a function of this file that returns a figure of Matplotlib and takes some of the options. What the last three draw
-can be read as numbers too: `position_matrices.py`, `scores_by_distance.py`.
+a function of tools/pictures.py that returns a figure of Matplotlib and takes some of the options. For the numbers
+behind the last three: tools/position_matrices.py and tools/scores_by_distance.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Options:
     model: Text = None  # checkpoint to draw; for scores_by_distance, without it, the small checkpoint of the recipes
     layer: Count = None  # layer of the checkpoint, from 0
     text: Text = None  # text file or folder; without it, Python's own source
-    documents: Count = None  # most texts to read
+    documents: Count = None  # number of texts to read at most
     json: bool = False  # print what was drawn as one JSON document
 
 
@@ -93,11 +93,11 @@ def inner_product(
     base: Sequence[float] = (10000,),
     training_length: int | None = None,
 ) -> Figure:
-    """How the likeness of two positions falls with their distance, and how few dimensions ripple around that."""
+    """How the similarity of two positions falls with their distance, and how few dimensions ripple around that."""
     b = only("base", base)
     caption = f"mean of cos(θᵢ (m - n)) over d/2 pairs of dimensions, base {number(b)}"
     lines = {f"d = {d}": partial(mean_inner_products, dim=d, base=b) for d in dim}
-    return over_distance("Likeness of two positions", caption, "inner product", lines, length, training_length)
+    return over_distance("Similarity of two positions", caption, "inner product", lines, length, training_length)
 
 
 def mean_inner_products(distance: torch.Tensor, dim: int, base: float = 10000.0) -> torch.Tensor:

@@ -4,8 +4,8 @@
     python -m tools.position_matrices alibi --heads 4 --length 8
 
 Rows are queries, columns are keys; "-" is not attended. A scheme with a bias by distance shows what is added to the
-scores, a matrix for each head; any other the distance by which a pair is rotated. The pictures of the same numbers are
-drawn by `pictures.py`.
+scores, a matrix for each head; any other the distance by which a pair is rotated. `pictures.py`
+draws the same numbers.
 """
 
 from __future__ import annotations

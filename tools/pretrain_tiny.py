@@ -5,7 +5,7 @@
 
 Run the same command again to resume from the last checkpoint. The learning rate warms up, stays, and falls to zero over
 the last `decay_steps`: while it stays, you may change `steps` between two starts. Some sequences carry a span twice,
-with a gap between, so that attending far back is worth something and retrieval can be measured.
+with a gap between, so that attending far back pays off and retrieval can be measured.
 """
 
 from __future__ import annotations

@@ -46,12 +46,12 @@ def by_text(path: Path) -> str:
     cells = {(row.line, row.text): row for row in rows}
     texts, lines = (list(dict.fromkeys(each)) for each in zip(*((row.text, row.line) for row in rows), strict=True))
     head = ["scheme", *(f"{Path(text or '').stem} ({cells['cut', text].windows})" for text in texts)]
-    head += [*["beside the cut"] * (len(texts) > 1), *["the other tokens"] * (rows[0].others_nll is not None)]
+    head += [*["minus the cut"] * (len(texts) > 1), *["the other tokens"] * (rows[0].others_nll is not None)]
     table = [head, ["---"] * len(head)]
     for line in lines:
         pairs = {text: (cells[line, text], cells["cut", text]) for text in texts if (line, text) in cells}
         apart = {text: paired_difference(*pair) for text, pair in pairs.items()}
-        shown = [f"{pairs[text][0].nll:.3f}{_beside(*apart[text])}" if text in pairs else "" for text in texts]
+        shown = [f"{pairs[text][0].nll:.3f}{_minus(*apart[text])}" if text in pairs else "" for text in texts]
         if len(texts) > 1:
             mean, error = (f([one for one, _ in apart.values()]) for f in (statistics.fmean, standard_error))
             shown.append(f"{mean:+.2f} ± {error:.2f}" if len(pairs) == len(texts) and line != "cut" else "")
@@ -71,12 +71,12 @@ def finetuned(path: Path) -> str:
         cut, near = of_weights.pop("cut"), of_weights.pop("near")
         trained = "as fetched" if len(of_weights) > 1 else "trained"
         for line, row in of_weights.items():
-            under = f"{display_name(line)}: {row.nll:.3f}{_beside(*paired_difference(row, cut))}"
-            lines.append([trained, f"{cut.nll:.3f}", f"{near.nll:.3f}{_beside(*paired_difference(near, cut))}", under])
+            under = f"{display_name(line)}: {row.nll:.3f}{_minus(*paired_difference(row, cut))}"
+            lines.append([trained, f"{cut.nll:.3f}", f"{near.nll:.3f}{_minus(*paired_difference(near, cut))}", under])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _beside(difference: float, error: float | None) -> str:
+def _minus(difference: float, error: float | None) -> str:
     if not difference:
         return ""
     return f" ({difference:+.2f}{'' if error is None else f' ± {error:.2f}'})"

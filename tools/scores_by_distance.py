@@ -4,7 +4,7 @@
     rope-patch plot scores_by_distance --layer 5 --scheme yarn:factor=4
 
 A rotation turns each pair of dimensions by itself, so its share of the mean score at a distance is known for any
-frequencies from one forward pass. The picture of the same numbers is drawn by `pictures.py`.
+frequencies from one forward pass. `pictures.py` draws the same numbers.
 """
 
 from __future__ import annotations

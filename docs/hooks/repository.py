@@ -42,6 +42,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Let pages open without a server: there the theme reads a search index from a script, and stops if it is missing.
+
+    It is empty, because no browser starts the theme's search from a folder.
+    """
+    folder = Path(config.site_dir) / "search"
+    folder.mkdir(exist_ok=True)
+    (folder / "search_index.js").write_text('var __index = {"config": {}, "docs": []}\n')
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let every link lead to a page of the site, or say which file is meant."""
     uri = page.file.src_uri

@@ -52,7 +52,7 @@ def _listed(pattern: str, metavar: str, kinds: str, several: bool = True) -> Any
     def read(words: list[str]) -> Any:
         listed = [word for part in words for word in part.split(",")]
         if not all(re.fullmatch(pattern, word) for word in listed):
-            raise ValueError(f"{' '.join(words)!r} is no list of {kinds}")
+            raise ValueError(f"{' '.join(words)!r} is not a list of {kinds}")
         # a multiple is an integer as soon as `run` has asked the checkpoint
         numbers = tuple(Multiple(word[:-1]) if word.endswith("x") else int(word) for word in listed)
         return numbers if several else numbers[0]
@@ -245,7 +245,7 @@ def _ending(action: Callable[[], object]) -> int:
         return 2
     except KeyboardInterrupt:
         typed = ["rope-patch", *sys.argv[1:]] if Path(sys.argv[0]).name == "rope-patch" else sys.orig_argv
-        say(f"interrupted; what was written is kept; to go on: {shlex.join(typed)}")
+        say(f"interrupted; the results so far are saved; to resume: {shlex.join(typed)}")
         return INTERRUPTED
     return 0
 
@@ -262,9 +262,9 @@ def _read(path: Path, flags: dict[str, tuple[str, ...]]) -> dict[str, list[str]]
     try:
         settings = yaml.safe_load(path.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise EvaluationError(f"{path} is no YAML: {error}") from error
+        raise EvaluationError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(settings, dict):
-        raise EvaluationError(f"{path}: a mapping of options is wanted, not {settings!r:.80}")
+        raise EvaluationError(f"{path}: a mapping of options is expected, not {settings!r:.80}")
     words = {}
     for name, value in settings.items():
         if name not in flags:

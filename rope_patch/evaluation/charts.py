@@ -54,6 +54,7 @@ def sheet(title: str, caption: str, height: float, rows: int = 1, columns: int =
     figure.supxlabel("\n".join(lines), x=0.01, ha="left", size=SIZE, color=FAINT)
     for chart in axes.flat:
         tidy(chart)
+        chart.set_prop_cycle(color=COLOURS)
     return figure, *axes.flat
 
 

@@ -39,7 +39,7 @@ def kind_of_checkpoint(path: Any, **location: Any) -> Kind:
     """
     if not isinstance(path, (str, os.PathLike)):
         kind = "None" if path is None else f"a {type(path).__name__}"
-        raise NoCheckpoint(f"{kind} is no checkpoint; pass the path of a folder or of a GGUF file, or a Hub ID")
+        raise NoCheckpoint(f"{kind} is not a checkpoint; pass the path of a folder or of a GGUF file, or a Hub ID")
     name = os.fspath(path)
     folder = Path(name, location.get("subfolder") or "")
     if name and folder.is_dir():
@@ -55,7 +55,7 @@ def kind_of_checkpoint(path: Any, **location: Any) -> Kind:
     if name and folder.exists():
         if is_gguf(name):
             return "gguf"
-        raise NoCheckpoint(f"{name!r} is no checkpoint: it is neither a folder nor a GGUF file")
+        raise NoCheckpoint(f"{name!r} is not a checkpoint: it is neither a folder nor a GGUF file")
     parent, _, last = name.rpartition("/")
     if not last or "/" in parent or "\\" in name or name.startswith(("/", ".", "~")):
         raise NoCheckpoint(f"there is no checkpoint {name!r}: no folder or file has this name")
@@ -82,7 +82,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             "it first (PEFT's merge_and_unload, then save_pretrained) and export the merged folder"
         )
     if kind != "model":
-        raise NoCheckpoint(f"{str(folder)!r} is no folder; download a checkpoint from the Hub first (hf download ID)")
+        raise NoCheckpoint(f"{str(folder)!r} is not a folder; download it from the Hub first (hf download ID)")
     return read_json(Path(folder, CONFIG_NAME))
 
 

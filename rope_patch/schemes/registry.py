@@ -160,7 +160,7 @@ def _from_dict(data: Any) -> Scheme:
     if data["name"] == Compose.name:
         parts = fields.get("schemes")
         if not isinstance(parts, (list, tuple)) or len(fields) > 1:
-            raise InvalidField(f"{data!r} is no composition: its name and a list of 'schemes' are expected")
+            raise InvalidField(f"{data!r} is not a composition: its name and a list of 'schemes' are expected")
         return Compose(*map(_from_dict, parts))
     return _build(data["name"], fields)
 

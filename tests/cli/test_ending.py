@@ -30,7 +30,7 @@ def test_an_interruption_tells_how_to_go_on(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/rope-patch", "sweep", "--target", "4 x"])
     assert ends(KeyboardInterrupt()) == INTERRUPTED
     said = capsys.readouterr().err
-    assert said == "rope-patch: interrupted; what was written is kept; to go on: rope-patch sweep --target '4 x'\n"
+    assert said == "rope-patch: interrupted; the results so far are saved; to resume: rope-patch sweep --target '4 x'\n"
 
 
 def test_only_the_main_process_speaks(capsys, monkeypatch):

@@ -145,7 +145,7 @@ def test_folders_that_are_no_checkpoint(words, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     for name, message in {
         "empty": "the folder has no config.json",
-        "file": "is no checkpoint: it is neither a folder nor a GGUF file",
+        "file": "is not a checkpoint: it is neither a folder nor a GGUF file",
         "broken": "cannot be loaded",
         "headless": "cannot be loaded",
     }.items():

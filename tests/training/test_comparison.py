@@ -214,7 +214,7 @@ def test_going_on_after_a_kill_ends_where_an_uninterrupted_run_does(compare, set
         return step(self, *arguments, **named)
 
     monkeypatch.setattr(SafeTrainer, "training_step", killed)
-    assert "to go on" in compare()
+    assert "to resume" in compare()
     monkeypatch.setattr(SafeTrainer, "training_step", watched)
     assert measured(compare()) == measured(whole)
     assert taken == [2, 0, 1, 2]
