@@ -101,8 +101,8 @@ def sheet(height: float, about: str, page: Page) -> Figure:
     """An empty figure with what it is about above, and a margin."""
     from rope_patch.evaluation.charts import blank
 
-    figure = blank(6.4, height, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    figure = blank(6.4, height)
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
     figure.set_facecolor(page.back)
     figure.suptitle(about, x=0.02, ha="left", size=SIZE, color=page.ink)
     return figure
