@@ -128,6 +128,11 @@ def context_parallel(model: nn.Module, group: Any = None, backend: Backend = "ga
         raise EvaluationError(f"backend={backend!r}: {did_you_mean(str(backend), get_args(Backend))}")
     if not distributed.is_available() or not distributed.is_initialized():
         raise EvaluationError("context parallelism needs torch.distributed.init_process_group first")
+    for module in model.modules():
+        if getattr(prompt := getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+            raise UnsupportedModel(
+                f"processes cannot share a row: {type(prompt).__name__} puts its tokens before the part of each process"
+            )
     with ExitStack() as mounted:
         is_patched = bool(find_handles(model))
         parts = list(_parts(model, mounted))

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from accelerate.utils import recursively_apply
+from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from rope_patch.errors import EvaluationError
 from rope_patch.mounting.shared_row import Backend
 from rope_patch.sharing import ContextParallel, context_parallel, mesh_of, shard
 
@@ -23,20 +25,25 @@ __all__ = ["ContextParallel", "ContextParallelTrainer", "context_parallel", "mes
 
 class ContextParallelTrainer(Trainer):
     """`transformers.Trainer` in which every `sharing` consecutive processes share each row: they read the same rows,
-    and each computes its part. Loss and weights are those of one process.
+    and each computes its part. Loss, weights and what is evaluated are those of one process.
 
     Args:
-        arguments, others: as for `Trainer`.
+        arguments, others: as for `Trainer`; a `compute_loss_func` receives its part of labels that are shifted already.
         sharing: number of processes; that of all processes is a multiple.
         backend: see `context_parallel`.
 
     Raises:
-        EvaluationError: the number of all processes is no multiple.
+        EvaluationError: the number of all processes is no multiple, or labels are smoothed, which shifts them again.
     """
 
     def __init__(self, *arguments: Any, sharing: int = 1, backend: Backend = "gather", **others: Any) -> None:
         self._sharing, self._backend = sharing, backend
         super().__init__(*arguments, **others)
+        if sharing > 1 and self.args.label_smoothing_factor:
+            raise EvaluationError(
+                f"label_smoothing_factor={self.args.label_smoothing_factor} is not allowed with rows that processes "
+                "share; use 0, or a compute_loss_func"
+            )
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:
@@ -55,6 +62,38 @@ class ContextParallelTrainer(Trainer):
             return super()._get_dataloader(*arguments, **others)
         finally:
             state.device_mesh = before
+
+    @property
+    def gather_function(self) -> Callable[..., Any]:
+        """What collects an evaluation from all processes; each row once, though all that share it have it."""
+        return self._gather_function if self._sharing == 1 else self._rows_once
+
+    @gather_function.setter
+    def gather_function(self, function: Callable[..., Any]) -> None:
+        self._gather_function = function
+
+    def _rows_once(self, data: Any) -> Any:
+        ending, groups = self.accelerator.gradient_state, self.accelerator.num_processes // self._sharing
+        last = ending.remainder if ending.end_of_dataloader and ending.remainder > 0 else None
+
+        def once(rows: torch.Tensor) -> torch.Tensor:
+            return rows.unflatten(0, (groups, self._sharing, -1))[:, 0].flatten(0, 1)[:last]
+
+        return recursively_apply(once, self.accelerator.gather(data))
+
+    def prediction_step(self, *arguments: Any, **others: Any) -> tuple[torch.Tensor | None, Any, Any]:
+        """As that of `Trainer`: the loss of whole rows, their logits `(batch, length, vocabulary)` and their labels.
+
+        Args:
+            arguments, others: as for `Trainer.prediction_step`.
+        """
+        loss, logits, labels = super().prediction_step(*arguments, **others)
+        if self._sharing > 1 and loss is not None:
+            parallel = ContextParallel(self._mesh.get_group("cp"))
+            distributed.all_reduce(loss, group=parallel.group)
+            loss /= self._sharing
+            logits = logits if logits is None else recursively_apply(parallel.gather, logits)
+        return loss, logits, labels
 
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Any]

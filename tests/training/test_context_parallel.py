@@ -329,6 +329,9 @@ def refusals():
         context_parallel(patched("shaw"), backend="ulysses"),
     ):
         pass
+    prompted = peft.get_peft_model(copy.deepcopy(model), peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(UnsupportedModel, match="PromptTuningConfig puts its tokens"), context_parallel(prompted):
+        pass
     with pytest.raises(EvaluationError, match="a row of 1 tokens"):
         shard(torch.zeros(1, 1))
     rank, ids = distributed.get_rank(), batch("plain")[0]

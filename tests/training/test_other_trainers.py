@@ -1,4 +1,4 @@
-"""Trainers of others on two gloo processes: TRL's in shared rows, and weights that accelerate's config shards."""
+"""Trainers on gloo processes: in shared rows, TRL's and evaluations; weights that accelerate's config shards."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch import distributed
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 import rope_patch
+from rope_patch.errors import EvaluationError
 from rope_patch.saving.loading import default_checkpoint
 from rope_patch.training.context_parallel import ContextParallelTrainer
 from tests.families import VOCABULARY, build
-from tests.processes import run_one, run_two, shard_on_cpu
+from tests.processes import run_many, run_one, run_two, shard_on_cpu
 
 trl = pytest.importorskip("trl")
 
@@ -83,3 +84,36 @@ def test_they_train_what_one_process_trains(tmp_path):
             torch.testing.assert_close(
                 found[name], value, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
             )
+
+
+def evaluate(rank, folder, number, rows):
+    """Predict five rows, `rows` at a time on every two processes, and keep what the first process has."""
+    warnings.simplefilter("ignore")
+    rope_patch.patch(model := build("llama"), SPEC)
+    ids = [*IDS, [7] * 45]
+    given = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    arguments = TrainingArguments(**settings(folder, 4), per_device_eval_batch_size=rows)
+    found = ContextParallelTrainer(model, arguments, sharing=min(2, number)).predict(given)
+    if rank == 0:
+        kept = {"logits": found.predictions, "labels": found.label_ids, "loss": found.metrics["test_loss"]}
+        save_file({name: torch.as_tensor(value) for name, value in kept.items()}, folder / f"{number}.safetensors")
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+@pytest.mark.nightly
+def test_shared_rows_are_evaluated_once_and_whole(tmp_path):
+    assert run_one(evaluate, 0, tmp_path, 1, 2) == 0
+    assert run_two(evaluate, tmp_path, 2, 2) == [0, 0]
+    assert run_many(4, evaluate, tmp_path, 4, 1) == [0] * 4
+    alone, two, four = (load_file(tmp_path / f"{number}.safetensors") for number in (1, 2, 4))
+    del four["loss"]  # the two groups also read a first row beside the last one
+    for found in (two, four):
+        expected = {name: alone[name] for name in found}
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_smoothed_labels_are_refused_in_shared_rows(tmp_path):
+    arguments = TrainingArguments(**settings(tmp_path, 4), label_smoothing_factor=0.1)
+    with pytest.raises(EvaluationError, match=r"label_smoothing_factor=0\.1 is not allowed"):
+        ContextParallelTrainer(build("llama"), arguments, sharing=2)
