@@ -19,18 +19,18 @@ VERDICTS = ("right", "table", "refused", "not built", "WRONG", "FOREIGN")
 
 _HEAD = """# Families
 
-What becomes of every model type of Transformers {version} whose config has a vocabulary: decoders, encoders, both, and
-the text of models of images and sounds. `make zoo` builds a tiny random model of each, checks it and writes this page.
-Models within the contract suite are marked; T5 and tables of positions also have suites of their own (`tests/models`).
+How this library treats every model type of Transformers {version} with a vocabulary: decoders, encoders, both, and the text
+part of image and audio models. `make zoo` builds a tiny random model of each type, checks it and writes this page. T5 and
+models with a table of positions also have suites of their own (`tests/models`).
 
-- **right**: every scheme that is not refused agrees with its truth.
+- **right**: every scheme that is not refused gives the expected result.
 - **table**: it adds a table of learned positions (as BERT, GPT-2 and OPT do) and runs under `hierarchical`
   ([tables of positions](absolute.md)).
 - **refused**: the error names the reason, and the model stays as it was.
-- **not built**: no tiny random model came out of its config.
-- **WRONG** and **FOREIGN**: a figure differs from its truth, or an error is not one of this library. There are none.
+- **not built**: its config does not give a tiny random model.
+- **WRONG** and **FOREIGN**: a result is not the expected one, or an error comes from another library. There are none.
 
-| check | truth |
+| check | expected result |
 |---|---|
 | `native` | the checkpoint's own scheme, scored late: the plain model |
 | `beyond` | `rerope` with a window beyond the text: the plain model |
@@ -41,8 +41,8 @@ Models within the contract suite are marked; T5 and tables of positions also hav
 | `pads` | three rows with left pads: each row alone |
 | `unpatch` | tensors, attributes, hooks, configs and outputs, bit for bit |
 
-Differences are in standard deviations of the outputs; up to {tolerance:g} is right, and a scheme must change outputs by
-five times as much, or the check is blind. A check that the plain model fails itself is left out.
+Differences are in standard deviations of the outputs; up to {tolerance:g} counts as right. A scheme must change outputs by five
+times as much, or the check proves nothing. Checks that the plain model itself fails are left out.
 
 {counts}
 
