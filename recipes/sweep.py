@@ -65,6 +65,7 @@ def main(options: Options) -> None:
     from rope_patch.evaluation.run import run as run_task
     from rope_patch.evaluation.tables import shortfalls
     from rope_patch.evaluation.tasks.perplexity import Perplexity
+    from rope_patch.evaluation.verdict import Verdict
     from rope_patch.models.config import training_length
     from rope_patch.saving.loading import (
         default_checkpoint,
@@ -145,15 +146,18 @@ def main(options: Options) -> None:
         if stopped:
             break
 
-    # the best line, on the half that did not choose it, compared with what one has for nothing
-    stopped = stopped or "the plan was carried out to its end"
+    # the best line, on the half that did not choose it, compared with what costs nothing
+    untried = stopped or "the model refuses every scheme of the sweep, or the server has none"
+    stopped = stopped or "every round was completed"
     ranked = rank({line: rows[line] for line in tried})
     best = ranked[0] if ranked else None
     if best:
         confirmation[best] = confirmed(schemes=[best])
     if not is_main():
         return
-    verdict, difference, error = recommend(confirmation, best)
+    verdict, difference, error = Verdict("nothing", f"Nothing was tried: {untried}.", advice(options)), None, None
+    if best:
+        verdict, difference, error = recommend(confirmation, best)
     by_target = sorted(rows, key=lambda line: math.inf if math.isnan(rows[line][-1].nll) else rows[line][-1].nll)
     if options.json:
         outcome = {"best": best, "recommended": best if verdict.kind == "better" else None, "verdict": verdict.kind}
@@ -299,18 +303,21 @@ def timed(measure: Any) -> tuple[float, Any]:
     return time.monotonic() - began, rows
 
 
-def recommend(confirmation: Mapping[str, Sequence[Any]], best: str | None) -> tuple[Any, float | None, float | None]:
+def advice(options: Options) -> str:
+    """The command to run next if nothing was tried: with twice the time, or to see what would be tried."""
+    more = f"--budget-minutes {2 * options.budget_minutes:g}" if options.budget_minutes else "--dry-run"
+    return f"sweep --target {options.target} {more}"
+
+
+def recommend(confirmation: Mapping[str, Sequence[Any]], best: str) -> tuple[Any, float, float | None]:
     """The verdict on the best line, its difference at the target from what is free, and the error of that.
 
     Args:
         confirmation: rows at L and at the target of text that did not choose: of the references and of the best line.
     """
     from rope_patch.evaluation.standard_errors import paired_difference
-    from rope_patch.evaluation.verdict import Verdict, of_losses, reference_of
+    from rope_patch.evaluation.verdict import of_losses, reference_of
 
-    if best is None:
-        reasons = "the model refuses every scheme of the sweep, the server has none, or the budget allows none"
-        return Verdict("nothing", f"Nothing was tried: {reasons}.", "list"), None, None
     rows = [row for line in confirmation for row in confirmation[line]]
     verdict, at_l, at_target = of_losses(rows), confirmation[best][0], confirmation[best][-1]
     difference, error = paired_difference(at_target, reference_of(rows, at_target.length))

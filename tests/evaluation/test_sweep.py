@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -11,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rope_patch.cli import report
 from rope_patch.cli.options import parse
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.row import Rows
@@ -223,7 +225,7 @@ def test_a_sweep_measures_references_and_rounds_and_recommends_the_best(whole):
     assert others[found["best"]] <= min(others.values()) + recipe.TIE
     assert {row["length"] for row in found["rows"]} == {16, 32, 64}
     assert {row["targets"] for row in found["rows"]} == {8}
-    assert found["stopped"] == "the plan was carried out to its end"
+    assert found["stopped"] == "every round was completed"
     assert (output / "sweep.png").stat().st_size > 20_000
     assert said.count("rope-patch: round") == 4
     assert {row["texts"] for row in found["rows"]}.isdisjoint(row["texts"] for row in found["confirmation"])
@@ -254,7 +256,16 @@ def test_a_budget_of_measurements_ends_the_sweep_and_earlier_rows_cost_nothing(s
 def test_a_budget_of_no_minutes_measures_the_references_alone(swept):
     found, _ = swept("--budget-minutes", "0")
     assert {row["line"] for row in found["rows"]} == set(REFERENCES)
-    assert (found["best"], found["verdict"]) == (None, "nothing")
+    assert (found["best"], found["verdict"], found["difference"]) == (None, "nothing", None)
+    assert found["sentence"] == "Nothing was tried: the budget of 0 minutes was used up in round 1 of 4."
+
+
+def test_the_next_command_after_nothing_was_tried_can_be_run():
+    for budget, more in ({"budget_minutes": 4.0}, ["--budget-minutes", "8"]), ({}, ["--dry-run"]):
+        options = recipe.Options(target="4x", model="model", **budget)
+        _, command, *words = shlex.split(report.spelled(recipe.advice(options), options))
+        assert (command, words) == ("sweep", ["--target", "4x", *more, "--model", "model"])
+        assert parse(recipe.Options, words).model == "model"
 
 
 def test_what_the_model_refuses_is_listed_and_not_fatal(swept, monkeypatch):
@@ -393,11 +404,6 @@ def test_what_is_better_beyond_noise_is_recommended_with_its_price():
         f"cut at L (2.080) (error {error:.3f} over 12 documents). It costs 0.001 at 256 tokens."
     )
     assert difference == pytest.approx(-0.18)
-
-
-def test_nothing_was_tried_without_a_best_line():
-    verdict, difference, error = recipe.recommend(outcome({"plain": (2.1, 5.0), "window": (2.1, 2.0)}), None)
-    assert (verdict.kind, difference, error) == ("nothing", None, None)
 
 
 def test_among_equals_the_line_that_is_better_over_all_lengths_comes_first():
