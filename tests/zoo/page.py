@@ -19,9 +19,9 @@ VERDICTS = ("right", "table", "refused", "not built", "WRONG", "FOREIGN")
 
 _HEAD = """# Families
 
-How this library treats every model type of Transformers {version} with a vocabulary: decoders, encoders, both, and the text
-part of image and audio models. `make zoo` builds a tiny random model of each type, checks it and writes this page. T5 and
-models with a table of positions also have suites of their own (`tests/models`).
+How this library treats every model type of Transformers {version} with a vocabulary: decoders, encoders, both, and the
+text part of image and audio models. `make zoo` builds a tiny random model of each type, checks it and writes this
+page. T5 and models with a table of positions also have suites of their own (`tests/models`).
 
 - **right**: every scheme that is not refused gives the expected result.
 - **table**: it adds a table of learned positions (as BERT, GPT-2 and OPT do) and runs under `hierarchical`
@@ -41,8 +41,8 @@ models with a table of positions also have suites of their own (`tests/models`).
 | `pads` | three rows with left pads: each row alone |
 | `unpatch` | tensors, attributes, hooks, configs and outputs, bit for bit |
 
-Differences are in standard deviations of the outputs; up to {tolerance:g} counts as right. A scheme must change outputs by five
-times as much, or the check proves nothing. Checks that the plain model itself fails are left out.
+Differences are in standard deviations of the outputs; up to {tolerance:g} counts as right. A scheme must change outputs
+by five times as much, or the check proves nothing. Checks that the plain model itself fails are left out.
 
 {counts}
 
