@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rope_patch import CachedKeys, patch
+from rope_patch.models.arguments import cache_in
 from tests.definition import Definition, defined_logits
 from tests.families import build
 from tests.runs import assert_close, positions_of
@@ -57,7 +58,7 @@ def snap(model, keep, observed=8, kernel=5):
     kept = {}
 
     def press(module, args, given, output):
-        layer, states = given["past_key_values"].layers[module.layer_idx], given["hidden_states"][:, -observed:]
+        layer, states = cache_in(given).layers[module.layer_idx], given["hidden_states"][:, -observed:]
         keys = layer.keys if not isinstance(layer.keys, CachedKeys) else layer.keys.plain()
         rows, heads, length, width = keys.shape
         queries = module.q_proj(states).view(rows, states.shape[1], -1, width).transpose(1, 2)

@@ -255,7 +255,9 @@ def _reads_tables_otherwise(module: nn.Module) -> str:
     """Why an attention module needs its tables for more than its own queries and keys; empty if it does not."""
     if getattr(module, "is_kv_shared_layer", False):
         return f"{type(module).__name__} reads the keys of another layer"
-    if getattr(module, "store_full_length_kv", False):
+    # since Transformers 5.24 a Gemma 4 stores keys for a drafting model, even if none of its own layers reads them
+    modes = getattr(module.config, "kv_sharing_modes", None) if hasattr(module, "config") else None
+    if getattr(module, "store_full_length_kv", False) and any("reuse" in (mode or "") for mode in modes or ["reuse"]):
         return "other layers read its keys"
     for inner in module.modules():
         if inner is not module and "position_embeddings" in inspect.signature(inner.forward).parameters:

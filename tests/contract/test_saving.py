@@ -84,7 +84,12 @@ def patched_last(model, spec):
 
 def by_transformers(model, spec):
     patch(model, spec)
-    model.add_adapter(lora())
+    try:
+        model.add_adapter(lora())
+    except ValueError as error:
+        if "version of PEFT" not in str(error):
+            raise
+        pytest.skip(str(error))
     return model
 
 

@@ -107,7 +107,7 @@ class Past:
     def get_seq_length(self, layer):
         return self.length
 
-    def update(self, key, value, layer, *others):
+    def update(self, key, value, layer, *others, **more):
         return key, value
 
 
