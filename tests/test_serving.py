@@ -14,6 +14,8 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -283,6 +285,8 @@ LISTED = [
     "proportional:partial_rotary_factor=0.5,factor=4",
     "yarn:factor=4,attention_factor=1.3",
     "yarn:factor=4,truncate=false",
+    f"longrope:short_factor={DOUBLES},long_factor={DOUBLES},factor=4",  # as a search finds it
+    f"longrope:short_factor={DOUBLES},long_factor={DOUBLES},factor=4,attention_factor=1.3",
 ]
 
 
@@ -305,6 +309,22 @@ def test_every_static_scheme_is_two_equal_lists(scheme, checkpoint, tmp_path):
     assert {reader.name: reader.reads for reader in serving.readers} == {serving.readers[0].name: "yes"}
 
 
+def test_lists_that_differ_have_their_temperature_in_the_words_of_vllm(checkpoint):
+    scheme = f"longrope:short_factor={ONES},long_factor={DOUBLES},factor=4,attention_factor=1.3"
+    entry = describe_serving(checkpoint, scheme).config["rope_parameters"]
+    assert (entry["attention_factor"], entry["short_mscale"], entry["long_mscale"]) == (1.3, 1.3, 1.3)
+
+
+def test_lists_are_read_by_a_model_that_prefers_the_length_beside_them(tmp_path):
+    torch.manual_seed(0)
+    config = Phi3Config(**SIZES, original_max_position_embeddings=TRAINING_LENGTH, pad_token_id=0, eos_token_id=1)
+    Phi3ForCausalLM(config).save_pretrained(tmp_path / "in")
+    export_checkpoint(tmp_path / "in", tmp_path / "out", "mrrope:factor=4")
+    with rope_patch.patch(patched := loaded(tmp_path / "in"), "mrrope:factor=4"):
+        expected = logits(patched)
+    torch.testing.assert_close(logits(loaded(tmp_path / "out")), expected, rtol=0, atol=2e-6)
+
+
 def test_layers_of_different_types_get_lists_of_their_own(tmp_path):
     torch.manual_seed(0)
     sizes = SIZES | {"max_position_embeddings": 32, "num_hidden_layers": 4, "head_dim": 16}
@@ -325,6 +345,32 @@ def test_layers_of_different_types_get_lists_of_their_own(tmp_path):
 def test_lists_are_static_frequencies_and_nothing_else(scheme, checkpoint):
     with pytest.raises(NotExpressible):
         describe_serving(checkpoint, scheme, 64, readers=["vllm"])
+
+
+@pytest.mark.parametrize("shard", ["1GB", "5KB"])
+@pytest.mark.parametrize("scheme", ["learned_rope:per_layer=false", "yarn:factor=4+learned_rope:per_layer=false"])
+def test_frequencies_that_all_layers_learned_are_lists(scheme, shard, checkpoint, tmp_path):
+    model = loaded(checkpoint)
+    rope_patch.patch(model, scheme)
+    with torch.no_grad():
+        model.model.rope_patch.log_speed.copy_(torch.linspace(0.3, -0.5, 8))
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "trained", max_shard_size=shard)
+    export_checkpoint(tmp_path / "trained", tmp_path / "out", length=64)
+    plain, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), "other programs refuse parameters that they do not know"
+    torch.testing.assert_close(logits(plain), expected, rtol=0, atol=2e-6)
+    assert not torch.allclose(logits(loaded(checkpoint)), expected, rtol=0, atol=1e-5)
+
+
+def test_frequencies_that_layers_learned_apart_are_refused(checkpoint, tmp_path):
+    model = loaded(checkpoint)
+    rope_patch.patch(model, "learned_rope")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.rope_patch.log_speed.add_(0.1)
+    model.save_pretrained(tmp_path / "trained")
+    with pytest.raises(NotExpressible, match=r"2 layers of .* trained frequencies of their own"):
+        describe_serving(tmp_path / "trained", length=64)
 
 
 def test_the_asked_readers_choose_the_form(checkpoint):

@@ -32,7 +32,7 @@ from rope_patch.schemes.ntk import AdjustedBase
 from rope_patch.schemes.per_layer import PerLayer
 from rope_patch.schemes.registry import scheme_class
 from rope_patch.schemes.tools.rotary import periods
-from rope_patch.typing import RotarySpec
+from rope_patch.typing import NO_WEIGHTS, RotarySpec, Weights
 
 # types with which Transformers can express a share of the pairs: both are `proportional` with a factor
 _SHARE_TYPES = ("default", "linear")
@@ -43,7 +43,9 @@ _ORIGINAL = "original_max_position_embeddings"
 STANDS_STILL = 1e12  # the factor of a pair whose frequency is 0: it turns by less than 1e-6 in a million tokens
 
 
-def export_rope_parameters(scheme: Scheme, config: Any, as_lists: int | None = None) -> dict[str, Any]:
+def export_rope_parameters(
+    scheme: Scheme, config: Any, as_lists: int | None = None, weights: Weights = NO_WEIGHTS
+) -> dict[str, Any]:
     """The `rope_parameters` with which plain Transformers, and other readers of its configs, compute this scheme.
 
     Args:
@@ -52,6 +54,7 @@ def export_rope_parameters(scheme: Scheme, config: Any, as_lists: int | None = N
             of layers with a window within the training length stay.
         as_lists: the longest context in tokens; the frequencies are then written as `equal_lists` instead of as the
             scheme's own type.
+        weights: what all layers have learned, if the scheme learns frequencies; these can be lists alone.
 
     Returns:
         a dict for `config.rope_parameters`.
@@ -85,7 +88,7 @@ def export_rope_parameters(scheme: Scheme, config: Any, as_lists: int | None = N
             if is_share:
                 spec = dataclasses.replace(spec, rotating_pairs=int(share * dim // 2))
                 unscaled["partial_rotary_factor"] = 1.0
-            parameters = equal_lists(chosen, scheme_of_layer_type(config, layer_type), spec, as_lists)
+            parameters = equal_lists(chosen, scheme_of_layer_type(config, layer_type), spec, as_lists, weights)
         else:
             parameters = chosen.rope_parameters(spec)
         if "factor" in parameters:
@@ -119,32 +122,36 @@ def export_rope_parameters(scheme: Scheme, config: Any, as_lists: int | None = N
             exported = parameters
         else:
             exported[layer_type] = parameters
-    _check_accepted(scheme, exported, config)
+    _check_accepted(scheme, exported, config, None if as_lists is None else exported.get(_ORIGINAL))
     return exported
 
 
-def equal_lists(scheme: Scheme, native: Scheme | None, rotary: RotarySpec, length: int) -> dict[str, Any]:
+def equal_lists(
+    scheme: Scheme, native: Scheme | None, rotary: RotarySpec, length: int, weights: Weights = NO_WEIGHTS
+) -> dict[str, Any]:
     """Static frequencies as an entry of the type `longrope` whose lists for short and long texts are the same.
 
-    Readers divide the checkpoint's frequencies by the lists. They agree on those, but not on the temperature a:
-    Transformers reads `attention_factor`, vLLM and SGLang `short_mscale` and `long_mscale`, and others compute
-    sqrt(1 + ln(M/o) / ln o) from M = `length` and o = `original_max_position_embeddings`. So o is M^(1/a^2), rounded,
-    and not L; equal lists need no L.
+    Readers divide the checkpoint's frequencies by the lists. They agree on those, but not on the temperature a: some
+    read it, others compute sqrt(1 + ln(M/o) / ln o) from M = `length` and o = `original_max_position_embeddings`. So o
+    is M^(1/a^2), rounded, and not L; equal lists need no L.
 
     Args:
         scheme: of one entry, resolved.
         native: the entry's own scheme, whose frequencies are refined by one that only refines.
         rotary: of the checkpoint.
         length: the longest context in tokens.
+        weights: as in `export_rope_parameters`.
 
     Raises:
-        NotExpressible: its frequencies follow the length, were learned or decay, or it fills other slots.
+        NotExpressible: its frequencies follow the length, decay or are learned without weights, or it fills other
+            slots.
     """
     if scheme.refines and native is not None:
         scheme = Compose(native, scheme)
-    if scheme.slots != {"frequencies"} or scheme.length_dependent or scheme.learned_frequencies or scheme.decays:
+    untrained = scheme.learned_frequencies and not weights
+    if scheme.slots != {"frequencies"} or scheme.length_dependent or untrained or scheme.decays:
         raise NotExpressible(f"{scheme}: lists of factors are static frequencies, and nothing else")
-    frequencies = scheme.frequencies_on(rotary)
+    frequencies = scheme.frequencies_on(rotary, weights=weights)
     period, inv_freq = periods(rotary.dim, rotary.base), frequencies.inv_freq
     factors = 1 / (inv_freq.double() * period.double())
     factors = torch.where(inv_freq == 1 / period, 1.0, factors).clamp(max=STANDS_STILL)
@@ -156,8 +163,6 @@ def equal_lists(scheme: Scheme, native: Scheme | None, rotary: RotarySpec, lengt
         "long_factor": factors.tolist(),
         "factor": length / original,
         "attention_factor": temperature,
-        "short_mscale": temperature,
-        "long_mscale": temperature,
         "original_max_position_embeddings": original,
     }
 
@@ -281,11 +286,15 @@ def _has_window(layer_type: str | None, config: Any) -> bool:
     return within.pop()
 
 
-def _check_accepted(scheme: Scheme, exported: dict[str, Any], config: Any) -> None:
-    """Check that the config class reads the parameters unchanged; some refuse or convert types of Transformers."""
+def _check_accepted(scheme: Scheme, exported: dict[str, Any], config: Any, beside: int | None) -> None:
+    """Check that the config class reads the parameters unchanged; some refuse or convert types of Transformers. Phi-3
+    prefers an L `beside` them to their own.
+    """
     family = type(config).__name__
     length = stated_length(scheme, exported, config) or config.max_position_embeddings
     written = {**config.to_dict(), "rope_parameters": copy.deepcopy(exported), "max_position_embeddings": length}
+    if beside is not None:
+        written[_ORIGINAL] = beside
     try:
         read = type(config).from_dict(written).rope_parameters
     except Exception as error:  # every config class has errors of its own

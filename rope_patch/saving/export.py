@@ -27,14 +27,17 @@ from rope_patch.saving.readers import (
     Reader,
     Support,
     check_own_code,
+    has_equal_lists,
     parameters_for,
     readers_called,
     servers_of,
     supported,
 )
 from rope_patch.saving.resuming import PER_REQUEST
+from rope_patch.saving.trained import copy_without_learned, trained_weights
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import get_scheme, scheme_from_dict
+from rope_patch.typing import NO_WEIGHTS, Weights
 
 _POSITIONAL = (RECORD, "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 """Keys of config.json that are rewritten or omitted."""
@@ -117,9 +120,11 @@ def describe_serving(
     extended = extended_length(chosen, text)
     if by_factor:
         extended = max(by_factor) * trained
+    served = length or extended or trained
+    weights = trained_weights(folder, chosen) if record and chosen.learned_frequencies else NO_WEIGHTS
     try:
         parameters = _parameters(
-            chosen, spelled, text, chosen_readers if readers else (), architectures, length or extended or trained
+            chosen, spelled, text, chosen_readers if readers else (), architectures, served, weights
         )
     except NotExpressible:
         if not by_factor:
@@ -154,8 +159,9 @@ def export_checkpoint(
 ) -> Serving:
     """Write a copy of a checkpoint folder whose config contains the scheme. Readers do not need `rope_patch`.
 
-    Weights, tokenizer and all other files at the top of the folder are copied unchanged, except a trainer's files.
-    Subfolders are not copied, except `additional_chat_templates`. The folder appears atomically, complete.
+    Weights, tokenizer and all other files at the top of the folder are copied unchanged, except a trainer's files, and
+    without what a scheme learned: frequencies that all layers share become lists in the config. Subfolders are not
+    copied, except `additional_chat_templates`. The folder appears atomically, complete.
 
     Args:
         checkpoint, scheme, length, readers, by_factor: see `describe_serving`.
@@ -178,6 +184,8 @@ def export_checkpoint(
         for file in _files(folder):
             copied = unfinished / file.relative_to(folder)
             copied.parent.mkdir(exist_ok=True)
+            if RECORD not in serving.config and copy_without_learned(file, copied):
+                continue
             if link:
                 os.link(file.resolve(), copied)  # resolved, because the Hub's cache contains symbolic links
             else:
@@ -215,10 +223,16 @@ def extended_length(scheme: Scheme, config: Any) -> int | None:
 
 
 def _parameters(
-    scheme: Scheme, spelled: str, config: Any, readers: Iterable[Reader], architectures: Any, length: int
+    scheme: Scheme,
+    spelled: str,
+    config: Any,
+    readers: Iterable[Reader],
+    architectures: Any,
+    length: int,
+    weights: Weights,
 ) -> dict[str, Any]:
     try:
-        parameters = parameters_for(readers, scheme, config, architectures, length)
+        parameters = parameters_for(readers, scheme, config, architectures, length, weights)
     except NotExpressible as error:
         raise NotExpressible(
             f"{spelled} cannot be written into a config: {error}. {servers_of(scheme, spelled)}; a config holds "
@@ -241,7 +255,7 @@ def _length(spelled: str, parameters: dict[str, Any], extended: int | None, requ
     if requested is None and extended is None:
         raise NotExpressible(f"{spelled} does not define a context length; set a length in tokens")
     entry = entry_of(parameters)
-    grows = entry["rope_type"] == "longrope" and entry["short_factor"] != entry["long_factor"]
+    grows = entry["rope_type"] == "longrope" and not has_equal_lists(parameters)
     if requested not in (None, extended) and (grows or entry["rope_type"] == "yarn"):
         raise NotExpressible(
             f"length={requested} with {spelled}: some readers compute the factor as length / L, so the length must be "

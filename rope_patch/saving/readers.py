@@ -13,6 +13,7 @@ from typing import Any
 from rope_patch.errors import InvalidField, NotExpressible, did_you_mean
 from rope_patch.models.rope_parameters import entry_of, export_rope_parameters
 from rope_patch.schemes.base import Scheme
+from rope_patch.typing import NO_WEIGHTS, Weights
 
 NEED_L = ("yarn", "llama3", "longrope")  # types that need L, `original_max_position_embeddings`
 
@@ -185,11 +186,17 @@ def form_of(parameters: dict[str, Any], architectures: Any) -> str:
         return "yarn without rounding"
     if kind == "llama3" and not _is_llama(architectures):
         return "llama3 elsewhere"
-    if kind == "longrope" and parameters["short_factor"] == parameters["long_factor"]:
+    if has_equal_lists(parameters):
         factor, trained = parameters.get("factor") or 1.0, parameters.get("original_max_position_embeddings") or 2
         follows = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(trained))
         return LISTS[abs(parameters.get("attention_factor", follows) / follows - 1) > 2e-3]
     return kind
+
+
+def has_equal_lists(parameters: dict[str, Any]) -> bool:
+    """Whether `rope_parameters` are lists of factors that are the same for short and long texts."""
+    entry = entry_of(parameters)
+    return bool(entry["rope_type"] == "longrope" and entry["short_factor"] == entry["long_factor"])
 
 
 def _is_llama(architectures: Any) -> bool:
@@ -223,15 +230,22 @@ def supported(
 
 
 def parameters_for(
-    readers: Iterable[Reader], scheme: Scheme, config: Any, architectures: Any, length: int
+    readers: Iterable[Reader],
+    scheme: Scheme,
+    config: Any,
+    architectures: Any,
+    length: int,
+    weights: Weights = NO_WEIGHTS,
 ) -> dict[str, Any]:
-    """The `rope_parameters` of a scheme that most of the readers compute: its own type, or `equal_lists`.
+    """The `rope_parameters` of a scheme that most of the readers compute: its own type, or `equal_lists`. Lists have
+    their temperature in all the words for it.
 
     Args:
         readers: default all programs, of whom Transformers decides.
         config: of the unpatched checkpoint; it stays unchanged.
         architectures: of the config.
         length: the context to serve, in tokens.
+        weights: as in `export_rope_parameters`.
 
     Raises:
         NotExpressible: neither form expresses the scheme; the message has the reason of its own type.
@@ -239,15 +253,21 @@ def parameters_for(
     forms, reasons = [], []
     for as_lists in (None, length):
         try:
-            forms.append(export_rope_parameters(scheme, config, as_lists))
+            forms.append(export_rope_parameters(scheme, config, as_lists, weights))
         except NotExpressible as error:
             reasons.append(error)
     if not forms:
         raise reasons[0]
+    if len(forms) == 2 and has_equal_lists(forms[0]):
+        del forms[0]  # the same lists with a temperature that fewer programs read
     order = ("yes", "partly", "no")
     rows = [supported(form, architectures, length, readers) for form in forms]
     worst = [sorted((order.index(row.reads) for row in each), reverse=True) for each in rows]
-    return forms[worst.index(min(worst))]
+    chosen = forms[worst.index(min(worst))]
+    for entry in [chosen] if "rope_type" in chosen else filter(None, chosen.values()):
+        if entry["rope_type"] == "longrope" and "attention_factor" in entry:  # vLLM and SGLang read the others
+            entry |= dict.fromkeys(("short_mscale", "long_mscale"), entry["attention_factor"])
+    return chosen
 
 
 def served_by(scheme: Scheme | None, config: Any) -> list[str]:

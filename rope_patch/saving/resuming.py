@@ -135,13 +135,14 @@ def load_class(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:
         model, info = cls.from_pretrained(path, output_loading_info=True, **kwargs)
     finally:
         logger.removeFilter(is_of_others)
-    others = {what: rest for what, keys in info.items() if (rest := [key for key in keys if not _is_ours(key)])}
+    others = {what: rest for what, keys in info.items() if (rest := [key for key in keys if not is_learned(key)])}
     if withheld and others:
         logger.warning("%s loaded from %s: %s", type(model).__name__, path, others)
     return cast(nn.Module, model)
 
 
-def _is_ours(key: Any) -> bool:
+def is_learned(key: Any) -> bool:
+    """Whether a name in a `state_dict` is that of a learned parameter of a scheme."""
     return f".{NAME}." in f".{key}"
 
 
@@ -156,7 +157,7 @@ def load_parameters(model: nn.Module, path: str | Path, **location: Any) -> None
         return
     handle = cast(PatchHandle, find_handle(model))
     try:
-        saved = _saved_parameters(path, **location)
+        saved = saved_parameters(path, **location)
     except (OSError, SafetensorError) as error:
         handle.remove()
         raise NotPatched(
@@ -172,7 +173,7 @@ def load_parameters(model: nn.Module, path: str | Path, **location: Any) -> None
             value.copy_(saved[key])
 
 
-def _saved_parameters(path: str | Path, **location: Any) -> dict[str, torch.Tensor]:
+def saved_parameters(path: str | Path, **location: Any) -> dict[str, torch.Tensor]:
     """The learned parameters of schemes in the files of a checkpoint, by their saved names."""
     optional = {**OPTIONAL, **location}
     files = [cached_file(path, SAFE_WEIGHTS_NAME, **optional)]
@@ -182,5 +183,5 @@ def _saved_parameters(path: str | Path, **location: Any) -> dict[str, torch.Tens
     parameters: dict[str, torch.Tensor] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
-            parameters |= {name: tensors.get_tensor(name) for name in filter(_is_ours, tensors.keys())}
+            parameters |= {name: tensors.get_tensor(name) for name in filter(is_learned, tensors.keys())}
     return parameters
