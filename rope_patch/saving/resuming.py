@@ -174,7 +174,7 @@ def load_parameters(model: nn.Module, path: str | Path, **location: Any) -> None
 
 
 def saved_parameters(path: str | Path, **location: Any) -> dict[str, torch.Tensor]:
-    """The learned parameters of schemes in the files of a checkpoint, by their saved names."""
+    """The learned parameters of schemes, of any shape, in the files of a checkpoint, by their saved names."""
     optional = {**OPTIONAL, **location}
     files = [cached_file(path, SAFE_WEIGHTS_NAME, **optional)]
     if files == [None]:
