@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, get_type_hints
 
-from rope_patch.cli.options import Amount, Count, Measured, Names, Text, is_main, print_json, run, say
+from rope_patch.cli.options import Amount, Count, Length, Measured, Names, Text, is_main, print_json, run, say
 
 CONTENDERS = 3  # how many of the best schemes go on to the next round
 SHOWN = 6  # how many schemes the chart shows beside the references; with more it cannot be read
@@ -39,7 +38,7 @@ ROUNDS = (
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    target: str  # context length to reach: tokens, or a multiple of L such as 4x
+    target: Length  # context length to reach: tokens, or a multiple of L such as 4x
     schemes: Names = ()  # try only these, such as rerope yarn
     regime: Literal["training-free", "fine-tune"] = "training-free"  # fine-tune adds schemes made to be fine-tuned
     budget_minutes: Amount = None  # time limit for everything, including the confirmation of the winner
@@ -201,20 +200,16 @@ class Candidate:
         return ":".join(filter(None, [self.scheme, spelled])) + ("+logn" if self.logn else "")
 
 
-def lengths_up_to(target: str, trained: int) -> list[int]:
+def lengths_up_to(target: int, trained: int) -> list[int]:
     """L, its doubles below the target, and the target, in tokens."""
     from rope_patch.errors import EvaluationError
 
-    multiple = re.fullmatch(r"(\d+(?:\.\d+)?)x", target)
-    length = round(float(multiple[1]) * trained) if multiple else int(target) if target.isdecimal() else 0
-    if length < 1:
-        raise EvaluationError(f"target {target!r} is not allowed; a number of tokens is, or multiples of L such as 4x")
-    if length <= trained:
-        raise EvaluationError(f"target {target} is {length} tokens; it has to be beyond L = {trained}")
+    if target <= trained:
+        raise EvaluationError(f"target={target} is not allowed; it has to be beyond L = {trained} tokens")
     lengths = [trained]
-    while 2 * lengths[-1] < length:
+    while 2 * lengths[-1] < target:
         lengths.append(2 * lengths[-1])
-    return [*lengths, length]
+    return [*lengths, target]
 
 
 def schemes_to_sweep(regime: str, only: Sequence[str]) -> list[tuple[str, Any]]:

@@ -46,13 +46,13 @@ def _hint(default: str) -> str:
     return "" if default in ("", "''", "None") else f"(default: {default})"
 
 
-def _listed(pattern: str, metavar: str, kinds: str, several: bool = True) -> Any:
+def _listed(pattern: str, metavar: str, what: str, several: bool = True) -> Any:
     """How tyro reads whole numbers, and multiples of L where the pattern allows them."""
 
     def read(words: list[str]) -> Any:
         listed = [word for part in words for word in part.split(",")]
         if not all(re.fullmatch(pattern, word) for word in listed):
-            raise ValueError(f"{' '.join(words)!r} is not a list of {kinds}")
+            raise ValueError(f"{' '.join(words)!r} is not {what}")
         # a multiple is an integer as soon as `run` has asked the checkpoint
         numbers = tuple(Multiple(word[:-1]) if word.endswith("x") else int(word) for word in listed)
         return numbers if several else numbers[0]
@@ -66,15 +66,16 @@ def _listed(pattern: str, metavar: str, kinds: str, several: bool = True) -> Any
     )
 
 
-_LENGTH = r"-?\d+|\d+(\.\d+)?x", "lengths such as 256,512,1024 or 1x,2x,4x"
+_LENGTH = r"-?\d+|\d+(\.\d+)?x"
 
-_NUMBERS = _listed(r"-?\d+", "N,N,...", "whole numbers such as 256,512,1024")
-_ONE = _listed(_LENGTH[0], "N|Nx", _LENGTH[1], several=False)
+_NUMBERS = _listed(r"-?\d+", "N,N,...", "a list of whole numbers such as 256,512,1024")
+_LENGTHS = _listed(_LENGTH, "N,Nx,...", "a list of lengths such as 256,512,1024 or 1x,2x,4x")
+_ONE = _listed(_LENGTH, "N|Nx", "a length such as 1024 or 4x", several=False)
 _arg = functools.partial(tyro.conf.arg, help_behavior_hint=_hint)
 
 # the types of options; lengths are in tokens, or in multiples of the training length, such as 4x
 Numbers = Annotated[tuple[int, ...], _NUMBERS, _arg()]  # whole numbers: `256,512` or `256 512`
-Lengths = Annotated[tuple[int, ...], _listed(_LENGTH[0], "N,Nx,...", _LENGTH[1]), _arg()]  # likewise
+Lengths = Annotated[tuple[int, ...], _LENGTHS, _arg()]  # likewise
 Length = Annotated[int, _ONE]
 OptionalLength = Annotated[int | None, _ONE, _arg()]
 Specs = Annotated[

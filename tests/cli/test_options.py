@@ -97,7 +97,7 @@ def test_what_is_wrong_is_named_in_one_line(words, named, capsys):
     [
         ("lenghts: [3]", ["'lenghts'", "did you mean 'lengths'"]),
         ("[1, 2]", ["mapping"]),
-        ("a: b: c", ["no YAML"]),
+        ("a: b: c", ["not valid YAML"]),
         ("lengths: {a: 1}", ["lengths", "{'a': 1}"]),
         ("lengths: [a]", ["--lengths", "'a'"]),
         ("lengths: [3]\ntargets: many", ["--targets", "'many'"]),

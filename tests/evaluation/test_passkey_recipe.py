@@ -116,7 +116,7 @@ def test_depths_are_a_number_or_a_list(words, depths):
 COMPLAINTS = {
     "there is no scheme 'yran'; did you mean 'yarn'": {"scheme": "yran:factor=2"},
     "lengths 64, 16: they must ascend": {"lengths": "64,16"},
-    "no list of lengths": {"lengths": "16;32"},
+    "not a list of lengths": {"lengths": "16;32"},
     "depths 'deep': how many, such as 5": {"depths": "deep"},
     "depths 0, 2: shares of the context": {"depths": "0,2"},
     "depths 0.5, 0.1: shares of the context": {"depths": "0.5,0.1"},
