@@ -62,6 +62,7 @@ VARIANTS = [
     "sinusoidal+alibi+urpe:max_distance=12",
     "dca:chunk_size=9,local_window=2+alibi",
     "self_extend:group_size=4,window=7+t5",
+    "dynamic_ntk:factor=2+dca:chunk_size=9,local_window=2",
 ]
 """Further settings of single schemes, and compositions in which something learned or a bias is involved."""
 

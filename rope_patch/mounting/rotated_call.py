@@ -96,7 +96,7 @@ class RotatedCall(Call):
             # layers may keep different keys; the forward cache keeps `past` alive, see `ForwardCall.key_positions`
             kept = id(late.past) if late.scattered and not torch.compiler.is_compiling() else None
             place = ("k", self.keys.shape[2], late.query_start, kept, slots.start, slots.stop, rows.start, rows.stop)
-        return self._rotated(self.keys[rows, :, slots], positions, key_map, place)
+        return self._rotated(self.keys[rows, :, slots], positions, key_map, place, rows)
 
     def rotates_keys(self, region: Region) -> bool:
         return self.late.state.rotates and region.key_map != self.late.anchor
@@ -142,12 +142,17 @@ class RotatedCall(Call):
         return cast(Decay, self._shared(("decay", self.late.state.tables), compute))
 
     def _rotated(
-        self, x: torch.Tensor, positions: torch.Tensor, position_map: PositionMap, place: tuple[Any, ...] | None
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        position_map: PositionMap,
+        place: tuple[Any, ...] | None,
+        rows: slice = EVERY,
     ) -> torch.Tensor:
-        """R_f(phi(positions)) x."""
+        """R_f(phi(positions)) x, of some `rows` of the batch."""
         if position_map == self.late.anchor:
             return x
-        layout, (cos, sin) = self.layout, self._tables(positions, position_map, place, x)
+        layout, (cos, sin) = self.layout, self._tables(positions, position_map, place, x, rows)
         return rotate(layout, x, cos, sin) if self._few_kernels else layout.rotate(x, cos, sin)
 
     @property
@@ -159,12 +164,18 @@ class RotatedCall(Call):
         return bool(state.regions) or (state.scheme.length_dependent and self.queries.shape[2] == 1)
 
     def _tables(
-        self, positions: torch.Tensor, position_map: PositionMap, place: tuple[Any, ...] | None, like: torch.Tensor
+        self,
+        positions: torch.Tensor,
+        position_map: PositionMap,
+        place: tuple[Any, ...] | None,
+        like: torch.Tensor,
+        rows: slice,
     ) -> Tables:
         """The tables that rotate states `like`, shared by layers under the key `place`. For regions, cos is `wide`."""
 
         def tables() -> Tables:
-            cos, sin = self._computed(self._remaining(positions, position_map), like.dtype, _has_pairs(position_map))
+            moved = self._remaining(positions, position_map)
+            cos, sin = self._computed(moved, like.dtype, _has_pairs(position_map), rows)
             return self.layout.wide(cos, like.shape[-1]) if self._few_kernels else cos, sin
 
         if place is None:
@@ -179,9 +190,12 @@ class RotatedCall(Call):
         done = anchor(positions)
         return position_map(positions) - (done[..., None] if _has_pairs(position_map) else done)
 
-    def _computed(self, moved: torch.Tensor, dtype: torch.dtype, by_pair: bool) -> Tables:
+    def _computed(self, moved: torch.Tensor, dtype: torch.dtype, by_pair: bool, rows: slice = EVERY) -> Tables:
         frequencies = self.late.frequencies(self.learned)
-        return rotation_tables(moved, frequencies.inv_freq, frequencies.attention_scaling, dtype, by_pair)
+        inv_freq, scaling = frequencies.inv_freq, frequencies.attention_scaling
+        if inv_freq.ndim == 2 and len(inv_freq) > 1:  # each row of the batch has its own
+            inv_freq, scaling = inv_freq[rows], scaling[rows] if isinstance(scaling, torch.Tensor) else scaling
+        return rotation_tables(moved, inv_freq, scaling, dtype, by_pair)
 
     def _shared(self, key: Any, compute: Callable[[], Any]) -> Any:
         """A value that layers compute once, unless their frequencies are learned."""
