@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rope_patch.cli.options import Lengths, Measured, Specs, is_main, run, say
+from rope_patch.cli.options import Lengths, Measured, Specs, Text, is_main, run, say
 from rope_patch.cli.report import report
 
 
 @dataclass(kw_only=True)
 class Options(Measured):
+    text: Text = None  # refused: the tasks bring their own texts
+    dataset: Text = None  # refused, like --text
     lengths: Lengths  # lengths to measure, ascending, each for a prompt with its longest answer
     schemes: Specs = ()  # scheme to measure, a heat map; target=auto takes each length in turn
     references: bool = True  # include the heat maps of plain and window

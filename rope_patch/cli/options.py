@@ -96,9 +96,9 @@ class Measured:
     """Options of every measurement. The default text is Python's standard library."""
 
     model: Text = None  # checkpoint: a folder, a GGUF file or a Hub ID; without it, the small checkpoint of the recipes
-    text: Text = None  # text to read: a .txt, .jsonl or .parquet file, a folder, or a pattern
+    text: Text = None  # text to read: a .txt, .jsonl or .parquet file, a folder or a pattern; default: Python's library
     dataset: Text = None  # name or folder of a dataset, instead of --text
-    split: Text = None  # split of the dataset
+    split: Text = None  # split of the dataset; without it, test
     column: str = "text"  # column that holds the text
     dtype: str = "auto"  # dtype of the weights: auto (the checkpoint's own), float32, bfloat16 or float16
     device: str = "auto"  # device to run on: auto, cpu, cuda, cuda:1, mps
