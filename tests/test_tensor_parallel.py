@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
@@ -19,6 +20,7 @@ EXACT = [None, "rerope:window=6+logn:training_length=8", "layers:[0=nope+logn;re
 EXACT += [CASES[name] for name in ("yarn", "dynamic_ntk", "dca", "xpos", "window", "sinusoidal", "learned", "rnn")]
 REFUSED = [CASES[name] for name in ("alibi", "t5", "kerple", "shaw", "fox", "fire", "urpe", "ssmax", "learned_rope")]
 REFUSED += ["layers:[0=alibi;rest=rerope:window=6]", "rerope:window=6+alibi"]
+OTHERS = ["qwen3", "gemma3", "phi3", "mixtral"]
 
 
 def in_parallel(rank, folder):
@@ -43,7 +45,33 @@ def in_parallel(rank, folder):
     distributed.destroy_process_group()
 
 
+def others_in_parallel(rank, folder):
+    """With pads, and in models that norm queries, have windows, fuse projections, or choose experts."""
+    distributed.init_process_group("gloo")
+    warnings.simplefilter("ignore")
+    ids = torch.randint(1, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(0))
+    real = torch.arange(40) >= torch.tensor([[9], [0]])
+    for family, spec in itertools.product(OTHERS, (EXACT[1], CASES["dca"])):
+        logits = []
+        for plan in (None, "auto"):
+            model = AutoModelForCausalLM.from_pretrained(folder / family, tp_plan=plan)
+            rope_patch.patch(model, spec)
+            with torch.no_grad():
+                logits.append(model(ids, attention_mask=real.long()).logits[real])
+        torch.testing.assert_close(*logits, rtol=0, atol=1e-5, msg=lambda text, at=(family, spec): f"{at}: {text}")
+        with pytest.raises(UnsupportedModel, match="is under tensor parallelism"):
+            rope_patch.patch(AutoModelForCausalLM.from_pretrained(folder / family, tp_plan="auto"), REFUSED[0])
+    distributed.destroy_process_group()
+
+
 @pytest.mark.nightly
 def test_every_kind_of_slot_is_exact_or_refused(tmp_path):
     build("llama", pad_token_id=None).save_pretrained(tmp_path)
     assert run_two(in_parallel, tmp_path) == [0, 0]
+
+
+@pytest.mark.nightly
+def test_other_families_are_exact_too(tmp_path):
+    for family in OTHERS:
+        build(family, pad_token_id=None).save_pretrained(tmp_path / family)
+    assert run_two(others_in_parallel, tmp_path) == [0, 0]

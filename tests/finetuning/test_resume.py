@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -226,6 +227,41 @@ def raise_full(what):
     if what == "optimizer":
         raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
     raise OSError(28, "No space left on device")
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 4 MiB, which only root can mount."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder], check=False).returncode
+    ):
+        pytest.skip("no disk can be mounted here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("left", "what"), [(0, "perplexity.jsonl"), (4, ""), (60, "serializing"), (400, "")])
+def test_a_disk_that_is_full_at_any_moment_costs_nothing(left, what, disk, finetune, capsys, tmp_path):
+    """With so many KiB left, a row of results, the folder, the weights or the optimiser has no room."""
+    often = {"save_every": 2, "evaluate_every": 1}
+    straight = finetune(steps=4, **often, output=tmp_path / "straight")
+    chosen = finetune(steps=2, **often, output=disk / "out")
+    state = os.statvfs(disk)
+    (disk / "ballast").write_bytes(bytes(state.f_bavail * state.f_bsize - left * 1024))
+    capsys.readouterr()
+    more = {**chosen, "steps": 4}
+    assert run_recipe("finetune", words_of(more)) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert what in said
+    assert "No space left" in said or "cannot be written" in said
+    (disk / "ballast").unlink()
+    assert run_recipe("finetune", words_of(more)) == 0
+    assert all(torch.equal(value, weights(more)[name]) for name, value in weights(straight).items())
+    assert rows(more) == rows(straight)
 
 
 def test_a_learning_rate_that_ruins_the_weights_stops_with_the_last_good_checkpoint(finetune, capsys):
