@@ -10,6 +10,8 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -239,6 +241,23 @@ def test_each_reader_is_told_apart(scheme, vllm, llama_cpp, checkpoint):
         llama_cpp,
     )
     assert all(reader.words for reader in readers.values())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reads"),
+    [
+        ("yarn:factor=4", "yes"),
+        ("ntk:factor=4", "yes"),
+        ("pi:factor=4", "no"),
+        ("mrrope:factor=4", "no"),
+        ("yarn:factor=4,attention_factor=1.3", "no"),
+    ],
+)
+def test_servers_take_every_type_of_deepseek_for_yarn(scheme, reads, tmp_path):
+    latent = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    DeepseekV2ForCausalLM(DeepseekV2Config(**SIZES, **latent, first_k_dense_replace=2)).save_pretrained(tmp_path)
+    readers = describe_serving(tmp_path, scheme, readers=["vllm", "sglang", "transformers"]).readers
+    assert [reader.reads for reader in readers] == [reads, reads, "yes"]
 
 
 def test_other_families_read_it_as_it_was_meant(tmp_path):

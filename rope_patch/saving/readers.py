@@ -6,7 +6,7 @@ docs/serving.md has the facts about vLLM and llama.cpp, and how they were establ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,9 @@ LISTS = "equal lists", "equal lists with a temperature of their own"
 
 _LLAMA_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
 """Architectures for which llama.cpp's converter writes the factors of `llama3`."""
+
+_DEEPSEEK_CLASSES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+"""Architectures for which some servers have code of their own, which takes every type for yarn."""
 
 _LAYER_TYPES = (
     "partly",
@@ -45,6 +48,7 @@ class Reader:
         scaling_wins: whether `rope_scaling` replaces `rope_parameters`.
         needs_float: whether a factor of `linear` that is an integer keeps it from starting.
         l_at_top: types whose L it reads at the top of the config alone, and takes 8192 without it.
+        only_yarn: whether its code for DeepSeek takes every type for yarn, without attention_factor and truncate.
         cut: types whose texts it limits to `max_position_embeddings`, whatever L and the factor are.
     """
 
@@ -56,6 +60,7 @@ class Reader:
     is_old: bool = False
     scaling_wins: bool = False
     needs_float: bool = False
+    only_yarn: bool = False
     l_at_top: tuple[str, ...] = ()
     cut: tuple[str, ...] = ()
 
@@ -81,6 +86,7 @@ READERS = (
         },
         record=", unless rope_patch is installed with it, on a CPU",
         scaling_wins=True,
+        only_yarn=True,
         needs_float=True,
         cut=("llama3", "longrope"),  # it multiplies L of yarn by the factor
     ),
@@ -140,6 +146,7 @@ READERS = (
             "dynamic": ("no", "it uses one base, for the longest text that it serves"),
         },
         scaling_wins=True,
+        only_yarn=True,
     ),
     Reader(
         "ONNX Runtime GenAI",
@@ -184,7 +191,7 @@ def form_of(parameters: dict[str, Any], architectures: Any) -> str:
         return "yarn with a temperature"
     if kind == "yarn" and parameters.get("truncate") is False:
         return "yarn without rounding"
-    if kind == "llama3" and not _is_llama(architectures):
+    if kind == "llama3" and not _is_one(architectures, _LLAMA_CLASSES):
         return "llama3 elsewhere"
     if has_equal_lists(parameters):
         factor, trained = parameters.get("factor") or 1.0, parameters.get("original_max_position_embeddings") or 2
@@ -199,9 +206,9 @@ def has_equal_lists(parameters: dict[str, Any]) -> bool:
     return bool(entry["rope_type"] == "longrope" and entry["short_factor"] == entry["long_factor"])
 
 
-def _is_llama(architectures: Any) -> bool:
-    """Whether a config's `architectures`, which may be damaged, name a class that llama.cpp converts as Llama."""
-    return isinstance(architectures, list) and any(name in _LLAMA_CLASSES for name in architectures)
+def _is_one(architectures: Any, classes: Collection[str]) -> bool:
+    """Whether a config's `architectures`, which may be damaged, name one of these classes."""
+    return isinstance(architectures, list) and any(name in classes for name in architectures)
 
 
 def readers_called(keys: Iterable[str]) -> tuple[Reader, ...]:
@@ -221,10 +228,17 @@ def supported(
     parameters: dict[str, Any], architectures: Any, length: int = 0, readers: Iterable[Reader] = READERS
 ) -> tuple[Support, ...]:
     """What each of some readers makes of `rope_parameters`, for a context of `length` tokens."""
-    form, rows = form_of(parameters, architectures), []
+    form, entry, rows = form_of(parameters, architectures), entry_of(parameters), []
+    is_yarn = entry["rope_type"] == "yarn" and entry.get("attention_factor") is None and entry.get("truncate", True)
+    misread = _is_one(architectures, _DEEPSEEK_CLASSES) and not is_yarn and form != "default"
     for reader in readers:
-        elsewhere = None if _is_llama(architectures) else reader.support.get("elsewhere")
+        elsewhere = None if _is_one(architectures, _LLAMA_CLASSES) else reader.support.get("elsewhere")
         reads, words = reader.support.get(form, elsewhere or reader.support[""])
+        if misread and reader.only_yarn:
+            reads, words = (
+                "no",
+                "its code for DeepSeek takes every type for yarn, without attention_factor and truncate",
+            )
         rows.append(Support(reader.name, reads, words.format(length=length), reader.known))
     return tuple(rows)
 
