@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,10 +11,9 @@ from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.attention.fused.launch import Fused
 from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.slot_plan import EVERY, SlotPlan
 from rope_patch.attention.spans import Span
 from rope_patch.schemes.slots import ALL_PAIRS, Region
-
-EVERY = slice(None)
 
 
 @dataclass(eq=False)
@@ -21,11 +21,13 @@ class Call:
     """Queries and keys, and their rotation in each region. In this class nothing rotates, and all pairs are one region.
 
     Both stay as they arrived, `(batch, heads or kv_heads, length, head_dim)`; `forward_cache` is that of this forward.
+    A decoding step leaves its `plan` here.
     """
 
     queries: torch.Tensor
     keys: torch.Tensor
     forward_cache: ForwardCache
+    plan: SlotPlan | None = field(default=None, init=False)
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -44,6 +46,15 @@ class Call:
     def key(self, region: Region, slots: slice | torch.Tensor = EVERY, rows: slice = EVERY) -> torch.Tensor:
         """The keys of some `slots` and `rows` rotated for a region, `(batch, kv_heads, slots, head_dim)`."""
         return self.keys[rows, :, slots]
+
+    def query_rotation(self) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+        """`query` of every region as a function of queries at the same positions, which keeps no states alive."""
+        number = len(self.regions)
+        return lambda queries: (queries,) * number
+
+    def key_rotation(self, region: Region, slots: slice, rows: slice) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """`key` likewise, as a function of the keys of these `slots` and `rows`; None if nothing is left to rotate."""
+        return None
 
     def rotates_keys(self, region: Region) -> bool:
         """Whether `key` computes anything."""

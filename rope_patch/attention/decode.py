@@ -8,21 +8,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
 from rope_patch.attention.call import EVERY, Call
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, wide
-from rope_patch.attention.segmented import merge
-from rope_patch.attention.tile_kernels import Work, kernel_for
-from rope_patch.attention.tiles import Tile
+from rope_patch.attention.slot_plan import SlotPlan, SlotRun
 from rope_patch.schemes.slots import Region
 
 QUERIES = 32  # up to this many are scored like one, at any cache length; tiles are for more
 SMALL = 2**18  # or up to this many pairs per row: one dense block is then faster than many tiles
-FEW = 8  # up to this many rows, a product that reads the keys row by row is up to twice as fast as one by columns
 BLOCK = 2**21  # bytes of keys that are rotated and scored at once, while they are in the processor's cache
 
 
@@ -60,36 +56,16 @@ def _is_block(inputs: AttentionInputs, call: Call) -> bool:
     return call.forward_cache.once("consecutive", lambda: bool((inputs.query_positions.diff(dim=-1) == 1).all()))
 
 
-@dataclass(frozen=True)
-class SlotRun:
-    """Some queries and a run of slots in one region.
-
-    Attributes:
-        rows: queries, grouped by shared keys: `(batch * kv_heads, group * q_len, head_dim)`.
-        keys: rotated for the region, `(batch * kv_heads, slots, head_dim)`.
-        added: to the scores, broadcasts to them, `(batch * kv_heads or 1, group * q_len or 1, slots)`.
-    """
-
-    slots: slice
-    rows: torch.Tensor
-    keys: torch.Tensor
-    added: torch.Tensor | None
-
-
 def attend(inputs: AttentionInputs, call: Call, decay: Decay | None = None) -> torch.Tensor:
-    """Attention of a few queries, `(batch, heads, q_len, value_dim)`; without gradients.
+    """Attention of a few queries, `(batch, heads, q_len, value_dim)`; without gradients. Leaves its plan on the call.
 
     Distance is a difference of slots: the positions of keys are counted from the queries.
     """
-    # in half precision, only the kernel keeps scores in float32
-    score = _by_one_softmax if inputs.value.dtype in (torch.float32, torch.float64) else _by_kernel
-    heads, q_length = call.queries.shape[1:3]
-    outputs = []
-    for rows, position in _rows_alike(inputs, call):
-        value = inputs.value[rows]
-        out = score(list(_slot_runs(inputs, call, decay, rows, position)), value.flatten(0, 1), inputs.scaling)
-        outputs.append(out.view(len(value), heads, q_length, value.shape[-1]))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    by_rows = tuple(
+        (rows, tuple(_runs(inputs, call, decay, rows, position))) for rows, position in _rows_alike(inputs, call)
+    )
+    call.plan = SlotPlan(call.query_rotation(), by_rows)
+    return call.plan.attend(call.queries, call.keys, inputs.value, inputs.scaling)
 
 
 def _rows_alike(inputs: AttentionInputs, call: Call) -> Iterator[tuple[slice, int]]:
@@ -105,25 +81,25 @@ def _rows_alike(inputs: AttentionInputs, call: Call) -> Iterator[tuple[slice, in
         start = stop
 
 
-def _slot_runs(
-    inputs: AttentionInputs, call: Call, decay: Decay | None, rows: slice, position: int
-) -> Iterator[SlotRun]:
+def _runs(inputs: AttentionInputs, call: Call, decay: Decay | None, rows: slice, position: int) -> Iterator[SlotRun]:
     """Oldest slots first, as far as regions allow."""
     slot, last = int(inputs.query_start), inputs.q_length - 1
-    kv_heads, key_bytes = inputs.value.shape[1], call.keys[rows, :, 0].nbytes
-    for region in sorted(call.regions, key=lambda region: -region.start):
+    key_bytes = call.keys[rows, :, 0].nbytes
+    for index, region in sorted(enumerate(call.regions), key=lambda indexed: -indexed[1].start):
         oldest = slots_of(region, slot, position).start
         newest = slots_of(region, slot + last, position + last).stop
         # rotated keys are computed a few at a time
         rotates = decay is not None or call.rotates_keys(region)
         step = max(1, BLOCK // key_bytes) if rotates and call.keys.is_cpu else max(1, newest - oldest)
-        queries = call.query(region)[rows].unflatten(1, (kv_heads, -1)).flatten(2, 3).flatten(0, 1)
         for start in range(oldest, newest, step):
             slots = slice(start, min(start + step, newest))
-            keys = call.key(region, slots, rows)
-            if decay is not None:
-                keys = keys * _decayed(inputs, call, decay, region, slots, rows)
-            yield SlotRun(slots, queries, keys.flatten(0, 1), _added(inputs, call, region, slots, rows, position))
+            yield SlotRun(
+                region=index,
+                slots=slots,
+                rotate=call.key_rotation(region, slots, rows),
+                decay=None if decay is None else _decayed(inputs, call, decay, region, slots, rows),
+                added=_added(inputs, call, region, slots, rows, position),
+            )
 
 
 def _decayed(
@@ -192,54 +168,6 @@ def _by_kv_head(added: torch.Tensor, batch: int, kv_heads: int, heads: int) -> t
     else:
         added = added.unflatten(1, (kv_heads, group)).expand(batch if kv_heads > 1 else len(added), -1, -1, -1, -1)
     return added.flatten(2, 3).flatten(0, 1)
-
-
-def _by_one_softmax(runs: list[SlotRun], value: torch.Tensor, scale: float) -> torch.Tensor:
-    """`(batch * kv_heads, group * q_len, value_dim)`: the scores of all runs side by side."""
-    scores = [_products(run, scale) for run in runs]
-    weights = (scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)).softmax(dim=-1)
-    out, start = None, 0
-    for slots in _joined([run.slots for run in runs]):
-        stop = start + slots.stop - slots.start
-        part, start = torch.bmm(weights[..., start:stop], value[:, slots]), stop
-        out = part if out is None else out + part
-    assert out is not None  # for the type checker: the query itself is in some region
-    return out
-
-
-def _products(run: SlotRun, scale: float) -> torch.Tensor:
-    """Scaled products plus `SlotRun.added`, `(batch * kv_heads, group * q_len, slots)`."""
-    # with beta=0, baddbmm uses only the dtype of its first argument
-    added, beta = (run.rows[:1, :1, :1], 0) if run.added is None else (run.added, 1)
-    if run.rows.shape[1] > FEW:
-        return torch.baddbmm(added, run.rows, run.keys.mT, beta=beta, alpha=scale)
-    return torch.baddbmm(added.mT, run.keys, run.rows.mT, beta=beta, alpha=scale).mT
-
-
-def _joined(runs: list[slice]) -> Iterator[slice]:
-    """Runs of slots, with adjacent runs joined."""
-    start = runs[0].start
-    for run, following in itertools.zip_longest(runs, runs[1:]):
-        if following is None or following.start != run.stop:
-            yield slice(start, run.stop)
-            start = None if following is None else following.start
-
-
-def _by_kernel(runs: list[SlotRun], value: torch.Tensor, scale: float) -> torch.Tensor:
-    """The same with the platform's kernel for each run, merged by log-sum-exp."""
-    kernel = kernel_for(value, value, masked=any(run.added is not None for run in runs))
-    out = lse = None
-    for run in runs:
-        tile = Tile(0, run.rows.shape[1], 0, run.keys.shape[1])
-        added = None if run.added is None else run.added[:, None]
-        states = run.rows[:, None], run.keys[:, None], value[:, None, run.slots]
-        part, part_lse = kernel.forward(Work(*states, tile, scale, added))
-        if out is None or lse is None:
-            out, lse = wide(part), part_lse
-        else:
-            merge(out, lse, part, part_lse)
-    assert out is not None  # for the type checker: the query itself is in some region
-    return out.to(value.dtype)
 
 
 def attend_in_graph(inputs: AttentionInputs, call: Call) -> torch.Tensor:

@@ -37,6 +37,10 @@ class ForwardCache:
             self._known[key] = compute()
         return self._known[key]
 
+    def known(self, key: Any) -> Any:
+        """The earlier result under this `key`; None without one."""
+        return self._known.get(key)
+
     def derived(self, what: Any, compute: Callable[[], Any], *sources: Any) -> Any:
         """`compute()`, or its earlier result under the key `what` for the same objects `sources`. The sources are kept,
         so that no other object takes over their identity.
@@ -111,6 +115,10 @@ class StackForwardCache(threading.local):
             self.counted &= self._position_ids is None  # positions of another call
             self._position_ids, self._forward = position_ids, ForwardCache()
         return self._forward
+
+    def current(self, position_ids: Any) -> ForwardCache | None:
+        """The cache for this positions tensor, if a layer has begun it."""
+        return self._forward if position_ids is not None and self._position_ids is position_ids else None
 
     def __reduce__(self) -> tuple[type[StackForwardCache], tuple[()]]:
         return StackForwardCache, ()  # a copy of a model remembers nothing

@@ -44,6 +44,8 @@ class ForwardCall:
         heads: which of the layer's query heads arrive; None for all.
         row_lengths: `lengths` of rows of which only a part arrives.
         counted: whether the stack itself counted the positions, from the number of cached tokens.
+        rotation: the tables by which the module rotates; None for those of the model.
+        step: the `mounting.step.Step` of an earlier layer with the same positions; None if this layer looks for itself.
     """
 
     state: LayerState
@@ -64,6 +66,8 @@ class ForwardCall:
     heads: slice | None = None
     row_lengths: torch.Tensor | None = None
     counted: bool = False
+    rotation: Any = None
+    step: Any = None
 
     @property
     def start(self) -> int | torch.Tensor:

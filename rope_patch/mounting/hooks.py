@@ -50,14 +50,19 @@ class StackHook:
         for forward_cache in () if torch.compiler.is_compiling() else self.forward_caches:
             forward_cache.forget()
             forward_cache.counted = kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None
-        chosen = cast(Any, module.config)._attn_implementation == "sdpa" and all(map(scores_here, self.scorers))
-        groups = None
-        if self.scorers and chosen:
+        if self._reads_groups(cast(Any, module.config), kwargs):
             causal = is_causal(self.scorers[0], kwargs.get("is_causal"))
             groups = groups_of_row(kwargs, cast(Any, module.config), causal)
-        if groups is not None:
-            changed["attention_mask"] = Groups.of(groups)
+            if groups is not None:
+                changed["attention_mask"] = Groups.of(groups)
         return ((), {**kwargs, **changed}) if changed else None
+
+    def _reads_groups(self, config: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether every layer reads groups, and there are several tokens."""
+        tokens = tokens_of(kwargs)
+        if not self.scorers or tokens is None or tokens.shape[1] == 1:
+            return False
+        return config._attn_implementation == "sdpa" and all(map(scores_here, self.scorers))
 
 
 def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Tensor | None:
@@ -66,9 +71,7 @@ def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Te
     ends.
     """
     compiling = torch.compiler.is_compiling()
-    tokens = tokens_of(kwargs)
-    if tokens is None or tokens.shape[1] == 1:
-        return None
+    tokens = cast(torch.Tensor, tokens_of(kwargs))
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if isinstance(positions, torch.Tensor) and positions.ndim == 3:
         positions = positions[0]  # of the text, see `PassPositions`
@@ -99,13 +102,29 @@ class LayerHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The arguments with the module's rotation replaced, and with the `ForwardCall`."""
-        kwargs, state = by_name(module, args, kwargs), self.state
+        kwargs = by_name(module, args, kwargs)
         paged = isinstance(kwargs.get("cache"), PagedAttentionCache)
         if paged:
             self._check_paged(module, kwargs["cache"])
         if not scores_here(module):
             return None  # the user chose another attention for this module, which needs its own positions
-        hidden, cache = kwargs["hidden_states"], cache_in(kwargs)
+        call = self._follow(kwargs) or self._look(kwargs, paged)
+        if call.rotation is not None:
+            kwargs["position_embeddings"] = call.rotation
+        kwargs["rope_patch"] = call
+        return (), kwargs
+
+    def _follow(self, kwargs: dict[str, Any]) -> ForwardCall | None:
+        """The call for a decoded token, if a layer of this kind has scored it and this one sees the same."""
+        state, caches = self.state, self.state.forward_cache.current(kwargs.get("position_ids"))
+        step = None if caches is None or PASSED in kwargs else caches.known(("step", state.kind))
+        if step is None or torch.compiler.is_compiling():
+            return None
+        return step.followed_by(state, cache_in(kwargs), kwargs["hidden_states"], kwargs.get("attention_mask"))
+
+    def _look(self, kwargs: dict[str, Any], paged: bool) -> ForwardCall:
+        """The call, with what follows from its positions, its mask and its cache, which may be `paged`."""
+        state, hidden, cache = self.state, kwargs["hidden_states"], cache_in(kwargs)
         if cache is not None:
             CacheTagging(state.layer.index, state.cache_tag).tag(cache)
         if isinstance(cache, QuantizedCache):
@@ -124,16 +143,14 @@ class LayerHook:
         if state.rotates and state.layer.rotary is not None:
             tables, caches = kwargs["position_embeddings"], call.forward_cache
             if anchor in (None, UNROTATED):
-                rotation = caches.derived("identity", lambda: _identity(tables, hidden.device.type), tables)
+                call.rotation = caches.derived("identity", lambda: _identity(tables, hidden.device.type), tables)
             else:
                 rotary, place = state.layer.rotary, ("anchor", state.tables, anchor, hidden.dtype)
-                rotation = caches.once(place, lambda: rotary.compute(anchor(position_ids), like=hidden))
-            kwargs["position_embeddings"] = rotation
+                call.rotation = caches.once(place, lambda: rotary.compute(anchor(position_ids), like=hidden))
         elif (own := state.own_tables) is not None:
             key = "own", id(own.module), hidden.dtype
-            kwargs["position_embeddings"] = call.forward_cache.once(key, lambda: _of_copy(own, position_ids, hidden))
-        kwargs["rope_patch"] = call
-        return (), kwargs
+            call.rotation = call.forward_cache.once(key, lambda: _of_copy(own, position_ids, hidden))
+        return call
 
     def _check_paged(self, module: nn.Module, cache: PagedAttentionCache) -> None:
         """Refuse a row of continuous batching that the scheme would not score, because the module has another

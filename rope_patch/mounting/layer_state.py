@@ -43,6 +43,7 @@ class LayerState:
         kept: the rotation of the keys in the cache, as text.
         rotates: whether queries and keys are rotated in the attention function.
         tables: names the rotary tables, which layers may share.
+        kind: layers of one group and kind differ only in states and weights.
         own_tables: those by which the attention module rotates, if other layers share the model's.
         scores: whether the attention function scores, instead of delegating to the one before.
     """
@@ -74,6 +75,7 @@ class LayerState:
         self.follows_positions = bool(self.rotates or self.regions or slots & {"bias", "values"} or self.scheme.decays)
         rotary = self.layer.rotary
         self.tables = None if rotary is None else (rotary.layer_type, id(rotary.module))
+        self.kind = self.tables, self.layer.sliding_window
         self._static: dict[torch.device, Frequencies] = {}
         # properties that every call needs
         self.methods, self.decays, self.scales = self.scheme.methods, self.scheme.decays, "query_scale" in slots

@@ -53,13 +53,30 @@ class RotatedCall(Call):
     def query(self, region: Region) -> torch.Tensor:
         if not self.late.state.rotates:
             return self.queries
-        if self.queries.shape[2] == 1 and self.late.state.regions and not torch.compiler.is_compiling():
+        if self._turns_by_matrix:
             return self._one_query[self.regions.index(region)]
         return self._rotated(self.queries, self.late.position_ids, region.query_map, place=("q",))
 
+    @property
+    def _turns_by_matrix(self) -> bool:
+        """Whether the only query is rotated for all regions by one product."""
+        return self.queries.shape[2] == 1 and bool(self.late.state.regions) and not torch.compiler.is_compiling()
+
     @functools.cached_property
     def _one_query(self) -> tuple[torch.Tensor, ...]:
-        """The only query rotated for each region, by one product with all rotations."""
+        return self.query_rotation()(self.queries)
+
+    def query_rotation(self) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+        if not self.late.state.rotates:
+            return super().query_rotation()
+        if self._turns_by_matrix:
+            return functools.partial(_product, matrices=self._matrices())
+        positions, like = self.late.position_ids, self.queries
+        each = [self._rotation(positions, region.query_map, ("q",), EVERY, like) for region in self.regions]
+        return lambda queries: tuple(queries if rotate is None else rotate(queries) for rotate in each)
+
+    def _matrices(self) -> torch.Tensor:
+        """All rotations of the only query, `(head_dim, regions * head_dim)`, with a batch axis if rows differ."""
         queries, positions = self.queries, self.late.position_ids
 
         def rotations() -> torch.Tensor:
@@ -74,8 +91,7 @@ class RotatedCall(Call):
             return matrix[:, 0].transpose(1, 2).flatten(2)
 
         matrices = self._shared(("one query", self.late.state.tables, queries.dtype), rotations)
-        rotated = queries[:, :, 0] @ (matrices[0] if len(matrices) == 1 else matrices)
-        return rotated.unflatten(-1, (-1, queries.shape[-1]))[:, :, None].unbind(dim=3)
+        return cast(torch.Tensor, matrices[0] if len(matrices) == 1 else matrices)
 
     def key(self, region: Region, slots: slice | torch.Tensor = EVERY, rows: slice = EVERY) -> torch.Tensor:
         if not self.rotates_keys(region):
@@ -88,6 +104,17 @@ class RotatedCall(Call):
         return rotated[place]
 
     def _rotated_key(self, key_map: PositionMap, slots: slice | torch.Tensor, rows: slice) -> torch.Tensor:
+        return self._rotated(self.keys[rows, :, slots], *self._placed(key_map, slots, rows))
+
+    def key_rotation(self, region: Region, slots: slice, rows: slice) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        if not self.rotates_keys(region):
+            return None
+        return self._rotation(*self._placed(region.key_map, slots, rows), self.keys)
+
+    def _placed(
+        self, key_map: PositionMap, slots: slice | torch.Tensor, rows: slice
+    ) -> tuple[torch.Tensor, PositionMap, tuple[Any, ...] | None, slice]:
+        """Positions of keys, their map, the key under which layers share their tables, if they can, and `rows`."""
         late = self.late
         positions = late.key_positions(self.keys.shape[2])
         positions = (positions if len(positions) == 1 else positions[rows])[..., slots]
@@ -96,7 +123,7 @@ class RotatedCall(Call):
             # layers may keep different keys; the forward cache keeps `past` alive, see `ForwardCall.key_positions`
             kept = id(late.past) if late.scattered and not torch.compiler.is_compiling() else None
             place = ("k", self.keys.shape[2], late.query_start, kept, slots.start, slots.stop, rows.start, rows.stop)
-        return self._rotated(self.keys[rows, :, slots], positions, key_map, place, rows)
+        return positions, key_map, place, rows
 
     def rotates_keys(self, region: Region) -> bool:
         return self.late.state.rotates and region.key_map != self.late.anchor
@@ -150,10 +177,23 @@ class RotatedCall(Call):
         rows: slice = EVERY,
     ) -> torch.Tensor:
         """R_f(phi(positions)) x, of some `rows` of the batch."""
+        rotation = self._rotation(positions, position_map, place, rows, x)
+        return x if rotation is None else rotation(x)
+
+    def _rotation(
+        self,
+        positions: torch.Tensor,
+        position_map: PositionMap,
+        place: tuple[Any, ...] | None,
+        rows: slice,
+        like: torch.Tensor,
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """R_f(phi(positions)) as a function of states of the dtype and width of `like`; None if they have it."""
         if position_map == self.late.anchor:
-            return x
-        layout, (cos, sin) = self.layout, self._tables(positions, position_map, place, x, rows)
-        return rotate(layout, x, cos, sin) if self._few_kernels else layout.rotate(x, cos, sin)
+            return None
+        cos, sin = self._tables(positions, position_map, place, like, rows)
+        apply = functools.partial(rotate, self.layout) if self._few_kernels else self.layout.rotate
+        return functools.partial(apply, cos=cos, sin=sin)
 
     @property
     def _few_kernels(self) -> bool:
@@ -206,6 +246,12 @@ class RotatedCall(Call):
 def _partners(layout: RotaryLayout, head_dim: int, device: torch.device) -> torch.Tensor:
     """`RotaryLayout.partners` on a device, copied once."""
     return torch.tensor(layout.partners(head_dim), device=device)
+
+
+def _product(query: torch.Tensor, matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The only query, `(batch, heads, 1, head_dim)`, under each of the `RotatedCall._matrices`."""
+    rotated = query[:, :, 0] @ matrices
+    return rotated.view(*query.shape[:2], 1, -1, query.shape[-1]).unbind(dim=3)
 
 
 def _has_pairs(position_map: PositionMap) -> bool:

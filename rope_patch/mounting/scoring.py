@@ -21,6 +21,7 @@ from rope_patch.models.paged import Request, attend_by_request, is_paged
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.rotated_call import RotatedCall
 from rope_patch.mounting.running_bias import running_sums
+from rope_patch.mounting.step import keep_step
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import ALL_PAIRS
 from rope_patch.typing import Weights
@@ -58,10 +59,15 @@ def late_attention(
     if paged:
         return _attend_by_request(module, query, key, value, call, scaling, dropout, kwargs)
     key = _arrived(module, call, query, key)
-    state, implementation, learned = call.state, call.state.config._attn_implementation, call.state.weights()
+    state, learned = call.state, call.state.weights()
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scaled = scaled_query(call, query, learned)
+    if call.step is not None and not dropout:
+        output = call.step.attend(attention_mask, scaling, kwargs, scaled, key, value)
+        if output is not None:
+            return output.transpose(1, 2).contiguous(), None
     masks = CallMasks(call, attention_mask, query.shape[2], key.shape[2])
-    follows_length = state.scheme.length_dependent
+    implementation, follows_length = state.config._attn_implementation, state.scheme.length_dependent
     if follows_length and masks.readable:
         call.tokens = masks.seen()
     # if every step rotates the keys of a whole cache, they are rotated and scored a few at a time
@@ -87,6 +93,8 @@ def late_attention(
     inputs = _inputs(rotated, masks, query, value, scaling, dropout, kwargs)
     mode = "oracle" if implementation in ("eager", "paged|eager") else state.attention
     output, weights = engine.score(inputs, rotated, mode)
+    if rotated.plan is not None and not learned:
+        keep_step(call, attention_mask, rotated.plan, scaling, scaled, key, value)
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(scaled.dtype)
 
 
@@ -208,7 +216,7 @@ def _inputs(
     masks: CallMasks,
     projected: torch.Tensor,
     value: torch.Tensor,
-    scaling: float | None,
+    scaling: float,
     dropout: float,
     kwargs: dict[str, Any],
 ) -> AttentionInputs:
@@ -228,7 +236,7 @@ def _inputs(
         causal=query.shape[2] > 1 and not call.looks_ahead,
         query_start=call.start,
         scattered=call.scattered,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scaling=scaling,
         running_bias=None if call.added is None else running_sums(call.added, masks.seen())[:, call.heads or EVERY],
         bias=call.forward_cache.bias(scheme, query, learned, call.num_heads(query), call.heads)
         if "bias" in methods

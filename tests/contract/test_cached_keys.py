@@ -8,7 +8,7 @@ import torch
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from rope_patch import CachedKeys, UnsupportedModel, UnsupportedPositions, native_scheme, patch, unpatch
-from rope_patch.attention import decode
+from rope_patch.attention.slot_plan import SlotPlan
 from tests.cases import ALL, CASES
 from tests.families import GENERIC, TRAINING_LENGTH, build, from_config
 from tests.runs import assert_close, cached_logits, generated, left_padded, logits, positions_of, tokens
@@ -80,8 +80,8 @@ def test_a_gap_is_one_for_every_way_to_score(llama, spec, attention):
 def test_keys_that_follow_on_are_read_by_the_fast_way_behind_pads_too(llama, spec, monkeypatch):
     ids, mask = left_padded([tokens(15, seed=3), tokens(11, seed=4)])
     steps = []
-    attend = decode.attend
-    monkeypatch.setattr(decode, "attend", lambda *args: steps.append(1) or attend(*args))
+    attend = SlotPlan.attend
+    monkeypatch.setattr(SlotPlan, "attend", lambda *args: steps.append(1) or attend(*args))
     with patch(llama, spec):
         cached_logits(llama, ids, [12, 1, 1, 1], mask)
     assert len(steps) == 3 * llama.config.num_hidden_layers

@@ -49,7 +49,9 @@ def rotation_tables(
     angles = positions.float() * inv_freq.float()[..., None, :]
     if isinstance(attention_scaling, torch.Tensor):
         attention_scaling = attention_scaling[..., None, None]
-    cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling
+    cos, sin = angles.cos(), angles.sin()
+    if isinstance(attention_scaling, torch.Tensor) or attention_scaling != 1:
+        cos, sin = cos * attention_scaling, sin * attention_scaling
     return cos.to(dtype), sin.to(dtype)
 
 
