@@ -147,7 +147,12 @@ def check(options: Options) -> None:
     elif options.merge:
         raise EvaluationError("merge with method=full: there are no adapters to merge")
     if options.loss == "liger":
+        import torch
+
         require("liger_kernel", "loss=liger", "finetune")
+        on_cpu = options.device == "cpu" or not torch.accelerator.is_available()
+        if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+            raise EvaluationError("loss=liger is not allowed on a CPU, where Triton compiles nothing; use loss=chunked")
 
 
 def texts(options: Options, tokenizer: Any) -> tuple[Any, Any, str]:

@@ -252,6 +252,13 @@ def test_what_is_wrong_is_said_in_one_line(said, finetune, capsys):
     assert said in lines[-1]
 
 
+def test_kernels_for_a_gpu_are_refused_on_a_cpu(finetune, monkeypatch, capsys):
+    monkeypatch.setattr("rope_patch.errors.require", lambda *_: None)  # as if Liger were installed
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    finetune(2, loss="liger")
+    assert "loss=liger is not allowed on a CPU" in capsys.readouterr().err
+
+
 def test_adapters_are_not_trained_on(finetune, capsys, tmp_path):
     chosen = finetune(method="lora")
     finetune(2, model=checkpoint_of(chosen) / "checkpoint", output=tmp_path / "again")
