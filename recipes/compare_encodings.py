@@ -104,9 +104,9 @@ def check(options: Options) -> None:
     if options.multiples[0] != 1 or sorted(options.multiples) != list(options.multiples):
         raise EvaluationError(f"multiples={list(options.multiples)} is not allowed; they begin with 1 and ascend")
     if not 1 <= options.targets <= options.context:
-        raise EvaluationError(f"targets={options.targets} is not allowed; 1 to context={options.context} are")
+        raise EvaluationError(f"targets={options.targets} is not allowed; at most context={options.context} is")
     if options.hidden_size % (2 * options.heads):
-        raise EvaluationError(f"hidden_size={options.hidden_size} is no multiple of 2 * heads = {2 * options.heads}")
+        raise EvaluationError(f"hidden_size={options.hidden_size} is not a multiple of 2 * heads = {2 * options.heads}")
     if (options.train_text is None) != (options.held_out_text is None):
         raise EvaluationError("train_text and held_out_text: give both or neither")
     for spec in options.encodings:

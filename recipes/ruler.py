@@ -69,8 +69,8 @@ def main(options: Options) -> None:
         return
     if options.lengths[0] > rows[0].training_length:
         say(
-            f"no length within L = {rows[0].training_length} was measured: nobody knows whether this checkpoint can do "
-            "the tasks"
+            f"no length within L = {rows[0].training_length} was measured: it is not known whether this "
+            "checkpoint can do the tasks"
         )
     for name, score in failed_within(rows).items():
         say(

@@ -117,7 +117,7 @@ def convert_t5_onnx(members: Iterator[bytes], folder: Path, dtype: str) -> None:
     weights = {name.replace("enc.", "encoder.", 1).removeprefix("m."): value for name, value in weights.items()}
     shared = weights["shared.weight"]
     if not torch.equal(weights["encoder.embed_tokens.weight"], shared):
-        raise EvaluationError("encoder and decoder have different embeddings, which T5 has not")
+        raise EvaluationError("encoder and decoder have different embeddings, which T5 does not have")
     del weights["encoder.embed_tokens.weight"]
 
     first = "encoder.block.0.layer"

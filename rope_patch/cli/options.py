@@ -167,7 +167,7 @@ def _in_processes(options: T, words: Sequence[str]) -> T:
     number = getattr(options, "context_parallel", 1)
     started = int(os.environ.get("WORLD_SIZE", number))
     if number < 1 or started % number:
-        raise EvaluationError(f"context_parallel={number} is not allowed with {started} processes; a divisor is")
+        raise EvaluationError(f"context_parallel={number} is not allowed with {started} processes; it must divide them")
     if number > 1 and "WORLD_SIZE" not in os.environ:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
         recipe = sys.modules[type(options).__module__].__file__

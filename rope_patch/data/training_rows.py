@@ -57,7 +57,7 @@ def training_rows(
     if not len(rows) or (longest < length and not allow_short):
         raise EvaluationError(
             f"no document fills a row of {length} tokens: without what is held out the longest of {len(tokens)} has "
-            f"{longest}; short ones teach nothing of long distances; give longer ones, less length, or allow_short=true"
+            f"{longest}; short ones do not teach long distances; give longer ones, a smaller length or allow_short=true"
         )
     rows = rows.repeat(-(-batch_size // len(rows)))
     return rows.take(len(rows) // batch_size * batch_size)  # so that every step of an epoch is full

@@ -91,7 +91,7 @@ def of_losses(rows: Sequence[Row]) -> Verdict:
     if not free:
         return Verdict(
             "nothing",
-            f"No scheme was measured beyond L = {first.training_length} beside a reference, so nothing can be said "
+            f"No scheme was measured beyond L = {first.training_length} with a reference, so nothing can be said "
             "about reading farther.",
             f"perplexity --lengths 1x,2x,4x --scheme rerope:target=auto+logn --protocol {first.protocol or 'last'}",
         )
@@ -181,7 +181,7 @@ def of_training(rows: Sequence[Row], folder_of: Callable[[str], Path]) -> Verdic
     beyond = sorted({row.length for row in trained if row.length > at_l}, reverse=True)
     free = {length: row for length in beyond if (row := reference_of(rows, length))}
     if not free:
-        told = f"Nothing was trained and measured beyond L = {at_l} beside a reference."
+        told = f"Nothing was trained and measured beyond L = {at_l} with a reference."
         return Verdict("nothing", told, "finetune --scheme yarn:target=auto --length 2x")
     verdicts = []  # of the longest first
     for length, reference in free.items():
