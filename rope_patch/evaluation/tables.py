@@ -189,7 +189,8 @@ class Grid:
                 f"{LOST_MARK} attention cut at L is {_apart(cut, text_cut)} from the text cut to L: it has lost the "
                 "first tokens, which this checkpoint needs"
             )
-        if near and text_cut and not copies(near, text_cut):
+        schemes = [other for other in self.rows.values() if other.line not in COMPARED]
+        if near and text_cut and not copies(near, text_cut, schemes):
             yield (
                 f"this means nothing: with the passage inside L the plain checkpoint predicts its copy "
                 f"{_apart(near, text_cut)} from the text cut to L, so it cannot copy"

@@ -96,10 +96,10 @@ def of_losses(rows: Sequence[Row]) -> Verdict:
             f"perplexity --lengths 1x,2x,4x --scheme rerope:target=auto+logn --protocol {first.protocol or 'last'}",
         )
     controls = {row.line: row for row in rows if row.length == max(free) and row.line in CONTROLS}
-    if controls.keys() >= set(CONTROLS) and not copies(controls[NEAR], controls[TEXT_CUT]):
+    if controls.keys() >= set(CONTROLS) and not copies(controls[NEAR], controls[TEXT_CUT], tried):
         return Verdict(
             "nothing",
-            "The plain checkpoint does not copy the passage even inside L, so no other row means anything.",
+            "The checkpoint does not copy the passage, not even inside L, so no other row means anything.",
             f"perplexity --protocol last --lengths 1x,{max(free)} --scheme {tried[0].line}",
         )
     verdicts = []  # of the longest first
@@ -109,10 +109,15 @@ def of_losses(rows: Sequence[Row]) -> Verdict:
     return next((verdict for verdict in verdicts if verdict.kind == "better"), verdicts[0])
 
 
-def copies(near: Row, cut: Row) -> bool:
-    """Whether the plain checkpoint gains from a passage inside L, without which `repeat` means nothing."""
+def copies(near: Row, cut: Row, tried: Sequence[Row]) -> bool:
+    """Whether the checkpoint gains from a passage, without which `repeat` means nothing: from one inside L, or from the
+    far one under a scheme. Plain, a checkpoint may miss a passage that begins almost L tokens back.
+    """
     gain, error = paired_difference(near, cut)
-    return gain < -max(COPIES, 2 * (error or 0))
+    farther = [row for row in tried if row.length == cut.length]
+    return gain < -max(COPIES, 2 * (error or 0)) or any(
+        compare(row, cut, len(farther)).kind == "better" for row in farther
+    )
 
 
 def compare(best: Row, free: Row, tries: int = 1) -> Verdict:

@@ -12,6 +12,7 @@ import pytest
 from rope_patch.cli.options import Measured, parse
 from rope_patch.cli.report import conclude, spelled
 from rope_patch.evaluation.scheme_specs import scheme_at
+from rope_patch.evaluation.tables import Grid
 from rope_patch.evaluation.verdict import compare, copies, of_answers, of_losses, of_training, reference_of
 from tests.recipes import load_recipe
 
@@ -114,12 +115,23 @@ def test_of_repeated_passages_nothing_is_concluded_if_the_checkpoint_cannot_copy
     can = {"near": {1024: 0.9}, "cut": {1024: 3.3}, "rerope": {1024: 1.0}}
     verdict = of_losses(measured(can, protocol="repeat"))
     assert runs(verdict) == "better"
-    cannot = of_losses(measured({**can, "near": {1024: 3.28}}, protocol="repeat"))
+    cannot = of_losses(measured({**can, "near": {1024: 3.28}, "rerope": {1024: 3.29}}, protocol="repeat"))
     assert runs(cannot) == "nothing"
-    assert "does not copy the passage even inside L" in cannot.sentence
+    assert "does not copy the passage, not even inside L" in cannot.sentence
     near, cut = measured({"near": {1024: 3.0}, "cut": {1024: 3.3}})
-    assert copies(near, cut)
-    assert not copies(cut, near)
+    assert copies(near, cut, [])
+    assert not copies(cut, near, [])
+
+
+def test_a_far_passage_that_a_scheme_copies_counts_where_the_plain_checkpoint_misses_one_inside_l():
+    losses = {"near": {1024: 3.28}, "cut": {1024: 3.3}, "yarn": {1024: 3.29}, "rerope": {1024: 1.0}}
+    rows = measured(losses, protocol="repeat")
+    assert runs(of_losses(rows)) == "better"
+    near, cut, *tried = rows
+    assert copies(near, cut, tried)
+    assert not copies(near, cut, tried[:1])
+    assert "means nothing" not in " ".join(Grid.of(rows).notes())
+    assert "means nothing" in " ".join(Grid.of(rows[:3]).notes())
 
 
 # --- a training -------------------------------------------------------------------------------------------------------

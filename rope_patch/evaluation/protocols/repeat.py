@@ -28,8 +28,8 @@ class Repeat(Protocol):
     At every length the passage and the last tokens before its copy are the same; shorter contexts leave out what
     follows the passage. Beyond L the passage ends more than L tokens before the first scored prediction, so whoever
     reads L tokens cannot copy it. Two controls under the plain checkpoint show what copying is worth: `near` has the
-    passage inside L, and `cut` reads the last L tokens. If `near` does not beat `cut`, the checkpoint cannot copy, and
-    no other row means anything.
+    passage inside L, and `cut` reads the last L tokens. If neither `near` nor a scheme beats `cut`, the checkpoint
+    cannot copy, and no row means anything.
 
     Raises:
         EvaluationError: a length has no room for passage and copy, or only for a distance of less than L.
