@@ -46,6 +46,11 @@ def test_only_static_frequencies_can_be_written(plain, tmp_path, scheme):
     assert not (tmp_path / "out.gguf").exists()
 
 
+def test_a_length_below_one_is_refused(plain, tmp_path):
+    with pytest.raises(NotExpressible, match="length=-3 is not allowed"):
+        export_gguf(plain, tmp_path / "out.gguf", "mrrope:factor=4", length=-3)
+
+
 def test_factors_are_written_once(plain, tmp_path):
     export_gguf(plain, tmp_path / "out.gguf", "pi:factor=2")
     with pytest.raises(NotExpressible, match=r"holds rope_freqs\.weight"):

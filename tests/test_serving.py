@@ -186,6 +186,13 @@ def test_what_cannot_be_said_is_refused_with_the_reason(scheme, reason, checkpoi
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("length", [0, -3])
+@pytest.mark.parametrize("scheme", ["yarn:factor=4", "mrrope:factor=4"])
+def test_a_length_below_one_is_refused(scheme, length, checkpoint):
+    with pytest.raises(NotExpressible, match=f"length={length} is not allowed"):
+        describe_serving(checkpoint, scheme, length=length)
+
+
 def test_a_length_that_would_change_the_factor_of_some_readers_is_refused(checkpoint):
     with pytest.raises(NotExpressible, match="must be factor times L, 64"):
         describe_serving(checkpoint, "yarn:factor=4", length=128)

@@ -101,6 +101,7 @@ def describe_serving(
         UnknownScheme, InvalidField: the scheme is invalid.
         NoCheckpoint: there is no model in the folder, or its config cannot be read.
     """
+    check_length(length)
     folder = Path(checkpoint)
     raw = read_config(folder)
     check_own_code(folder, raw)
@@ -213,6 +214,16 @@ def _scheme(folder: Path, requested: str | Scheme | None, record: dict[str, Any]
     return scheme
 
 
+def check_length(length: int | None) -> None:
+    """Refuse what is no context length.
+
+    Raises:
+        NotExpressible: it is below 1.
+    """
+    if length is not None and length < 1:
+        raise NotExpressible(f"length={length} is not allowed; it must be a number of tokens, at least 1")
+
+
 def extended_length(scheme: Scheme, config: Any) -> int | None:
     """The context of a checkpoint under a scheme in tokens: factor times L; None if the scheme has no factor."""
     factors = [part.factor for part in scheme.parts() if getattr(part, "factor", None)]  # type: ignore[attr-defined]
@@ -250,8 +261,6 @@ def _parameters(
 
 
 def _length(spelled: str, parameters: dict[str, Any], extended: int | None, requested: int | None) -> int:
-    if requested is not None and requested < 1:
-        raise NotExpressible(f"length={requested} is not allowed; it must be a number of tokens, at least 1")
     if requested is None and extended is None:
         raise NotExpressible(f"{spelled} does not define a context length; set a length in tokens")
     entry = entry_of(parameters)

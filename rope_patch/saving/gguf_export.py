@@ -9,7 +9,7 @@ import numpy as np
 
 from rope_patch.errors import NotExpressible
 from rope_patch.models.rope_parameters import export_rope_parameters
-from rope_patch.saving.export import extended_length
+from rope_patch.saving.export import check_length, extended_length
 from rope_patch.saving.gguf import load_gguf_config
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import get_scheme
@@ -37,6 +37,7 @@ def export_gguf(source: str | Path, output: str | Path, scheme: str | Scheme, le
     """
     if Path(output).exists():
         raise FileExistsError(errno.EEXIST, "it already exists; choose another output, or remove it", str(output))
+    check_length(length)
     scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
     config = load_gguf_config(source)
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
