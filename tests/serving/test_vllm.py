@@ -168,6 +168,16 @@ def test_exported_lists_need_no_plugin(tmp_path, texts, spec, monkeypatch):
     assert_same(engine_of(tmp_path / "out"), model, texts[:4])
 
 
+def test_lists_by_layer_type(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    model = build("gemma3", head_dim=32).float()
+    model.save_pretrained(tmp_path / "plain")
+    export_checkpoint(tmp_path / "plain", tmp_path / "out", "mrrope:factor=4", length=256, readers=["vllm"])
+    engine = engine_of(tmp_path / "out", skip_tokenizer_init=True, max_model_len=200)
+    with rope_patch.patch(model, "mrrope:factor=4"):
+        assert_same(engine, model, [tokens(length, seed=length)[0].tolist() for length in (20, 120)])
+
+
 def test_its_own_functions_are_held_to_the_vectors():
     """What differs is in docs/serving.md: vLLM has one list, and one base, for texts of all lengths."""
     found = dict(check_vectors().deviations(vllm_tables))
