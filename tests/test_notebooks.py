@@ -68,6 +68,14 @@ def test_it_was_executed_from_top_to_bottom_without_an_error_or_a_warning(notebo
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
 
 
+def test_what_the_text_says_with_an_error_was_printed_or_is_on_a_page(notebook):
+    said = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    outputs = json.dumps([cell.outputs for cell in code_of(notebook)], ensure_ascii=False)
+    known = outputs + "".join(page.read_text() for page in (FOLDER.parent / "docs").rglob("*.md"))
+    figures = re.findall(r"(\d\.\d+) ± (\d\.\d+)", said)
+    assert not [pair for pair in figures if not re.search("{} ?± ?{}".format(*map(re.escape, pair)), known)]
+
+
 def test_it_is_small(path, notebook):
     assert path.stat().st_size < LARGEST_FILE
     assert all(len(json.dumps(output)) < LARGEST_OUTPUT for cell in code_of(notebook) for output in cell.outputs)
