@@ -41,8 +41,10 @@ def shard(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor
         group: the processes that share the row; default all.
 
     Raises:
-        EvaluationError: there are fewer tokens than processes need.
+        EvaluationError: there is no such axis, or it has fewer tokens than processes need.
     """
+    if tensor.ndim <= dim:
+        raise EvaluationError(f"a tensor of shape {tuple(tensor.shape)} has no tokens along dim={dim}")
     shares = Shares.of(tensor.shape[dim], group)
     if not all(map(shares.tokens, range(shares.number))):
         raise EvaluationError(f"a row of {shares.length} tokens cannot be shared by {shares.number} processes")

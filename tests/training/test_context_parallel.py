@@ -334,6 +334,8 @@ def refusals():
         pass
     with pytest.raises(EvaluationError, match="a row of 1 tokens"):
         shard(torch.zeros(1, 1))
+    with pytest.raises(EvaluationError, match=r"shape \(4,\) has no tokens along dim=1"):
+        shard(torch.zeros(4))  # such as the labels of a classifier
     rank, ids = distributed.get_rank(), batch("plain")[0]
     with context_parallel(model) as parallel:
         own = parallel.shard(ids)
