@@ -116,9 +116,11 @@ class LayerHook:
 
     def _follow(self, kwargs: dict[str, Any]) -> ForwardCall | None:
         """The call for a decoded token, if a layer of this kind has scored it and this one sees the same."""
+        if torch.compiler.is_compiling():
+            return None
         state, caches = self.state, self.state.forward_cache.current(kwargs.get("position_ids"))
         step = None if caches is None or PASSED in kwargs else caches.known(("step", state.kind))
-        if step is None or torch.compiler.is_compiling():
+        if step is None:
             return None
         return step.followed_by(state, cache_in(kwargs), kwargs["hidden_states"], kwargs.get("attention_mask"))
 
