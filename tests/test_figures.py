@@ -27,7 +27,7 @@ def mean(name: str, line: str, length: int, model: str = "tinyllama-1.1b") -> fl
 
 def test_the_headline_of_the_readme() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
-    cut, scheme = (mean("repeat", line, 16384, "smollm2-135m") for line in ("cut", "rerope:window=4096"))
+    cut, scheme = (mean("repeat", line, 16384, "smollm2-135m") for line in ("cut", "rerope:window=4096+logn"))
     assert f"**{cut:.2f} → {scheme:.2f} nats per token**" in text
     cut, extended, scheme, near = (mean("repeat", line, 4096) for line in ("cut", EXTENDED, SCHEME, "near"))
     assert f"it is {cut:.2f} → {extended:.2f} under Self-Extend and {scheme:.2f} under ReRoPE with log-n" in text
