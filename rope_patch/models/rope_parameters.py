@@ -131,9 +131,10 @@ def equal_lists(
 ) -> dict[str, Any]:
     """Static frequencies as an entry of the type `longrope` whose lists for short and long texts are the same.
 
-    Readers divide the checkpoint's frequencies by the lists. They agree on those, but not on the temperature a: some
-    read it, others compute sqrt(1 + ln(M/o) / ln o) from M = `length` and o = `original_max_position_embeddings`. So o
-    is M^(1/a^2), rounded, and not L; equal lists need no L.
+    Readers divide the checkpoint's frequencies by the lists. They agree on those, but not on the temperature a:
+    Transformers reads `attention_factor`, vLLM and SGLang `short_mscale` and `long_mscale`, and others compute
+    sqrt(1 + ln(M/o) / ln o) from M = `length` and o = `original_max_position_embeddings`. So o is M^(1/a^2), rounded,
+    and not L; equal lists need no L.
 
     Args:
         scheme: of one entry, resolved.
@@ -163,6 +164,8 @@ def equal_lists(
         "long_factor": factors.tolist(),
         "factor": length / original,
         "attention_factor": temperature,
+        "short_mscale": temperature,
+        "long_mscale": temperature,
         "original_max_position_embeddings": original,
     }
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from rope_patch import DualChunkAttention, InvalidField
 from rope_patch.schemes import Checkpoint
 from tests.definition import Definition
+from tests.schemes import test_ntk as ntk
 from tests.schemes.regions import rotated_distances
 
 CASES = ["dca:chunk_size=9,local_window=2"]
@@ -42,6 +43,9 @@ DEFINITIONS = {
     "dca:chunk_size=9,local_window=2": Definition(distance=chunked(9, 2)),
     "dca:chunk_size=9,local_window=2+alibi": Definition(
         distance=chunked(9, 2), bias=lambda head, m, n: -(4.0 ** -(head + 1)) * (m - n)
+    ),
+    "dynamic_ntk:factor=2+dca:chunk_size=9,local_window=2": Definition(
+        distance=chunked(9, 2), frequencies=ntk.DEFINITIONS["dynamic_ntk:factor=2"].frequencies
     ),
     "dca:chunk_size=12,local_window=8": Definition(distance=chunked(12, 8)),
     "dca": Definition(distance=chunked(24, 4)),
