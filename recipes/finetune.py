@@ -7,9 +7,9 @@
     rope-patch finetune --model DIR --scheme yarn:target=auto --length 16384 --text books.jsonl --output runs/mine
     accelerate launch --config_file recipes/configs/accelerate/ddp.yaml recipes/finetune.py CONFIG
 
-`transformers.Trainer` trains each scheme on its own from the same checkpoint. A share of the text is held out. The same
-held-out tokens are scored before, during and after the training, from contexts of several lengths, with two references:
-the plain checkpoint, and attention cut at its training length L. Run the same command again to resume.
+`transformers.Trainer` trains each scheme on its own from the same checkpoint. A share of the text is held out. Its
+tokens are scored before, during and after the training, from contexts of several lengths, beside the plain checkpoint
+and attention cut at its training length L. Run the same command again to resume.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from rope_patch.cli.options import Count, Length, Lengths, Measured, Names, Specs, Text, is_main, run, say
 from rope_patch.cli.report import report
+from rope_patch.errors import CorpusError, EvaluationError
 
 
 @dataclass(kw_only=True)
@@ -117,16 +118,15 @@ def main(options: Options) -> None:
         measured |= {"tokenizer": tokenizer, "corpus": corpus, "text": text, "results": measurements, "start": False}
         for spec in options.schemes:
             finetune(options, spec, documents, {**measured, "points": points})
-        if points is None:
-            return
-        rows = completed([row for row in points.rows if row.line in (*REFERENCES, *options.schemes)])
-        verdict = of_training(rows, partial(folder_of, options))
-        report(rows, options, points.path, verdict, title="Before and after fine-tuning")
+        if is_main():
+            rows = completed([row for row in points.rows if row.line in (*REFERENCES, *options.schemes)])
+            verdict = of_training(rows, partial(folder_of, options))
+            report(rows, options, points.path, verdict, title="Before and after fine-tuning")
 
 
 def check(options: Options) -> None:
     """Refuse options that contradict each other, before anything is loaded."""
-    from rope_patch.errors import EvaluationError, require
+    from rope_patch.errors import require
 
     for name in COUNTED.split():
         if (value := getattr(options, name)) is not None and value < 1:
@@ -159,7 +159,6 @@ def texts(options: Options, tokenizer: Any) -> tuple[Any, Any, str]:
     """The documents to train on, those to measure on, and what the latter are called."""
     from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.data.held_out import DOCUMENTS, hold_out
-    from rope_patch.errors import CorpusError
 
     load, split = partial(load_text, column=options.column), options.split or "train"
     documents = load(options.text, options.dataset, split=split, streaming=options.streaming)
@@ -182,7 +181,6 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
 
     from rope_patch.data.pose import PoSECollator
     from rope_patch.data.training_rows import training_rows
-    from rope_patch.errors import EvaluationError
     from rope_patch.evaluation.scheme_specs import REFERENCES, scheme_at
     from rope_patch.models.find_stacks import read_stacks
     from rope_patch.models.head import find_language_model
@@ -229,9 +227,8 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     collators["cream"] = PoSECollator(options.length, seed=options.seed, middle="gaussian")
     arguments = training_arguments(options, folder / "trainer")
     trainer = checkpoints.SafeTrainer(model, arguments, collators[options.layout], rows, **called)
-    chunked = chunked_loss.chunked_loss(model, long_ce=weights)
-    in_chunks = chunked if options.loss in ("chunked", "longce") else nullcontext()
-    with in_chunks, redirect_stdout(sys.stderr):  # Trainer prints its log
+    loss = nullcontext() if options.loss in ("plain", "liger") else chunked_loss.chunked_loss(model, long_ce=weights)
+    with loss, redirect_stdout(sys.stderr):  # Trainer prints its log
         trainer.resume()
 
     if options.merge:
@@ -246,8 +243,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
 
 def load_plain(options: Options, spec: str) -> Any:
     """The checkpoint without the scheme under which it may have been saved."""
-    from rope_patch.errors import EvaluationError
-    from rope_patch.patching import find_handle, unpatch
+    from rope_patch.evaluation.measured_model import pop_scheme
     from rope_patch.saving.loading import default_checkpoint, load_model
 
     path = options.model or default_checkpoint()
@@ -255,17 +251,13 @@ def load_plain(options: Options, spec: str) -> Any:
     model: Any = load_model(path, dtype=options.dtype, device=options.device, attention=options.attention)
     if hasattr(model, "peft_config"):
         raise EvaluationError(f"{path} holds adapters; merge them before training on")
-    if (handle := find_handle(model)) is not None:
-        if handle.scheme.learns:
-            raise EvaluationError(f"{path} was saved under {handle.scheme}; training would lose what that learned")
-        say(f"the checkpoint was saved under {handle.scheme}; it is trained under {spec} instead")
-        unpatch(model)
+    if (learned := pop_scheme(model, say, f"trained under {spec} instead")) is not None:
+        raise EvaluationError(f"{path} was saved under {learned.scheme}; training would lose what that learned")
     return model
 
 
 def training_arguments(options: Options, folder: Path) -> Any:
     """The options in the words of `transformers.Trainer`."""
-    import torch
     from accelerate import PartialState
     from transformers import TrainingArguments
 
@@ -286,7 +278,7 @@ def training_arguments(options: Options, folder: Path) -> Any:
         use_liger_kernel=options.loss == "liger",
         liger_kernel_config={"rope": False},  # schemes turn queries and keys themselves
         seed=options.seed,
-        use_cpu=options.device == "cpu" or not torch.accelerator.is_available(),
+        use_cpu=PartialState().device.type == "cpu",
         logging_steps=options.log_every,
         save_steps=options.save_every,
         save_total_limit=1,

@@ -29,12 +29,17 @@ class Learned:
     weights: str  # fingerprint of the checkpoint, its learned parameters included
 
 
-def pop_scheme(model: nn.Module, say: Callable[[str], None]) -> Learned | None:
-    """Remove the scheme under which a checkpoint was saved, report it to `say`, and return its learned parameters."""
+def pop_scheme(
+    model: nn.Module, say: Callable[[str], None], then: str = "measured without, unless a line names the scheme"
+) -> Learned | None:
+    """Remove the scheme under which a checkpoint was saved, and return its learned parameters.
+
+    `say` is told which scheme that was, and what is done with the checkpoint `then`.
+    """
     handle = find_handle(model)
     if handle is None:
         return None
-    say(f"the checkpoint was saved under {handle.scheme}; it is measured without, unless a line names the scheme")
+    say(f"the checkpoint was saved under {handle.scheme}; it is {then}")
     values = {name: value.detach().clone() for name, value in learned_parameters(handle.model).items()}
     learned = Learned(handle.scheme, values, weights_fingerprint(handle.model)) if values else None
     unpatch(model)
