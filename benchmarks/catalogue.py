@@ -68,6 +68,7 @@ def _on_cpu() -> Iterator[Comparison | Figure]:
         for scheme in ("rerope", "dca"):
             yield _module(scheme, Shape(length, dtype="bfloat16"), 0.85)
     yield from _biases(long)
+    yield from _compiled(Shape(2048, head_dim=64))
     yield from _decoding(long, short)
     for scheme in ("rerope", "dca"):
         yield _after("decode", scheme, replace(long, kv_heads=2, dtype="bfloat16"), 1.05)
@@ -188,6 +189,14 @@ def _biases(shape: Shape) -> Iterator[Comparison]:
         work = f"alibi, {_PASSES[True]}"
         yield _row("training/alibi", work, "plain attention", ours, plain, some, target=target)
     yield _module("alibi", shape, 1.1, backward=True)
+
+
+def _compiled(shape: Shape) -> Iterator[Comparison]:
+    """Under `torch.compile`: what it costs a scheme, and the unpatched model."""
+    for scheme in (None, "rerope", "dca", "alibi", "fox", "nope+rerope", "xpos"):
+        side, name = partial(models.forward, scheme=scheme, layers=2), scheme or "unpatched"
+        work, ours = f"{name}, whole model, forward, compiled", partial(side, compiled=True)
+        yield _row(f"compiled/{name}", work, "not compiled", ours, side, shape, target=1.3 if scheme else None)
 
 
 def _decoding(long: Shape, short: Shape) -> Iterator[Comparison]:

@@ -41,13 +41,14 @@ def llama(shape: Shape, layers: int, vocabulary: int = 1024, inner: int | None =
         return LlamaForCausalLM(config).eval().to(getattr(torch, shape.dtype))
 
 
-def forward(shape: Shape, scheme: str | None = None) -> Side:
+def forward(shape: Shape, scheme: str | None = None, layers: int = _LAYERS, compiled: bool = False) -> Side:
     """A forward of the whole model without a cache."""
-    model = llama(shape, _LAYERS)
+    model = llama(shape, layers)
     if scheme:
-        patch(model, scheme)
+        patch(model, spec(scheme, shape.length))
     tokens = torch.randint(1, 1024, (1, shape.length), device=shape.device)
-    return Side(torch.no_grad()(lambda: model(tokens, use_cache=False)))
+    run = torch.compile(model) if compiled else model
+    return Side(torch.no_grad()(lambda: run(tokens, use_cache=False)))
 
 
 def decoding(

@@ -68,6 +68,7 @@ def test_two_dense_matrices_are_rerope(kv_heads):
 def test_every_row_runs(row, monkeypatch):
     for module in (fine_tuning, perplexity):
         monkeypatch.setattr(module, "_VOCABULARY", 500)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # seconds, not a minute
     small = dataclasses.replace(row.small(), memory_target=None)
     found = run.measured(small, ONCE)
     assert found.error is None
