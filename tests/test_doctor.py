@@ -1,6 +1,7 @@
 """`rope-patch doctor`: what readers understand of a folder, and what they drop."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from rope_patch.saving.doctor import READERS, diagnose
 from rope_patch.saving.export import export_checkpoint
 from rope_patch.saving.loading import default_checkpoint
 
+ROOT = Path(__file__).parents[1]
+DEVIATIONS = [json.loads(row) for row in (ROOT / "docs/results/serving/deviations.jsonl").read_text().splitlines()]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 
 
@@ -136,3 +139,19 @@ def test_readers_are_chosen_and_marked(capsys):
 def test_mlx_lm_does_not_read_the_words_of_transformers_5(folder):
     place = folder(rope_parameters=YARN | {"rope_theta": 10000.0}, max_position_embeddings=1024, rope_scaling=None)
     assert "it reads only rope_scaling and rope_theta" in losses(place)["mlx-lm"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    # that mlx-lm's code for Phi reads no scaling is in docs/serving.md alone
+    [row for row in DEVIATIONS if not row["agrees"] and not row["vector"].startswith("partial")],
+    ids=lambda row: f"{row['reader']}-{row['vector']}",
+)
+def test_what_a_reader_was_seen_to_misread_is_told(tmp_path, row):
+    config = json.loads((ROOT / "vectors" / f"{row['vector']}.json").read_text())["config"]
+    entry = config.get("rope_parameters", {})
+    if row["reader"].startswith("mlx") and entry.get("rope_type", "default") != "default":
+        config |= {"rope_scaling": entry, "rope_theta": entry["rope_theta"]}  # the words that it reads
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    (reading,) = [each for each in diagnose(tmp_path) if each.reader == row["reader"].rpartition(" ")[0]]
+    assert reading.lost or reading.partly

@@ -36,5 +36,7 @@ def main(options: Options) -> None:
             print(f"{reading.reader:<20}{reading.understood} ({reading.known})")
             for sentence in reading.lost:
                 print(f"{'':<20}lost: {sentence}")
+            for sentence in reading.partly:
+                print(f"{'':<20}partly: {sentence}")
     if any(reading.lost for reading in readings):
         sys.exit(1)

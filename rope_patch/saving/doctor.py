@@ -30,12 +30,14 @@ class Reading:
     Attributes:
         understood: the positions that it computes, such as `yarn, factor = 4.0`.
         lost: what it ignores or misreads, one sentence each.
+        partly: the limits within which it computes the rest, likewise.
         known: how that was established, see `readers.Reader`.
     """
 
     reader: str
     understood: str
     lost: list[str]
+    partly: list[str]
     known: str
 
 
@@ -63,7 +65,7 @@ def diagnose(folder: str | Path, keys: Iterable[str] = ()) -> list[Reading]:
     record, written = fields.get(RECORD) or raw.get(RECORD), fields.get("rope_parameters")
     kind, factor, longest = entry["rope_type"], entry.get("factor"), fields.get("max_position_embeddings")
 
-    def lost(reader: readers.Reader) -> Iterator[str]:
+    def lost(reader: readers.Reader, support: readers.Support) -> Iterator[str]:
         if isinstance(record, dict) and record.get("rope_parameters", read) == read:
             yield f"{scheme_from_dict(record.get('scheme', {}))}, which config.rope_patch records{reader.record}"
         stated = written if isinstance(written, dict) and "rope_type" in written else entry
@@ -81,14 +83,16 @@ def diagnose(folder: str | Path, keys: Iterable[str] = ()) -> list[Reading]:
                 yield f"the context beyond max_position_embeddings={longest}; factor times L is {reach}"
         if reader.needs_float and kind == "linear" and not isinstance(factor, float):
             yield f"all of it: factor={factor} must be a float, or it does not start"
-        (support,) = readers.supported(read, raw.get("architectures"), longest or 0, [reader])
-        if support.reads == "no" or (support.reads == "partly" and "rope_type" not in read):
+        if support.reads == "no":
             yield f"{kind}: {support.words}"
 
-    return [
-        Reading(reader.name, _spelled(older if reader.is_old else entry), list(lost(reader)), reader.known)
-        for reader in readers.readers_called(keys)
-    ]
+    readings = []
+    for reader in readers.readers_called(keys):
+        (support,) = readers.supported(read, raw.get("architectures"), longest or 0, [reader])
+        partly = [f"{kind}: {support.words}"] if support.reads == "partly" else []
+        understood = _spelled(older if reader.is_old else entry)
+        readings.append(Reading(reader.name, understood, list(lost(reader, support)), partly, reader.known))
+    return readings
 
 
 def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -20,6 +20,9 @@ NEED_L = ("yarn", "llama3", "longrope")  # types that need L, `original_max_posi
 LISTS = "equal lists", "equal lists with a temperature of their own"
 """The forms of `equal_lists`; the second with a temperature that does not follow from the length and L."""
 
+YARN = "yarn with attention_factor", "yarn with mscale"
+"""The forms of `yarn` whose temperature is not 0.1 ln k + 1."""
+
 _LLAMA_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
 """Architectures for which llama.cpp's converter writes the factors of `llama3`."""
 
@@ -81,7 +84,7 @@ READERS = (
             "proportional": ("partly", "it ignores the factor"),
             "linear": ("yes", f"{_VLLM}: otherwise it multiplies {{length}} by the factor again"),
             "longrope": ("partly", f"{_VLLM}; it then uses the long factors for short texts, too"),
-            "yarn with a temperature": ("partly", f"{_VLLM}; older releases ignore attention_factor and mscale"),
+            **dict.fromkeys(YARN, ("partly", f"{_VLLM}; older releases ignore attention_factor and mscale")),
             "dynamic": ("no", "it uses one base, for the longest text that it serves"),
         },
         record=", unless rope_patch is installed with it, on a CPU",
@@ -97,10 +100,13 @@ READERS = (
         {
             "": ("yes", "convert_hf_to_gguf.py writes it into the GGUF; start it with -c {length}"),
             "by layer type": _LAYER_TYPES,
-            "yarn with a temperature": (
-                "no",
-                "it computes the temperature 0.1 ln k + 1 itself; --override-kv ARCH.rope.scaling.attn_factor=float:A "
-                "corrects it, with A = attention_factor / (0.1 ln k + 1)",
+            **dict.fromkeys(
+                YARN,
+                (
+                    "no",
+                    "it computes the temperature 0.1 ln k + 1 itself; --override-kv ARCH.rope.scaling.attn_factor="
+                    "float:A corrects it, with A = attention_factor / (0.1 ln k + 1)",
+                ),
             ),
             "yarn without rounding": ("no", "it rounds the ends of the ramp and does not support truncate=False"),
             "llama3 elsewhere": ("no", f"its converter writes llama3's factors for {', '.join(_LLAMA_CLASSES)} only"),
@@ -125,7 +131,8 @@ READERS = (
         {
             "": ("yes", "its models of Llama's kind read rope_scaling and rope_theta alone"),
             "by layer type": _LAYER_TYPES,
-            "yarn with a temperature": ("partly", "it reads mscale and mscale_all_dim, and ignores attention_factor"),
+            YARN[0]: ("no", "it ignores attention_factor and computes 0.1 ln k + 1"),
+            YARN[1]: ("partly", "it reads mscale and mscale_all_dim, also where only one of them is given"),
             "yarn without rounding": ("no", "it rounds the ends of the ramp and does not support truncate=False"),
             "longrope": ("partly", "it uses the long factors for short texts, too, and ignores attention_factor"),
             LISTS[1]: ("no", "it ignores attention_factor and computes sqrt(1 + ln k / ln L)"),
@@ -140,7 +147,8 @@ READERS = (
         {
             "": ("yes", "--context-length {length}"),
             "by layer type": _LAYER_TYPES,
-            "yarn with a temperature": ("partly", "it reads attn_factor and mscale, and ignores attention_factor"),
+            YARN[0]: ("no", "it ignores attention_factor; it reads attn_factor and mscale"),
+            YARN[1]: ("yes", "--context-length {length}"),
             "longrope": ("partly", "one text beyond L gives all texts of its batch the long factors"),
             "proportional": ("partly", "it ignores the factor"),
             "dynamic": ("no", "it uses one base, for the longest text that it serves"),
@@ -187,8 +195,10 @@ def form_of(parameters: dict[str, Any], architectures: Any) -> str:
         return kind
     if "rope_type" not in parameters:
         return "by layer type"
-    if kind == "yarn" and any(parameters.get(key) is not None for key in ("attention_factor", "mscale")):
-        return "yarn with a temperature"
+    if kind == "yarn" and parameters.get("attention_factor") is not None:
+        return YARN[0]
+    if kind == "yarn" and any(parameters.get(key) is not None for key in ("mscale", "mscale_all_dim")):
+        return YARN[1]
     if kind == "yarn" and parameters.get("truncate") is False:
         return "yarn without rounding"
     if kind == "llama3" and not _is_one(architectures, _LLAMA_CLASSES):
