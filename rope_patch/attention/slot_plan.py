@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,14 +60,16 @@ class SlotPlan:
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
         """The output for the states of one layer, `(batch, heads, q_len, value_dim)`."""
-        # in half precision, only the kernel keeps scores in float32
-        attend = _by_one_softmax if value.dtype in (torch.float32, torch.float64) else _by_kernel
-        rotated, outputs = self.rotate(queries), []
+        if value.dtype in (torch.float32, torch.float64):
+            attend, rotated = _by_one_softmax, self.rotate(queries * scaling)
+        else:  # only the kernel keeps scores in float32
+            attend, rotated = functools.partial(_by_kernel, scaling=scaling), self.rotate(queries)
+        outputs = []
         for rows, runs in self.by_rows:
             states = rotated, keys, value
             if rows != EVERY:
                 states = tuple(x[rows] for x in rotated), keys[rows], value[rows]
-            outputs.append(attend(runs, *states, scaling))
+            outputs.append(attend(runs, *states))
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output.view(*queries.shape[:3], -1)
 
@@ -76,16 +79,15 @@ def _by_one_softmax(
     queries: tuple[torch.Tensor, ...],
     keys: torch.Tensor,
     value: torch.Tensor,
-    scaling: float,
 ) -> torch.Tensor:
-    """The scores of all runs side by side.
+    """The scores of all runs side by side, for scaled queries.
 
     Shape:
         queries, for each region, `(rows, heads, q_len, head_dim)`, keys and value `(rows, kv_heads, kv_len, head_dim)`;
         returns `(rows * kv_heads, group * q_len, value_dim)`.
     """
     queries, value = _by_kv_head(queries, len(keys) * keys.shape[1]), value.flatten(0, 1)
-    scores = [_products(queries[run.region], run.keys(keys), run.added, scaling) for run in runs]
+    scores = [_products(queries[run.region], run.keys(keys), run.added) for run in runs]
     weights = (scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)).softmax(dim=-1)
     out, start = None, 0
     for slots in _joined([run.slots for run in runs]):
@@ -101,13 +103,11 @@ def _by_kv_head(queries: tuple[torch.Tensor, ...], number: int) -> tuple[torch.T
     return tuple(x.reshape(number, -1, x.shape[-1]) for x in queries)
 
 
-def _products(queries: torch.Tensor, keys: torch.Tensor, added: torch.Tensor | None, scaling: float) -> torch.Tensor:
-    """Scaled products plus `SlotRun.added`, `(rows * kv_heads, group * q_len, slots)`."""
-    # with beta=0, baddbmm uses only the dtype of its first argument
-    added, beta = (queries[:1, :1, :1], 0) if added is None else (added, 1)
+def _products(queries: torch.Tensor, keys: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
+    """Products plus `SlotRun.added`, `(rows * kv_heads, group * q_len, slots)`."""
     if queries.shape[1] > FEW:
-        return torch.baddbmm(added, queries, keys.mT, beta=beta, alpha=scaling)
-    return torch.baddbmm(added.mT, keys, queries.mT, beta=beta, alpha=scaling).mT
+        return torch.bmm(queries, keys.mT) if added is None else torch.baddbmm(added, queries, keys.mT)
+    return (torch.bmm(keys, queries.mT) if added is None else torch.baddbmm(added.mT, keys, queries.mT)).mT
 
 
 def _joined(runs: list[slice]) -> Iterator[slice]:

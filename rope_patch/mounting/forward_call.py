@@ -93,6 +93,12 @@ class ForwardCall:
         """The number of the layer's query heads, of which `query` `(batch, heads, q_len, head_dim)` has all or some."""
         return query.shape[1] if self.heads is None else self.state.layer.heads.num
 
+    def repeated(self, **changed: Any) -> ForwardCall:
+        """This call with some attributes `changed`, as `dataclasses.replace` in a tenth of the time."""
+        call = object.__new__(ForwardCall)
+        vars(call).update(vars(self), **changed)
+        return call
+
     def of_request(self, request: Request) -> ForwardCall:
         """The part of this call for one request in a row of continuous batching."""
         return dataclasses.replace(
@@ -119,15 +125,21 @@ class ForwardCall:
         """`(batch or 1, kv_len)`, or `(batch, kv_heads, kv_len)` if heads keep different keys; shared by the layers of
         one forward if possible.
         """
-        start, place = self.query_start, ("keys", kv_length)
+        start, past, place = self.query_start, self.past, ("keys", kv_length)
 
         def counted() -> torch.Tensor:
             return key_positions(self.position_ids, kv_length, start)
 
+        if past is not None and kv_length == past.shape[-1] + self.position_ids.shape[-1]:
+            return self._all_positions(past)
         if self.scattered:
-            past = cast(torch.Tensor, self.past)
+            past = cast(torch.Tensor, past)
             return self.forward_cache.derived(place, lambda: joined(past, counted()[:, past.shape[-1] :]), past)
         return self.forward_cache.once((*place, start), counted) if self.shareable else counted()
+
+    def _all_positions(self, past: torch.Tensor) -> torch.Tensor:
+        """`past` and the positions of the new tokens, in the shape of `past`; one tensor for layers that share it."""
+        return self.forward_cache.derived("all", lambda: joined(past, self.position_ids), past)
 
     def look_back(self, cache: Cache, mask: Any) -> None:
         """Set what follows from a cache, not yet updated: the number of keys, and the positions of cached ones. `mask`
@@ -185,7 +197,7 @@ class ForwardCall:
         if static and torch.compiler.is_compiling():
             return
         if past is not None:
-            positions = shared.derived("all", lambda: joined(past, self.position_ids), past)
+            positions = self._all_positions(past)
         if self.counted and (past is None or getattr(past, _COUNTED, False)):
             setattr(positions, _COUNTED, True)
         in_order = True

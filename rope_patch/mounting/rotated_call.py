@@ -15,6 +15,7 @@ from rope_patch.attention.forward_cache import wants_gradient
 from rope_patch.attention.fused.launch import Fused
 from rope_patch.attention.rotation import rotate
 from rope_patch.mounting.forward_call import ForwardCall
+from rope_patch.mounting.layer_state import UNROTATED
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import pairs_of
 from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
@@ -225,7 +226,7 @@ class RotatedCall(Call):
     def _remaining(self, positions: torch.Tensor, position_map: PositionMap) -> torch.Tensor:
         """The remaining rotation of states at these positions, with d/2 as a last axis if the map has pairs."""
         anchor = self.late.anchor
-        if anchor is None:
+        if anchor in (None, UNROTATED):
             return position_map(positions)
         done = anchor(positions)
         return position_map(positions) - (done[..., None] if _has_pairs(position_map) else done)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from dataclasses import dataclass
 from typing import Any, cast
@@ -40,12 +39,11 @@ class Step:
         same = cache is self.cache() and mask is self.mask and hidden.shape == first.states.shape
         if not same or not grows(cache, index) or cache.layers[index].keys.shape[2] != start:
             return None
-        past = positions_in(cache, index, start, state.layer.name)
-        if first.forward_cache.same(("past", start), past) is not first.past:
-            return None
-        call = copy.copy(first)
-        call.state, call.cache, call.states, call.step = state, cache, hidden, self
-        return call
+        if getattr(cache.layers[index].keys, "positions", None) is not first.past:
+            past = positions_in(cache, index, start, state.layer.name)
+            if first.forward_cache.same(("past", start), past) is not first.past:
+                return None
+        return first.repeated(state=state, cache=cache, states=hidden, step=self)
 
     def attend(
         self,
@@ -72,9 +70,7 @@ def keep_step(call: ForwardCall, mask: Any, plan: SlotPlan, scaling: float, *sta
     if cache is None or call.past is None or call.added is not None or states[0].shape[2] > 1:
         return
     if grows(cache, state.layer.index) and not call.is_request:
-        first = copy.copy(call)
-        first.cache = None
-        step = Step(first, weakref.ref(cache), mask, plan, scaling, form_of(*states))
+        step = Step(call.repeated(cache=None), weakref.ref(cache), mask, plan, scaling, form_of(*states))
         call.forward_cache.once(("step", state.kind), lambda: step)
 
 

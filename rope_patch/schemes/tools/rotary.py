@@ -125,14 +125,8 @@ class RotaryLayout:
         """M, `(..., head_dim, head_dim)`, with x M = R x, for one token with a `wide` cos, `(..., head_dim)`, and sin,
         `(..., d/2)`.
         """
-        matrix = torch.diag_embed(cos)
-        first, second = self.halves
-        if isinstance(first, slice) and isinstance(second, slice):  # no index is copied to the device
-            matrix[..., second, first].diagonal(dim1=-2, dim2=-1).copy_(-sin)
-            matrix[..., first, second].diagonal(dim1=-2, dim2=-1).copy_(sin)
-        else:
-            matrix[..., self.second, self.first], matrix[..., self.first, self.second] = -sin, sin
-        return matrix
+        basis = torch.eye(cos.shape[-1], dtype=cos.dtype, device=cos.device)
+        return self.rotate_wide(basis, cos[..., None, :], sin[..., None, :])
 
 
 def _as_slice(indices: tuple[int, ...]) -> slice | list[int]:
