@@ -11,7 +11,7 @@ from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.attention.fused.launch import Fused
 from rope_patch.attention.inputs import AttentionInputs
-from rope_patch.attention.slot_plan import EVERY, SlotPlan
+from rope_patch.attention.slot_plan import EVERY, Rotate, SlotPlan
 from rope_patch.attention.spans import Span
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 
@@ -52,8 +52,10 @@ class Call:
         number = len(self.regions)
         return lambda queries: (queries,) * number
 
-    def key_rotation(self, region: Region, slots: slice, rows: slice) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """`key` likewise, as a function of the keys of these `slots` and `rows`; None if nothing is left to rotate."""
+    def key_rotation(self, region: Region, slots: slice, rows: slice) -> Callable[[slice], Rotate] | None:
+        """`key` likewise, as a function of the keys of some `rows`, for each run of slots among these; None if nothing
+        is left to rotate.
+        """
         return None
 
     def rotates_keys(self, region: Region) -> bool:

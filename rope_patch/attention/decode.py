@@ -91,12 +91,13 @@ def _runs(inputs: AttentionInputs, call: Call, decay: Decay | None, rows: slice,
         # rotated keys are computed a few at a time
         rotates = decay is not None or call.rotates_keys(region)
         step = max(1, BLOCK // key_bytes) if rotates and call.keys.is_cpu else max(1, newest - oldest)
+        rotation = call.key_rotation(region, slice(oldest, newest), rows) if oldest < newest else None
         for start in range(oldest, newest, step):
             slots = slice(start, min(start + step, newest))
             yield SlotRun(
                 region=index,
                 slots=slots,
-                rotate=call.key_rotation(region, slots, rows),
+                rotate=None if rotation is None else rotation(slots),
                 decay=None if decay is None else _decayed(inputs, call, decay, region, slots, rows),
                 added=_added(inputs, call, region, slots, rows, position),
             )

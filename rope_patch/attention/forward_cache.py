@@ -13,6 +13,8 @@ from rope_patch.attention.spans import Span, spans_of
 from rope_patch.schemes.base import Scheme
 from rope_patch.typing import NO_WEIGHTS, Weights
 
+AHEAD = 16  # tables are computed for so many tokens more
+
 
 def wants_gradient(weights: Weights) -> bool:
     """Whether a gradient must flow into learned parameters."""
@@ -88,6 +90,34 @@ class ForwardCache:
         return self.derived(("bias", heads), lambda: DistanceBias(bias, scheme.linear, table), *weights.values())
 
 
+class Ahead:
+    """Tables of consecutive positions, which outlive a forward: tokens that follow find theirs computed."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[Any, tuple[Any, int, int, tuple[torch.Tensor, ...]]] = {}
+
+    def rows(
+        self,
+        key: Any,
+        source: torch.Tensor,
+        first: int,
+        stop: int,
+        compute: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor, ...]:
+        """Tables of the positions from `first` to below `stop`, which follow from `source` and the `key` alone.
+        `compute` makes them for positions `(1, length)`, which are the axis 2 of its results.
+        """
+        if source.is_inference():  # it would not tell that it was written to
+            return compute(torch.arange(first, stop, device=source.device)[None])
+        state = source.data_ptr(), source._version
+        found, low, high, tables = self._blocks.get(key, ((None, None), 0, 0, ()))
+        if found[0] is not source or found[1] != state or not low <= first <= stop <= high:
+            low, high = first, stop + AHEAD
+            tables = compute(torch.arange(low, high, device=source.device)[None])
+            self._blocks[key] = (source, state), low, high, tables
+        return tuple(table.narrow(2, first - low, stop - first) for table in tables)
+
+
 class StackForwardCache(threading.local):
     """The `ForwardCache` of a stack's current forward.
 
@@ -95,6 +125,7 @@ class StackForwardCache(threading.local):
 
     Attributes:
         counted: whether the stack counts the positions of this forward itself, from the number of cached tokens.
+        ahead: what the next forwards may use too.
     """
 
     counted = False
@@ -102,6 +133,7 @@ class StackForwardCache(threading.local):
     def __init__(self) -> None:
         self._position_ids: torch.Tensor | None = None
         self._forward = ForwardCache()
+        self.ahead = Ahead()
 
     def forget(self) -> None:
         """Start a forward."""

@@ -15,6 +15,7 @@ from rope_patch.attention.tile_kernels import Work, kernel_for
 from rope_patch.attention.tiles import Tile
 
 EVERY = slice(None)
+Rotate = Callable[[torch.Tensor], torch.Tensor]
 FEW = 8  # up to this many rows, a product that reads the keys row by row is up to twice as fast as one by columns
 
 
@@ -32,7 +33,7 @@ class SlotRun:
 
     region: int
     slots: slice
-    rotate: Callable[[torch.Tensor], torch.Tensor] | None
+    rotate: Rotate | None
     decay: torch.Tensor | None
     added: torch.Tensor | None
 

@@ -17,8 +17,9 @@ from rope_patch.mounting.layer_state import LayerState
 from rope_patch.schemes.tools.positions import follow_on, joined, key_positions
 from rope_patch.typing import Frequencies, PositionMap, Weights
 
-_COUNTED = "_rope_patch_counted"
-"""Attribute of the positions in a cache: they are 0, 1, 2, ..., so that a step that goes on need not read them."""
+_NEXT = "_rope_patch_next"
+"""Attribute of the positions in a cache that are known to be consecutive, and alike in all rows: the one that follows.
+A step that goes on need not read them."""
 
 
 @dataclass(eq=False)
@@ -168,8 +169,8 @@ class ForwardCall:
             return
         past = positions_in(cache, index, start, state.layer.name)
         self.past = past = self.forward_cache.same(("past", start), past)
-        if self.counted and getattr(past, _COUNTED, False):
-            self.forward_cache.once("first positions", lambda: [start])
+        following = getattr(past, _NEXT, None)
+        if following is not None and set(self._first_positions(past)) == {following}:
             return
         self.scattered = self.forward_cache.derived(
             ("scattered", start), lambda: not bool(follow_on(past, self.position_ids, self.seen)), past
@@ -198,12 +199,31 @@ class ForwardCall:
             return
         if past is not None:
             positions = self._all_positions(past)
-        if self.counted and (past is None or getattr(past, _COUNTED, False)):
-            setattr(positions, _COUNTED, True)
+        following = self._following()
+        if following is not None:
+            setattr(positions, _NEXT, following)
         in_order = True
         if static:
             in_order = shared.derived("in order", lambda: self._in_order(positions), positions)
         remember(self.cache, index, positions, in_order)
+
+    def _first_positions(self, past: torch.Tensor) -> list[int]:
+        """Position of the first query after `past` in each row, read only if the stack did not count it."""
+        start = past.shape[-1]
+        counted = self.counted and getattr(past, _NEXT, None) == start
+        read = self.position_ids[:, 0].tolist
+        return cast(list[int], self.forward_cache.once("first positions", lambda: [start] if counted else read()))
+
+    def _following(self) -> int | None:
+        """The position after the last query, if all up to it are known to be consecutive, and alike in all rows."""
+        past, length = self.past, self.position_ids.shape[1]
+        start, known = (0, 0) if past is None else (past.shape[-1], getattr(past, _NEXT, None))
+        if self.counted and known == start:
+            return start + length
+        if torch.compiler.is_compiling() or length > 1 or past is None or self.scattered or self.seen is not None:
+            return None
+        first = self._first_positions(past)
+        return first[0] + 1 if len(set(first)) == 1 else None
 
     def _in_order(self, positions: torch.Tensor) -> bool:
         """Whether, in every row, the next token is expected one position after the last slot."""

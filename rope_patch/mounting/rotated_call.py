@@ -14,6 +14,7 @@ from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward_cache import wants_gradient
 from rope_patch.attention.fused.launch import Fused
 from rope_patch.attention.rotation import rotate
+from rope_patch.attention.slot_plan import Rotate
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.layer_state import UNROTATED
 from rope_patch.schemes.slots import ALL_PAIRS, Region
@@ -78,21 +79,45 @@ class RotatedCall(Call):
 
     def _matrices(self) -> torch.Tensor:
         """All rotations of the only query, `(head_dim, regions * head_dim)`, with a batch axis if rows differ."""
-        queries, positions = self.queries, self.late.position_ids
+        queries, position = self.queries, self._position
 
-        def rotations() -> torch.Tensor:
-            """`(batch or 1, head_dim, regions * head_dim)`."""
+        def rotations(positions: torch.Tensor) -> tuple[torch.Tensor]:
+            """Of each position `(batch or 1, length)`: `(batch or 1, 1, length, head_dim, regions * head_dim)`."""
             moved = [self._remaining(positions, region.query_map) for region in self.regions]
             by_pair = any(x.ndim == 3 for x in moved)
             if by_pair:
                 pairs = len(self.layout.first)
                 moved = [x if x.ndim == 3 else x[..., None].expand(*x.shape, pairs) for x in moved]
-            cos, sin = self._computed(torch.cat(moved, dim=1), queries.dtype, by_pair)
+            cos, sin = self._computed(torch.stack(moved, dim=1), queries.dtype, by_pair)
             matrix = self.layout.matrix(self.layout.wide(cos, queries.shape[-1]), sin)
-            return matrix[:, 0].transpose(1, 2).flatten(2)
+            return (matrix.permute(0, 2, 3, 1, 4).flatten(3)[:, None],)
 
-        matrices = self._shared(("one query", self.late.state.tables, queries.dtype), rotations)
-        return cast(torch.Tensor, matrices[0] if len(matrices) == 1 else matrices)
+        place = "one query", self.late.state.tables, queries.dtype
+        if position is None:
+            matrices = self._shared(place, lambda: rotations(self.late.position_ids))[0]
+        else:
+            matrices = self._ahead(place, position, position + 1, rotations)[0]
+        return cast(torch.Tensor, matrices[:, 0, 0] if len(matrices) > 1 else matrices[0, 0, 0])
+
+    @functools.cached_property
+    def _position(self) -> int | None:
+        """Position of the only query in every row, if it is known without a look at it and follows cached keys without
+        a gap, and if later tokens have the same frequencies.
+        """
+        late, scheme = self.late, self.late.state.scheme
+        known = late.forward_cache.known("first positions")
+        if known is None or late.scattered or not (self._turns_by_matrix and isinstance(late.start, int)):
+            return None
+        return None if scheme.learned_frequencies or scheme.length_dependent or len(set(known)) > 1 else known[0]
+
+    def _ahead(
+        self, place: tuple[Any, ...], first: int, stop: int, compute: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+    ) -> tuple[torch.Tensor, ...]:
+        """`Ahead.rows` for tables of these frequencies."""
+        frequencies, ahead = self.late.frequencies(self.learned), self.late.state.forward_cache.ahead
+        source = frequencies.inv_freq
+        key = place, self.late.anchor, frequencies.attention_scaling, source.device
+        return ahead.rows(key, source, first, stop, compute)
 
     def key(self, region: Region, slots: slice | torch.Tensor = EVERY, rows: slice = EVERY) -> torch.Tensor:
         if not self.rotates_keys(region):
@@ -107,10 +132,23 @@ class RotatedCall(Call):
     def _rotated_key(self, key_map: PositionMap, slots: slice | torch.Tensor, rows: slice) -> torch.Tensor:
         return self._rotated(self.keys[rows, :, slots], *self._placed(key_map, slots, rows))
 
-    def key_rotation(self, region: Region, slots: slice, rows: slice) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    def key_rotation(self, region: Region, slots: slice, rows: slice) -> Callable[[slice], Rotate] | None:
         if not self.rotates_keys(region):
             return None
-        return self._rotation(*self._placed(region.key_map, slots, rows), self.keys)
+        position, key_map, keys = self._position, region.key_map, self.keys
+        if position is None:
+            positions, _, place, _ = self._placed(key_map, slots, rows)
+            cos, sin = self._tables(positions, key_map, place, keys, rows)
+        else:
+            place, behind = ("k", key_map, self.late.state.tables, keys.dtype), position - int(self.late.start)
+            span = behind + slots.start, behind + slots.stop
+            cos, sin = self._ahead(place, *span, lambda positions: self._made(positions, key_map, keys))
+
+        def of(part: slice) -> Rotate:
+            run = 2, part.start - slots.start, part.stop - part.start
+            return self._apply(cos.narrow(*run), sin.narrow(*run))
+
+        return of
 
     def _placed(
         self, key_map: PositionMap, slots: slice | torch.Tensor, rows: slice
@@ -188,11 +226,14 @@ class RotatedCall(Call):
         place: tuple[Any, ...] | None,
         rows: slice,
         like: torch.Tensor,
-    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    ) -> Rotate | None:
         """R_f(phi(positions)) as a function of states of the dtype and width of `like`; None if they have it."""
         if position_map == self.late.anchor:
             return None
-        cos, sin = self._tables(positions, position_map, place, like, rows)
+        return self._apply(*self._tables(positions, position_map, place, like, rows))
+
+    def _apply(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotate:
+        """The rotation of states by these tables."""
         apply = functools.partial(rotate, self.layout) if self._few_kernels else self.layout.rotate
         return functools.partial(apply, cos=cos, sin=sin)
 
@@ -212,16 +253,22 @@ class RotatedCall(Call):
         like: torch.Tensor,
         rows: slice,
     ) -> Tables:
-        """The tables that rotate states `like`, shared by layers under the key `place`. For regions, cos is `wide`."""
+        """The tables that rotate states `like`, shared by layers under the key `place`."""
 
         def tables() -> Tables:
-            moved = self._remaining(positions, position_map)
-            cos, sin = self._computed(moved, like.dtype, _has_pairs(position_map), rows)
-            return self.layout.wide(cos, like.shape[-1]) if self._few_kernels else cos, sin
+            return self._made(positions, position_map, like, rows)
 
         if place is None:
             return tables()
         return cast(Tables, self._shared((place, position_map, self.late.state.tables, like.dtype), tables))
+
+    def _made(
+        self, positions: torch.Tensor, position_map: PositionMap, like: torch.Tensor, rows: slice = EVERY
+    ) -> Tables:
+        """The tables that rotate states `like`. For regions, cos is `wide`."""
+        moved = self._remaining(positions, position_map)
+        cos, sin = self._computed(moved, like.dtype, _has_pairs(position_map), rows)
+        return self.layout.wide(cos, like.shape[-1]) if self._few_kernels else cos, sin
 
     def _remaining(self, positions: torch.Tensor, position_map: PositionMap) -> torch.Tensor:
         """The remaining rotation of states at these positions, with d/2 as a last axis if the map has pairs."""

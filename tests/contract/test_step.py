@@ -8,7 +8,8 @@ import torch
 from transformers import DynamicCache
 
 from rope_patch import CachedKeys, patch
-from rope_patch.attention import decode
+from rope_patch.attention import decode, forward_cache
+from rope_patch.mounting import rotated_call
 from rope_patch.mounting.step import Step
 from tests.families import build
 from tests.runs import assert_close, cached_logits, left_padded, tokens
@@ -79,3 +80,44 @@ def test_a_model_does_not_keep_the_cache_of_its_last_forward():
         del cache
         gc.collect()
         assert not any(reference() is not None for reference in kept)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
+@pytest.mark.parametrize("spec", [*SPECS[:2], "self_extend:group_size=4,window=7", "dpe:window=7,groups=[1,2,4,3]"])
+@torch.no_grad()
+def test_tokens_take_tables_of_earlier_ones_until_frequencies_change(spec, given, monkeypatch):
+    """Also in place: the tables of the tokens before are then of no use."""
+    found, computed = [], []
+    compute = rotated_call.rotation_tables
+    monkeypatch.setattr(rotated_call, "rotation_tables", lambda *args: computed.append(1) or compute(*args))
+    for ahead in (forward_cache.AHEAD, 0):
+        monkeypatch.setattr(forward_cache, "AHEAD", ahead)
+        model, cache, logits, counts = build("llama"), DynamicCache(), [], []
+        with patch(model, spec):
+            for step in range(12):
+                if step == 9:
+                    model.model.rotary_emb.inv_freq.mul_(1.5)
+                past = cache.get_seq_length()
+                length = 20 if step == 0 else 1
+                places = {"position_ids": past + torch.arange(length)[None]} if given else {}
+                computed.clear()
+                logits.append(model(tokens(length, seed=step), past_key_values=cache, **places).logits)
+                counts.append(len(computed))
+        found.append(torch.cat(logits, dim=1))
+        assert [bool(count) for count in counts[1:]] == [ahead == 0 or step in (1, 9) for step in range(1, 12)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("spec", ["rerope:window=6", "dca:chunk_size=9,local_window=2"])
+@torch.no_grad()
+def test_a_token_behind_a_gap_is_noticed_after_tokens_that_went_on(spec):
+    found = []
+    for attention in ("auto", "oracle"):
+        model, cache = build("llama"), DynamicCache()
+        with patch(model, spec, attention=attention):
+            for step, position in enumerate([None, 20, 21, 22, 26, 27]):
+                places = {} if position is None else {"position_ids": torch.tensor([[position]])}
+                text = tokens(20 if position is None else 1, seed=step)
+                logits = model(text, past_key_values=cache, **places).logits
+            found.append(logits)
+    assert_close(*found)
