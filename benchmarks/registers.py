@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 
 from rope_patch import get_scheme
+from rope_patch.attention.call import Fused
 from rope_patch.attention.fused import launch
-from rope_patch.attention.fused.launch import Blocks, Fused
+from rope_patch.attention.fused.launch import Blocks
 from rope_patch.attention.inputs import AttentionInputs
 from rope_patch.schemes.slots import ALL_PAIRS
 
@@ -124,23 +125,19 @@ def _compiled(kernel: Kernel, blocks: Blocks | None) -> Any:
     defaults = launch.blocks_for(dtype, dim, HEADS // KV_HEADS * length, len(regions), kernel.arch)
     blocks = blocks or dict(zip(("query_gradients", "key_gradients"), defaults[1:], strict=True)).get(kernel.kernel)
     blocks = blocks or defaults[0]
+    call = call.past() if inputs.causal else call
     given, how = launch.described(inputs, call, blocks, (query, key, key, None, None, None))
     if not kernel.arch.startswith("sm_"):
         how = how._replace(products="ieee")
-    states, numbers = launch._states, launch._numbers(torch.empty(query.shape[:3]))
+    states, numbers = triton_kernels.States.of, triton_kernels.States.of(torch.empty(query.shape[:3]))
     out, of_q, of_k = states(query), (states(query),) * len(how.areas), (states(key),) * len(how.areas)
     options = {**blocks.options, "grid": (1, 1, 1)}
-    if kernel.kernel == "query_gradients":
-        arguments: tuple[Any, ...] = (given, out, out, numbers, numbers, of_q, None, None, how)
-    elif kernel.kernel == "key_gradients":
-        arguments = (given, out, numbers, numbers, of_k, states(key), None, 16, how)
-    elif length == 1:
-        parts = states(query.float())
-        arguments = (given, parts, numbers, 8, 512, how)
-    else:
-        arguments = (given, out, numbers, 1, launch.FAR, how)
-    program = triton_kernels.forward if kernel.kernel == "decode" else getattr(triton_kernels, kernel.kernel)
-    return program.warmup(*arguments, **options)
+    if kernel.kernel.endswith("gradients"):
+        own = (of_k, states(key)) if kernel.kernel == "key_gradients" else (of_q, None)
+        places = given, out, out, numbers, numbers, *own, None, None
+        return triton_kernels.gradients.warmup(*places, kernel.kernel == "key_gradients", how, **options)
+    parts, splits, span = (states(query.float()), 8, 512) if kernel.kernel == "decode" else (out, 1, LENGTH)
+    return triton_kernels.forward.warmup(given, parts, numbers, splits, span, how, **options)
 
 
 def _read(ptx: str, arch: str, shared: int) -> Needs:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,11 +12,52 @@ import torch
 
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward_cache import ForwardCache
-from rope_patch.attention.fused.launch import Fused
 from rope_patch.attention.inputs import AttentionInputs
 from rope_patch.attention.slot_plan import EVERY, Rotate, SlotPlan
 from rope_patch.attention.spans import Span
 from rope_patch.schemes.slots import ALL_PAIRS, Region
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+"""Cosine and sine."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Queries and keys as they arrived, and their rotation in each region, for the fused kernel.
+
+    The rotation is x cos + x[partner] sin with full-width tables. The sine carries the sign; a dimension without
+    rotation has cosine 1 and sine 0.
+
+    Attributes:
+        queries, keys: `(batch, heads or kv_heads, length, head_dim)`. A query scale is folded into the queries, or into
+            their tables.
+        regions: disjoint.
+        query_tables, key_tables: cos and sin for each region, in shapes that expand to that of the queries or keys;
+            None without rotation.
+        partner: integer, `(head_dim,)`, its own inverse; None without rotation.
+        in_order: whether every visible key has the same distance from its query in positions and in slots. If False,
+            every region scans all keys.
+        window: in slots, of sliding-window attention; infinite without a window.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    regions: tuple[Region, ...]
+    query_tables: tuple[Tables | None, ...]
+    key_tables: tuple[Tables | None, ...]
+    partner: torch.Tensor | None = None
+    in_order: bool = True
+    window: float = math.inf
+
+    def past(self) -> Fused:
+        """Without the regions whose keys all come after the query."""
+        seen = [region.stop > 0 for region in self.regions]
+        return dataclasses.replace(
+            self,
+            regions=tuple(itertools.compress(self.regions, seen)),
+            query_tables=tuple(itertools.compress(self.query_tables, seen)),
+            key_tables=tuple(itertools.compress(self.key_tables, seen)),
+        )
 
 
 @dataclass(eq=False)

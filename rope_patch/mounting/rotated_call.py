@@ -9,10 +9,9 @@ from typing import Any, cast
 
 import torch
 
-from rope_patch.attention.call import EVERY, Call
+from rope_patch.attention.call import EVERY, Call, Fused, Tables
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward_cache import wants_gradient
-from rope_patch.attention.fused.launch import Fused
 from rope_patch.attention.rotation import rotate
 from rope_patch.attention.slot_plan import Rotate
 from rope_patch.mounting.forward_call import ForwardCall
@@ -21,8 +20,6 @@ from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import pairs_of
 from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
 from rope_patch.typing import PositionMap, Weights
-
-Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(eq=False)

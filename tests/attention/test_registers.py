@@ -7,6 +7,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch
 
 from benchmarks import registers
 
@@ -49,6 +50,26 @@ def test_kernels_fit_their_ceilings(pool, arch, name):
     chosen = [kernel for kernel in registers.kernels() if (kernel.arch, kernel.kernel) == (arch, name)]
     assert len(chosen) == 12
     assert not [text for texts in pool.map(beyond, chosen) for text in texts]
+
+
+def rotate(first: int | torch.Tensor) -> None:
+    """Compile the rotation of some keys from a slot on."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from rope_patch.attention.fused import triton_kernels as kernels
+
+    driver.set_active(registers.Absent(GPUTarget("cuda", 90, 32)))
+    states = kernels.States.of(torch.empty(1, 4, 300, 64, dtype=torch.bfloat16))
+    places = (states,), (states,), ((states, states),), torch.arange(64), first, 300
+    kernels.rotate.warmup(*places, False, 32, 64, grid=(10, 4, 1))
+
+
+@needs_triton
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", [0, 1, 230, torch.tensor(3)], ids=str)
+def test_a_rotation_compiles_from_any_slot(pool, first):
+    pool.submit(rotate, first).result()  # Triton makes a constant of 1, which has no dtype
 
 
 @needs_triton

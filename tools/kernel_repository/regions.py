@@ -45,8 +45,8 @@ def attention(
         q=tuple(map(_states, queries)),
         k=tuple(map(_states, keys)),
         v=_states(value),
-        m=kernels.States(positions[start:], 0, 0, 1),
-        n=kernels.States(positions, 0, 0, 1),
+        m=kernels.States.of(positions[None, start:]),
+        n=kernels.States.of(positions[None]),
         groups=None,
         start=start,
         q_length=length,
@@ -54,7 +54,6 @@ def attention(
         scale=dim**-0.5 if scale is None else scale,
         bias=None,
         first=0,
-        distances=0,
         sums=None,
         sinks=None,
     )
@@ -63,31 +62,20 @@ def attention(
         group=heads // kv_heads,
         head_dim=dim,
         value_dim=value_dim,
-        width=_power_of_two(dim),
-        value_width=_power_of_two(value_dim),
         rows=ROWS,
         keys=KEYS,
         causal=True,
         in_order=True,
-        start_in_memory=False,
         window=None,
         softcap=None,
         bias=None,
-        bias_gradient=False,
-        sums_gradient=False,
         products="ieee" if torch.version.hip else "tf32x3",
     )
     grid = -(-length * how.group // ROWS), kv_heads, batch
-    kernels.forward[grid](
-        given, _states(out), kernels.States(lse, *lse.stride()), 1, FAR, how, num_warps=4, num_stages=2
-    )
+    places = kernels.States.of(out), kernels.States.of(lse)
+    kernels.forward[grid](given, *places, 1, FAR, how, num_warps=4, num_stages=2)
     return out, lse
 
 
 def _states(x: torch.Tensor) -> kernels.States:
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return kernels.States(x, *x.stride()[:3])
-
-
-def _power_of_two(least: int) -> int:
-    return max(16, 1 << (least - 1).bit_length())
+    return kernels.States.of(x if x.stride(-1) == 1 else x.contiguous())

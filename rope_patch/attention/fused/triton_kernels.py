@@ -15,23 +15,34 @@ hardware computes 2^x.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NONE = tl.constexpr(float("-inf"))
-ANYWHERE = tl.constexpr(2**30)
+FAR = tl.constexpr(2**30)
+"""Beyond all positions, and far from the end of the range of int32."""
 
 
 class States(NamedTuple):
-    """A tensor whose last dimension is dense, with its strides of batch rows, heads and tokens."""
+    """A tensor with its strides of batch rows, heads and tokens."""
 
     data: Any
     batch: int
     head: int
     token: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor | None) -> Any:
+        """Of `(batch, length)`, or `(batch, heads, length)` of numbers or of dense vectors; sizes of 1 are repeated."""
+        if x is None:
+            return None
+        strides = [stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)]
+        return cls(x, strides[0], 0, strides[1]) if x.ndim == 2 else cls(x, *strides[:3])
 
 
 class Given(NamedTuple):
@@ -41,7 +52,7 @@ class Given(NamedTuple):
         q, k: rotated for each region.
         m, n, groups: positions of queries and keys, and groups of keys, the same for all heads.
         start: slot of the first query, as a number or a pointer.
-        bias: slopes by head, or a table by head and distance, with `distances` entries from `first`.
+        bias: slopes by head, or a table by head and distance, from the distance `first` to that of the last key.
         sums, sinks: see `AttentionInputs`.
     """
 
@@ -57,18 +68,24 @@ class Given(NamedTuple):
     scale: float
     bias: States | None
     first: int
-    distances: int
     sums: States | None
     sinks: Any
 
 
 class Area(NamedTuple):
-    """A `Region` in integers; infinite bounds become numbers beyond all positions."""
+    """A `Region` in integers."""
 
     start: int
     stop: int
     chunk: int
     keys_below: int | None
+
+    @classmethod
+    def of(cls, region: Any) -> Area:
+        """Of a `Region`."""
+        far = FAR.value // region.chunk
+        start, stop = (int(min(max(bound, -far), far)) for bound in (region.start, region.stop))
+        return cls(start, stop, region.chunk, None if region.keys_below == math.inf else int(region.keys_below))
 
 
 class How(NamedTuple):
@@ -76,11 +93,9 @@ class How(NamedTuple):
 
     Attributes:
         group: query heads per key head.
-        head_dim, value_dim, width, value_width: of states, and the next power of two.
         rows, keys: of a block.
         in_order: whether distance is a difference of slots.
         bias: "slope", "table" or None.
-        bias_gradient, sums_gradient: whether they are needed.
         products: the precision of products of float32, `input_precision` of `tl.dot`.
     """
 
@@ -88,18 +103,13 @@ class How(NamedTuple):
     group: int
     head_dim: int
     value_dim: int
-    width: int
-    value_width: int
     rows: int
     keys: int
     causal: bool
     in_order: bool
-    start_in_memory: bool
     window: int | None
     softcap: float | None
     bias: str | None
-    bias_gradient: bool
-    sums_gradient: bool
     products: str
 
 
@@ -116,9 +126,22 @@ class Tokens(NamedTuple):
     group: Any
 
 
+@triton.constexpr_function
+def padded(least):
+    """The smallest power of two that is at least `least` and at least 16, the minimum for tensor cores."""
+    return max(16, triton.next_power_of_2(least))
+
+
 @triton.jit
 def _places(x, batch, heads, tokens):
     return x.data + (batch.to(tl.int64) * x.batch + heads.to(tl.int64) * x.head + tokens.to(tl.int64) * x.token)
+
+
+@triton.jit
+def _number(x):
+    """A number, as given or from memory."""
+    x = tl.to_tensor(x)
+    return tl.load(x).to(tl.int32) if x.dtype.is_ptr() else x
 
 
 @triton.jit
@@ -127,23 +150,18 @@ def _numbers(x, heads, tokens):
 
 
 @triton.jit
-def _vectors(x, batch, heads, tokens, dim: tl.constexpr, width: tl.constexpr):
-    """Vectors of some tokens, `(tokens, width)`, zero beyond `dim`."""
-    dims = tl.arange(0, width)
-    places = _places(x, batch, heads, tokens)[:, None] + dims[None, :]
-    return tl.load(places) if dim == width else tl.load(places, mask=(dims < dim)[None, :], other=0.0)
+def _states(x, tokens, dim: tl.constexpr):
+    """Vectors of some tokens, `(tokens, padded(dim))`, zero beyond `dim`."""
+    dims = tl.arange(0, padded(dim))[None, :]
+    places = _places(x, tl.program_id(2), tokens.head, tokens.token)[:, None] + dims
+    return tl.load(places) if dim == padded(dim) else tl.load(places, mask=dims < dim, other=0.0)
 
 
 @triton.jit
-def _states(x, tokens, dim: tl.constexpr, width: tl.constexpr):
-    return _vectors(x, tl.program_id(2), tokens.head, tokens.token, dim, width)
-
-
-@triton.jit
-def _store(x, value, batch, tokens, dim: tl.constexpr, width: tl.constexpr):
-    dims = tl.arange(0, width)
-    places = _places(x, batch, tokens.head, tokens.token)[:, None] + dims[None, :]
-    tl.store(places, value, mask=tokens.inside[:, None] & (dims < dim)[None, :])
+def _store(x, value, batch, tokens, dim: tl.constexpr):
+    dims = tl.arange(0, padded(dim))[None, :]
+    places = _places(x, batch, tokens.head, tokens.token)[:, None] + dims
+    tl.store(places, value, mask=tokens.inside[:, None] & (dims < dim))
 
 
 @triton.jit
@@ -154,26 +172,14 @@ def _entries(x, tokens, dims, inside):
 
 
 @triton.jit
-def rotate(
-    states,
-    rotated,
-    tables,
-    partner,
-    first,
-    length,
-    back: tl.constexpr,
-    block: tl.constexpr,
-    dim: tl.constexpr,
-    width: tl.constexpr,
-):
+def rotate(states, rotated, tables, partner, first, length, back: tl.constexpr, block: tl.constexpr, dim: tl.constexpr):
     """R x = x cos + x[partner] sin of a block of tokens of a head, for each of the `states`, with the sign in the sine.
     `back` multiplies by the transpose and adds up, into the only tensor of `rotated`; a table may be None there. Blocks
     that end before the slot `first`, a number or a pointer, are left out.
     """
-    first = tl.load(first) if first.dtype.is_ptr() else first
-    if (tl.program_id(0) + 1) * block > first:
-        tokens, dims = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, width)[None, :]
-        inside, total = (tokens < length)[:, None] & (dims < dim), tl.full((block, width), 0.0, tl.float32)
+    if (tl.program_id(0) + 1) * block > _number(first):
+        tokens, dims = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, padded(dim))[None, :]
+        inside, total = (tokens < length)[:, None] & (dims < dim), tl.full((block, padded(dim)), 0.0, tl.float32)
         for r in tl.static_range(len(tables)):
             turned = _entries(states[r], tokens, dims, inside)
             if tables[r] is not None:
@@ -188,17 +194,12 @@ def rotate(
 
 
 @triton.jit
-def _start(given, how: tl.constexpr):
-    return tl.load(given.start).to(tl.int32) if how.start_in_memory else given.start
-
-
-@triton.jit
 def _queries(block, given, how: tl.constexpr):
     count = given.q_length * how.group
     rows = block * how.rows + tl.arange(0, how.rows)
     inside, rows = rows < count, tl.minimum(rows, count - 1)
     token, head = rows // how.group, tl.program_id(1) * how.group + rows % how.group
-    slot = token + _start(given, how)
+    slot = token + _number(given.start)
     group = slot if given.groups is None else _numbers(given.groups, head, slot)
     return Tokens(inside, token, head, slot, _numbers(given.m, head, token).to(tl.int32), group)
 
@@ -228,64 +229,45 @@ def _units(positions, chunk: tl.constexpr):
 
 
 @triton.jit
-def _keys_of(queries, given, how: tl.constexpr, r: tl.constexpr):
-    """The first slot that each query may see in a region, and the end of its range."""
-    area: tl.constexpr = how.areas[r]
-    slot = queries.slot
-    first, stop = slot * 0, slot * 0 + given.kv_length
-    if how.causal:
-        stop = tl.minimum(stop, slot + 1)
-    if how.window is not None:
-        first = tl.maximum(first, slot - how.window + 1)
-    if how.in_order:
-        unit, zero = _units(queries.position, area.chunk), slot - queries.position
-        first = tl.maximum(first, zero + (unit - area.stop + 1) * area.chunk)
-        stop = tl.minimum(stop, zero + (unit - area.start + 1) * area.chunk)
-        if area.keys_below is not None:
-            stop = tl.minimum(stop, zero + area.keys_below)
-    return first, stop
+def _within(bounds, zero, unit, low, high, chunk: tl.constexpr, of_keys: tl.constexpr):
+    """The part of `bounds` whose distance from each token is in [low, high): `chunk` slots are one unit of distance,
+    the token is in its `unit`, and unit 0 begins at the slot `zero`.
+    """
+    low, high = (low, high) if of_keys else (1 - high, 1 - low)
+    return tl.maximum(bounds[0], zero + (unit + low) * chunk), tl.minimum(bounds[1], zero + (unit + high) * chunk)
 
 
 @triton.jit
-def _rows_of(keys, given, how: tl.constexpr, r: tl.constexpr):
-    """The first row that may see each key in a region, and the end of its range."""
+def _bounds(own, given, how: tl.constexpr, r: tl.constexpr, of_keys: tl.constexpr):
+    """The first key that each query may see in a region, and the end of their range; or the rows that see each key."""
     area: tl.constexpr = how.areas[r]
-    slot, begin = keys.slot, _start(given, how)
-    first, stop = slot * 0 + begin, slot * 0 + begin + given.q_length
-    if how.causal:
-        first = tl.maximum(first, slot)
-    if how.window is not None:
-        stop = tl.minimum(stop, slot + how.window)
+    begin, length = (_number(given.start), given.q_length) if of_keys else (0, given.kv_length)
+    bounds = own.slot * 0 + begin, own.slot * 0 + begin + length
+    low, high = 0 if how.causal else -FAR, FAR if how.window is None else how.window
+    bounds = _within(bounds, 0, own.slot, low, high, 1, of_keys)
     if how.in_order:
-        unit, zero = _units(keys.position, area.chunk), slot - keys.position
-        first = tl.maximum(first, zero + (unit + area.start) * area.chunk)
-        stop = tl.minimum(stop, zero + (unit + area.stop) * area.chunk)
+        zero, unit = own.slot - own.position, _units(own.position, area.chunk)
+        first, stop = _within(bounds, zero, unit, area.start, area.stop, area.chunk, of_keys)
         if area.keys_below is not None:
-            stop = tl.where(keys.position < area.keys_below, stop, first)
-    return (first - begin) * how.group, (stop - begin) * how.group
+            below = own.position < area.keys_below
+            stop = tl.where(below, stop, first) if of_keys else tl.minimum(stop, zero + area.keys_below)
+        bounds = first, stop
+    return ((bounds[0] - begin) * how.group, (bounds[1] - begin) * how.group) if of_keys else bounds
 
 
 @triton.jit
-def _blocks(bounds, low, high, size: tl.constexpr, given, how: tl.constexpr):
-    """Blocks of `size` between `low` and `high` that overlap some bounds: the start of the first one, that of the first
-    one within all bounds, the number of those, and the number of the others, at the edges.
+def _runs(bounds, low, high, size: tl.constexpr, given, how: tl.constexpr):
+    """Where blocks of `size` between `low` and `high` that overlap some bounds begin, where those within all bounds
+    begin and end, and where the others end.
     """
     first, stop = bounds
     start = tl.maximum(tl.min(first) // size * size, low)
     end = tl.maximum(tl.minimum(tl.cdiv(tl.max(stop), size) * size, high), start)
-    inner_start, inner = start, 0
+    inner_start, inner_end = start, start
     if how.in_order and given.groups is None:
-        inner_start = tl.maximum(tl.cdiv(tl.max(first), size) * size, start)
-        inner = tl.maximum(tl.minimum(tl.min(stop) // size * size, end) - inner_start, 0) // size
-    return start, inner_start, inner, (end - start) // size - inner
-
-
-@triton.jit
-def _start_of(index, blocks, size: tl.constexpr, edge: tl.constexpr):
-    """Where a block begins: one of those at the edges, or of those within all bounds."""
-    start, inner_start, inner, _ = blocks
-    place = (start if edge else inner_start) + index * size
-    return place + tl.where(place >= inner_start, inner * size, 0) if edge else place
+        inner_start = tl.minimum(tl.maximum(tl.cdiv(tl.max(first), size) * size, start), end)
+        inner_end = tl.maximum(tl.minimum(tl.min(stop) // size * size, end), inner_start)
+    return start, inner_start, inner_end, end
 
 
 @triton.jit
@@ -310,7 +292,8 @@ def _seen(queries, keys, how: tl.constexpr, r: tl.constexpr, grouped: tl.constex
 def _in_table(queries, keys, given):
     """The index of each pair in the table of biases, arbitrary for hidden pairs."""
     distance = queries.position - keys.position - given.first
-    return queries.head * given.bias.head + tl.minimum(tl.maximum(distance, 0), given.distances - 1)
+    last = given.kv_length - 1 - given.first
+    return queries.head * given.bias.head + tl.minimum(tl.maximum(distance, 0), last)
 
 
 @triton.jit
@@ -346,29 +329,29 @@ def forward(given, out, lse, splits, span, how: tl.constexpr):
     block, split = (tl.num_programs(0) - 1 - tl.program_id(0)) // splits, tl.program_id(0) % splits
     queries = _queries(block, given, how)
     down = _spread(queries, 1)
-    mean, total = tl.full((how.rows, how.value_width), 0.0, tl.float32), tl.full((how.rows,), 0.0, tl.float32)
+    mean, total = tl.full((how.rows, padded(how.value_dim)), 0.0, tl.float32), tl.full((how.rows,), 0.0, tl.float32)
     most = total + NONE
     if given.sinks is not None:
         sink = tl.load(given.sinks + queries.head).to(tl.float32) * LOG2_E
         most, total = tl.where(split == 0, sink, most), tl.where(split == 0, 1.0, total)
     for r in tl.static_range(len(how.areas)):
-        q = _states(given.q[r], queries, how.head_dim, how.width)
-        blocks = _blocks(_keys_of(queries, given, how, r), split * span, (split + 1) * span, how.keys, given, how)
-        for edge in tl.static_range(2):
-            for index in tl.range(blocks[2 + edge]):
-                keys = _keys(_start_of(index, blocks, how.keys, edge), given, how)
-                k = _states(given.k[r], keys, how.head_dim, how.width)
+        q = _states(given.q[r], queries, how.head_dim)
+        runs = _runs(_bounds(queries, given, how, r, False), split * span, (split + 1) * span, how.keys, given, how)
+        for run in tl.static_range(3):
+            for start in tl.range(runs[run], runs[run + 1], how.keys):
+                keys = _keys(start, given, how)
+                k = _states(given.k[r], keys, how.head_dim)
                 products = tl.dot(q, tl.trans(k), input_precision=how.products)
-                scores, _ = _scores(products, down, _spread(keys, 0), given, how, r, edge)
+                scores, _ = _scores(products, down, _spread(keys, 0), given, how, r, run != 1)
                 largest = tl.maximum(most, tl.max(scores, 1))
                 base = tl.where(largest == NONE, 0.0, largest)
                 weights, fade = tl.exp2(scores - base[:, None]), tl.exp2(most - base)
-                v = _states(given.v, keys, how.value_dim, how.value_width)
+                v = _states(given.v, keys, how.value_dim)
                 mean = tl.dot(weights.to(v.dtype), v, mean * fade[:, None], input_precision=how.products)
                 total, most = total * fade + tl.sum(weights, 1), largest
     mean = mean / tl.where(total == 0, 1.0, total)[:, None]
     place = split * tl.num_programs(2) + tl.program_id(2)
-    _store(out, mean, place, queries, how.value_dim, how.value_width)
+    _store(out, mean, place, queries, how.value_dim)
     lse = _places(lse, place, queries.head, queries.token)
     tl.store(lse, (most + tl.log2(total)) / LOG2_E, mask=queries.inside)
 
@@ -377,15 +360,15 @@ def forward(given, out, lse, splits, span, how: tl.constexpr):
 def merge(out, lse, parts, part_lse, splits, some: tl.constexpr, how: tl.constexpr):
     """Merge output and log-sum-exp of the `splits` for one query; `some` is the next power of two."""
     token, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    place, dims = tl.arange(0, some), tl.arange(0, how.value_width)
-    index = tl.minimum(place, splits - 1) * tl.num_programs(2) + batch
+    place, dims = tl.arange(0, some), tl.arange(0, padded(how.value_dim))
+    index, known = tl.minimum(place, splits - 1) * tl.num_programs(2) + batch, dims < how.value_dim
     each = tl.where(place < splits, tl.load(_places(part_lse, index, head, token)), NONE)
     most = tl.max(each, 0)
     weights = tl.exp(each - tl.where(most == NONE, 0.0, most))
     total = tl.sum(weights, 0)
-    mean = tl.sum(_vectors(parts, index, head, token, how.value_dim, how.value_width) * weights[:, None], 0)
-    mean = mean / tl.where(total == 0, 1.0, total)
-    tl.store(_places(out, batch, head, token) + dims, mean, mask=dims < how.value_dim)
+    vectors = tl.load(_places(parts, index, head, token)[:, None] + dims[None, :], mask=known[None, :], other=0.0)
+    mean = tl.sum(vectors * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
+    tl.store(_places(out, batch, head, token) + dims, mean, mask=known)
     tl.store(_places(lse, batch, head, token), most + tl.log(total))
 
 
@@ -397,72 +380,57 @@ def _norms(queries, lse):
 
 
 @triton.jit
-def query_gradients(given, out, grad, lse, delta, grad_q, table_gradient, sums_gradient, how: tl.constexpr):
-    """Gradients of the rotated queries of a block of rows for each region, and of a table of biases, to which programs
-    add in no fixed order. Writes `delta` for `key_gradients`, and the gradients of the running sums at the queries to
-    `sums_gradient`.
-    """
-    queries, batch = _queries(tl.num_programs(0) - 1 - tl.program_id(0), given, how), tl.program_id(2)
-    of_out = _states(grad, queries, how.value_dim, how.value_width)
-    value = _states(out, queries, how.value_dim, how.value_width)
-    dots = tl.sum(of_out.to(tl.float32) * value.to(tl.float32), 1)
-    tl.store(_places(delta, batch, queries.head, queries.token), dots, mask=queries.inside)
-    down, norm, of_sums = _spread(queries, 1), _norms(queries, lse), dots * 0
-    for r in tl.static_range(len(how.areas)):
-        q = _states(given.q[r], queries, how.head_dim, how.width)
-        blocks = _blocks(_keys_of(queries, given, how, r), 0, ANYWHERE, how.keys, given, how)
-        total = tl.full((how.rows, how.width), 0.0, tl.float32)
-        for edge in tl.static_range(2):
-            for index in tl.range(blocks[2 + edge]):
-                keys = _keys(_start_of(index, blocks, how.keys, edge), given, how)
-                across = _spread(keys, 0)
-                k = _states(given.k[r], keys, how.head_dim, how.width)
-                v = _states(given.v, keys, how.value_dim, how.value_width)
-                products = tl.dot(q, tl.trans(k), input_precision=how.products)
-                values = tl.dot(of_out, tl.trans(v), input_precision=how.products)
-                scores, slope = _scores(products, down, across, given, how, r, edge)
-                inner = tl.exp2(scores - norm[:, None]) * (values - dots[:, None])
-                if how.bias_gradient:
-                    places = table_gradient + _in_table(down, across, given)
-                    tl.atomic_add(places, inner, mask=inner != 0, sem="relaxed")
-                total = tl.dot((inner * slope).to(k.dtype), k, total, input_precision=how.products)
-                of_sums += tl.sum(inner, 1)
-        _store(grad_q[r], total * given.scale, batch, queries, how.head_dim, how.width)
-    if how.sums_gradient:
-        tl.store(_places(sums_gradient, batch, queries.head, queries.token), of_sums, mask=queries.inside)
+def gradients(given, out, grad, lse, delta, into, of_v, of_table, of_sums, of_keys: tl.constexpr, how: tl.constexpr):
+    """Gradients of a block of rotated queries, or of keys and their values: `into` has a tensor for each region.
 
-
-@triton.jit
-def key_gradients(given, grad, lse, delta, grad_k, grad_v, sums_gradient, some: tl.constexpr, how: tl.constexpr):
-    """Gradients of a block of values, and of rotated keys for each region. Writes those of the running sums at the
-    keys, with opposite sign, to `sums_gradient`. `some` is a power of two, at least 16 and at least the number of query
-    heads per key head.
+    Queries come first, since they write `delta`, which keys read. They add to the gradient of a table of biases, in no
+    fixed order of programs; keys write those of the running sums, with opposite sign.
     """
-    keys, batch = _keys(tl.program_id(0) * how.keys, given, how), tl.program_id(2)
-    down, v = _spread(keys, 1), _states(given.v, keys, how.value_dim, how.value_width)
-    of_values = tl.full((how.keys, how.value_width), 0.0, tl.float32)
-    of_sums, heads = tl.full((how.keys, some), 0.0, tl.float32), tl.arange(0, some)[None, :]
+    batch = tl.program_id(2)
+    if of_keys:
+        own, size = _keys(tl.program_id(0) * how.keys, given, how), how.rows
+        mine, theirs, of_theirs = given.k, given.q, grad
+        of_x = _states(given.v, own, how.value_dim)
+        values_total = tl.full(of_x.shape, 0.0, tl.float32)
+        heads = tl.arange(0, padded(how.group))[None, :]
+        sums_total = tl.full((how.keys, padded(how.group)), 0.0, tl.float32)
+    else:
+        own, size = _queries(tl.num_programs(0) - 1 - tl.program_id(0), given, how), how.keys
+        mine, theirs, of_theirs = given.q, given.k, given.v
+        of_x = _states(grad, own, how.value_dim)
+        dots = tl.sum(of_x.to(tl.float32) * _states(out, own, how.value_dim).to(tl.float32), 1)
+        tl.store(_places(delta, batch, own.head, own.token), dots, mask=own.inside)
+        norms, dots = _norms(own, lse)[:, None], dots[:, None]
+    down = _spread(own, 1)
     for r in tl.static_range(len(how.areas)):
-        k = _states(given.k[r], keys, how.head_dim, how.width)
-        blocks = _blocks(_rows_of(keys, given, how, r), 0, ANYWHERE, how.rows, given, how)
-        total = tl.full((how.keys, how.width), 0.0, tl.float32)
-        for edge in tl.static_range(2):
-            for index in tl.range(blocks[2 + edge]):
-                queries = _queries(_start_of(index, blocks, how.rows, edge) // how.rows, given, how)
-                q = _states(given.q[r], queries, how.head_dim, how.width)
-                of_out = _states(grad, queries, how.value_dim, how.value_width)
-                products = tl.dot(k, tl.trans(q), input_precision=how.products)
-                values = tl.dot(v, tl.trans(of_out), input_precision=how.products)
-                scores, slope = _scores(products, _spread(queries, 0), down, given, how, r, edge)
-                weights = tl.exp2(scores - _norms(queries, lse)[None, :])
-                inner = weights * (values - _numbers(delta, queries.head, queries.token)[None, :])
-                of_values = tl.dot(weights.to(v.dtype), of_out, of_values, input_precision=how.products)
-                total = tl.dot((inner * slope).to(q.dtype), q, total, input_precision=how.products)
-                if how.sums_gradient:
-                    of_head = ((queries.head % how.group)[:, None] == heads).to(tl.float32)
-                    of_sums = tl.dot(inner, of_head, of_sums, input_precision=how.products)
-        _store(grad_k[r], total * given.scale, batch, keys, how.head_dim, how.width)
-    _store(grad_v, of_values, batch, keys, how.value_dim, how.value_width)
-    if how.sums_gradient:
-        places = _places(sums_gradient, batch, tl.program_id(1) * how.group + heads, keys.slot[:, None])
-        tl.store(places, of_sums, mask=(heads < how.group) & keys.inside[:, None])
+        x = _states(mine[r], own, how.head_dim)
+        runs = _runs(_bounds(own, given, how, r, of_keys), 0, FAR, size, given, how)
+        total = tl.full(x.shape, 0.0, tl.float32)
+        for run in tl.static_range(3):
+            for start in tl.range(runs[run], runs[run + 1], size):
+                other = _queries(start // size, given, how) if of_keys else _keys(start, given, how)
+                y, of_y = _states(theirs[r], other, how.head_dim), _states(of_theirs, other, how.value_dim)
+                products = tl.dot(x, tl.trans(y), input_precision=how.products)
+                values = tl.dot(of_x, tl.trans(of_y), input_precision=how.products)
+                if of_keys:
+                    queries, keys = _spread(other, 0), down
+                    norms, dots = _norms(other, lse)[None, :], _numbers(delta, other.head, other.token)[None, :]
+                else:
+                    queries, keys = down, _spread(other, 0)
+                scores, slope = _scores(products, queries, keys, given, how, r, run != 1)
+                weights = tl.exp2(scores - norms)
+                inner = weights * (values - dots)
+                if of_table is not None:
+                    tl.atomic_add(of_table + _in_table(queries, keys, given), inner, mask=inner != 0, sem="relaxed")
+                if of_keys:
+                    values_total = tl.dot(weights.to(of_y.dtype), of_y, values_total, input_precision=how.products)
+                if of_sums is not None:
+                    of_head = ((other.head % how.group)[:, None] == heads).to(tl.float32)
+                    sums_total = tl.dot(inner, of_head, sums_total, input_precision=how.products)
+                total = tl.dot((inner * slope).to(y.dtype), y, total, input_precision=how.products)
+        _store(into[r], total * given.scale, batch, own, how.head_dim)
+    if of_keys:
+        _store(of_v, values_total, batch, own, how.value_dim)
+    if of_sums is not None:
+        places = _places(of_sums, batch, tl.program_id(1) * how.group + heads, own.slot[:, None])
+        tl.store(places, sums_total, mask=(heads < how.group) & own.inside[:, None])
