@@ -67,27 +67,25 @@ class SlotPlan:
             attend, rotated = functools.partial(_by_kernel, scaling=scaling), self.rotate(queries)
         outputs = []
         for rows, runs in self.by_rows:
-            states = rotated, keys, value
+            q, k, v = rotated, keys, value
             if rows != EVERY:
-                states = tuple(x[rows] for x in rotated), keys[rows], value[rows]
-            outputs.append(attend(runs, *states))
+                q, k, v = tuple(x[rows] for x in rotated), keys[rows], value[rows]
+            # queries that share keys are rows of one product
+            by_kv_head = tuple(x.reshape(len(k) * k.shape[1], -1, x.shape[-1]) for x in q)
+            outputs.append(attend(runs, by_kv_head, k, v.flatten(0, 1)))
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output.view(*queries.shape[:3], -1)
 
 
 def _by_one_softmax(
-    runs: tuple[SlotRun, ...],
-    queries: tuple[torch.Tensor, ...],
-    keys: torch.Tensor,
-    value: torch.Tensor,
+    runs: tuple[SlotRun, ...], queries: tuple[torch.Tensor, ...], keys: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
     """The scores of all runs side by side, for scaled queries.
 
     Shape:
-        queries, for each region, `(rows, heads, q_len, head_dim)`, keys and value `(rows, kv_heads, kv_len, head_dim)`;
-        returns `(rows * kv_heads, group * q_len, value_dim)`.
+        queries, for each region, `(rows * kv_heads, group * q_len, head_dim)`; keys `(rows, kv_heads, kv_len,
+        head_dim)`, value `(rows * kv_heads, kv_len, value_dim)`; returns `(rows * kv_heads, group * q_len, value_dim)`.
     """
-    queries, value = _by_kv_head(queries, len(keys) * keys.shape[1]), value.flatten(0, 1)
     scores = [_products(queries[run.region], run.keys(keys), run.added) for run in runs]
     weights = (scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)).softmax(dim=-1)
     out, start = None, 0
@@ -97,11 +95,6 @@ def _by_one_softmax(
         out = part if out is None else out + part
     assert out is not None  # for the type checker: the query itself is in some region
     return out
-
-
-def _by_kv_head(queries: tuple[torch.Tensor, ...], number: int) -> tuple[torch.Tensor, ...]:
-    """Queries that share keys as rows, `(rows * kv_heads, group * q_len, head_dim)`, of a `number` of heads of keys."""
-    return tuple(x.reshape(number, -1, x.shape[-1]) for x in queries)
 
 
 def _products(queries: torch.Tensor, keys: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
@@ -127,8 +120,7 @@ def _by_kernel(
     value: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """The same with the platform's kernel for each run, merged by log-sum-exp."""
-    queries, value = _by_kv_head(queries, len(keys) * keys.shape[1]), value.flatten(0, 1)
+    """The same with the platform's kernel for each run, merged by log-sum-exp, for unscaled queries."""
     kernel = kernel_for(value, value, masked=any(run.added is not None for run in runs))
     out = lse = None
     for run in runs:
