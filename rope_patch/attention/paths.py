@@ -11,6 +11,8 @@ from rope_patch.attention.bias import has_terms
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode
 from rope_patch.attention.spans import Span
 
+SMALL = 2**14  # up to this many pairs per row, one dense block is faster than finding tiles
+
 Spans = Callable[[AttentionInputs], "tuple[Span, ...] | None"]
 
 
@@ -20,7 +22,7 @@ def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.
     """
     if mode == "oracle":
         return oracle.attend(inputs)[0]
-    if mode == "auto" and _is_small(inputs) and dense.applies(inputs):
+    if mode == "auto" and inputs.q_length * inputs.kv_length <= decode.SMALL and dense.applies(inputs):
         return dense.attend(inputs)
     in_spans = segments(inputs, mode, spans)
     if in_spans is None:
@@ -41,4 +43,4 @@ def segments(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> tupl
 
 
 def _is_small(inputs: AttentionInputs) -> bool:
-    return inputs.q_length * inputs.kv_length <= decode.SMALL
+    return inputs.q_length * inputs.kv_length <= SMALL

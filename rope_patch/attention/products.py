@@ -1,7 +1,8 @@
-"""bfloat16 with the processor's own matrix products: a block of queries against all keys that it sees.
+"""The processor's own matrix products: a block of queries against all keys that it sees.
 
-Scores are rounded to bfloat16 before their softmax, which is float32: the error of the output is about twice that of
-flash, a quarter of the step between two bfloat16 numbers.
+oneDNN multiplies bfloat16, and float32 about twice as fast on AMD's processors as the library behind flash. Scores of
+bfloat16 are rounded before their softmax, which is float32: the error of the output is about twice that of flash, a
+quarter of the step between two bfloat16 numbers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,6 +21,12 @@ from rope_patch.attention.spans import Span
 from rope_patch.attention.tile_kernels import Dense
 from rope_patch.attention.tiles import Tile
 
+ROWS = 128
+"""Queries of a block in float32, for each thread: more of them hide more keys, fewer make its products slow."""
+
+MOST_THREADS = 4
+"""Blocks for more threads would hide too many keys in float32."""
+
 
 def applies(inputs: AttentionInputs) -> bool:
     """Whether this is faster than flash for a call to which `segmented` applies, and exact enough: without gradients
@@ -27,15 +34,29 @@ def applies(inputs: AttentionInputs) -> bool:
     """
     states = [inputs.value, *(state for branch in inputs.branches for state in (branch.query, branch.key))]
     wanted = torch.is_grad_enabled() and any(state.requires_grad for state in states)
-    fits = all(state.is_cpu and state.dtype == torch.bfloat16 for state in states)
-    return fits and not wanted and inputs.bias is None and inputs.running_bias is None and multiplies_bfloat16()
+    if wanted or inputs.bias is not None or inputs.running_bias is not None:
+        return False
+    if any(not state.is_cpu or state.dtype != inputs.value.dtype for state in states):
+        return False
+    multiplies = multiplies_bfloat16() if inputs.value.dtype == torch.bfloat16 else multiplies_float32()
+    return multiplies and inputs.value.dtype in (torch.bfloat16, torch.float32)
+
+
+def multiplies_float32() -> bool:
+    """Whether oneDNN multiplies float32 matrices in wide registers, without rounding them."""
+    few, exact = torch.get_num_threads() <= MOST_THREADS, torch.get_float32_matmul_precision() == "highest"
+    return few and exact and torch.backends.mkldnn.is_available() and bool(_capabilities().get("avx512_f", False))
 
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
     """Whether the processor has instructions for products of bfloat16 matrices."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return any(_capabilities().get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+@functools.cache
+def _capabilities() -> dict[str, Any]:
+    return cast(dict[str, Any], getattr(torch.cpu, "get_capabilities", dict)())
 
 
 def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
@@ -43,7 +64,8 @@ def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
     query, value = inputs.branches[0].query, inputs.value
     batch, heads, length = query.shape[:3]
     out = value.new_zeros(batch, length, heads, value.shape[-1]).transpose(1, 2)
-    blocks = blocks_of(spans, inputs.branches, Dense(), None)
+    rows = Dense.rows if value.dtype == torch.bfloat16 else ROWS * torch.get_num_threads()
+    blocks = blocks_of(spans, inputs.branches, Dense(rows), None)
     groups = list(head_groups(query, value, value.shape[2]))
     # one buffer for all blocks: a large temporary is mapped and faulted in again at every call
     room = value.new_empty(max((math.prod(_shape(block, groups[0], batch)) for block in blocks), default=0))
@@ -76,8 +98,7 @@ def _fill(
         k = keys[piece.branch][block.rows, :, slots].flatten(0, 1)
         q = branch.query[block.rows, group.heads, piece.queries].reshape(len(k), -1, k.shape[-1])
         if piece.queries == block.queries:
-            into = _per_kv_head(scores, len(k))[..., columns]
-            torch.baddbmm(into, q, k.mT, beta=0, alpha=inputs.scaling, out=into)
+            _multiply(q, k, inputs.scaling, _per_kv_head(scores, len(k))[..., columns])
         else:
             here.fill_(-torch.inf)
             here = here[:, :, piece.queries.start - block.queries.start : piece.queries.stop - block.queries.start]
@@ -92,10 +113,21 @@ def _mean(weights: torch.Tensor, block: Block, values: torch.Tensor) -> torch.Te
     weights_of = _per_kv_head(weights, values.shape[0] * values.shape[1])
     out = None
     for piece, columns in _columns(block):
-        part = torch.bmm(weights_of[..., columns], values[:, :, piece.keys].flatten(0, 1))
+        part = weights_of.new_empty(*weights_of.shape[:2], values.shape[-1])
+        _multiply(weights_of[..., columns], values[:, :, piece.keys].flatten(0, 1).mT, 1.0, part)
         out = part if out is None else wide(out).add_(part)
     assert out is not None  # for the type checker: a block has a tile
     return out.view(*weights.shape[:3], -1)
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    """out = scale a b^T for each of a number of matrices, `(number, rows, depth)` and `(number, columns, depth)`."""
+    if a.dtype == torch.bfloat16:
+        torch.baddbmm(out, a, b.mT, beta=0, alpha=scale, out=out)
+        return
+    for one, other, into in zip(a, b, out, strict=True):
+        product = torch.ops.mkldnn._linear_pointwise(one, other, None, "none", [], "")
+        torch.mul(product, scale, out=into)
 
 
 def _columns(block: Block) -> Iterator[tuple[Piece, slice]]:

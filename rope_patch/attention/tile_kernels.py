@@ -292,6 +292,9 @@ class Dense(Kernel):
 
     rows = 256
 
+    def __init__(self, rows: int = rows) -> None:
+        self.rows = rows
+
     def band_rows(self, width: float) -> int:
         """As many as in any other tile."""
         return self.rows

@@ -151,6 +151,34 @@ def test_products_in_bfloat16_are_the_oracle_up_to_their_rounding(spec, rows, q_
     assert (found.double() - expected).norm() / expected.norm() < 6e-3
 
 
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1] * 2], ids=["padded", "plain"])
+@pytest.mark.parametrize("in_block", [5, 128])
+def test_products_in_float32_are_the_oracle(spec, rows, in_block, monkeypatch):
+    monkeypatch.setattr(products, "ROWS", in_block)
+    inputs, kept = inputs_of(spec, rows, 20, 45, torch.float32)
+    spans = find_spans(inputs.query_positions, None, inputs.groups, inputs.query_start, len(rows))
+    expected = oracle.attend(in_double(inputs))[0] * kept[:, None, :, None]
+    assert (products.attend(inputs, spans).double() - expected).abs().max() < 2e-6
+
+
+def test_products_serve_float32_where_they_are_exact_and_fast(monkeypatch):
+    inputs, _ = inputs_of("rerope:window=6", ROWS, 45, 45, torch.float32)
+    monkeypatch.setattr(products, "_capabilities", lambda: {"avx512_f": True})
+    threads = torch.get_num_threads()
+    try:
+        for number, expected in ((products.MOST_THREADS, True), (products.MOST_THREADS + 1, False)):
+            torch.set_num_threads(number)
+            assert products.applies(inputs) is expected
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    assert not products.applies(inputs)
+    monkeypatch.undo()
+    monkeypatch.setattr(products, "_capabilities", dict)
+    assert not products.applies(inputs)
+
+
 def test_products_see_both_ways():
     inputs, _ = inputs_of("rerope:window=6", [[0] * 45], 45, 45, torch.bfloat16, causal=False)
     span = Span(slice(0, 1), slice(0, 45), slice(0, 45), 0, causal=False)
@@ -162,7 +190,6 @@ def test_products_serve_bfloat16_without_gradient_or_bias_where_the_processor_ha
     inputs, _ = inputs_of("rerope:window=6", ROWS, 45, 45, torch.bfloat16)
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
     assert products.applies(inputs)
-    assert not products.applies(inputs_of("rerope:window=6", ROWS, 45, 45, torch.float32)[0])
     for bias in ("alibi", SUMS):
         assert not products.applies(inputs_of(bias, ROWS, 45, 45, torch.bfloat16)[0])
     learned = dataclasses.replace(inputs, value=inputs.value.clone().requires_grad_())
@@ -178,7 +205,7 @@ def test_products_serve_bfloat16_without_gradient_or_bias_where_the_processor_ha
     [({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_f": True}, False), ({}, False)],
 )
 def test_instructions_for_bfloat16_are_read_from_the_processor(known, expected, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known, raising=False)
+    monkeypatch.setattr(products, "_capabilities", lambda: known)
     assert products.multiplies_bfloat16.__wrapped__() is expected
 
 
