@@ -11,8 +11,6 @@ from rope_patch.attention.bias import has_terms
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode
 from rope_patch.attention.spans import Span
 
-SMALL = 2**14  # up to this many pairs per row, one dense block is faster than finding tiles
-
 Spans = Callable[[AttentionInputs], "tuple[Span, ...] | None"]
 
 
@@ -43,4 +41,5 @@ def segments(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> tupl
 
 
 def _is_small(inputs: AttentionInputs) -> bool:
-    return inputs.q_length * inputs.kv_length <= SMALL
+    """Whether one dense block is faster than finding tiles: a share of `decode.SMALL`, where tiles are many."""
+    return inputs.q_length * inputs.kv_length <= decode.SMALL // 16

@@ -43,9 +43,10 @@ def applies(inputs: AttentionInputs) -> bool:
 
 
 def multiplies_float32() -> bool:
-    """Whether oneDNN multiplies float32 matrices in wide registers, without rounding them."""
+    """Whether oneDNN multiplies float32 matrices without rounding them, and in wider registers than MKL does."""
     few, exact = torch.get_num_threads() <= MOST_THREADS, torch.get_float32_matmul_precision() == "highest"
-    return few and exact and torch.backends.mkldnn.is_available() and bool(_capabilities().get("avx512_f", False))
+    wide = "AMD" in _capabilities().get("cpu_name", "") and _capabilities().get("avx512_f", False)
+    return few and exact and wide and torch.backends.mkldnn.is_available()
 
 
 @functools.cache

@@ -164,7 +164,7 @@ def test_products_in_float32_are_the_oracle(spec, rows, in_block, monkeypatch):
 
 def test_products_serve_float32_where_they_are_exact_and_fast(monkeypatch):
     inputs, _ = inputs_of("rerope:window=6", ROWS, 45, 45, torch.float32)
-    monkeypatch.setattr(products, "_capabilities", lambda: {"avx512_f": True})
+    monkeypatch.setattr(products, "_capabilities", lambda: {"avx512_f": True, "cpu_name": "AMD EPYC"})
     threads = torch.get_num_threads()
     try:
         for number, expected in ((products.MOST_THREADS, True), (products.MOST_THREADS + 1, False)):
@@ -175,8 +175,9 @@ def test_products_serve_float32_where_they_are_exact_and_fast(monkeypatch):
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
     assert not products.applies(inputs)
     monkeypatch.undo()
-    monkeypatch.setattr(products, "_capabilities", dict)
-    assert not products.applies(inputs)
+    for other in ({"avx512_f": True, "cpu_name": "Intel(R) Xeon(R)"}, {"cpu_name": "AMD EPYC"}, {}):
+        monkeypatch.setattr(products, "_capabilities", lambda other=other: other)
+        assert not products.applies(inputs)
 
 
 def test_products_see_both_ways():

@@ -16,8 +16,8 @@ def _learned_something(trained_parameters: None) -> None:
 
 @pytest.fixture(autouse=True)
 def _short_texts_take_the_ways_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles, bands and blocks of a few tokens, so that a text of `LENGTH` has several of each. One of up to 31 tokens
-    is still scored in one dense block.
+    """Tiles, bands and blocks of a few tokens, so that a text of `LENGTH` has several of each. A text of up to 7
+    tokens is still scored in one dense block, and so is one of up to 31 under some biases.
     """
     monkeypatch.setattr(decode, "SMALL", 1000)
     monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 600)
