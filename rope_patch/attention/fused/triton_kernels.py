@@ -18,14 +18,12 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NONE = tl.constexpr(float("-inf"))
-FAR = tl.constexpr(2**30)
-"""Beyond all positions, and far from the end of the range of int32."""
+FAR = tl.constexpr(2**30)  # beyond all positions, and far from the end of the range of int32
 
 
 class States(NamedTuple):
@@ -37,7 +35,7 @@ class States(NamedTuple):
     token: int
 
     @classmethod
-    def of(cls, x: torch.Tensor | None) -> Any:
+    def of(cls, x: Any) -> Any:
         """Of `(batch, length)`, or `(batch, heads, length)` of numbers or of dense vectors; sizes of 1 are repeated."""
         if x is None:
             return None
@@ -256,18 +254,18 @@ def _bounds(own, given, how: tl.constexpr, r: tl.constexpr, of_keys: tl.constexp
 
 
 @triton.jit
-def _runs(bounds, low, high, size: tl.constexpr, given, how: tl.constexpr):
-    """Where blocks of `size` between `low` and `high` that overlap some bounds begin, where those within all bounds
-    begin and end, and where the others end.
+def _run(edge: tl.constexpr, bounds, low, high, size: tl.constexpr, given, how: tl.constexpr):
+    """A loop over blocks of `size` between `low` and `high`: over those within all bounds, or at the `edge` over the
+    others that overlap some. Its start and end, and the place and length of the gap that it leaves out.
     """
-    first, stop = bounds
-    start = tl.maximum(tl.min(first) // size * size, low)
-    end = tl.maximum(tl.minimum(tl.cdiv(tl.max(stop), size) * size, high), start)
+    start = tl.maximum(tl.min(bounds[0]) // size * size, low)
+    end = tl.maximum(tl.minimum(tl.cdiv(tl.max(bounds[1]), size) * size, high), start)
     inner_start, inner_end = start, start
     if how.in_order and given.groups is None:
-        inner_start = tl.minimum(tl.maximum(tl.cdiv(tl.max(first), size) * size, start), end)
-        inner_end = tl.maximum(tl.minimum(tl.min(stop) // size * size, end), inner_start)
-    return start, inner_start, inner_end, end
+        inner_start = tl.minimum(tl.maximum(tl.cdiv(tl.max(bounds[0]), size) * size, start), end)
+        inner_end = tl.maximum(tl.minimum(tl.min(bounds[1]) // size * size, end), inner_start)
+    inner = inner_end - inner_start
+    return (start, end - inner, inner_start, inner) if edge else (inner_start, inner_end, inner_end, 0)
 
 
 @triton.jit
@@ -336,13 +334,14 @@ def forward(given, out, lse, splits, span, how: tl.constexpr):
         most, total = tl.where(split == 0, sink, most), tl.where(split == 0, 1.0, total)
     for r in tl.static_range(len(how.areas)):
         q = _states(given.q[r], queries, how.head_dim)
-        runs = _runs(_bounds(queries, given, how, r, False), split * span, (split + 1) * span, how.keys, given, how)
-        for run in tl.static_range(3):
-            for start in tl.range(runs[run], runs[run + 1], how.keys):
-                keys = _keys(start, given, how)
+        bounds = _bounds(queries, given, how, r, False)
+        for edge in tl.static_range(2):
+            first, stop, gap_at, gap = _run(edge, bounds, split * span, (split + 1) * span, how.keys, given, how)
+            for start in tl.range(first, stop, how.keys):
+                keys = _keys(start + tl.where(start < gap_at, 0, gap), given, how)
                 k = _states(given.k[r], keys, how.head_dim)
                 products = tl.dot(q, tl.trans(k), input_precision=how.products)
-                scores, _ = _scores(products, down, _spread(keys, 0), given, how, r, run != 1)
+                scores, _ = _scores(products, down, _spread(keys, 0), given, how, r, edge)
                 largest = tl.maximum(most, tl.max(scores, 1))
                 base = tl.where(largest == NONE, 0.0, largest)
                 weights, fade = tl.exp2(scores - base[:, None]), tl.exp2(most - base)
@@ -404,10 +403,12 @@ def gradients(given, out, grad, lse, delta, into, of_v, of_table, of_sums, of_ke
     down = _spread(own, 1)
     for r in tl.static_range(len(how.areas)):
         x = _states(mine[r], own, how.head_dim)
-        runs = _runs(_bounds(own, given, how, r, of_keys), 0, FAR, size, given, how)
+        bounds = _bounds(own, given, how, r, of_keys)
         total = tl.full(x.shape, 0.0, tl.float32)
-        for run in tl.static_range(3):
-            for start in tl.range(runs[run], runs[run + 1], size):
+        for edge in tl.static_range(2):
+            first, stop, gap_at, gap = _run(edge, bounds, 0, FAR, size, given, how)
+            for start in tl.range(first, stop, size):
+                start += tl.where(start < gap_at, 0, gap)
                 other = _queries(start // size, given, how) if of_keys else _keys(start, given, how)
                 y, of_y = _states(theirs[r], other, how.head_dim), _states(of_theirs, other, how.value_dim)
                 products = tl.dot(x, tl.trans(y), input_precision=how.products)
@@ -417,17 +418,18 @@ def gradients(given, out, grad, lse, delta, into, of_v, of_table, of_sums, of_ke
                     norms, dots = _norms(other, lse)[None, :], _numbers(delta, other.head, other.token)[None, :]
                 else:
                     queries, keys = down, _spread(other, 0)
-                scores, slope = _scores(products, queries, keys, given, how, r, run != 1)
+                scores, slope = _scores(products, queries, keys, given, how, r, edge)
                 weights = tl.exp2(scores - norms)
-                inner = weights * (values - dots)
+                of_scores = weights * (values - dots)
                 if of_table is not None:
-                    tl.atomic_add(of_table + _in_table(queries, keys, given), inner, mask=inner != 0, sem="relaxed")
+                    places = of_table + _in_table(queries, keys, given)
+                    tl.atomic_add(places, of_scores, mask=of_scores != 0, sem="relaxed")
                 if of_keys:
                     values_total = tl.dot(weights.to(of_y.dtype), of_y, values_total, input_precision=how.products)
                 if of_sums is not None:
                     of_head = ((other.head % how.group)[:, None] == heads).to(tl.float32)
-                    sums_total = tl.dot(inner, of_head, sums_total, input_precision=how.products)
-                total = tl.dot((inner * slope).to(y.dtype), y, total, input_precision=how.products)
+                    sums_total = tl.dot(of_scores, of_head, sums_total, input_precision=how.products)
+                total = tl.dot((of_scores * slope).to(y.dtype), y, total, input_precision=how.products)
         _store(into[r], total * given.scale, batch, own, how.head_dim)
     if of_keys:
         _store(of_v, values_total, batch, own, how.value_dim)
