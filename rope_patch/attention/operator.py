@@ -192,7 +192,9 @@ def _attend_backward(*args: Any) -> list[torch.Tensor]:
     if (spans := arguments.segments(inputs)) is not None:
         of_bias = torch.zeros_like(bias.source) if bias is not None and arguments.learns else None
         merged = Merged(out.transpose(1, 2), lse, grad)
-        gradients = segmented.backward(inputs, spans, bias, merged, of_bias)
+        found = segmented.backward(inputs, spans, bias, merged, of_bias)
+        like = [inputs.value, *arguments.states]
+        gradients = [torch.zeros_like(x) if own is None else own for x, own in zip(like, found, strict=True)]
         return gradients if of_bias is None else [*gradients, of_bias]
     return _differentiated(arguments, grad)
 

@@ -62,8 +62,9 @@ class _Segmented(torch.autograd.Function):
         *states: torch.Tensor,
     ) -> torch.Tensor:
         out, lse = forward(inputs, spans, bias)
+        kept, ctx.numbers = _distinct(states)
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(value, out, lse, *states)
+            ctx.save_for_backward(value, out, lse, *kept)
         nothing = value.new_empty(0)  # states are saved once, where hooks see them
         ctx.inputs = dataclasses.replace(inputs, branches=(), value=nothing, bias=None, running_bias=None)
         ctx.places = tuple((branch.region, branch.first) for branch in inputs.branches)
@@ -72,8 +73,8 @@ class _Segmented(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        value, out, lse, *states = ctx.saved_tensors
-        branches = _as_branches(ctx.places, states)
+        value, out, lse, *kept = ctx.saved_tensors
+        branches = _as_branches(ctx.places, [kept[number] for number in ctx.numbers])
         if torch.is_grad_enabled():  # a second derivative is wanted
             return _by_definition(ctx, grad, branches, value)
         inputs = dataclasses.replace(ctx.inputs, branches=tuple(branches), value=value)
@@ -112,14 +113,15 @@ def backward(
     bias: TileBias | None,
     merged: Merged,
     of_bias: torch.Tensor | None,
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor | None]:
     """The gradients of the values, and of the queries and keys of each branch, from those of the output of `forward`.
-    That of the bias is added to `of_bias`, if given, in the shape of its `source`.
+    If branches have the same keys or queries, all of their gradient is returned for the first of them, and None for the
+    others. That of the bias is added to `of_bias`, if given, in the shape of its `source`.
     """
     value, places = inputs.value, tuple((branch.region, branch.first) for branch in inputs.branches)
-    states = [state for branch in inputs.branches for state in (branch.query, branch.key)]
-    of_value, *of_states = (torch.zeros_like(state) for state in (value, *states))
-    shares = _as_branches(places, of_states)
+    kept, numbers = _distinct([state for branch in inputs.branches for state in (branch.query, branch.key)])
+    of_value, *of_states = (torch.zeros_like(state) for state in (value, *kept))
+    shares = _as_branches(places, [of_states[number] for number in numbers])
     for together, blocks in _by_heads(inputs, spans, bias, value.shape[2]):
         to_keys = _to_keys(together, [block for _, block in blocks], of_value, shares)
         for group, block in blocks:
@@ -133,11 +135,9 @@ def backward(
                 to_queries[piece.branch].add(EVERY, piece.queries, of_query)
                 to_keys[piece.branch].add(block.rows, piece.keys, of_key)
                 to_keys[-1].add(block.rows, piece.keys, of_values)
-            for sums in to_queries:
-                sums.close()
-        while to_keys:
-            to_keys.pop().close()  # freed before the next heads allocate theirs
-    return [of_value, *of_states]
+            _close(to_queries)
+        _close(to_keys)
+    return [of_value, *(of_states[n] if own else None for n, own in zip(numbers, _are_first(numbers), strict=True))]
 
 
 def _by_definition(
@@ -150,9 +150,11 @@ def _by_definition(
     )
     states = [state for branch in branches for state in (branch.query, branch.key)]
     every = None, None, None, None if ctx.bias is None else ctx.bias.source, value, *states
-    wanted = [x for x, needed in zip(every, ctx.needs_input_grad, strict=True) if needed and x is not None]
+    first = *(True,) * 5, *_are_first(ctx.numbers)
+    needed = [own and needs for own, needs in zip(first, ctx.needs_input_grad, strict=True)]
+    wanted = [x for x, needs in zip(every, needed, strict=True) if needs and x is not None]
     gradients = iter(torch.autograd.grad(chunked.attend(inputs), wanted, grad, create_graph=True))
-    return tuple(next(gradients) if needed else None for needed in ctx.needs_input_grad)
+    return tuple(next(gradients) if needs else None for needs in needed)
 
 
 EVERY = slice(None)
@@ -251,21 +253,47 @@ class _Sum:
 
 def _to_queries(group: HeadGroup, block: Block, shares: list[Branch]) -> list[_Sum]:
     """The gradients of the queries of a block, one for each branch."""
-    place = block.rows, group.heads, block.queries
-    return [
-        _Sum(share.query[place], [(slice(0, 1), p.queries) for p in block.pieces if p.branch == n], place[2].start)
-        for n, share in enumerate(shares)
-    ]
+    runs = [(piece.branch, (slice(0, 1), piece.queries)) for piece in block.pieces]
+    place, first = (block.rows, group.heads, block.queries), block.queries.start
+    return _sums([(share.query, first) for share in shares], place, runs)
 
 
 def _to_keys(group: HeadGroup, blocks: list[Block], of_value: torch.Tensor, shares: list[Branch]) -> list[_Sum]:
     """The gradients of the keys of some heads, one for each branch, followed by that of the values."""
     runs = [(piece.branch, (block.rows, piece.keys)) for block in blocks for piece in block.pieces]
-    of_branches = [
-        _Sum(share.key[:, group.kv_heads], [run for branch, run in runs if branch == number], share.first)
-        for number, share in enumerate(shares)
-    ]
+    of_branches = _sums([(share.key, share.first) for share in shares], (EVERY, group.kv_heads), runs)
     return [*of_branches, _Sum(of_value[:, group.kv_heads], [run for _, run in runs])]
+
+
+def _sums(
+    into: list[tuple[torch.Tensor, int]], place: tuple[slice, ...], runs: list[tuple[int, tuple[slice, slice]]]
+) -> list[_Sum]:
+    """One for each branch, or for all with one tensor; the `runs` of tiles come with the number of their branch."""
+    alike = [next(n for n, (other, _) in enumerate(into) if other is state) for state, _ in into]
+    sums = {
+        n: _Sum(into[n][0][place], [run for branch, run in runs if alike[branch] == n], into[n][1]) for n in set(alike)
+    }
+    return [sums[n] for n in alike]
+
+
+def _close(sums: list[_Sum]) -> None:
+    """Write each into its gradient, and free it before the next heads allocate theirs."""
+    while sums:
+        one = sums.pop()
+        if one not in sums:
+            one.close()
+
+
+def _distinct(states: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
+    """Queries and keys of each branch in turn, once each, and the place of each state among those."""
+    names = [(place % 2, id(state)) for place, state in enumerate(states)]
+    kept = dict(zip(names, states, strict=True))
+    return list(kept.values()), [list(kept).index(name) for name in names]
+
+
+def _are_first(numbers: list[int]) -> list[bool]:
+    """For each state whether it is the first of its number, whose gradient is that of all."""
+    return [number not in numbers[:place] for place, number in enumerate(numbers)]
 
 
 def blocks_of(spans: Sequence[Span], branches: Sequence[Branch], kernel: Kernel, bias: TileBias | None) -> list[Block]:

@@ -132,15 +132,23 @@ class ForwardCall:
             return key_positions(self.position_ids, kv_length, start)
 
         if past is not None and kv_length == past.shape[-1] + self.position_ids.shape[-1]:
-            return self._all_positions(past)
+            return self._all_positions()
         if self.scattered:
             past = cast(torch.Tensor, past)
             return self.forward_cache.derived(place, lambda: joined(past, counted()[:, past.shape[-1] :]), past)
         return self.forward_cache.once((*place, start), counted) if self.shareable else counted()
 
-    def _all_positions(self, past: torch.Tensor) -> torch.Tensor:
+    def _all_positions(self) -> torch.Tensor:
         """`past` and the positions of the new tokens, in the shape of `past`; one tensor for layers that share it."""
-        return self.forward_cache.derived("all", lambda: joined(past, self.position_ids), past)
+        past = self.past
+
+        def compute() -> torch.Tensor:
+            positions = self.position_ids if past is None else joined(past, self.position_ids)
+            if (following := self._following()) is not None:
+                setattr(positions, _NEXT, following)
+            return positions
+
+        return cast(torch.Tensor, self.forward_cache.derived("all", compute, past))
 
     def look_back(self, cache: Cache, mask: Any) -> None:
         """Set what follows from a cache, not yet updated: the number of keys, and the positions of cached ones. `mask`
@@ -193,16 +201,11 @@ class ForwardCall:
         """Store positions on the keys in the cache after its update."""
         if self.cache is None or not self.state.follows_positions:
             return
-        shared, index, past, positions = self.forward_cache, self.state.layer.index, self.past, self.position_ids
+        shared, index = self.forward_cache, self.state.layer.index
         static = is_static(self.cache, index)
         if static and torch.compiler.is_compiling():
             return
-        if past is not None:
-            positions = self._all_positions(past)
-        following = self._following()
-        if following is not None:
-            setattr(positions, _NEXT, following)
-        in_order = True
+        positions, in_order = self._all_positions(), True
         if static:
             in_order = shared.derived("in order", lambda: self._in_order(positions), positions)
         remember(self.cache, index, positions, in_order)

@@ -189,8 +189,12 @@ def run_segmented(inputs):
 
 
 def in_double(inputs):
-    branches = tuple(Branch(branch.region, branch.query.double(), branch.key.double()) for branch in inputs.branches)
-    return dataclasses.replace(inputs, value=inputs.value.double(), branches=branches)
+    return in_dtype(inputs, torch.float64)
+
+
+def in_dtype(inputs, dtype):
+    branches = tuple(Branch(branch.region, branch.query.to(dtype), branch.key.to(dtype)) for branch in inputs.branches)
+    return dataclasses.replace(inputs, value=inputs.value.to(dtype), branches=branches)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -292,6 +296,25 @@ def test_gradients_in_bfloat16_are_no_worse_than_those_of_plain_flash(spec):
 
     one_region = dataclasses.replace(inputs, branches=(dataclasses.replace(inputs.branches[0], region=ALL_PAIRS),))
     assert worst_error(run_segmented, inputs) < 1.1 * worst_error(plain_flash, one_region)
+
+
+@pytest.mark.parametrize("shared", ["query", "key"])
+@pytest.mark.parametrize("spec", ["rerope:window=6", "dca:chunk_size=9,local_window=2", "lm_infinite:local_window=7"])
+def test_branches_with_the_same_states_add_to_one_gradient(spec, shared, monkeypatch):
+    monkeypatch.setattr(segmented, "LARGE", 1000)
+    inputs, _ = inputs_of(spec, ROWS[:1], 45, 45, torch.bfloat16)
+    grad, taken, found = torch.randn(1, 4, 45, 16), [], []
+    backward = segmented.backward
+    monkeypatch.setattr(segmented, "backward", lambda *args: taken.append(backward(*args)) or taken[-1])
+    for dtype, attend in ((torch.double, lambda x: oracle.attend(x)[0]), (torch.bfloat16, run_segmented)):
+        state = getattr(inputs.branches[0], shared).to(dtype).requires_grad_()
+        branches = [dataclasses.replace(branch, **{shared: state}) for branch in in_dtype(inputs, dtype).branches]
+        out = attend(dataclasses.replace(in_dtype(inputs, dtype), branches=tuple(branches)))
+        for again in (True, False):
+            found += torch.autograd.grad(out, state, grad.to(dtype), retain_graph=True, create_graph=again)
+    for gradient in found[1:]:
+        assert (gradient - found[0]).norm() < 0.01 * found[0].norm()
+    assert sum(gradient is None for gradient in taken[0]) == len(inputs.branches) - 1
 
 
 def test_a_span_with_a_window_is_a_band_of_every_region():
