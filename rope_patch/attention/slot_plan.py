@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -61,32 +60,34 @@ class SlotPlan:
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
         """The output for the states of one layer, `(batch, heads, q_len, value_dim)`."""
-        if value.dtype in (torch.float32, torch.float64):
-            attend, rotated = _by_one_softmax, self.rotate(queries * scaling)
-        else:  # only the kernel keeps scores in float32
-            attend, rotated = functools.partial(_by_kernel, scaling=scaling), self.rotate(queries)
-        outputs = []
+        # in half precision, only the kernel keeps scores in float32
+        attend = _by_one_softmax if value.dtype in (torch.float32, torch.float64) else _by_kernel
+        rotated, outputs = self.rotate(queries), []
         for rows, runs in self.by_rows:
             q, k, v = rotated, keys, value
             if rows != EVERY:
                 q, k, v = tuple(x[rows] for x in rotated), keys[rows], value[rows]
             # queries that share keys are rows of one product
             by_kv_head = tuple(x.reshape(len(k) * k.shape[1], -1, x.shape[-1]) for x in q)
-            outputs.append(attend(runs, by_kv_head, k, v.flatten(0, 1)))
+            outputs.append(attend(runs, by_kv_head, k, v.flatten(0, 1), scaling))
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output.view(*queries.shape[:3], -1)
 
 
 def _by_one_softmax(
-    runs: tuple[SlotRun, ...], queries: tuple[torch.Tensor, ...], keys: torch.Tensor, value: torch.Tensor
+    runs: tuple[SlotRun, ...],
+    queries: tuple[torch.Tensor, ...],
+    keys: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
 ) -> torch.Tensor:
-    """The scores of all runs side by side, for scaled queries.
+    """The scores of all runs side by side.
 
     Shape:
         queries, for each region, `(rows * kv_heads, group * q_len, head_dim)`; keys `(rows, kv_heads, kv_len,
         head_dim)`, value `(rows * kv_heads, kv_len, value_dim)`; returns `(rows * kv_heads, group * q_len, value_dim)`.
     """
-    scores = [_products(queries[run.region], run.keys(keys), run.added) for run in runs]
+    scores = [_products(queries[run.region], run.keys(keys), run.added, scaling) for run in runs]
     weights = (scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)).softmax(dim=-1)
     out, start = None, 0
     for slots in _joined([run.slots for run in runs]):
@@ -97,11 +98,13 @@ def _by_one_softmax(
     return out
 
 
-def _products(queries: torch.Tensor, keys: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
-    """Products plus `SlotRun.added`, `(rows * kv_heads, group * q_len, slots)`."""
+def _products(queries: torch.Tensor, keys: torch.Tensor, added: torch.Tensor | None, scaling: float) -> torch.Tensor:
+    """Scaled products plus `SlotRun.added`, `(rows * kv_heads, group * q_len, slots)`, in one kernel."""
+    # with beta=0, baddbmm uses only the dtype of its first argument
+    added, beta = (queries[:1, :1, :1], 0) if added is None else (added, 1)
     if queries.shape[1] > FEW:
-        return torch.bmm(queries, keys.mT) if added is None else torch.baddbmm(added, queries, keys.mT)
-    return (torch.bmm(keys, queries.mT) if added is None else torch.baddbmm(added.mT, keys, queries.mT)).mT
+        return torch.baddbmm(added, queries, keys.mT, beta=beta, alpha=scaling)
+    return torch.baddbmm(added.mT, keys, queries.mT, beta=beta, alpha=scaling).mT
 
 
 def _joined(runs: list[slice]) -> Iterator[slice]:
@@ -120,7 +123,7 @@ def _by_kernel(
     value: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """The same with the platform's kernel for each run, merged by log-sum-exp, for unscaled queries."""
+    """The same with the platform's kernel for each run, merged by log-sum-exp."""
     kernel = kernel_for(value, value, masked=any(run.added is not None for run in runs))
     out = lse = None
     for run in runs:
