@@ -413,12 +413,10 @@ def gradients(given, out, grad, lse, delta, into, of_v, of_table, of_sums, of_ke
                 y, of_y = _states(theirs[r], other, how.head_dim), _states(of_theirs, other, how.value_dim)
                 products = tl.dot(x, tl.trans(y), input_precision=how.products)
                 values = tl.dot(of_x, tl.trans(of_y), input_precision=how.products)
-                if of_keys:
-                    queries, keys = _spread(other, 0), down
-                    norms, dots = _norms(other, lse)[None, :], _numbers(delta, other.head, other.token)[None, :]
-                else:
-                    queries, keys = down, _spread(other, 0)
+                queries, keys = (_spread(other, 0), down) if of_keys else (down, _spread(other, 0))
                 scores, slope = _scores(products, queries, keys, given, how, r, edge)
+                if of_keys:
+                    norms, dots = _norms(other, lse)[None, :], _numbers(delta, other.head, other.token)[None, :]
                 weights = tl.exp2(scores - norms)
                 of_scores = weights * (values - dots)
                 if of_table is not None:
