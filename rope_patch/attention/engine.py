@@ -31,7 +31,9 @@ def score(
         if torch.compiler.is_compiling():
             return decode.attend_in_graph(inputs, call), None
         return decode.attend(inputs, call, decay), None
-    inputs = inputs.with_branches(tuple(_branch(inputs, call, region) for region in call.regions))
+    biased = decay is not None or inputs.bias is not None or inputs.running_bias is not None
+    in_blocks = mode != "oracle" and call.queries.is_cpu and not biased and not torch.compiler.is_compiling()
+    inputs = inputs.with_branches(tuple(_branch(inputs, call, region, in_blocks) for region in call.regions))
     if torch.compiler.is_compiling() and operator.applies(inputs, decay, mode):
         return operator.attend(inputs, decay, mode), None
 
@@ -63,12 +65,16 @@ def _in_order(inputs: AttentionInputs, call: Call) -> bool:
     return spans is not None and not any(span.skips(int(inputs.query_start)) for span in spans)
 
 
-def _branch(inputs: AttentionInputs, call: Call, region: Region) -> Branch:
-    """Queries and keys of one region, starting at the oldest key that a query may see there."""
+def _branch(inputs: AttentionInputs, call: Call, region: Region, later: bool) -> Branch:
+    """Queries and keys of one region, starting at the oldest key that a query may see there. Queries that are rotated
+    `later` bring their rotation.
+    """
     if region == ALL_PAIRS:
         return Branch(None, call.query(region), call.key(region))
     first, in_order = 0, isinstance(inputs.query_start, int) and not inputs.scattered
     if in_order and region.translation_invariant and not torch.compiler.is_compiling():
         oldest = decode.slots_of(region, int(inputs.query_start), int(inputs.query_start)).start
         first = min(oldest, inputs.kv_length)  # a text may be too short for a region
-    return Branch(region, call.query(region), call.key(region, slice(first, None)), first)
+    turn = call.query_turn(region) if later else None
+    query = call.query(region) if turn is None else call.queries
+    return Branch(region, query, call.key(region, slice(first, None)), first, turn)

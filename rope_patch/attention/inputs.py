@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from rope_patch.attention.rotation import Rotation
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Pairs, Region
 from rope_patch.typing import Weights
@@ -25,13 +26,18 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Branch:
     """Queries and keys rotated for one region, `(batch, heads or kv_heads, length, head_dim)`; if `region` is None, for
-    all pairs. Keys begin at slot `first`; no query sees an older one in this region.
+    all pairs. Keys begin at slot `first`; no query sees an older one in this region. `turn` is what queries still need.
     """
 
     region: Region | None
     query: torch.Tensor
     key: torch.Tensor
     first: int = 0
+    turn: Rotation | None = None
+
+    def turned(self) -> Branch:
+        """The same with rotated queries."""
+        return self if self.turn is None else Branch(self.region, self.turn(self.query), self.key, self.first)
 
     def rows(self, start: int, stop: int, newest: int | None) -> Branch:
         """The same for the queries `start` to `stop` and the keys in slots before `newest`, or all."""
@@ -200,6 +206,10 @@ class AttentionInputs:
     def with_branches(self, branches: tuple[Branch, ...]) -> AttentionInputs:
         """The same call with its queries and keys."""
         return dataclasses.replace(self, branches=branches)
+
+    def turned(self) -> AttentionInputs:
+        """The same call with rotated queries."""
+        return self.with_branches(tuple(branch.turned() for branch in self.branches))
 
     def visible(self) -> torch.Tensor | None:
         """Boolean `(batch or 1, 1, q_len, kv_len)` by slot and group, without the mask; None for all pairs."""

@@ -15,8 +15,8 @@ Spans = Callable[[AttentionInputs], "tuple[Span, ...] | None"]
 
 
 def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.Tensor:
-    """Output `(batch, heads, q_len, value_dim)` of rotated branches; `spans` finds the spans of a call, or None, and is
-    called only when they help.
+    """Output `(batch, heads, q_len, value_dim)`; `spans` finds the spans of a call, or None, and is called only when
+    they help.
     """
     if mode == "oracle":
         return oracle.attend(inputs)[0]
@@ -24,9 +24,9 @@ def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.
         return dense.attend(inputs)
     in_spans = segments(inputs, mode, spans)
     if in_spans is None:
-        return chunked.attend(inputs)
+        return chunked.attend(inputs.turned())
     if mode == "auto" and products.applies(inputs):
-        return products.attend(inputs, in_spans)
+        return products.attend(inputs.turned(), in_spans)
     return segmented.attend(inputs, in_spans)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,28 @@ def rotate(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.
     if torch.is_grad_enabled() and x.requires_grad and not learned and not torch.compiler.is_compiling():
         return cast(torch.Tensor, _Rotation.apply(x, cos, sin, layout))
     return layout.rotate_wide(x, cos, sin)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """`rotate` by tables at the positions of queries, for a path that takes a few of them at a time."""
+
+    layout: RotaryLayout
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """R x, for all of the queries, or for those of `part`."""
+        return rotate(self.layout, x, self.cos, self.sin)
+
+    def part(self, rows: slice, queries: slice) -> Rotation:
+        """That of some rows of the batch and some of their queries."""
+        cos, sin = (x[rows if len(x) > 1 else slice(None), :, queries] for x in (self.cos, self.sin))
+        return Rotation(self.layout, cos, sin)
+
+    def back(self) -> Rotation:
+        """The inverse, which gradients take."""
+        return Rotation(self.layout, self.cos, -self.sin)
 
 
 class _Rotation(torch.autograd.Function):

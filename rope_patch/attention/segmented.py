@@ -18,6 +18,7 @@ import torch
 from rope_patch.attention import chunked
 from rope_patch.attention.bias import KeyTerm, TileBias, tile_bias
 from rope_patch.attention.inputs import AttentionInputs, Branch, wide
+from rope_patch.attention.rotation import Rotation
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tile_kernels import Biased, Kernel, Merged, Work, kernel_for
 from rope_patch.attention.tiles import Tile
@@ -67,14 +68,14 @@ class _Segmented(torch.autograd.Function):
             ctx.save_for_backward(value, out, lse, *kept)
         nothing = value.new_empty(0)  # states are saved once, where hooks see them
         ctx.inputs = dataclasses.replace(inputs, branches=(), value=nothing, bias=None, running_bias=None)
-        ctx.places = tuple((branch.region, branch.first) for branch in inputs.branches)
+        ctx.branches = tuple((branch.region, branch.first, branch.turn) for branch in inputs.branches)
         ctx.spans, ctx.bias = spans, bias
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         value, out, lse, *kept = ctx.saved_tensors
-        branches = _as_branches(ctx.places, [kept[number] for number in ctx.numbers])
+        branches = _as_branches(ctx.branches, [kept[number] for number in ctx.numbers])
         if torch.is_grad_enabled():  # a second derivative is wanted
             return _by_definition(ctx, grad, branches, value)
         inputs = dataclasses.replace(ctx.inputs, branches=tuple(branches), value=value)
@@ -118,7 +119,7 @@ def backward(
     If branches have the same keys or queries, all of their gradient is returned for the first of them, and None for the
     others. That of the bias is added to `of_bias`, if given, in the shape of its `source`.
     """
-    value, places = inputs.value, tuple((branch.region, branch.first) for branch in inputs.branches)
+    value, places = inputs.value, tuple((branch.region, branch.first, branch.turn) for branch in inputs.branches)
     kept, numbers = _distinct([state for branch in inputs.branches for state in (branch.query, branch.key)])
     of_value, *of_states = (torch.zeros_like(state) for state in (value, *kept))
     shares = _as_branches(places, [of_states[number] for number in numbers])
@@ -132,6 +133,8 @@ def backward(
                 in_tile = Merged(merged.out[place], merged.lse[place], merged.grad[place])
                 kernel = piece.kernel.of_heads(group.heads)
                 of_query, of_key, of_values = kernel.backward(work, in_tile, of_bias)
+                if (turn := inputs.branches[piece.branch].turn) is not None:
+                    of_query = turn.part(block.rows, piece.queries).back()(wide(of_query))
                 to_queries[piece.branch].add(EVERY, piece.queries, of_query)
                 to_keys[piece.branch].add(block.rows, piece.keys, of_key)
                 to_keys[-1].add(block.rows, piece.keys, of_values)
@@ -153,7 +156,7 @@ def _by_definition(
     first = *(True,) * 5, *_are_first(ctx.numbers)
     needed = [own and needs for own, needs in zip(first, ctx.needs_input_grad, strict=True)]
     wanted = [x for x, needs in zip(every, needed, strict=True) if needs and x is not None]
-    gradients = iter(torch.autograd.grad(chunked.attend(inputs), wanted, grad, create_graph=True))
+    gradients = iter(torch.autograd.grad(chunked.attend(inputs.turned()), wanted, grad, create_graph=True))
     return tuple(next(gradients) if needs else None for needs in needed)
 
 
@@ -199,6 +202,8 @@ class Block:
         branch = branches[piece.branch]
         in_branch = slice(piece.keys.start - branch.first, piece.keys.stop - branch.first)
         query = branch.query[self.rows, group.heads, piece.queries]
+        if branch.turn is not None:
+            query = branch.turn.part(self.rows, piece.queries)(query)
         key = branch.key[self.rows, group.kv_heads, in_branch]
         return Work(query, key, value[self.rows, group.kv_heads, piece.keys], piece.tile, scale)
 
@@ -410,5 +415,5 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
     torch.logaddexp(lse, part_lse, out=lse)
 
 
-def _as_branches(places: tuple[tuple[Region | None, int], ...], states: Any) -> list[Branch]:
-    return [Branch(region, states[2 * i], states[2 * i + 1], first) for i, (region, first) in enumerate(places)]
+def _as_branches(places: tuple[tuple[Region | None, int, Rotation | None], ...], states: Any) -> list[Branch]:
+    return [Branch(region, *states[2 * i : 2 * i + 2], *others) for i, (region, *others) in enumerate(places)]

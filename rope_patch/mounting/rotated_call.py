@@ -12,7 +12,7 @@ import torch
 from rope_patch.attention.call import EVERY, Call, Fused, Tables
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward_cache import wants_gradient
-from rope_patch.attention.rotation import rotate
+from rope_patch.attention.rotation import Rotation, rotate
 from rope_patch.attention.slot_plan import Rotate
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.layer_state import UNROTATED
@@ -55,6 +55,13 @@ class RotatedCall(Call):
         if self._turns_by_matrix:
             return self._one_query[self.regions.index(region)]
         return self._rotated(self.queries, self.late.position_ids, region.query_map, place=("q",))
+
+    def query_turn(self, region: Region) -> Rotation | None:
+        late, like = self.late, self.queries
+        if not (late.state.rotates and self._few_kernels) or region.query_map == late.anchor or self._turns_by_matrix:
+            return None
+        cos, sin = self._tables(late.position_ids, region.query_map, ("q",), like, EVERY)
+        return None if cos.requires_grad or sin.requires_grad else Rotation(self.layout, cos, sin)
 
     @property
     def _turns_by_matrix(self) -> bool:

@@ -12,11 +12,13 @@ from rope_patch import get_scheme
 from rope_patch.attention import oracle, segmented, tile_kernels
 from rope_patch.attention.bias import KeyTerm, tile_bias
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
+from rope_patch.attention.rotation import Rotation
 from rope_patch.attention.spans import Span, find_spans
 from rope_patch.attention.tile_kernels import Dense, FlashCPU, agrees
 from rope_patch.attention.tiles import Tile, in_rows, tiles_of
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import Identity
+from rope_patch.schemes.tools.rotary import half_split
 
 BOUND = st.one_of(st.integers(-3, 40), st.just(math.inf))
 
@@ -315,6 +317,31 @@ def test_branches_with_the_same_states_add_to_one_gradient(spec, shared, monkeyp
     for gradient in found[1:]:
         assert (gradient - found[0]).norm() < 0.01 * found[0].norm()
     assert sum(gradient is None for gradient in taken[0]) == len(inputs.branches) - 1
+
+
+@pytest.mark.parametrize("spec", ["rerope:window=6", "dca:chunk_size=9,local_window=2"])
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1] * 2], ids=["padded", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_are_rotated_in_blocks_where_they_are_scored(spec, rows, dtype, monkeypatch):
+    monkeypatch.setattr(segmented, "LARGE", 1000)
+    monkeypatch.setattr(FlashCPU, "band_rows", lambda self, width: 7)
+    inputs, kept = inputs_of(spec, rows, 45, 45, dtype)
+    query, layout = inputs.branches[0].query.requires_grad_(), half_split(16)
+    angles = torch.randn(len(inputs.branches), 2, 1, 45, 8, generator=torch.Generator().manual_seed(1))
+    tables = [(angle.cos().to(dtype), angle.sin().to(dtype)) for angle in angles]
+    turns = [Rotation(layout, layout.wide(cos, 16), sin) for cos, sin in tables]
+    in_blocks = [dataclasses.replace(b, query=query, turn=turn) for b, turn in zip(inputs.branches, turns, strict=True)]
+    exact = in_double(inputs)
+    rotated = [layout.rotate(query.double(), cos.double(), sin.double()) for cos, sin in tables]
+    by_oracle = [dataclasses.replace(b, query=q) for b, q in zip(exact.branches, rotated, strict=True)]
+    seen = kept[:, None, :, None]
+    expected = oracle.attend(dataclasses.replace(exact, branches=tuple(by_oracle)))[0] * seen
+    found = run_segmented(dataclasses.replace(inputs, branches=tuple(in_blocks))) * seen
+    grad = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
+    (slope,) = torch.autograd.grad(expected, query, grad.double())
+    slopes = [torch.autograd.grad(found, query, grad.to(dtype), True, again)[0] for again in (True, False)]
+    for one, other in ((found, expected), (slopes[0], slope), (slopes[1], slope)):
+        assert (one.double() - other).norm() < {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype] * other.norm()
 
 
 def test_a_span_with_a_window_is_a_band_of_every_region():
