@@ -35,6 +35,11 @@ class Branch:
     first: int = 0
     turn: Rotation | None = None
 
+    def queries(self, rows: slice, heads: slice, queries: slice) -> torch.Tensor:
+        """The rotated queries of some rows of the batch and some heads."""
+        some = self.query[rows, heads, queries]
+        return some if self.turn is None else self.turn.part(rows, queries)(some)
+
     def turned(self) -> Branch:
         """The same with rotated queries."""
         return self if self.turn is None else Branch(self.region, self.turn(self.query), self.key, self.first)

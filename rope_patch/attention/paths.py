@@ -26,7 +26,7 @@ def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.
     if in_spans is None:
         return chunked.attend(inputs.turned())
     if mode == "auto" and products.applies(inputs):
-        return products.attend(inputs.turned(), in_spans)
+        return products.attend(inputs, in_spans)
     return segmented.attend(inputs, in_spans)
 
 

@@ -97,7 +97,7 @@ def _fill(
         branch, tile, here = inputs.branches[piece.branch], piece.tile, scores[..., columns]
         slots = slice(piece.keys.start - branch.first, piece.keys.stop - branch.first)
         k = keys[piece.branch][block.rows, :, slots].flatten(0, 1)
-        q = branch.query[block.rows, group.heads, piece.queries].reshape(len(k), -1, k.shape[-1])
+        q = branch.queries(block.rows, group.heads, piece.queries).reshape(len(k), -1, k.shape[-1])
         if piece.queries == block.queries:
             _multiply(q, k, inputs.scaling, _per_kv_head(scores, len(k))[..., columns])
         else:

@@ -25,7 +25,11 @@ def rotate(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.
 
 @dataclass(frozen=True)
 class Rotation:
-    """`rotate` by tables at the positions of queries, for a path that takes a few of them at a time."""
+    """`rotate` by tables at the positions of queries, for a path that takes a few of them at a time.
+
+    Shape:
+        cos `(batch or 1, 1, q_len, head_dim)`, sin `(batch or 1, 1, q_len, d/2)`.
+    """
 
     layout: RotaryLayout
     cos: torch.Tensor

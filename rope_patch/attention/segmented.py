@@ -201,9 +201,7 @@ class Block:
         """The work of a tile for some heads; `value` is `(batch, kv_heads, kv_len, value_dim)`."""
         branch = branches[piece.branch]
         in_branch = slice(piece.keys.start - branch.first, piece.keys.stop - branch.first)
-        query = branch.query[self.rows, group.heads, piece.queries]
-        if branch.turn is not None:
-            query = branch.turn.part(self.rows, piece.queries)(query)
+        query = branch.queries(self.rows, group.heads, piece.queries)
         key = branch.key[self.rows, group.kv_heads, in_branch]
         return Work(query, key, value[self.rows, group.kv_heads, piece.keys], piece.tile, scale)
 

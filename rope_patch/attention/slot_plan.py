@@ -101,7 +101,7 @@ def _by_one_softmax(
 def _products(queries: torch.Tensor, keys: torch.Tensor, added: torch.Tensor | None, scaling: float) -> torch.Tensor:
     """Scaled products plus `SlotRun.added`, `(rows * kv_heads, group * q_len, slots)`, in one kernel."""
     # with beta=0, baddbmm uses only the dtype of its first argument
-    added, beta = (queries[:1, :1, :1], 0) if added is None else (added, 1)
+    added, beta = (queries.new_empty(1, 1, 1), 0) if added is None else (added, 1)
     if queries.shape[1] > FEW:
         return torch.baddbmm(added, queries, keys.mT, beta=beta, alpha=scaling)
     return torch.baddbmm(added.mT, keys, queries.mT, beta=beta, alpha=scaling).mT
