@@ -1,5 +1,5 @@
-"""The kernels: rotation, forward, the two halves of backward, and the merge of split keys. Imported only if Triton is
-installed.
+"""The kernels: rotation, forward, the gradients of queries or of keys, and the merge of split keys. Imported only if
+Triton is installed.
 
 Queries and keys are rotated once, for each region, before they are scored: no loop over keys or queries reads a table.
 A program then handles one row of the batch (axis 2 of the grid) and one key head (axis 1), on a block of rows. The
