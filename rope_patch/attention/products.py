@@ -46,7 +46,22 @@ def multiplies_float32() -> bool:
     """Whether oneDNN multiplies float32 matrices without rounding them, and in wider registers than MKL does."""
     few, exact = torch.get_num_threads() <= MOST_THREADS, torch.get_float32_matmul_precision() == "highest"
     wide = "AMD" in _capabilities().get("cpu_name", "") and _capabilities().get("avx512_f", False)
-    return few and exact and wide and torch.backends.mkldnn.is_available()
+    return few and exact and bool(wide) and _agrees()
+
+
+@functools.cache
+def _agrees() -> bool:
+    """Whether the operator, which may change, is there and computes what it should."""
+    a, b = torch.arange(12.0).view(3, 4), torch.arange(20.0).view(5, 4)
+    try:
+        return torch.equal(_linear(a, b), a @ b.T)
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def _linear(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b^T by oneDNN."""
+    return cast(torch.Tensor, torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], ""))
 
 
 @functools.cache
@@ -127,8 +142,7 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, scale: float, out: torch.Tensor)
         torch.baddbmm(out, a, b.mT, beta=0, alpha=scale, out=out)
         return
     for one, other, into in zip(a, b, out, strict=True):
-        product = torch.ops.mkldnn._linear_pointwise(one, other, None, "none", [], "")
-        torch.mul(product, scale, out=into)
+        torch.mul(_linear(one, other), scale, out=into)
 
 
 def _columns(block: Block) -> Iterator[tuple[Piece, slice]]:

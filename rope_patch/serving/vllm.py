@@ -223,7 +223,7 @@ class Scored:
 
     def _alone(self, metadata: Any, block_size: int) -> list[tuple[int, Request, torch.Tensor]]:
         """The requests that are scored one by one."""
-        return requests_of(metadata, block_size)
+        return requests_of(metadata, block_size, least=1)
 
     def _held(self, kv_cache: torch.Tensor, blocks: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
         """Keys and values of a request, each `(1, kv_heads, length, head_dim)`."""
@@ -271,8 +271,7 @@ class Impl(Scored, CPUAttentionBackendImpl):
         return steps
 
     def _alone(self, metadata: Any, block_size: int) -> list[tuple[int, Request, torch.Tensor]]:
-        requests = super()._alone(metadata, block_size)
-        return [one for one in requests if one[1].position_ids.shape[1] > 1] if self.is_anchored else requests
+        return requests_of(metadata, block_size, least=2 if self.is_anchored else 1)
 
     def _held(self, kv_cache: torch.Tensor, blocks: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
         return paged_decoding.held(_halves(kv_cache), blocks, length)
@@ -381,14 +380,17 @@ def once(metadata: Any, state: LayerState, compute: Callable[[], R], what: str =
     return cast(R, shared[what, state.forward_cache])
 
 
-def requests_of(metadata: Any, block_size: int) -> list[tuple[int, Request, torch.Tensor]]:
-    """The requests of a batch with their places in it, and the blocks of each, `(blocks of the request,)`."""
+def requests_of(metadata: Any, block_size: int, least: int) -> list[tuple[int, Request, torch.Tensor]]:
+    """The requests of a batch with at least that many new tokens, with their places in it, and the blocks of each,
+    `(blocks of the request,)`.
+    """
     requests, begins = [], metadata.query_start_loc.tolist()
     for row, length in enumerate(metadata.seq_lens.tolist()):
         queries = slice(begins[row], begins[row + 1])
+        if queries.stop - queries.start < least:
+            continue
         start = length - (queries.stop - queries.start)
         positions = torch.arange(start, length, device=metadata.seq_lens.device)[None]
         request = Request(queries, slice(0, length), positions, ForwardCache())
-        if queries.start < queries.stop:
-            requests.append((row, request, metadata.block_table[row, : -(-length // block_size)].long()))
+        requests.append((row, request, metadata.block_table[row, : -(-length // block_size)].long()))
     return requests

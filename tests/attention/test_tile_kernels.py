@@ -165,6 +165,7 @@ def test_products_in_float32_are_the_oracle(spec, rows, in_block, monkeypatch):
 def test_products_serve_float32_where_they_are_exact_and_fast(monkeypatch):
     inputs, _ = inputs_of("rerope:window=6", ROWS, 45, 45, torch.float32)
     monkeypatch.setattr(products, "_capabilities", lambda: {"avx512_f": True, "cpu_name": "AMD EPYC"})
+    monkeypatch.setattr(products, "_agrees", lambda: True)
     threads = torch.get_num_threads()
     try:
         for number, expected in ((products.MOST_THREADS, True), (products.MOST_THREADS + 1, False)):
@@ -178,6 +179,11 @@ def test_products_serve_float32_where_they_are_exact_and_fast(monkeypatch):
     for other in ({"avx512_f": True, "cpu_name": "Intel(R) Xeon(R)"}, {"cpu_name": "AMD EPYC"}, {}):
         monkeypatch.setattr(products, "_capabilities", lambda other=other: other)
         assert not products.applies(inputs)
+
+
+def test_an_operator_that_changed_is_not_used(monkeypatch):
+    monkeypatch.setattr(products, "_linear", lambda a, b: 2 * a @ b.T)
+    assert not products._agrees.__wrapped__()
 
 
 def test_products_see_both_ways():
