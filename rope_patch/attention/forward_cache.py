@@ -113,7 +113,8 @@ class Ahead:
         found, low, high, tables = self._blocks.get(key, ((None, None), 0, 0, ()))
         if found[0] is not source or found[1] != state or not low <= first <= stop <= high:
             low, high = first, stop + AHEAD
-            tables = compute(torch.arange(low, high, device=source.device)[None])
+            with torch.inference_mode(False), torch.no_grad():  # a later token may want gradients
+                tables = compute(torch.arange(low, high, device=source.device)[None])
             self._blocks[key] = (source, state), low, high, tables
         return tuple(table.narrow(2, first - low, stop - first) for table in tables)
 

@@ -121,3 +121,14 @@ def test_a_token_behind_a_gap_is_noticed_after_tokens_that_went_on(spec):
                 logits = model(text, past_key_values=cache, **places).logits
             found.append(logits)
     assert_close(*found)
+
+
+def test_tables_from_inference_mode_serve_tokens_with_gradients():
+    model, found = build("llama"), []
+    with patch(model, "rerope:window=6"):
+        for mode in (torch.inference_mode, torch.enable_grad):
+            cache = DynamicCache()
+            with mode():
+                found.append([model(tokens(size), past_key_values=cache).logits.detach() for size in SIZES])
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other)
