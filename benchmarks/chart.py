@@ -70,7 +70,7 @@ def save_ratios(
             beside: dict[str, Any] = {"ha": "left", "x": max(row.ratio, 1) + 0.006}
             axes.text(y=place, s=f"{row.ratio:.2f}", va="center", size=11, **beside)
             axes.text(-0.02, place, name, transform=axes.get_yaxis_transform(), va="center", ha="right", size=11)
-    axes.set(ylim=(len(lines) - 0.4, -0.6), xlim=(0.9, 1.25), yticks=[])
+    axes.set(ylim=(len(lines) - 0.4, -0.6), xlim=(0.7, 1.3), yticks=[])
     axes.tick_params(length=0, labelsize=11)
     axes.spines[["left", "top", "right"]].set_visible(False)
     axes.set_xlabel("time over plain attention; orange: a target is missed", size=11)
