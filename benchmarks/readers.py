@@ -356,7 +356,7 @@ def vllm_tables(config: dict[str, Any], layer_type: str, positions: list[int]) -
     read = AutoConfig.for_model(**config)
     entry = read.rope_parameters[layer_type] if layer_type else read.rope_parameters
     longest = max(read.max_position_embeddings, positions[-1] + 1)  # the limit of a server that takes the text
-    serving = SimpleNamespace(model_config=SimpleNamespace(max_model_len=longest))
+    serving = SimpleNamespace(model_config=SimpleNamespace(max_model_len=longest, hf_config=read))
     serving.compilation_config = SimpleNamespace(
         custom_ops=["none"], enabled_custom_ops=set(), disabled_custom_ops=set()
     )

@@ -55,8 +55,13 @@ def texts():
 
 @pytest.fixture(autouse=True)
 def one_at_a_time():
-    """An engine that a failed test left behind would take the next one with it."""
+    """What an earlier engine left behind would take the next one with it: the engine, after a failure, and process
+    groups without those that only some models need.
+    """
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
     gc.collect()
+    destroy_model_parallel()
 
 
 @pytest.mark.parametrize("spec", SPECS)
