@@ -16,10 +16,6 @@ def test_a_layer_adds_few_kernels_to_those_of_plain_attention(scheme, most):
     assert per_layer(TINY, scheme)[0] <= most
 
 
-@pytest.mark.parametrize(
-    ("scheme", "most"),
-    # whether cached positions go on; and for chunks, at which slot they begin
-    [("rerope", 1), ("self_extend", 1), ("dca", 2), ("logn", 0), ("alibi", 1), ("xpos", 1), ("dynamic_ntk", 1)],
-)
-def test_a_step_waits_for_the_device_not_by_layers(scheme, most):
-    assert waits(TINY, scheme)[0] <= most
+@pytest.mark.parametrize("scheme", ["rerope", "self_extend", "dca", "logn", "alibi", "xpos", "dynamic_ntk"])
+def test_a_step_does_not_wait_for_the_device(scheme):
+    assert waits(TINY, scheme)[0] == 0
