@@ -90,7 +90,8 @@ def test_every_config_is_one_of_its_tool(path):
 def test_the_smallest_fine_tuning_runs_as_it_is_wherever_it_is_copied(tmp_path, monkeypatch, capsys):
     assert len((RECIPES / "finetune_minimal.py").read_text().splitlines()) <= 60
     copied = shutil.copy(RECIPES / "finetune_minimal.py", tmp_path)
-    monkeypatch.setattr(corpora, "load_corpus", lambda split: load_text(str(TEXTS[split])))  # read in a second
+    texts = {**TEXTS, "held_out": TEXTS["held_out"] / "export.py"}  # one short document, measured in a second
+    monkeypatch.setattr(corpora, "load_corpus", lambda split: load_text(str(texts[split])))
     monkeypatch.chdir(tmp_path)
     runpy.run_path(copied, run_name="__main__")
     assert "YaRN, factor = 4, before" in capsys.readouterr().out

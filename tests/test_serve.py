@@ -401,12 +401,13 @@ def test_requests_of_three_lengths_in_turn_run_under_the_smallest_factor_that_co
     lengths = [256 - NEW, 256 - NEW + 1, 512 - NEW, 600, 40, 1024 - NEW] * 2
     with concurrent.futures.ThreadPoolExecutor(len(lengths)) as pool:
         answers = list(pool.map(lambda n: complete(by_factor, ids[:n], logprobs=0), lengths))
+    factors = {length: 1 if length + NEW <= 256 else 2 if length + NEW <= 512 else 4 for length in lengths}
+    expected = {length: under(ids[:length], factor) for length, factor in factors.items()}
     for length, answer in zip(lengths, answers, strict=True):
-        expected = under(ids[:length], 1 if length + NEW <= 256 else 2 if length + NEW <= 512 else 4)
         found = torch.tensor(answer.choices[0].logprobs.token_logprobs)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-        if length in (40, 600):  # factors are told apart by this tolerance
-            assert (under(ids[:length], 2) - expected).abs().max() > 1e-3
+        torch.testing.assert_close(found, expected[length], atol=1e-4, rtol=0)
+    for length in (40, 600):  # factors are told apart by this tolerance
+        assert (under(ids[:length], 2) - expected[length]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("body", [{"rope_factor": 4}, {"vllm_xargs": {"rope_factor": 4}}, {"rope_factor": 4.0}])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,14 +140,11 @@ class AdapterHook:
         self.changes = changes
 
     def __call__(self, model: PreTrainedModel, *_: Any) -> None:
-        """Find the configs of new adapters. Models may share one, which then records the scheme of this model."""
-        configs = list((vars(model).get("peft_config") or {}).values())
-        if not configs and "peft" in sys.modules:  # prompts in front of a model leave no trace in it
-            from peft import PeftModel
+        self.find([model])
 
-            around = (each for each in instances_of(PeftModel) if each._modules.get("base_model") is model)
-            configs = [config for wrapper in around for config in wrapper.peft_config.values()]
-        for config in configs:
+    def find(self, models: Sequence[PreTrainedModel]) -> None:
+        """Find the configs of new adapters. Models may share one, which then records the scheme of this model."""
+        for model, config in _adapters(models):
             top = holder = vars(config).get("save_pretrained")
             while isinstance(holder, SaveModel) and holder.notice is not self.notice:
                 holder = holder._before
@@ -161,11 +158,25 @@ class AdapterHook:
 def install_saving(models: Iterable[nn.Module], notice: Notice, changes: Changes) -> None:
     """Let Transformers models, and adapters in or around them, be saved as `notice` requires."""
     hook = AdapterHook(notice, changes)
-    for model in dict.fromkeys(models):
-        if isinstance(model, PreTrainedModel):
-            _replace(model, SaveModel(model, notice), changes)
-            changes.hook_saving(model, hook)
-            hook(model)
+    saved = [model for model in dict.fromkeys(models) if isinstance(model, PreTrainedModel)]
+    for model in saved:
+        _replace(model, SaveModel(model, notice), changes)
+        changes.hook_saving(model, hook)
+    hook.find(saved)
+
+
+def _adapters(models: Sequence[PreTrainedModel]) -> Iterator[tuple[PreTrainedModel, Any]]:
+    """Models with the config of each adapter in them, or of prompts in front of them, which leave no trace in them."""
+    own = {model: [*(vars(model).get("peft_config") or {}).values()] for model in models}
+    prompts = []
+    if "peft" in sys.modules and not all(own.values()):
+        from peft import PeftModel
+
+        prompts = instances_of(PeftModel)  # once for all models: it searches every object
+    for model, configs in own.items():
+        around = (wrapper for wrapper in prompts if wrapper._modules.get("base_model") is model)
+        for config in configs or [config for wrapper in around for config in wrapper.peft_config.values()]:
+            yield model, config
 
 
 def _replace(owner: Any, save: SaveModel, changes: Changes) -> None:
