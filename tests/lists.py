@@ -1,4 +1,4 @@
-"""Lists of schemes in pages, written anew: `python -m tests.lists`, or `make lists`."""
+"""Lists of schemes in pages, written anew, and what a new scheme costs: `python -m tests.lists`, or `make lists`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from rope_patch.cli import main
+from tests import test_simulated_device
 from tools import explorer
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "schemes.md"
@@ -25,3 +26,4 @@ def with_lists(page: str) -> str:
 if __name__ == "__main__":
     PAGE.write_text(with_lists(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     explorer.main(explorer.Options())
+    test_simulated_device.write_missing()
