@@ -11,6 +11,8 @@ import torch
 
 _SMALL = 640
 """Tokens that are enough to take the paths of long texts, and cost nothing."""
+_NARROW = 32
+"""Dimensions of a head that are enough for every kernel: most of a small model's time is its random weights."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,10 @@ class Shape:
 
     def small(self) -> Shape:
         """The same at a length and a width that take no time."""
-        kv_heads = min(self.kv_heads, 2)
+        kv_heads, head_dim = min(self.kv_heads, 2), min(self.head_dim, _NARROW)
         heads = kv_heads * (self.heads // self.kv_heads)
-        return dataclasses.replace(self, length=min(self.length, _SMALL), heads=heads, kv_heads=kv_heads)
+        length = min(self.length, _SMALL)
+        return dataclasses.replace(self, length=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
     def __str__(self) -> str:
         grouped = f"/{self.kv_heads}" if self.kv_heads != self.heads else ""
