@@ -9,7 +9,7 @@
 #                 OPTIONS="--only llama gemma3" checks these alone
 # make hard       set up, then thousands of random cases and fuzzed inputs (about two minutes)
 # make faults     set up, then put each known fault into a copy of the package: a test must fail (about ten minutes)
-# make vllm-check  real vLLM on this CPU serves folders under schemes that it does not know (six minutes)
+# make vllm-check  real vLLM on this CPU serves folders under schemes that it does not know (nine minutes)
 # make transformers-tests TRANSFORMERS=<checkout>  set up, then run Transformers' own tests on patched models (an hour)
 # make lists      write the table of docs/reference/schemes.md and the facts of docs/explorer.html anew, after a scheme changed
 # make notebooks  set up, then run the notebooks with fast settings; make notebooks-full runs them in place, as committed
@@ -91,7 +91,7 @@ faults: $(VENV)/.test
 	$(BIN)/python -m tests.faults $(OPTIONS)
 
 vllm-check:
-	@echo "== vLLM on this CPU, in an environment of its own: $(VLLM_VENV) (two minutes of set-up, once, and four of tests)"
+	@echo "== vLLM on this CPU, in an environment of its own: $(VLLM_VENV) (two minutes of set-up, once, and seven of tests)"
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/serving/requirements.txt -e .

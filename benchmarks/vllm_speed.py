@@ -1,12 +1,12 @@
 """Tokens per second of vLLM on a CPU under schemes, beside plain vLLM of the same checkpoint.
 
     python -m benchmarks.vllm_speed rerope:window=512 self_extend:window=512,group_size=8 dca yarn:factor=8+logn \
-        --output docs/results/serving/vllm_speed.jsonl
+        --model DIR --output docs/results/serving/vllm_speed.jsonl
 
-Needs the environment of `make vllm-check`. The model has random weights: 4 layers, 4 query and 2 key heads of 64, width
-256, L = 1024. Tokens are counted per second of the processor (one thread; a busy machine changes little): reading the
-prompts, and then, from the cached prompts, one token of each answer after another, the better of two runs each.
-`of_plain` are both as shares of plain vLLM in the same call.
+Needs the environment of `make vllm-check`. Without `--model` (bfloat16), the model has random weights in float32: 4
+layers, 4 query and 2 key heads of 64, width 256, L = 1024. Tokens are counted per second of the processor (one thread;
+a busy machine changes little): reading the prompts, and then, from the cached prompts, one token of each answer after
+another, the better of two runs each. `of_plain` are both as shares of plain vLLM in the same call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ os.environ |= {
 
 import torch
 import vllm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import rope_patch
 from benchmarks.machine import facts
@@ -59,17 +59,20 @@ def seconds(engine: Any, batch: int, length: int, seed: int = 0) -> tuple[float,
 
 
 def rows_of(
-    folder: Path, spec: str, cases: list[tuple[int, int]], eager: bool
+    folder: Path, spec: str, cases: list[tuple[int, int]], eager: bool, source: Path | None
 ) -> dict[tuple[int, int], tuple[float, float]]:
     """The seconds for prompts and for answers, by batch and length."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(CONFIG)
+    dtype = torch.float32 if source is None else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype) if source else LlamaForCausalLM(CONFIG)
     if spec != "plain":
         rope_patch.patch(model, spec)
     model.save_pretrained(folder)
-    limits = {"max_model_len": max(LENGTHS) + NEW + 1, "max_num_batched_tokens": 2048, "max_num_seqs": max(BATCHES)}
+    del model
+    batches, lengths = zip(*cases, strict=True)
+    limits = {"max_model_len": max(lengths) + NEW + 1, "max_num_batched_tokens": 2048, "max_num_seqs": max(batches)}
     flags = {"enforce_eager": eager, "enable_prefix_caching": True, "skip_tokenizer_init": True}
-    engine = vllm.LLM(str(folder), dtype="float32", seed=0, **limits, **flags)
+    engine = vllm.LLM(str(folder), dtype=dtype, seed=0, **limits, **flags)
     found = {}
     for seed, (batch, length) in enumerate([(batch, 128) for batch, _ in cases] + cases):  # the first ones allocate
         both = seconds(engine, batch, length, 2 * seed), seconds(engine, batch, length, 2 * seed + 1)
@@ -84,6 +87,7 @@ def main() -> None:
     parser.add_argument("schemes", nargs="+")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--model", type=Path, help="the folder of a checkpoint, instead of random weights")
     parser.add_argument("--eager", action="store_true", help="without compiled graphs")
     parser.add_argument("--output", type=Path, help="where rows are added, as JSON lines")
     options = parser.parse_args()
@@ -91,12 +95,13 @@ def main() -> None:
     plain = None
     for spec in ("plain", *options.schemes):
         with tempfile.TemporaryDirectory() as folder:
-            found = rows_of(Path(folder), spec, cases, options.eager)
+            found = rows_of(Path(folder), spec, cases, options.eager, options.model)
         plain = plain or found
         gc.collect()
         for (batch, length), (reading, answers) in found.items():
             before = plain[batch, length]
             row = {
+                "model": options.model.name if options.model else "random weights",
                 "scheme": spec,
                 "batch": batch,
                 "length": length,

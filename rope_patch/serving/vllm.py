@@ -4,9 +4,9 @@ vLLM calls `register` in each of its processes (entry point `vllm.general_plugin
 scheme, `serving.vllm_served` says what computes it. Static frequencies and scales of queries are tables, which vLLM's
 rotary modules read instead of their own; its attention stays as it is. For other schemes the rotary modules leave
 rotation to the plugin's attention, or rotate as the farthest region wants it, and the attention scores each request
-with the same `late_attention` as in Transformers: one request is one call, with its own positions. On a CPU, new tokens
-are scored for the whole batch at once (`serving.paged_decoding`); on a GPU, two calls of flash attention score ReRoPE
-for the whole batch (`serving.flash`). vLLM itself serves a checkpoint without a record, or with a scheme that
+with the same `late_attention` as in Transformers: one request is one call, with its own positions. On a CPU, a kernel
+in C++ scores most schemes (`serving.paged_attention`); on a GPU, two calls of flash attention score ReRoPE for the
+whole batch (`serving.flash`). vLLM itself serves a checkpoint without a record, or with a scheme that
 `rope_parameters` express.
 
 All of this was tested on a CPU, except the two calls and `FlashImpl`, which need a GPU.
@@ -49,8 +49,8 @@ from rope_patch.models.paged import Request
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.layer_state import LayerState
 from rope_patch.mounting.scoring import late_attention
-from rope_patch.serving import flash, paged_decoding
-from rope_patch.serving.paged_decoding import anchor_of, factor_of
+from rope_patch.serving import flash, paged_attention
+from rope_patch.serving.paged_attention import anchor_of, factor_of
 from rope_patch.serving.vllm_admission import watch
 from rope_patch.serving.vllm_served import Served, Tables, served_of
 
@@ -242,48 +242,61 @@ class Scored:
 
 
 class Impl(Scored, CPUAttentionBackendImpl):
-    """Attention on a CPU: one new token of each request for all at once, longer parts of prompts one by one."""
+    """Attention on a CPU: one new token of each request for all at once, and parts of prompts.
+
+    Attributes:
+        has_kernel: whether there is one for this scheme; without it requests are scored one by one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.has_kernel = self.is_anchored and paged_attention.kernel() is not None
 
     def _score(
         self, states: list[LayerState], query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
     ) -> None:
-        if self.is_anchored:
-            cache = _halves(kv_cache)
-            steps = once(metadata, states[0], lambda: self._steps(states, metadata, cache), "steps")
-            for state, tokens, step in steps:
-                softcap = self.logits_soft_cap or 0.0
-                found = paged_decoding.attend(state, query[tokens], cache, step, self.scale, softcap, self.sinks)
-                output[tokens] = found
-        super()._score(states, query, kv_cache, metadata, output)
+        if self.has_kernel:
+            cache, softcap = _halves(kv_cache), self.logits_soft_cap or 0.0
+            for tokens, paged in once(metadata, states[0], lambda: self._paged(states, metadata, cache), "paged"):
+                output[tokens] = paged.attend(query[tokens], cache, self.scale, softcap, self.sinks)
+        if not self.has_kernel or "bias" in states[0].methods:
+            super()._score(states, query, kv_cache, metadata, output)
 
-    def _steps(self, states: list[LayerState], metadata: Any, cache: torch.Tensor) -> list[Any]:
-        """For each factor of requests with one new token: a state, their tokens, and what layers share."""
+    def _paged(self, states: list[LayerState], metadata: Any, cache: torch.Tensor) -> list[Any]:
+        """Tokens, and what layers share for them: new ones of all requests under a factor, and parts of prompts."""
         starts, rows = metadata.query_start_loc.long(), cast(Served, self.served).rows
         are_one = starts.diff() == 1
-        sizes = (cache.shape[1], *cache.shape[3:], cache.element_size())
-        steps = []
+        factors = torch.zeros_like(starts[1:]) if rows is None else rows.by_request[: len(are_one)]
+        sizes = (cache.shape[1], *cache.shape[3:])
+        found: list[Any] = []
         for index, state in enumerate(states):
-            chosen = are_one if rows is None else are_one & (rows.by_request[: len(are_one)] == index)
-            places = chosen.nonzero()[:, 0]
+            places = (are_one & (factors == index)).nonzero()[:, 0]
             if len(places):
                 lengths, blocks = metadata.seq_lens[places], metadata.block_table[places]
-                steps.append((state, starts[places], paged_decoding.Step(state, lengths, blocks, sizes)))
-        return steps
+                first, last = starts[places[[0, -1]]].tolist()
+                tokens = slice(first, last + 1) if last - first == len(places) - 1 else starts[places]
+                found.append((tokens, paged_attention.Step(state, lengths, blocks, sizes)))
+        if "bias" not in states[0].methods:
+            for row, request, blocks in requests_of(metadata, sizes[1], least=2):
+                state = states[int(factors[row])]
+                part = paged_attention.Part(state, request.start, request.kv_length, blocks, sizes)
+                found.append((request.queries, part))
+        return found
 
     def _alone(self, metadata: Any, block_size: int) -> list[tuple[int, Request, torch.Tensor]]:
-        return requests_of(metadata, block_size, least=2 if self.is_anchored else 1)
+        return requests_of(metadata, block_size, least=2 if self.has_kernel else 1)
 
     def _held(self, kv_cache: torch.Tensor, blocks: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
-        return paged_decoding.held(_halves(kv_cache), blocks, length)
+        return paged_attention.held(_halves(kv_cache), blocks, length)
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Write the new keys and values, `(tokens, kv_heads, head_dim)`, as `paged_decoding` has them."""
+        """Write the new keys and values, `(tokens, kv_heads, head_dim)`, as `paged_attention` has them."""
         if self.served is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         else:
-            paged_decoding.written(_halves(kv_cache), key, value, slot_mapping)
+            paged_attention.written(_halves(kv_cache), key, value, slot_mapping)
 
 
 def _halves(kv_cache: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from rope_patch.saving.resuming import recorded_factors
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.serving.factors import Reaches, ignoring_idle
-from rope_patch.serving.paged_decoding import anchor_of
+from rope_patch.serving.paged_attention import anchor_of
 from rope_patch.typing import Frequencies
 
 _SERVED = "_rope_patch_served"
@@ -131,7 +131,7 @@ class Served:
         states: of each factor in ascending order; one without factors.
         scores: whether the attention layers score.
         tables: None if rotary modules have nothing to do.
-        anchored: whether the cache holds keys as `paged_decoding` wants them; else they are unrotated.
+        anchored: whether the cache holds keys as `paged_attention` wants them; else they are unrotated.
         rows: None without factors.
         reaches: of requests by factor; None without factors.
         has_rotary: whether vLLM's model has rotary modules, which then leave rotation to the attention layers.
