@@ -14,7 +14,7 @@ import torch
 from rope_patch.attention.call import EVERY, Call
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, wide
-from rope_patch.attention.slot_plan import SlotPlan, SlotRun
+from rope_patch.attention.slot_plan import SlotPlan, SlotRows, SlotRun
 from rope_patch.schemes.slots import Region
 
 QUERIES = 32  # up to this many are scored like one, at any cache length; tiles are for more
@@ -62,7 +62,8 @@ def attend(inputs: AttentionInputs, call: Call, decay: Decay | None = None) -> t
     Distance is a difference of slots: the positions of keys are counted from the queries.
     """
     by_rows = tuple(
-        (rows, tuple(_runs(inputs, call, decay, rows, position))) for rows, position in _rows_alike(inputs, call)
+        SlotRows(rows, tuple(_runs(inputs, call, decay, rows, position)))
+        for rows, position in _rows_alike(inputs, call)
     )
     call.plan = SlotPlan(call.query_rotation(), by_rows)
     return call.plan.attend(call.queries, call.keys, inputs.value, inputs.scaling)

@@ -302,8 +302,9 @@ def _partners(layout: RotaryLayout, head_dim: int, device: torch.device) -> torc
 
 def _product(query: torch.Tensor, matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The only query, `(batch, heads, 1, head_dim)`, under each of the `RotatedCall._matrices`."""
-    rotated = query[:, :, 0] @ matrices
-    return rotated.view(*query.shape[:2], 1, -1, query.shape[-1]).unbind(dim=3)
+    batch, heads, _, head_dim = query.shape
+    rotated = query.reshape(-1, head_dim) @ matrices if matrices.ndim == 2 else query[:, :, 0] @ matrices
+    return rotated.view(batch, heads, 1, -1).split(head_dim, dim=-1)
 
 
 def _has_pairs(position_map: PositionMap) -> bool:
