@@ -57,7 +57,13 @@ def _is_block(inputs: AttentionInputs, call: Call) -> bool:
 
 
 def attend(inputs: AttentionInputs, call: Call, decay: Decay | None = None) -> torch.Tensor:
-    """Attention of a few queries, `(batch, heads, q_len, value_dim)`; without gradients. Leaves its plan on the call.
+    """Attention of a few queries, `(batch, heads, q_len, value_dim)`, without gradients. The call keeps its plan."""
+    call.plan = plan(inputs, call, decay)
+    return call.plan.attend(call.queries, call.keys, inputs.value, inputs.scaling)
+
+
+def plan(inputs: AttentionInputs, call: Call, decay: Decay | None) -> SlotPlan:
+    """How to score a few queries. It reads no states, only their shapes and dtypes.
 
     Distance is a difference of slots: the positions of keys are counted from the queries.
     """
@@ -65,8 +71,7 @@ def attend(inputs: AttentionInputs, call: Call, decay: Decay | None = None) -> t
         SlotRows(rows, tuple(_runs(inputs, call, decay, rows, position)))
         for rows, position in _rows_alike(inputs, call)
     )
-    call.plan = SlotPlan(call.query_rotation(), by_rows)
-    return call.plan.attend(call.queries, call.keys, inputs.value, inputs.scaling)
+    return SlotPlan(call.query_rotation(), by_rows)
 
 
 def _rows_alike(inputs: AttentionInputs, call: Call) -> Iterator[tuple[slice, int]]:
@@ -85,13 +90,13 @@ def _rows_alike(inputs: AttentionInputs, call: Call) -> Iterator[tuple[slice, in
 def _runs(inputs: AttentionInputs, call: Call, decay: Decay | None, rows: slice, position: int) -> Iterator[SlotRun]:
     """Oldest slots first, as far as regions allow."""
     slot, last = int(inputs.query_start), inputs.q_length - 1
-    key_bytes = call.keys[rows, :, 0].nbytes
     for index, region in sorted(enumerate(call.regions), key=lambda indexed: -indexed[1].start):
-        oldest = slots_of(region, slot, position).start
-        newest = slots_of(region, slot + last, position + last).stop
-        # rotated keys are computed a few at a time
-        rotates = decay is not None or call.rotates_keys(region)
-        step = max(1, BLOCK // key_bytes) if rotates and call.keys.is_cpu else max(1, newest - oldest)
+        seen = slots_of(region, slot, position)
+        oldest, newest = seen.start, slots_of(region, slot + last, position + last).stop if last else seen.stop
+        step = max(1, newest - oldest)
+        if call.keys.is_cpu and (decay is not None or call.rotates_keys(region)):
+            # rotated keys are computed a few at a time
+            step = min(step, max(1, BLOCK // call.keys[rows, :, 0].nbytes))
         rotation = call.key_rotation(region, slice(oldest, newest), rows) if oldest < newest else None
         for start in range(oldest, newest, step):
             slots = slice(start, min(start + step, newest))
@@ -127,10 +132,13 @@ def _added(
     """
     if inputs.q_length == 1 and inputs.mask is None and inputs.bias is None and inputs.running_bias is None:
         return None
-    shared = inputs.mask, inputs.groups, inputs.bias
+    shared, seen_by_all = (inputs.mask, inputs.groups, inputs.bias), inputs.mask is None and inputs.groups is None
 
     def compute() -> torch.Tensor:
         value, slot = inputs.value[rows], int(inputs.query_start)
+        if inputs.q_length == 1 and seen_by_all and inputs.bias is not None and inputs.running_bias is None:
+            values = inputs.bias.falling(slot - slots.start, slot - slots.stop + 1, value.device)[None, :, None]
+            return _by_kv_head(wide(values.to(value.dtype)), len(value), value.shape[1], call.queries.shape[1])
         i = torch.arange(inputs.q_length, device=value.device)[:, None]
         distance = (slot + i) - torch.arange(slots.start, slots.stop, device=value.device)
         seen = inputs.visible() if inputs.mask is None else inputs.mask

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from rope_patch.attention.inputs import AttentionInputs, DistanceBias
+from rope_patch.attention.inputs import AHEAD, AttentionInputs, DistanceBias
 from rope_patch.attention.spans import Span, spans_of
 from rope_patch.schemes.base import Scheme
 from rope_patch.typing import NO_WEIGHTS, Weights
-
-AHEAD = 16  # tables are computed for so many tokens more
 
 
 def wants_gradient(weights: Weights) -> bool:
@@ -95,6 +93,15 @@ class Ahead:
 
     def __init__(self) -> None:
         self._blocks: dict[Any, tuple[Any, int, int, tuple[torch.Tensor, ...]]] = {}
+        self._counted = torch.arange(0)
+
+    def counted(self, length: int, device: torch.device) -> torch.Tensor:
+        """The positions 0 to below `length`, `(1, length)`, a view."""
+        found = self._counted
+        if found.device != device or len(found) < length or found._version > 0:
+            with torch.inference_mode(False):  # its version shows whether somebody wrote to a view
+                self._counted = found = torch.arange(length + AHEAD, device=device)
+        return found[None, :length]
 
     def rows(
         self,
@@ -116,7 +123,7 @@ class Ahead:
             with torch.inference_mode(False), torch.no_grad():  # a later token may want gradients
                 tables = compute(torch.arange(low, high, device=source.device)[None])
             self._blocks[key] = (source, state), low, high, tables
-        return tuple(table.narrow(2, first - low, stop - first) for table in tables)
+        return tuple([table.narrow(2, first - low, stop - first) for table in tables])
 
 
 class StackForwardCache(threading.local):
@@ -126,7 +133,7 @@ class StackForwardCache(threading.local):
 
     Attributes:
         counted: whether the stack counts the positions of this forward itself, from the number of cached tokens.
-        ahead: what the next forwards may use too.
+        ahead, steps: what the next forwards may use too: tables, and the last decoded token under each kind of layer.
     """
 
     counted = False
@@ -135,6 +142,7 @@ class StackForwardCache(threading.local):
         self._position_ids: torch.Tensor | None = None
         self._forward = ForwardCache()
         self.ahead = Ahead()
+        self.steps: dict[Any, Any] = {}
 
     def forget(self) -> None:
         """Start a forward."""

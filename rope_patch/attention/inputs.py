@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -16,6 +16,9 @@ from rope_patch.typing import Weights
 
 AttentionMode = Literal["auto", "oracle", "chunked", "segmented", "fused"]
 """How to score: `auto` takes the fastest exact path, the others force one."""
+
+
+AHEAD = 16  # tables are computed for so many tokens more
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -64,10 +67,22 @@ class DistanceBias:
     function: Callable[[torch.Tensor], torch.Tensor]
     linear: bool = False
     table: Callable[[int, int], torch.Tensor] | None = None
+    _falling: list[torch.Tensor] = field(default_factory=list, compare=False)
 
     def values(self, low: int, high: int) -> torch.Tensor:
         """b(low) to b(high - 1), `(heads, high - low)`."""
         return self.function(torch.arange(low, high)) if self.table is None else self.table(low, high)
+
+    def falling(self, high: int, low: int, device: torch.device) -> torch.Tensor:
+        """b(high) to b(low), `(heads, high - low + 1)`, without a gradient: a part of a table that serves later tokens
+        too.
+        """
+        if not self._falling:
+            self._falling[:] = [self.values(0, high + 1).flip(-1)]
+        elif self._falling[0].shape[-1] <= high:
+            self._falling[:] = [self.function(torch.arange(high + AHEAD, -1, -1, device=device))]
+        table = self._falling[0]
+        return table.narrow(-1, table.shape[-1] - 1 - high, high - low + 1)
 
     @property
     def learned(self) -> bool:

@@ -132,19 +132,24 @@ class ForwardCall:
             return key_positions(self.position_ids, kv_length, start)
 
         if past is not None and kv_length == past.shape[-1] + self.position_ids.shape[-1]:
-            return self._all_positions()
+            return self.all_positions()
         if self.scattered:
             past = cast(torch.Tensor, past)
             return self.forward_cache.derived(place, lambda: joined(past, counted()[:, past.shape[-1] :]), past)
         return self.forward_cache.once((*place, start), counted) if self.shareable else counted()
 
-    def _all_positions(self) -> torch.Tensor:
+    def all_positions(self) -> torch.Tensor:
         """`past` and the positions of the new tokens, in the shape of `past`; one tensor for layers that share it."""
         past = self.past
 
         def compute() -> torch.Tensor:
-            positions = self.position_ids if past is None else joined(past, self.position_ids)
-            if (following := self._following()) is not None:
+            following = self._following()
+            from_zero = following == self.kv_length and self.position_ids.dtype == torch.long
+            if following is not None and from_zero:
+                positions = self.state.forward_cache.ahead.counted(following, self.position_ids.device)
+            else:
+                positions = self.position_ids if past is None else joined(past, self.position_ids)
+            if following is not None:
                 setattr(positions, _NEXT, following)
             return positions
 
@@ -177,12 +182,16 @@ class ForwardCall:
             return
         past = positions_in(cache, index, start, state.layer.name)
         self.past = past = self.forward_cache.same(("past", start), past)
-        following = getattr(past, _NEXT, None)
-        if following is not None and set(self._first_positions(past)) == {following}:
+        if self.goes_on():
             return
         self.scattered = self.forward_cache.derived(
             ("scattered", start), lambda: not bool(follow_on(past, self.position_ids, self.seen)), past
         )
+
+    def goes_on(self) -> bool:
+        """Whether every query follows known consecutive positions of cached keys."""
+        following = getattr(self.past, _NEXT, None)
+        return following is not None and set(self._first_positions(cast(torch.Tensor, self.past))) == {following}
 
     def _look_back_in_graph(self, cache: Cache) -> None:
         """`look_back` without access to values: the graph asserts that positions have no gap."""
@@ -205,7 +214,7 @@ class ForwardCall:
         static = is_static(self.cache, index)
         if static and torch.compiler.is_compiling():
             return
-        positions, in_order = self._all_positions(), True
+        positions, in_order = self.all_positions(), True
         if static:
             in_order = shared.derived("in order", lambda: self._in_order(positions), positions)
         remember(self.cache, index, positions, in_order)

@@ -115,14 +115,22 @@ class LayerHook:
         return (), kwargs
 
     def _follow(self, kwargs: dict[str, Any]) -> ForwardCall | None:
-        """The call for a decoded token, if a layer of this kind has scored it and this one sees the same."""
+        """The call for a decoded token, if it follows from what a layer of this kind saw, of this token or the last."""
         if torch.compiler.is_compiling():
             return None
-        state, caches = self.state, self.state.forward_cache.current(kwargs.get("position_ids"))
-        step = None if caches is None or PASSED in kwargs else caches.known(("step", state.kind))
+        step = None if PASSED in kwargs else self.state.forward_cache.steps.get(self.state.kind)
         if step is None:
             return None
-        return step.followed_by(state, cache_in(kwargs), kwargs["hidden_states"], kwargs.get("attention_mask"))
+        call = step.followed_by(
+            self.state,
+            cache_in(kwargs),
+            kwargs["hidden_states"],
+            kwargs.get("position_ids"),
+            kwargs.get("attention_mask"),
+        )
+        if call is not None and call.rotation is None:
+            call.rotation = self._rotation(call, kwargs)
+        return call
 
     def _look(self, kwargs: dict[str, Any], paged: bool) -> ForwardCall:
         """The call, with what follows from its positions, its mask and its cache, which may be `paged`."""
@@ -142,17 +150,22 @@ class LayerHook:
             added = state.scheme.running_bias(hidden, state.weights())
             slots = hidden.shape[1] if call.kv_length is None else call.kv_length
             call.added = contributions(added, cache, state.layer.index, state.num_layers, slots)
-        if state.rotates and state.layer.rotary is not None:
-            tables, caches = kwargs["position_embeddings"], call.forward_cache
-            if anchor in (None, UNROTATED):
-                call.rotation = caches.derived("identity", lambda: _identity(tables, hidden.device.type), tables)
-            else:
-                rotary, place = state.layer.rotary, ("anchor", state.tables, anchor, hidden.dtype)
-                call.rotation = caches.once(place, lambda: rotary.compute(anchor(position_ids), like=hidden))
-        elif (own := state.own_tables) is not None:
-            key = "own", id(own.module), hidden.dtype
-            call.rotation = call.forward_cache.once(key, lambda: _of_copy(own, position_ids, hidden))
+        call.rotation = self._rotation(call, kwargs)
         return call
+
+    def _rotation(self, call: ForwardCall, kwargs: dict[str, Any]) -> Any:
+        """The tables by which the module rotates; None for those of the model."""
+        state, anchor, hidden, caches = self.state, call.anchor, call.states, call.forward_cache
+        if state.rotates and state.layer.rotary is not None:
+            tables, rotary = kwargs["position_embeddings"], state.layer.rotary
+            if anchor in (None, UNROTATED):
+                return caches.derived("identity", lambda: _identity(tables, hidden.device.type), tables)
+            place = "anchor", state.tables, anchor, hidden.dtype
+            return caches.once(place, lambda: rotary.compute(anchor(call.position_ids), like=hidden))
+        if (own := state.own_tables) is not None:
+            key = "own", id(own.module), hidden.dtype
+            return caches.once(key, lambda: _of_copy(own, call.position_ids, hidden))
+        return None
 
     def _check_paged(self, module: nn.Module, cache: PagedAttentionCache) -> None:
         """Refuse a row of continuous batching that the scheme would not score, because the module has another

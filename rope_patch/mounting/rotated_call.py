@@ -13,7 +13,7 @@ from rope_patch.attention.call import EVERY, Call, Fused, Tables
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward_cache import wants_gradient
 from rope_patch.attention.rotation import Rotation, rotate
-from rope_patch.attention.slot_plan import Rotate
+from rope_patch.attention.slot_plan import Rotate, part
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.layer_state import UNROTATED
 from rope_patch.schemes.slots import ALL_PAIRS, Region
@@ -101,7 +101,7 @@ class RotatedCall(Call):
             matrices = self._shared(place, lambda: rotations(self.late.position_ids))[0]
         else:
             matrices = self._ahead(place, position, position + 1, rotations)[0]
-        return cast(torch.Tensor, matrices[:, 0, 0] if len(matrices) > 1 else matrices[0, 0, 0])
+        return cast(torch.Tensor, matrices[:, 0, 0] if len(matrices) > 1 else matrices.view(matrices.shape[-2:]))
 
     @functools.cached_property
     def _position(self) -> int | None:
@@ -148,9 +148,9 @@ class RotatedCall(Call):
             span = behind + slots.start, behind + slots.stop
             cos, sin = self._ahead(place, *span, lambda positions: self._made(positions, key_map, keys))
 
-        def of(part: slice) -> Rotate:
-            run = 2, part.start - slots.start, part.stop - part.start
-            return self._apply(cos.narrow(*run), sin.narrow(*run))
+        def of(some: slice) -> Rotate:
+            run = slice(some.start - slots.start, some.stop - slots.start)
+            return self._apply(part(cos, run), part(sin, run))
 
         return of
 

@@ -94,7 +94,7 @@ def late_attention(
     mode = "oracle" if implementation in ("eager", "paged|eager") else state.attention
     output, weights = engine.score(inputs, rotated, mode)
     if rotated.plan is not None and not learned:
-        keep_step(call, attention_mask, rotated.plan, scaling, scaled, key, value)
+        keep_step(rotated, inputs, attention_mask)
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(scaled.dtype)
 
 

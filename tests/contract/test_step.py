@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from rope_patch import CachedKeys, patch
 from rope_patch.attention import decode, forward_cache
 from rope_patch.mounting import rotated_call
+from rope_patch.mounting.hooks import LayerHook
 from rope_patch.mounting.step import Step
 from tests.families import build
 from tests.runs import assert_close, cached_logits, left_padded, tokens
@@ -22,8 +23,8 @@ SIZES = [40, 1, 1, 1]
 @pytest.fixture
 def plans(monkeypatch):
     """One entry for each plan that is made."""
-    made, attend = [], decode.attend
-    monkeypatch.setattr(decode, "attend", lambda *args: made.append(1) or attend(*args))
+    made, plan = [], decode.plan
+    monkeypatch.setattr(decode, "plan", lambda *args: made.append(1) or plan(*args))
     return made
 
 
@@ -43,6 +44,155 @@ def test_layers_repeat_the_plan_of_the_first_bit_for_bit(spec, lengths, plans, m
         monkeypatch.setattr(Step, "followed_by", lambda *_: None)
         assert torch.equal(found, decoded(model, lengths))
     assert len(plans) == 3 + 3 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
+@pytest.mark.parametrize("spec", SPECS)
+@torch.no_grad()
+def test_the_next_token_goes_on_from_the_plan_of_the_last_bit_for_bit(spec, given, monkeypatch):
+    looks, look, found = [], LayerHook._look, []
+    monkeypatch.setattr(LayerHook, "_look", lambda *args: looks.append(1) or look(*args))
+    model = build("llama")
+    layers = model.config.num_hidden_layers
+    with patch(model, spec):
+        for _ in range(2):
+            cache, logits = DynamicCache(), []
+            looks.clear()
+            for step in range(24):
+                text = tokens(20 if step == 0 else 1, rows=2, seed=step)
+                past = cache.get_seq_length()
+                places = {"position_ids": past + torch.arange(text.shape[1])[None].expand(2, -1)} if given else {}
+                logits.append(model(text, past_key_values=cache, **places).logits)
+            found.append((torch.cat(logits, dim=1), len(looks)))
+            monkeypatch.setattr(Step, "_next", lambda *_: None)
+    assert torch.equal(found[0][0], found[1][0])
+    assert [count for _, count in found] == [layers + 1, layers + 23]
+
+
+def crop(cache):
+    cache.crop(-3)
+
+
+def reorder(cache):
+    cache.reorder_cache(torch.tensor([1, 0]))
+
+
+def select(cache):
+    cache.batch_select_indices(torch.tensor([1]))
+
+
+def repeat(cache):
+    cache.batch_repeat_interleave(2)
+
+
+def shift(cache):
+    """All tokens one position later."""
+    for layer in cache.layers:
+        layer.keys = CachedKeys.of(layer.keys.plain(), layer.keys.positions + 1)
+
+
+def swap(cache):
+    """Other keys at the same positions."""
+    for layer in cache.layers:
+        layer.keys = CachedKeys.of(layer.keys.plain().flip(0), layer.keys.positions)
+        layer.values = layer.values.flip(0)
+
+
+@pytest.mark.parametrize("change", [crop, reorder, select, repeat, shift, swap])
+@pytest.mark.parametrize("spec", ["rerope:window=6", "dca:chunk_size=9,local_window=2", "alibi"])
+@torch.no_grad()
+def test_a_token_after_a_changed_cache_is_scored_by_what_the_cache_holds(spec, change):
+    found = []
+    for attention in ("auto", "oracle"):
+        model, cache = build("llama"), DynamicCache()
+        with patch(model, spec, attention=attention):
+            for step in range(9):
+                if step == 5:
+                    change(cache)
+                rows = 2 if step < 5 else len(cache.layers[0].keys)
+                text = tokens(20 if step == 0 else 1, rows=rows, seed=step)
+                logits = model(text, past_key_values=cache).logits
+        found.append(logits)
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("spec", ["rerope:window=6", "alibi"])
+@torch.no_grad()
+def test_two_texts_in_turn_have_steps_of_their_own(spec):
+    found = []
+    for attention in ("auto", "oracle"):
+        model, caches, logits = build("llama"), [DynamicCache(), DynamicCache()], []
+        with patch(model, spec, attention=attention):
+            for step in range(4):
+                for text, cache in enumerate(caches):
+                    length = 20 + text if step == 0 else 1
+                    logits.append(model(tokens(length, seed=2 * step + text), past_key_values=cache).logits[:, -1])
+        found.append(torch.stack(logits))
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("spec", ["rerope:window=6", "alibi"])
+@torch.no_grad()
+def test_a_token_with_another_mask_or_attention_looks_for_itself(spec):
+    found = []
+    for attention in ("auto", "oracle"):
+        model, cache, logits = build("llama"), DynamicCache(), []
+        with patch(model, spec, attention=attention):
+            for step in range(8):
+                length = 20 if step == 0 else 1
+                seen = torch.ones(1, cache.get_seq_length() + length, dtype=torch.long)
+                seen[:, 4] = step not in (3, 4)
+                places = torch.arange(seen.shape[1])[None, -length:]
+                model.set_attn_implementation("eager" if step == 6 else "sdpa")
+                out = model(
+                    tokens(length, seed=step),
+                    past_key_values=cache,
+                    attention_mask=seen,
+                    position_ids=places,
+                    output_attentions=step == 6,
+                )
+                logits.append(out.logits[:, -1])
+                assert step != 6 or out.attentions[0] is not None
+            model.set_attn_implementation("sdpa")
+        found.append(torch.stack(logits))
+    assert_close(*found)
+
+
+@torch.no_grad()
+def test_a_text_without_a_cache_does_not_go_on_from_a_cache_that_is_gone():
+    model = build("llama")
+    with patch(model, "rerope:window=6"):
+        expected = model(tokens(1), use_cache=False).logits
+        cache = DynamicCache()
+        for length in (20, 1):
+            model(tokens(length), past_key_values=cache)
+        del cache
+        gc.collect()
+        assert torch.equal(model(tokens(1), use_cache=False).logits, expected)
+
+
+def test_positions_that_somebody_wrote_to_are_counted_anew():
+    ahead, device = forward_cache.Ahead(), torch.device("cpu")
+    first = ahead.counted(5, device)
+    assert ahead.counted(9, device).data_ptr() == first.data_ptr()
+    first.sub_(3)
+    assert ahead.counted(9, device).tolist() == [list(range(9))]
+
+
+@pytest.mark.parametrize("spec", ["rerope:window=6", "alibi"])
+def test_a_token_with_a_gradient_after_tokens_of_inference_mode(spec):
+    found = []
+    for attention in ("auto", "oracle"):
+        model, cache = build("llama"), DynamicCache()
+        with patch(model, spec, attention=attention):
+            with torch.no_grad():
+                for size in (20, 1, 1):
+                    model(tokens(size), past_key_values=cache)
+            logits = model(tokens(1, seed=1), past_key_values=cache).logits
+            logits.square().sum().backward()
+        found.append([logits, *(weight.grad for weight in model.parameters() if weight.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other)
 
 
 @pytest.mark.parametrize("spec", ["fox", "t5:per_layer=true"])
