@@ -43,6 +43,18 @@ def test_the_families_of_the_readme() -> None:
     assert f"{len(marked)} model types pass one suite" in (ROOT / "README.md").read_text()
 
 
+def test_the_passkeys_of_tinyllama() -> None:
+    page = (ROOT / "docs/passkey.md").read_text()
+    section = page[page.index("| scheme | TinyLlama 2048 (L)") : page.index("Task `spans` on")]
+    names = {"plain": "plain checkpoint", "yarn:target=auto": "YaRN", "rerope:window=1024": "ReRoPE"}
+    found: dict[tuple[str, int], list[float]] = {}
+    for row in Rows(RESULTS / "passkey/tinyllama_30.jsonl").rows:
+        found.setdefault((names.get(row.line, "Self-Extend"), row.length), []).extend([row.share] * (row.trials or 0))
+    for (name, length), shares in found.items():
+        (told,) = re.findall(rf"^\| {name}.*", section, re.MULTILINE)
+        assert told.split("|")[length // 2048 + 1].strip() == f"{round(sum(shares))} of {len(shares)}", name
+
+
 def test_the_table_of_the_sweep() -> None:
     rows = Rows(RESULTS / "sweep/sweep.jsonl").rows
     chosen = {(display_name(row.line), row.length): f"{row.loss:.3f}" for row in rows if row.texts == rows[0].texts}
