@@ -159,6 +159,21 @@ def test_a_token_with_another_mask_or_attention_looks_for_itself(spec):
 
 
 @torch.no_grad()
+def test_a_token_under_another_attention_implementation_returns_its_weights():
+    model, cache = build("qwen3"), DynamicCache()
+    with patch(model, "rerope:window=6"):
+        for step in range(4):
+            model.set_attn_implementation("eager" if step == 3 else "sdpa")
+            out = model(
+                tokens(20 if step == 0 else 1, seed=step),
+                past_key_values=cache,
+                attention_mask=None if step == 0 else {"full_attention": None},  # also under eager
+                output_attentions=step == 3,
+            )
+        assert len(out.attentions) == model.config.num_hidden_layers
+
+
+@torch.no_grad()
 def test_a_text_without_a_cache_does_not_go_on_from_a_cache_that_is_gone():
     model = build("llama")
     with patch(model, "rerope:window=6"):
