@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 typedef float Floats __attribute__((vector_size(64)));
@@ -49,31 +50,57 @@ static inline float exponential(float x) {  // of x <= 0, to 2e-7: a loop over i
     return power * (1 + r * (1 + r * (1 / 2.f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f + r / 720.f))))));
 }
 
-struct Step {  // one new token of each request
-    int64_t heads, kv_heads, size, head_dim, pairs, adjacent, requests, columns, blocks_each, versions, bias_heads;
+// What the layers of a group share. Tables have a row for each position; those of cos and sin for each region too.
+struct Group {
+    int64_t heads, kv_heads, size, head_dim, pairs, adjacent, regions, positions, scale_step, bias_step;
     float softcap;
-    const int32_t *first, *second;
-    const float *query_cos, *query_sin, *key_cos, *key_sin, *scale;
-    const int32_t *blocks, *lengths, *turn;
-    const float* bias;
+    const int32_t *first, *second;                // of each pair
+    const int64_t *start, *stop, *chunk, *below;  // of each region
+    const int64_t* turned;                        // place of a region among those whose keys are turned, or -1
+    const float *query_cos, *query_sin, *key_cos, *key_sin, *scale, *bias;
 };
 
-struct Part {  // some new tokens of one request
-    int64_t heads, kv_heads, size, head_dim, pairs, adjacent, queries, regions;
-    float softcap;
-    const int32_t *first, *second;
-    const float *query_cos, *query_sin, *key_cos, *key_sin, *scale;
-    const int32_t *blocks, *begin, *end, *turned;
+struct Batch {  // the requests of a forward, of which those under this factor are scored
+    int64_t requests, blocks_each, factor;
+    const int32_t *begins, *lengths, *blocks;
+    const int64_t* factors;
+
+    int64_t queries(int64_t r) const { return factors && factors[r] != factor ? 0 : begins[r + 1] - begins[r]; }
 };
 
-template <class Sizes>
-static inline void rotate(float* x, const Sizes& p, const float* cos, const float* sin) {
+template <class T>
+struct Layer {
+    int64_t query_step;  // from one token to the next
+    const T *query, *cache;
+    const float* sinks;
+    T* output;
+};
+
+template <class T>  // the keys of a block of the cache, before its values
+static inline const T* block(
+    const Group& p, const Batch& batch, const Layer<T>& layer, int64_t r, int64_t kv, int64_t column) {
+    const int64_t place = batch.blocks[r * batch.blocks_each + column / p.size];
+    return layer.cache + (place * p.kv_heads + kv) * 2 * p.size * p.head_dim;
+}
+
+// Which keys the query at m sees in a region: the first one, and the one after the last.
+static inline void seen(const Group& p, int region, int64_t m, int32_t& begin, int32_t& end) {
+    const int64_t chunk = p.chunk[region], after = m / chunk + 1;
+    begin = std::max<int64_t>(0, (after - p.stop[region]) * chunk);
+    end = std::min({m + 1, (after - p.start[region]) * chunk, p.below[region]});
+}
+
+// A state, multiplied by `scale` and rotated.
+template <class T>
+static inline void turn(const Group& p, const T* from, float scale, const float* cos, const float* sin, float* x) {
+    const bool whole = p.adjacent && 2 * p.pairs == p.head_dim;
+    for (int i = 0; i < p.head_dim && !whole; i += WIDTH) store(x + i, load(from + i) * scale);
     if (p.adjacent) {  // the first of all pairs in a row, then the second, and whole vectors of them
         for (int i = 0; i < p.pairs; i += WIDTH) {
-            float *first = x + p.first[0] + i, *second = x + p.second[0] + i;
-            const Floats a = load(first), b = load(second), c = load(cos + i), s = load(sin + i);
-            store(first, a * c - b * s);
-            store(second, b * c + a * s);
+            const Floats a = load(from + p.first[0] + i), b = load(from + p.second[0] + i);
+            const Floats c = load(cos + i) * scale, s = load(sin + i) * scale;
+            store(x + p.first[0] + i, a * c - b * s);
+            store(x + p.second[0] + i, b * c + a * s);
         }
         return;
     }
@@ -82,6 +109,20 @@ static inline void rotate(float* x, const Sizes& p, const float* cos, const floa
         a = before * cos[i] - b * sin[i];
         b = b * cos[i] + before * sin[i];
     }
+}
+
+template <class T>  // the query of a head at m, as a region wants it
+static inline void turn_query(const Group& p, const T* query, int64_t head, int region, int64_t m, float* x) {
+    const int64_t row = (region * p.positions + m) * p.pairs;
+    const float scale = p.scale[m * p.scale_step + head];
+    turn(p, query + head * p.head_dim, scale, p.query_cos + row, p.query_sin + row, x);
+}
+
+template <class T>  // the key at n, as a region wants it
+static inline void turn_key(const Group& p, const T* key, int region, int64_t n, float* x) {
+    const int64_t row = (p.turned[region] * p.positions + n) * p.pairs;
+    if (p.turned[region] >= 0) return turn(p, key, 1.f, p.key_cos + row, p.key_sin + row, x);
+    for (int i = 0; i < p.head_dim; i += WIDTH) store(x + i, load(key + i));
 }
 
 // Scores of some keys become weights beside the greatest score up to now, by which the result so far shrinks.
@@ -103,85 +144,103 @@ static inline void finish(const float* result, int dim, float top, float total, 
     for (int i = 0; i < dim; i++) store(output + i, result[i] * shrink / all);
 }
 
-// G query heads of one request against one block: keys in float32 as turned, values as the cache has them.
+// Scores of G query heads and four keys; `queries` are those for each key.
 template <int G, class T>
-static void block(const Step& p, int64_t r, int64_t head, int64_t column, int count, const float* queries,
-                  const float* keys, const T* values, float* weights, float* top, float* total, float* output) {
+static inline void score(const Group& p, const float* const* queries, int64_t head, const T* keys, float* scores) {
     const int dim = p.head_dim;
-    const int32_t* turn = p.turn + r * p.columns + column;
-    const int64_t each = p.heads / p.kv_heads * dim;
-    for (int j = 0; j < count; j += 4) {  // the tile and the weights have places for whole fours
-        const float *query[4], *key = keys + j * dim;
-        for (int k = 0; k < 4; k++)
-            query[k] = queries + std::clamp<int64_t>(turn[std::min(j + k, count - 1)], 0, p.versions - 1) * each;
-        Floats products[G][4] = {};
-        for (int i = 0; i < dim; i += WIDTH)
-            for (int k = 0; k < 4; k++)
-                for (int g = 0; g < G; g++) products[g][k] += load(query[k] + g * dim + i) * load(key + k * dim + i);
-        for (int g = 0; g < G; g++) {
-            const Floats four = sums(products[g][0], products[g][1], products[g][2], products[g][3]);
-            std::memcpy(weights + g * p.size + j, &four, 4 * sizeof(float));
+    Floats products[G][4] = {};
+    for (int i = 0; i < dim; i += WIDTH)
+        for (int k = 0; k < 4; k++) {
+            const Floats key = load(keys + k * dim + i);
+            for (int g = 0; g < G; g++) products[g][k] += load(queries[k] + (head + g) * dim + i) * key;
         }
-    }
     for (int g = 0; g < G; g++) {
-        float* w = weights + g * p.size;
-        if (p.softcap) for (int j = 0; j < count; j++) w[j] = p.softcap * std::tanh(w[j] / p.softcap);
-        if (p.bias) {
-            const float* bias = p.bias + (r * p.bias_heads + (p.bias_heads > 1 ? head + g : 0)) * p.columns + column;
-            for (int j = 0; j < count; j++) w[j] += bias[j];
-        }
-        for (int j = 0; j < count; j++) w[j] = turn[j] < 0 ? HIDDEN : w[j];
-        weigh(w, count, top[g], total[g], output + g * dim, dim);
-    }
-    for (int i = 0; i < dim; i += WIDTH) {
-        Floats mixed[G];
-        for (int g = 0; g < G; g++) mixed[g] = load(output + g * dim + i);
-        for (int j = 0; j < count; j++) {
-            const Floats value = load(values + j * dim + i);
-            for (int g = 0; g < G; g++) mixed[g] += weights[g * p.size + j] * value;
-        }
-        for (int g = 0; g < G; g++) store(output + g * dim + i, mixed[g]);
+        const Floats four = sums(products[g][0], products[g][1], products[g][2], products[g][3]);
+        std::memcpy(scores + (head + g) * p.size, &four, 4 * sizeof(float));
     }
 }
 
-template <class T>
-static void attend(const Step& p, const T* query, const T* cache, const float* sinks, T* output) {
-    const int dim = p.head_dim, group = p.heads / p.kv_heads, half = p.size * dim;
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int64_t r = 0; r < p.requests; r++)
-        for (int64_t kv = 0; kv < p.kv_heads; kv++) {
-            std::vector<float> queries(p.versions * group * dim), keys(half), weights(4 * p.size);
-            std::vector<float> top(group, HIDDEN), total(group, 0.f), result(group * dim, 0.f);
-            for (int v = 0; v < p.versions; v++)
-                for (int g = 0; g < group; g++) {
-                    float* x = &queries[(v * group + g) * dim];
-                    const int64_t head = r * p.heads + kv * group + g, row = (v * p.requests + r) * p.pairs;
-                    for (int i = 0; i < dim; i += WIDTH) store(x + i, load(query + head * dim + i) * p.scale[head]);
-                    rotate(x, p, p.query_cos + row, p.query_sin + row);
-                }
-            for (int64_t column = 0; column < p.lengths[r]; column += p.size) {
-                const int count = std::min<int64_t>(p.size, p.lengths[r] - column);
-                const int32_t* turn = p.turn + r * p.columns + column;
-                if (std::all_of(turn, turn + count, [](int32_t t) { return t < 0; })) continue;
-                const T* held = cache + (p.blocks[r * p.blocks_each + column / p.size] * p.kv_heads + kv) * 2 * half;
-                for (int j = 0; j < count; j++) {
-                    for (int i = 0; i < dim; i += WIDTH) store(&keys[j * dim + i], load(held + j * dim + i));
-                    const int64_t row = (turn[j] - (p.versions - 1)) * p.pairs;
-                    if (row >= 0) rotate(&keys[j * dim], p, p.key_cos + row, p.key_sin + row);
-                }
-                for (int g = 0, most; g < group; g += most) {
-                    most = std::min(group - g, 4);
-                    (most == 4 ? block<4, T> : most == 3 ? block<3, T> : most == 2 ? block<2, T> : block<1, T>)(
-                        p, r, kv * group + g, column, count, &queries[g * dim], keys.data(), held + half,
-                        weights.data(), &top[g], &total[g], &result[g * dim]);
-                }
+// Weights of G query heads times values, added to their results.
+template <int G, class T>
+static inline void mix(const Group& p, const float* weights, int64_t head, const T* values, int count, float* result) {
+    const int dim = p.head_dim;
+    for (int i = 0; i < dim; i += WIDTH) {
+        Floats mixed[G];
+        for (int g = 0; g < G; g++) mixed[g] = load(result + (head + g) * dim + i);
+        for (int j = 0; j < count; j++) {
+            const Floats value = load(values + j * dim + i);
+            for (int g = 0; g < G; g++) mixed[g] += weights[(head + g) * p.size + j] * value;
+        }
+        for (int g = 0; g < G; g++) store(result + (head + g) * dim + i, mixed[g]);
+    }
+}
+
+// f for all heads, four at once: with the first one, and how many as a constant.
+template <class F>
+static inline void by_fours(int64_t heads, F f) {
+    for (int64_t g = 0; g < heads; g += 4) {
+        if (heads - g == 1) f(g, std::integral_constant<int, 1>());
+        else if (heads - g == 2) f(g, std::integral_constant<int, 2>());
+        else if (heads - g == 3) f(g, std::integral_constant<int, 3>());
+        else f(g, std::integral_constant<int, 4>());
+    }
+}
+
+template <class T>  // one new token of a request, for the query heads that share keys
+static void attend_token(const Group& p, const Batch& batch, const Layer<T>& layer, int64_t r, int64_t kv) {
+    const int64_t dim = p.head_dim, size = p.size, group = p.heads / p.kv_heads, m = batch.lengths[r] - 1;
+    std::vector<float> queries(p.regions * group * dim), scores(group * size), tile(4 * dim);
+    std::vector<float> top(group, HIDDEN), total(group, 0.f), result(group * dim, 0.f);
+    std::vector<int32_t> begin(p.regions), end(p.regions), places(size);
+    const T* query = layer.query + batch.begins[r] * layer.query_step;
+    for (int v = 0; v < p.regions; v++) {
+        seen(p, v, m, begin[v], end[v]);
+        for (int64_t g = 0; g < group; g++)
+            turn_query(p, query, kv * group + g, v, m, &queries[(v * group + g) * dim]);
+    }
+    for (int64_t column = 0; column <= m; column += size) {
+        const int count = std::min(size, m + 1 - column);
+        std::fill(places.begin(), places.end(), -1);
+        for (int v = 0; v < p.regions; v++)
+            for (int64_t n = std::max<int64_t>(begin[v], column); n < std::min<int64_t>(end[v], column + count); n++)
+                places[n - column] = v;
+        if (std::all_of(places.begin(), places.end(), [](int32_t v) { return v < 0; })) continue;
+        const T* keys = block(p, batch, layer, r, kv, column);
+        for (int64_t j = 0; j < count; j += 4) {
+            const float* four[4];
+            bool turned = false;
+            for (int k = 0; k < 4; k++) {
+                const int v = std::max(0, places[j + k]);
+                four[k] = &queries[v * group * dim];
+                turned |= p.turned[v] >= 0;
             }
-            for (int g = 0; g < group; g++) {
-                const int64_t head = kv * group + g;
-                finish(&result[g * dim], dim, top[g], total[g], sinks ? sinks + head : nullptr,
-                       output + (r * p.heads + head) * dim);
+            if (turned) {
+                for (int k = 0; k < 4; k++)
+                    turn_key(p, keys + (j + k) * dim, std::max(0, places[j + k]), column + j + k, &tile[k * dim]);
+                by_fours(group, [&](int64_t g, auto G) { score<G.value>(p, four, g, tile.data(), &scores[j]); });
+            } else {
+                by_fours(group, [&](int64_t g, auto G) { score<G.value>(p, four, g, keys + j * dim, &scores[j]); });
             }
         }
+        for (int64_t g = 0; g < group; g++) {
+            float* x = &scores[g * size];
+            if (p.softcap) for (int j = 0; j < count; j++) x[j] = p.softcap * std::tanh(x[j] / p.softcap);
+            if (p.bias) {
+                const float* bias = p.bias + (kv * group + g) * p.bias_step + m - column;
+                for (int j = 0; j < count; j++) x[j] += bias[-j];
+            }
+            for (int j = 0; j < count; j++) x[j] = places[j] < 0 ? HIDDEN : x[j];
+            weigh(x, count, top[g], total[g], &result[g * dim], dim);
+        }
+        by_fours(group, [&](int64_t g, auto G) {
+            mix<G.value>(p, scores.data(), g, keys + size * dim, count, result.data());
+        });
+    }
+    for (int64_t g = 0; g < group; g++) {
+        const int64_t head = kv * group + g;
+        finish(&result[g * dim], dim, top[g], total[g], layer.sinks ? layer.sinks + head : nullptr,
+               layer.output + (batch.begins[r] * p.heads + head) * dim);
+    }
 }
 
 const int ROWS = 8;
@@ -208,81 +267,95 @@ static void multiply(int rows, const float* a, int row, int step, int depth, con
                 a + i * row, row, step, depth, b + column, width, c + i * width + column);
 }
 
-template <class T>
-static void attend(const Part& p, const T* query, const T* cache, const float* sinks, T* output) {
-    const int dim = p.head_dim, size = p.size, group = p.heads / p.kv_heads, each = std::max(1, 96 / group);
-    const int tiles = (p.queries + each - 1) / each, rows = (each * group + WIDTH - 1) / WIDTH * WIDTH;
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int tile = tiles - 1; tile >= 0; tile--)
-        for (int64_t kv = 0; kv < p.kv_heads; kv++) {
-            const int64_t from = tile * each, count = std::min<int64_t>(each, p.queries - from) * group;
-            std::vector<float> queries(p.regions * dim * rows), states(size * dim), row(dim), result(rows * dim);
-            std::vector<float> scores(size * rows), products(size * rows), top(rows, HIDDEN), total(rows), shrink(rows);
-            std::vector<int32_t> begin(p.regions * rows), end(p.regions * rows);  // of the keys that each row sees
-            int longest = 0;
-            for (int v = 0; v < p.regions; v++)
-                for (int i = 0; i < count; i++) {
-                    const int64_t m = from + i / group, head = m * p.heads + kv * group + i % group;
-                    const int64_t at = v * p.queries + m;
-                    for (int k = 0; k < dim; k += WIDTH) store(&row[k], load(query + head * dim + k) * p.scale[head]);
-                    rotate(row.data(), p, p.query_cos + at * p.pairs, p.query_sin + at * p.pairs);
-                    for (int k = 0; k < dim; k++) queries[(v * dim + k) * rows + i] = row[k];
-                    begin[v * rows + i] = p.begin[at];
-                    longest = std::max(longest, end[v * rows + i] = p.end[at]);
-                }
-            for (int column = 0; column < longest; column += size) {
-                const T* held = cache + (p.blocks[column / size] * p.kv_heads + kv) * 2 * size * dim;
-                const int used = std::min(size, longest - column);
-                bool any = false;
-                for (int v = 0; v < p.regions; v++) {
-                    const int32_t *first = &begin[v * rows], *last = &end[v * rows];
-                    bool some = false, all = true;
-                    for (int i = 0; i < count; i++) {
-                        some |= std::max(first[i], column) < std::min(last[i], column + size);
-                        all &= first[i] <= column && column + size <= last[i];
-                    }
-                    if (!some) continue;
-                    for (int j = 0; j < used; j++) {
-                        for (int k = 0; k < dim; k += WIDTH) store(&states[j * dim + k], load(held + j * dim + k));
-                        const int64_t table = (p.turned[v] + column + j) * p.pairs;
-                        if (p.turned[v] >= 0) rotate(&states[j * dim], p, p.key_cos + table, p.key_sin + table);
-                    }
-                    std::fill(products.begin(), products.end(), 0.f);
-                    multiply(size, states.data(), dim, 1, dim, &queries[v * dim * rows], rows, products.data());
-                    if (all) {
-                        std::swap(scores, products);
-                    } else {
-                        for (int j = 0; j < used; j++)
-                            for (int i = 0; i < rows; i++) {
-                                const float before = any ? scores[j * rows + i] : HIDDEN;
-                                const bool inside = first[i] <= column + j && column + j < last[i];
-                                scores[j * rows + i] = inside ? products[j * rows + i] : before;
-                            }
-                    }
-                    any = true;
-                }
-                if (!any) continue;
-                if (p.softcap)
-                    for (float& x : scores) x = x > HIDDEN ? p.softcap * std::tanh(x / p.softcap) : x;
-                shrink = top;
-                for (int j = 0; j < used; j++)
-                    for (int i = 0; i < rows; i++) top[i] = std::max(top[i], scores[j * rows + i]);
-                for (int i = 0; i < rows; i++) shrink[i] = exponential(shrink[i] - top[i]), total[i] *= shrink[i];
-                for (int j = 0; j < used; j++)
-                    for (int i = 0; i < rows; i++)
-                        total[i] += scores[j * rows + i] = exponential(scores[j * rows + i] - top[i]);
-                for (int i = 0; i < rows; i++)
-                    for (int k = 0; k < dim; k++) result[i * dim + k] *= shrink[i];
-                for (int j = 0; j < used; j++)
-                    for (int k = 0; k < dim; k += WIDTH) store(&states[j * dim + k], load(held + (size + j) * dim + k));
-                multiply(rows, scores.data(), 1, rows, used, states.data(), dim, result.data());
-            }
-            for (int i = 0; i < count; i++) {
-                const int64_t head = kv * group + i % group;
-                finish(&result[i * dim], dim, top[i], total[i], sinks ? sinks + head : nullptr,
-                       output + ((from + i / group) * p.heads + head) * dim);
-            }
+template <class T>  // some new tokens of a request, as many as fit into a tile, for the query heads that share keys
+static void attend_tile(
+    const Group& p, const Batch& batch, const Layer<T>& layer, int64_t r, int64_t kv, int64_t from, int64_t tokens) {
+    const int dim = p.head_dim, size = p.size, group = p.heads / p.kv_heads, count = tokens * group;
+    const int rows = (count + WIDTH - 1) / WIDTH * WIDTH;
+    const int64_t token = batch.begins[r] + from, m = batch.lengths[r] - batch.queries(r) + from;  // the first ones
+    std::vector<float> queries(p.regions * dim * rows), states(size * dim), row(dim), result(rows * dim);
+    std::vector<float> scores(size * rows), products(size * rows), top(rows, HIDDEN), total(rows), shrink(rows);
+    std::vector<int32_t> begin(p.regions * rows), end(p.regions * rows);  // of the keys that each row sees
+    int longest = 0;
+    for (int v = 0; v < p.regions; v++)
+        for (int i = 0; i < count; i++) {
+            const T* query = layer.query + (token + i / group) * layer.query_step;
+            turn_query(p, query, kv * group + i % group, v, m + i / group, row.data());
+            for (int k = 0; k < dim; k++) queries[(v * dim + k) * rows + i] = row[k];
+            seen(p, v, m + i / group, begin[v * rows + i], end[v * rows + i]);
+            longest = std::max(longest, end[v * rows + i]);
         }
+    for (int column = 0; column < longest; column += size) {
+        const T* held = block(p, batch, layer, r, kv, column);
+        const int used = std::min(size, longest - column);
+        bool any = false;
+        for (int v = 0; v < p.regions; v++) {
+            const int32_t *first = &begin[v * rows], *last = &end[v * rows];
+            bool some = false, all = true;
+            for (int i = 0; i < count; i++) {
+                some |= std::max(first[i], column) < std::min(last[i], column + size);
+                all &= first[i] <= column && column + size <= last[i];
+            }
+            if (!some) continue;
+            for (int j = 0; j < used; j++) turn_key(p, held + j * dim, v, column + j, &states[j * dim]);
+            std::fill(products.begin(), products.end(), 0.f);
+            multiply(size, states.data(), dim, 1, dim, &queries[v * dim * rows], rows, products.data());
+            if (all) {
+                std::swap(scores, products);
+            } else {
+                for (int j = 0; j < used; j++)
+                    for (int i = 0; i < rows; i++) {
+                        const float before = any ? scores[j * rows + i] : HIDDEN;
+                        const bool inside = first[i] <= column + j && column + j < last[i];
+                        scores[j * rows + i] = inside ? products[j * rows + i] : before;
+                    }
+            }
+            any = true;
+        }
+        if (!any) continue;
+        if (p.softcap)
+            for (float& x : scores) x = x > HIDDEN ? p.softcap * std::tanh(x / p.softcap) : x;
+        if (p.bias)
+            for (int j = 0; j < used; j++)
+                for (int i = 0; i < count; i++) {
+                    const int64_t distance = std::max<int64_t>(0, m + i / group - column - j);
+                    scores[j * rows + i] += p.bias[(kv * group + i % group) * p.bias_step + distance];
+                }
+        shrink = top;
+        for (int j = 0; j < used; j++)
+            for (int i = 0; i < rows; i++) top[i] = std::max(top[i], scores[j * rows + i]);
+        for (int i = 0; i < rows; i++) shrink[i] = exponential(shrink[i] - top[i]), total[i] *= shrink[i];
+        for (int j = 0; j < used; j++)
+            for (int i = 0; i < rows; i++)
+                total[i] += scores[j * rows + i] = exponential(scores[j * rows + i] - top[i]);
+        for (int i = 0; i < rows; i++)
+            for (int k = 0; k < dim; k++) result[i * dim + k] *= shrink[i];
+        for (int j = 0; j < used; j++)
+            for (int k = 0; k < dim; k += WIDTH) store(&states[j * dim + k], load(held + (size + j) * dim + k));
+        multiply(rows, scores.data(), 1, rows, used, states.data(), dim, result.data());
+    }
+    for (int i = 0; i < count; i++) {
+        const int64_t head = kv * group + i % group;
+        finish(&result[i * dim], dim, top[i], total[i], layer.sinks ? layer.sinks + head : nullptr,
+               layer.output + ((token + i / group) * p.heads + head) * dim);
+    }
+}
+
+template <class T>
+static void attend(const Group& p, const Batch& batch, const Layer<T>& layer) {
+    const int64_t each = std::max<int64_t>(1, 96 / (p.heads / p.kv_heads));  // tokens of a tile
+    for (int64_t r = 0; r < batch.requests; r++) {
+        const int64_t queries = batch.queries(r);
+        if (queries < 2) continue;
+#pragma omp parallel for collapse(2) schedule(dynamic)
+        for (int64_t tile = (queries - 1) / each; tile >= 0; tile--)
+            for (int64_t kv = 0; kv < p.kv_heads; kv++)
+                attend_tile(p, batch, layer, r, kv, tile * each, std::min(each, queries - tile * each));
+    }
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t r = 0; r < batch.requests; r++)
+        for (int64_t kv = 0; kv < p.kv_heads; kv++)
+            if (batch.queries(r) == 1) attend_token(p, batch, layer, r, kv);
 }
 
 // New keys and values, with these bytes of a head and from one token to the next, into their slots.
@@ -297,11 +370,9 @@ extern "C" void write(int64_t tokens, int64_t kv_heads, int64_t size, int64_t by
 }
 
 #define EXPORT(NAME, TYPE) \
-    extern "C" void NAME(const Step* p, const TYPE* query, const TYPE* cache, const float* sinks, TYPE* output) { \
-        attend(*p, query, cache, sinks, output); \
-    } \
-    extern "C" void part_##NAME(const Part* p, const TYPE* query, const TYPE* cache, const float* sinks, TYPE* out) { \
-        attend(*p, query, cache, sinks, out); \
+    extern "C" void NAME(const Group* p, const Batch* batch, int64_t query_step, const TYPE* query, const TYPE* cache, \
+                         const float* sinks, TYPE* output) { \
+        attend<TYPE>(*p, *batch, {query_step, query, cache, sinks, output}); \
     }
 EXPORT(float32, float)
 EXPORT(float16, _Float16)

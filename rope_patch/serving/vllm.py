@@ -143,6 +143,7 @@ class Scored:
 
     Attributes:
         served: what the attention layers score; None if vLLM's own attention suffices.
+        states: of this layer by factor, from its first forward on.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -151,6 +152,7 @@ class Scored:
         served = served_of(config)
         self.served = served if served is not None and served.scores else None
         self.is_anchored = self.served is not None and self.served.anchored
+        self.states: list[LayerState] = []
         if self.served is not None:
             self._check(config)
 
@@ -190,24 +192,23 @@ class Scored:
             return attend(layer, query, key, value, kv_cache, attn_metadata, output, *more, **named)
         if not self.served.has_rotary:
             raise UnsupportedModel(f"{self.served.scheme} in vLLM: {layer.layer_name} has no rotary module of vLLM")
-        index = extract_layer_index(layer.layer_name)
-        states = [by_layer[index] for by_layer in self.served.states]
-        self._score(states, query, kv_cache, attn_metadata, output)
+        if not self.states:
+            index = extract_layer_index(layer.layer_name)
+            self.states = [by_layer[index] for by_layer in self.served.states]
+        self._score(query, kv_cache, attn_metadata, output)
         return output
 
-    def _score(
-        self, states: list[LayerState], query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
-    ) -> None:
-        """Fill the output from the states of the layer by factor."""
+    def _score(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor) -> None:
+        """Fill the output."""
         own = cast(Any, self)
         softcap, sinks = own.logits_soft_cap or None, own.sinks
         by_request = [0] * len(metadata.seq_lens)
         if own.served.rows is not None:
             by_request = own.served.rows.by_request[: len(metadata.seq_lens)].tolist()
-        for row, request, blocks in once(metadata, states[0], lambda: self._alone(metadata, kv_cache.shape[2])):
+        for row, request, blocks in once(metadata, self.states[0], lambda: requests_of(metadata, kv_cache.shape[2])):
             keys, values = self._held(kv_cache, blocks, request.kv_length)
             queries = query[request.queries].transpose(0, 1)[None]
-            state = states[by_request[row]]
+            state = self.states[by_request[row]]
             call = ForwardCall(
                 state,
                 request.forward_cache,
@@ -220,10 +221,6 @@ class Scored:
             )
             arguments = {"softcap": softcap, "s_aux": sinks, "rope_patch": call, "scaling": own.scale}
             output[request.queries] = late_attention(_CAUSAL, queries, keys, values, None, **arguments)[0][0]
-
-    def _alone(self, metadata: Any, block_size: int) -> list[tuple[int, Request, torch.Tensor]]:
-        """The requests that are scored one by one."""
-        return requests_of(metadata, block_size, least=1)
 
     def _held(self, kv_cache: torch.Tensor, blocks: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
         """Keys and values of a request, each `(1, kv_heads, length, head_dim)`."""
@@ -242,7 +239,7 @@ class Scored:
 
 
 class Impl(Scored, CPUAttentionBackendImpl):
-    """Attention on a CPU: one new token of each request for all at once, and parts of prompts.
+    """Attention on a CPU: the new tokens of all requests at once.
 
     Attributes:
         has_kernel: whether there is one for this scheme; without it requests are scored one by one.
@@ -252,39 +249,27 @@ class Impl(Scored, CPUAttentionBackendImpl):
         super().__init__(*args, **kwargs)
         self.has_kernel = self.is_anchored and paged_attention.kernel() is not None
 
-    def _score(
-        self, states: list[LayerState], query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
-    ) -> None:
-        if self.has_kernel:
-            cache, softcap = _halves(kv_cache), self.logits_soft_cap or 0.0
-            for tokens, paged in once(metadata, states[0], lambda: self._paged(states, metadata, cache), "paged"):
-                output[tokens] = paged.attend(query[tokens], cache, self.scale, softcap, self.sinks)
-        if not self.has_kernel or "bias" in states[0].methods:
-            super()._score(states, query, kv_cache, metadata, output)
+    def _score(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor) -> None:
+        if not self.has_kernel:
+            super()._score(query, kv_cache, metadata, output)
+            return
+        cache, batch = _halves(kv_cache), once(metadata, None, lambda: self._batch(metadata))
+        for factor, state in enumerate(self.states):
+            self._attention(state, cache).attend(batch, query, cache, output, self.sinks, factor)
 
-    def _paged(self, states: list[LayerState], metadata: Any, cache: torch.Tensor) -> list[Any]:
-        """Tokens, and what layers share for them: new ones of all requests under a factor, and parts of prompts."""
-        starts, rows = metadata.query_start_loc.long(), cast(Served, self.served).rows
-        are_one = starts.diff() == 1
-        factors = torch.zeros_like(starts[1:]) if rows is None else rows.by_request[: len(are_one)]
-        sizes = (cache.shape[1], *cache.shape[3:])
-        found: list[Any] = []
-        for index, state in enumerate(states):
-            places = (are_one & (factors == index)).nonzero()[:, 0]
-            if len(places):
-                lengths, blocks = metadata.seq_lens[places], metadata.block_table[places]
-                first, last = starts[places[[0, -1]]].tolist()
-                tokens = slice(first, last + 1) if last - first == len(places) - 1 else starts[places]
-                found.append((tokens, paged_attention.Step(state, lengths, blocks, sizes)))
-        if "bias" not in states[0].methods:
-            for row, request, blocks in requests_of(metadata, sizes[1], least=2):
-                state = states[int(factors[row])]
-                part = paged_attention.Part(state, request.start, request.kv_length, blocks, sizes)
-                found.append((request.queries, part))
-        return found
+    def _batch(self, metadata: Any) -> paged_attention.Batch:
+        rows, count = cast(Served, self.served).rows, len(metadata.seq_lens)
+        factors = None if rows is None else rows.by_request[:count]
+        return paged_attention.Batch(metadata.query_start_loc, metadata.seq_lens, metadata.block_table, factors)
 
-    def _alone(self, metadata: Any, block_size: int) -> list[tuple[int, Request, torch.Tensor]]:
-        return requests_of(metadata, block_size, least=2 if self.has_kernel else 1)
+    def _attention(self, state: LayerState, cache: torch.Tensor) -> paged_attention.Attention:
+        """One for all layers that it computes alike."""
+        softcap, sizes = self.logits_soft_cap or 0.0, (cache.shape[1], *cache.shape[3:])
+        key = (state.forward_cache, state.tables, self.num_heads, sizes, self.scale, softcap)
+        known = cast(Served, self.served).attention
+        if key not in known:
+            known[key] = paged_attention.Attention(state, self.num_heads, sizes, self.scale, softcap)
+        return known[key]
 
     def _held(self, kv_cache: torch.Tensor, blocks: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
         return paged_attention.held(_halves(kv_cache), blocks, length)
@@ -308,12 +293,10 @@ def _halves(kv_cache: torch.Tensor) -> torch.Tensor:
 class FlashImpl(Scored, FlashAttentionImpl):
     """Attention on a GPU."""
 
-    def _score(
-        self, states: list[LayerState], query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
-    ) -> None:
-        state = states[0]
-        if self.sinks is not None or len(states) > 1 or not flash.applies(state):
-            super()._score(states, query, kv_cache, metadata, output)
+    def _score(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor) -> None:
+        state = self.states[0]
+        if self.sinks is not None or len(self.states) > 1 or not flash.applies(state):
+            super()._score(query, kv_cache, metadata, output)
             return
         window, block_size = int(state.regions[0].stop), kv_cache.shape[2]
         batch = once(metadata, state, lambda: flash.Batch.of(metadata, window, block_size))
@@ -385,23 +368,19 @@ class _Causal(nn.Module):
 _CAUSAL = _Causal()
 
 
-def once(metadata: Any, state: LayerState, compute: Callable[[], R], what: str = "") -> R:
-    """What the layers under one scheme share in a forward; with a scheme by layer, each group of layers has its own."""
-    shared = vars(metadata).setdefault("rope_patch", {})
-    if (what, state.forward_cache) not in shared:
-        shared[what, state.forward_cache] = compute()
-    return cast(R, shared[what, state.forward_cache])
+def once(metadata: Any, state: LayerState | None, compute: Callable[[], R]) -> R:
+    """What layers share in a forward: all of them without a `state`; else those of its group under one scheme."""
+    shared, key = vars(metadata).setdefault("rope_patch", {}), state and state.forward_cache
+    if key not in shared:
+        shared[key] = compute()
+    return cast(R, shared[key])
 
 
-def requests_of(metadata: Any, block_size: int, least: int) -> list[tuple[int, Request, torch.Tensor]]:
-    """The requests of a batch with at least that many new tokens, with their places in it, and the blocks of each,
-    `(blocks of the request,)`.
-    """
+def requests_of(metadata: Any, block_size: int) -> list[tuple[int, Request, torch.Tensor]]:
+    """The requests of a batch, with their places in it, and the blocks of each, `(blocks of the request,)`."""
     requests, begins = [], metadata.query_start_loc.tolist()
     for row, length in enumerate(metadata.seq_lens.tolist()):
         queries = slice(begins[row], begins[row + 1])
-        if queries.stop - queries.start < least:
-            continue
         start = length - (queries.stop - queries.start)
         positions = torch.arange(start, length, device=metadata.seq_lens.device)[None]
         request = Request(queries, slice(0, length), positions, ForwardCache())

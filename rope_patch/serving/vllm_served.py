@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,7 @@ from rope_patch.saving.resuming import recorded_factors
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.serving.factors import Reaches, ignoring_idle
-from rope_patch.serving.paged_attention import anchor_of
+from rope_patch.serving.paged_attention import Attention, anchor_of
 from rope_patch.typing import Frequencies
 
 _SERVED = "_rope_patch_served"
@@ -135,6 +135,7 @@ class Served:
         rows: None without factors.
         reaches: of requests by factor; None without factors.
         has_rotary: whether vLLM's model has rotary modules, which then leave rotation to the attention layers.
+        attention: of groups of layers, by what they share.
     """
 
     scheme: Scheme
@@ -145,6 +146,7 @@ class Served:
     rows: Rows | None = None
     reaches: Reaches | None = None
     has_rotary: bool = False
+    attention: dict[Any, Attention] = field(default_factory=dict)
 
 
 def served_of(config: VllmConfig) -> Served | None:

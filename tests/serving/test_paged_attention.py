@@ -16,7 +16,7 @@ from rope_patch.mounting.scoring import late_attention
 from rope_patch.saving.loading import default_checkpoint
 from rope_patch.schemes.tools.rotary import rotation_tables
 from rope_patch.serving import paged_attention
-from rope_patch.serving.paged_attention import Part, Step, anchor_of, held, written
+from rope_patch.serving.paged_attention import Attention, Batch, anchor_of, held, written
 
 SIZE, HEADS, KV_HEADS = 16, 4, 2
 LENGTHS = [5, 1, 130, 24, 25, 70, 16, 61]
@@ -79,39 +79,66 @@ SEGMENTS = [
 SCORES = ((0.0, False), (5.0, True))
 
 
+def turned(state, query, positions):
+    """Queries `(tokens, heads, head_dim)` as vLLM passes them: parts of a wider tensor."""
+    wide = torch.cat([anchored(state, query, positions), torch.randn_like(query)], dim=1)
+    return wide[:, : query.shape[1]]
+
+
+@pytest.mark.parametrize("first", ["one token", "half of the text", "all of the text", "some of each"])
 @pytest.mark.parametrize("spec", [*SEGMENTS, "alibi", "rope+alibi"])
-def test_a_step_is_the_attention_of_each_request_alone(spec):
+def test_a_batch_is_the_attention_of_each_request_alone(spec, first):
     state, _model = layer_under(spec)
     assert anchor_of(state) is not None
     head_dim = 2 * state.layer.rotary.inv_freq.shape[-1]
     cache, table, plain = cached(state, head_dim)
-    query, lengths = torch.randn(len(LENGTHS), HEADS, head_dim), torch.tensor(LENGTHS)
-    turned = torch.cat([anchored(state, one[None], m[None]) for one, m in zip(query, lengths - 1, strict=True)])
-    step = Step(state, lengths, table, (KV_HEADS, SIZE, head_dim))
+    counts = {
+        "one token": [1 for _ in LENGTHS],
+        "half of the text": [-(-length // 2) for length in LENGTHS],
+        "all of the text": LENGTHS,
+        "some of each": [1, 1, 130, 1, 7, 35, 1, 2],
+    }[first]
+    texts = [torch.arange(length - count, length) for length, count in zip(LENGTHS, counts, strict=True)]
+    begins = torch.tensor([0, *counts]).cumsum(0)
+    query = torch.randn(sum(counts), HEADS, head_dim)
+    batch, sizes = Batch(begins, torch.tensor(LENGTHS), table), (KV_HEADS, SIZE, head_dim)
     for softcap, has_sinks in SCORES:
-        sinks = torch.randn(HEADS) if has_sinks else None
-        found = step.attend(turned, cache, head_dim**-0.5, softcap, sinks)
+        sinks, output = torch.randn(HEADS) if has_sinks else None, torch.empty_like(query)
+        attention = Attention(state, HEADS, sizes, head_dim**-0.5, softcap)
+        attention.attend(batch, turned(state, query, torch.cat(texts)), cache, output, sinks)
         for row, (keys, values) in enumerate(plain):
-            expected = alone(state, query[row][None], keys, values, softcap, sinks)[0]
-            torch.testing.assert_close(found[row], expected, atol=2e-5, rtol=1e-4)
+            tokens = slice(begins[row], begins[row + 1])
+            expected = alone(state, query[tokens], keys, values, softcap, sinks)
+            torch.testing.assert_close(output[tokens], expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("spec", SEGMENTS)
-def test_a_part_of_a_prompt_is_the_attention_of_its_text(spec):
-    """All of it, and the last tokens of it, against blocks that hold what came before."""
-    state, _model = layer_under(spec)
+def test_requests_under_different_factors_are_scored_by_different_states():
+    states = [layer_under(f"leaky_rerope:window=8,factor={factor}")[0] for factor in (2, 8)]
+    head_dim = 2 * states[0].layer.rotary.inv_freq.shape[-1]
+    cache, table, _plain = cached(states[0], head_dim)
+    query, lengths = torch.randn(len(LENGTHS), HEADS, head_dim), torch.tensor(LENGTHS)
+    factors, begins, sizes = torch.tensor([1, 0, 0, 1, 1, 0, 1, 0]), torch.arange(9), (KV_HEADS, SIZE, head_dim)
+    mixed, output = Batch(begins, lengths, table, factors), torch.full_like(query, torch.nan)
+    for index, state in enumerate(states):
+        attention, alike = Attention(state, HEADS, sizes, 0.2), torch.empty_like(query)
+        attention.attend(mixed, query, cache, output, factor=index)
+        assert output[factors > index].isnan().all()
+        attention.attend(Batch(begins, lengths, table), query, cache, alike)
+        torch.testing.assert_close(output[factors == index], alike[factors == index], atol=0, rtol=0)
+
+
+def test_tables_grow_with_the_longest_request():
+    state, _model = layer_under("rerope:window=24+logn:training_length=8")
     head_dim = 2 * state.layer.rotary.inv_freq.shape[-1]
     cache, table, plain = cached(state, head_dim)
-    for row, (keys, values) in enumerate(plain):
-        for start in {0, len(keys) // 2}:
-            m, blocks = torch.arange(start, len(keys)), table[row, : -(-len(keys) // SIZE)]
-            query = torch.randn(len(m), HEADS, head_dim)
-            part = Part(state, start, len(keys), blocks, (KV_HEADS, SIZE, head_dim))
-            for softcap, has_sinks in SCORES:
-                sinks = torch.randn(HEADS) if has_sinks else None
-                found = part.attend(anchored(state, query, m), cache, head_dim**-0.5, softcap, sinks)
-                expected = alone(state, query, keys, values, softcap, sinks)
-                torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    attention = Attention(state, HEADS, (KV_HEADS, SIZE, head_dim), 0.2)
+    for row in sorted(range(len(LENGTHS)), key=LENGTHS.__getitem__):
+        m, (keys, values) = torch.tensor([LENGTHS[row] - 1]), plain[row]
+        query, output = torch.randn(1, HEADS, head_dim), torch.empty(1, HEADS, head_dim)
+        batch = Batch(torch.tensor([0, 1]), m + 1, table[row, None])
+        attention.attend(batch, turned(state, query, m), cache, output)
+        call = alone(state, query * 0.2 * head_dim**0.5, keys, values, 0.0, None)
+        torch.testing.assert_close(output, call, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -120,15 +147,16 @@ def test_a_cache_in_half_precision_is_read_as_it_is(dtype):
     state, _model = layer_under("rerope:window=24")
     head_dim = 2 * state.layer.rotary.inv_freq.shape[-1]
     cache, table, _plain = cached(state, head_dim, dtype)
-    sizes, row = (KV_HEADS, SIZE, head_dim), LENGTHS.index(130)
+    row = LENGTHS.index(130)
     query = torch.randn(130, HEADS, head_dim).to(dtype)
     keys, values = (x[0].transpose(0, 1).float() for x in held(cache, table[row, :9].long(), 130))
     expected = alone(state, query.float(), keys, values, 0.0, None)
-    found = Part(state, 0, 130, table[row, :9], sizes).attend(query, cache, head_dim**-0.5)
-    new = Step(state, torch.tensor([130]), table[row, None], sizes).attend(query[-1:], cache, head_dim**-0.5)
-    for some, others in ((found, expected), (new, expected[-1:])):
-        assert some.dtype == dtype
-        torch.testing.assert_close(some.float(), others, atol=torch.finfo(dtype).eps, rtol=torch.finfo(dtype).eps)
+    attention = Attention(state, HEADS, (KV_HEADS, SIZE, head_dim), head_dim**-0.5)
+    for count in (130, 1):
+        batch, output = Batch(torch.tensor([0, count]), torch.tensor([130]), table[row, None]), query[-count:].clone()
+        attention.attend(batch, query[-count:], cache, output)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(output.float(), expected[-count:], atol=eps, rtol=eps)
 
 
 @pytest.mark.parametrize(
