@@ -1,10 +1,10 @@
 """Tokens per second of vLLM on a CPU under schemes, beside plain vLLM of the same checkpoint.
 
-    python -m benchmarks.vllm_speed rerope:window=512 self_extend:window=512,group_size=8 dca yarn:factor=8+logn \
+    python -m benchmarks.vllm_speed rerope:window=512 self_extend:window=512,group_size=8 dca:chunk_size=768 logn \
         --model DIR --output docs/results/serving/vllm_speed.jsonl
 
 Needs the environment of `make vllm-check`. Without `--model` (bfloat16), the model has random weights in float32: 4
-layers, 4 query and 2 key heads of 64, width 256, L = 1024. Tokens are counted per second of the processor (one thread;
+layers, 4 query and 2 key heads of 64, width 256, L = 8192. Tokens are counted per second of the processor (one thread;
 a busy machine changes little): reading the prompts, and then, from the cached prompts, one token of each answer after
 another, the better of two runs each. `of_plain` are both as shares of plain vLLM in the same call.
 """
@@ -39,7 +39,7 @@ from benchmarks.machine import facts
 
 LENGTHS, BATCHES, NEW = (512, 4096), (1, 8, 32), 32
 SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
-CONFIG = LlamaConfig(**SHAPE, num_key_value_heads=2, vocab_size=2048, max_position_embeddings=1024)
+CONFIG = LlamaConfig(**SHAPE, num_key_value_heads=2, vocab_size=2048, max_position_embeddings=8192)
 
 
 def seconds(engine: Any, batch: int, length: int, seed: int = 0) -> tuple[float, float]:
