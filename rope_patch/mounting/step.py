@@ -31,7 +31,7 @@ class Step:
         cache: of the forward.
         mask: as its hook and its attention function received it.
         plan: for states of this `form`.
-        implementation: the model's attention implementation, which the user may change between two forwards.
+        setting: what the user may change between two forwards, see `setting_of`.
     """
 
     rotated: RotatedCall
@@ -40,7 +40,7 @@ class Step:
     mask: Any
     plan: SlotPlan
     form: tuple[Any, ...]
-    implementation: str
+    setting: str | None
 
     @property
     def call(self) -> ForwardCall:
@@ -77,7 +77,7 @@ class Step:
             return None  # an operation changed the cache
         if position_ids is None or position_ids.shape != first.position_ids.shape or torch.is_grad_enabled():
             return None
-        if torch.is_autocast_enabled(hidden.device.type) or state.config._attn_implementation != self.implementation:
+        if self.setting is None or setting_of(state, hidden.device) != self.setting:
             return None
         start = cast(int, first.start) + 1
         call = first.repeated(
@@ -146,8 +146,13 @@ def keep_step(rotated: RotatedCall, inputs: AttentionInputs, mask: Any) -> None:
         mask,
         rotated.plan,
         form_of(*states),
-        state.config._attn_implementation,
+        setting_of(state, inputs.value.device),
     )
+
+
+def setting_of(state: LayerState, device: torch.device) -> str | None:
+    """The model's attention implementation; None under autocast, where a plan is for what was cast at its token."""
+    return None if torch.is_autocast_enabled(device.type) else cast(str, state.config._attn_implementation)
 
 
 def grows(cache: Cache, index: int) -> bool:

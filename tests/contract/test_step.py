@@ -69,6 +69,22 @@ def test_the_next_token_goes_on_from_the_plan_of_the_last_bit_for_bit(spec, give
     assert [count for _, count in found] == [layers + 1, layers + 23]
 
 
+@pytest.mark.parametrize("spec", SPECS)
+@torch.no_grad()
+def test_a_token_under_autocast_looks_for_itself(spec, monkeypatch):
+    model, found = build("llama"), []
+    with patch(model, spec):
+        for _ in range(2):
+            cache, logits = DynamicCache(), []
+            for step in range(10):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step in (3, 4, 7)):
+                    text = tokens(20 if step == 0 else 1, rows=2, seed=step)
+                    logits.append(model(text, past_key_values=cache).logits.float())
+            found.append(torch.cat(logits, dim=1))
+            monkeypatch.setattr(Step, "_next", lambda *_: None)
+    assert torch.equal(*found)
+
+
 def crop(cache):
     cache.crop(-3)
 
