@@ -90,15 +90,21 @@ static inline void seen(const Group& p, int region, int64_t m, int32_t& begin, i
     end = std::min({m + 1, (after - p.start[region]) * chunk, p.below[region]});
 }
 
-// A state, multiplied by `scale` and rotated.
-template <class T>
-static inline void turn(const Group& p, const T* from, float scale, const float* cos, const float* sin, float* x) {
+struct Numbers {  // aligned, so that no vector of them is in two lines of a cache
+    std::vector<Floats> vectors;
+    explicit Numbers(int64_t count, float value = 0) : vectors((count + WIDTH - 1) / WIDTH, Floats{} + value) {}
+    float* data() { return (float*)vectors.data(); }
+    float& operator[](int64_t i) { return data()[i]; }
+};
+
+template <class T>  // a state becomes x, which may be the same place
+static inline void turn(const Group& p, const T* state, const float* cos, const float* sin, float* x) {
     const bool whole = p.adjacent && 2 * p.pairs == p.head_dim;
-    for (int i = 0; i < p.head_dim && !whole; i += WIDTH) store(x + i, load(from + i) * scale);
+    for (int i = 0; i < p.head_dim && !whole; i += WIDTH) store(x + i, load(state + i));
     if (p.adjacent) {  // the first of all pairs in a row, then the second, and whole vectors of them
         for (int i = 0; i < p.pairs; i += WIDTH) {
-            const Floats a = load(from + p.first[0] + i), b = load(from + p.second[0] + i);
-            const Floats c = load(cos + i) * scale, s = load(sin + i) * scale;
+            const Floats a = load(state + p.first[0] + i), b = load(state + p.second[0] + i);
+            const Floats c = load(cos + i), s = load(sin + i);
             store(x + p.first[0] + i, a * c - b * s);
             store(x + p.second[0] + i, b * c + a * s);
         }
@@ -115,13 +121,14 @@ template <class T>  // the query of a head at m, as a region wants it
 static inline void turn_query(const Group& p, const T* query, int64_t head, int region, int64_t m, float* x) {
     const int64_t row = (region * p.positions + m) * p.pairs;
     const float scale = p.scale[m * p.scale_step + head];
-    turn(p, query + head * p.head_dim, scale, p.query_cos + row, p.query_sin + row, x);
+    for (int i = 0; i < p.head_dim; i += WIDTH) store(x + i, load(query + head * p.head_dim + i) * scale);
+    turn(p, x, p.query_cos + row, p.query_sin + row, x);
 }
 
 template <class T>  // the key at n, as a region wants it
 static inline void turn_key(const Group& p, const T* key, int region, int64_t n, float* x) {
     const int64_t row = (p.turned[region] * p.positions + n) * p.pairs;
-    if (p.turned[region] >= 0) return turn(p, key, 1.f, p.key_cos + row, p.key_sin + row, x);
+    if (p.turned[region] >= 0) return turn(p, key, p.key_cos + row, p.key_sin + row, x);
     for (int i = 0; i < p.head_dim; i += WIDTH) store(x + i, load(key + i));
 }
 
@@ -144,15 +151,15 @@ static inline void finish(const float* result, int dim, float top, float total, 
     for (int i = 0; i < dim; i++) store(output + i, result[i] * shrink / all);
 }
 
-// Scores of G query heads and four keys; `queries` are those for each key.
-template <int G, class T>
+// Scores of G query heads and four keys; `queries` are those for each key, perhaps the SAME ones.
+template <bool SAME, int G, class T>
 static inline void score(const Group& p, const float* const* queries, int64_t head, const T* keys, float* scores) {
     const int dim = p.head_dim;
     Floats products[G][4] = {};
     for (int i = 0; i < dim; i += WIDTH)
         for (int k = 0; k < 4; k++) {
             const Floats key = load(keys + k * dim + i);
-            for (int g = 0; g < G; g++) products[g][k] += load(queries[k] + (head + g) * dim + i) * key;
+            for (int g = 0; g < G; g++) products[g][k] += load(queries[SAME ? 0 : k] + (head + g) * dim + i) * key;
         }
     for (int g = 0; g < G; g++) {
         const Floats four = sums(products[g][0], products[g][1], products[g][2], products[g][3]);
@@ -160,19 +167,21 @@ static inline void score(const Group& p, const float* const* queries, int64_t he
     }
 }
 
-// Weights of G query heads times values, added to their results.
-template <int G, class T>
-static inline void mix(const Group& p, const float* weights, int64_t head, const T* values, int count, float* result) {
+// Weights of G query heads times some vectors of values, from `i` on, added to their results.
+template <int G, int VECTORS, class T>
+static inline void mix(
+    const Group& p, const float* weights, int64_t head, const T* values, int count, int i, float* result) {
     const int dim = p.head_dim;
-    for (int i = 0; i < dim; i += WIDTH) {
-        Floats mixed[G];
-        for (int g = 0; g < G; g++) mixed[g] = load(result + (head + g) * dim + i);
-        for (int j = 0; j < count; j++) {
-            const Floats value = load(values + j * dim + i);
-            for (int g = 0; g < G; g++) mixed[g] += weights[(head + g) * p.size + j] * value;
+    Floats mixed[G][VECTORS];
+    for (int g = 0; g < G; g++)
+        for (int v = 0; v < VECTORS; v++) mixed[g][v] = load(result + (head + g) * dim + i + v * WIDTH);
+    for (int j = 0; j < count; j++)
+        for (int v = 0; v < VECTORS; v++) {
+            const Floats value = load(values + j * dim + i + v * WIDTH);
+            for (int g = 0; g < G; g++) mixed[g][v] += weights[(head + g) * p.size + j] * value;
         }
-        for (int g = 0; g < G; g++) store(result + (head + g) * dim + i, mixed[g]);
-    }
+    for (int g = 0; g < G; g++)
+        for (int v = 0; v < VECTORS; v++) store(result + (head + g) * dim + i + v * WIDTH, mixed[g][v]);
 }
 
 // f for all heads, four at once: with the first one, and how many as a constant.
@@ -189,8 +198,8 @@ static inline void by_fours(int64_t heads, F f) {
 template <class T>  // one new token of a request, for the query heads that share keys
 static void attend_token(const Group& p, const Batch& batch, const Layer<T>& layer, int64_t r, int64_t kv) {
     const int64_t dim = p.head_dim, size = p.size, group = p.heads / p.kv_heads, m = batch.lengths[r] - 1;
-    std::vector<float> queries(p.regions * group * dim), scores(group * size), tile(4 * dim);
-    std::vector<float> top(group, HIDDEN), total(group, 0.f), result(group * dim, 0.f);
+    Numbers queries(p.regions * group * dim), scores(group * size), tile(4 * dim), result(group * dim);
+    Numbers top(group, HIDDEN), total(group);
     std::vector<int32_t> begin(p.regions), end(p.regions), places(size);
     const T* query = layer.query + batch.begins[r] * layer.query_step;
     for (int v = 0; v < p.regions; v++) {
@@ -208,19 +217,21 @@ static void attend_token(const Group& p, const Batch& batch, const Layer<T>& lay
         const T* keys = block(p, batch, layer, r, kv, column);
         for (int64_t j = 0; j < count; j += 4) {
             const float* four[4];
-            bool turned = false;
+            bool turned = false, same = true;
             for (int k = 0; k < 4; k++) {
                 const int v = std::max(0, places[j + k]);
                 four[k] = &queries[v * group * dim];
                 turned |= p.turned[v] >= 0;
+                same &= four[k] == four[0];
             }
-            if (turned) {
-                for (int k = 0; k < 4; k++)
-                    turn_key(p, keys + (j + k) * dim, std::max(0, places[j + k]), column + j + k, &tile[k * dim]);
-                by_fours(group, [&](int64_t g, auto G) { score<G.value>(p, four, g, tile.data(), &scores[j]); });
-            } else {
-                by_fours(group, [&](int64_t g, auto G) { score<G.value>(p, four, g, keys + j * dim, &scores[j]); });
-            }
+            for (int k = 0; k < 4 && turned; k++)
+                turn_key(p, keys + (j + k) * dim, std::max(0, places[j + k]), column + j + k, &tile[k * dim]);
+            by_fours(group, [&](int64_t g, auto G) {
+                if (!turned && same) score<true, G.value>(p, four, g, keys + j * dim, &scores[j]);
+                else if (!turned) score<false, G.value>(p, four, g, keys + j * dim, &scores[j]);
+                else if (same) score<true, G.value>(p, four, g, tile.data(), &scores[j]);
+                else score<false, G.value>(p, four, g, tile.data(), &scores[j]);
+            });
         }
         for (int64_t g = 0; g < group; g++) {
             float* x = &scores[g * size];
@@ -233,7 +244,12 @@ static void attend_token(const Group& p, const Batch& batch, const Layer<T>& lay
             weigh(x, count, top[g], total[g], &result[g * dim], dim);
         }
         by_fours(group, [&](int64_t g, auto G) {
-            mix<G.value>(p, scores.data(), g, keys + size * dim, count, result.data());
+            constexpr int most = G.value > 2 ? 2 : 4;  // about eight sums at once keep a processor busy
+            int i = 0;
+            for (; i + most * WIDTH <= dim; i += most * WIDTH)
+                mix<G.value, most>(p, scores.data(), g, keys + size * dim, count, i, result.data());
+            for (; i < dim; i += WIDTH)
+                mix<G.value, 1>(p, scores.data(), g, keys + size * dim, count, i, result.data());
         });
     }
     for (int64_t g = 0; g < group; g++) {
@@ -273,8 +289,8 @@ static void attend_tile(
     const int dim = p.head_dim, size = p.size, group = p.heads / p.kv_heads, count = tokens * group;
     const int rows = (count + WIDTH - 1) / WIDTH * WIDTH;
     const int64_t token = batch.begins[r] + from, m = batch.lengths[r] - batch.queries(r) + from;  // the first ones
-    std::vector<float> queries(p.regions * dim * rows), states(size * dim), row(dim), result(rows * dim);
-    std::vector<float> scores(size * rows), products(size * rows), top(rows, HIDDEN), total(rows), shrink(rows);
+    Numbers queries(p.regions * dim * rows), states(size * dim), row(dim), result(rows * dim);
+    Numbers scores(size * rows), products(size * rows), top(rows, HIDDEN), total(rows), shrink(rows);
     std::vector<int32_t> begin(p.regions * rows), end(p.regions * rows);  // of the keys that each row sees
     int longest = 0;
     for (int v = 0; v < p.regions; v++)
@@ -298,7 +314,7 @@ static void attend_tile(
             }
             if (!some) continue;
             for (int j = 0; j < used; j++) turn_key(p, held + j * dim, v, column + j, &states[j * dim]);
-            std::fill(products.begin(), products.end(), 0.f);
+            std::fill(products.vectors.begin(), products.vectors.end(), Floats{});
             multiply(size, states.data(), dim, 1, dim, &queries[v * dim * rows], rows, products.data());
             if (all) {
                 std::swap(scores, products);
@@ -314,7 +330,8 @@ static void attend_tile(
         }
         if (!any) continue;
         if (p.softcap)
-            for (float& x : scores) x = x > HIDDEN ? p.softcap * std::tanh(x / p.softcap) : x;
+            for (int i = 0; i < size * rows; i++)
+                scores[i] = scores[i] > HIDDEN ? p.softcap * std::tanh(scores[i] / p.softcap) : scores[i];
         if (p.bias)
             for (int j = 0; j < used; j++)
                 for (int i = 0; i < count; i++) {
