@@ -1,5 +1,5 @@
-// Attention over a paged cache, in one pass with a running softmax. The structs are those of paged_attention.py. Vectors
-// have 16 numbers; the compiler splits them where the processor's are shorter.
+// Attention over a paged cache, in one pass with a running softmax. The structs are those of paged_attention.py.
+// Vectors have 16 numbers; the compiler splits them where the processor's are shorter.
 
 #include <algorithm>
 #include <cmath>
