@@ -68,6 +68,7 @@ scheme: $(VENV)/.test
 	@test -n "$(NAME)" || { echo "NAME=<as registered, such as rerope>"; exit 2; }
 	@$(BIN)/python -m tests.lists
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --scheme $(NAME) $(OPTIONS)
+	@$(MAKE) lint
 
 nightly: nightly-tests hard notebooks
 	@if grep -q avx2 /proc/cpuinfo; then $(MAKE) vllm-check; \

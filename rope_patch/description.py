@@ -243,15 +243,17 @@ def _by_reason(reasons: dict[int, str]) -> Iterable[str]:
 
 def rotated_distance(scheme: Scheme, m: int, n: int) -> str:
     """phi_q(m) - phi_k(n) of the region that holds (m, n), as text: a range if pairs of dimensions differ, `hidden`
-    where no region does.
+    where no region does, or where a mask hides the pair from all heads.
 
     Args:
         scheme: any.
         m, n: positions of the query and of the key.
     """
+    query, key = torch.tensor([m]), torch.tensor([n])
+    if scheme.only_masks and "bias" in scheme.methods and scheme.bias(query - key, 1).isneginf().all():
+        return "hidden"
     if "segments" not in scheme.slots:
         return f"{m - n:g}"
-    query, key = torch.tensor([m]), torch.tensor([n])
     for region in scheme.segments():
         if region.contains(query, key):
             least, most = region.rotated_distance(query, key).aminmax()

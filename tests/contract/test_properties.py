@@ -24,12 +24,24 @@ def test_every_scheme_says_what_it_is_and_where_it_is_from(name):
     cls = scheme_class(name)
     assert cls.name == name
     assert cls.equation
+    assert hasattr(cls, "source"), f"{name} needs source = Source(title, year, link) in its class"
     assert cls.source.title
     assert cls.source.link.startswith("https://")
     assert 2016 <= cls.source.year <= 2030
     assert cls.regime in ("training-free", "fine-tune", "from-scratch")
     assert len(cls.__doc__) > 60
     assert not cls.__doc__.startswith(f"{cls.__name__}(")  # what a dataclass writes when nobody else did
+
+
+BIASES = [scheme for scheme in map(get_scheme, CASES.values()) if "bias" in scheme.methods and not scheme.learns]
+
+
+@pytest.mark.parametrize("scheme", BIASES, ids=str)
+def test_a_bias_that_only_hides_pairs_declares_it(scheme):
+    values = scheme.bias(torch.arange(100), 4)
+    hidden = values.isneginf()
+    only = bool(hidden.any()) and bool((hidden | (values == 0)).all())
+    assert not only or scheme.only_masks, f"{scheme.name} only hides pairs: declare only_masks = True in its class"
 
 
 @pytest.mark.parametrize("spec", ALL)

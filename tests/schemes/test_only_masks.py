@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from rope_patch import ALiBi, Compose, LogN, NoPE, RoPE, Scheme, describe, patch
+from rope_patch.description import rotated_distance
 from rope_patch.schemes.base import Source
 from tests.models import t5_families
 from tests.runs import assert_close, cached_logits, left_padded, logits, positions_of, tokens
@@ -122,3 +123,7 @@ def test_beside_other_schemes(llama):
         assert_close(kept, logits(llama, ids))
     with patch(llama, windows, ALiBi()) as handle:
         assert NoPE() in handle.mounted[0][1].scheme.parts()
+
+
+def test_pairs_that_no_head_sees_are_described_as_hidden():
+    assert [rotated_distance(HeadWindows(), 100, n) for n in (99, 61, 60, 0)] == ["1", "39", "hidden", "hidden"]

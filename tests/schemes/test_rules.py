@@ -103,7 +103,8 @@ EDGES = [(name, field) for name in list_schemes() for field in rules_of(scheme_c
 
 @pytest.mark.parametrize("name", list_schemes())
 def test_every_field_has_a_rule(name):
-    assert rules_of(scheme_class(name)).keys() == {field.name for field in dataclasses.fields(scheme_class(name))}
+    without = {field.name for field in dataclasses.fields(scheme_class(name))} - rules_of(scheme_class(name)).keys()
+    assert not without, f"annotate {without} of {name} with a rule: Annotated[..., AtLeast(1)], see schemes/rules.py"
 
 
 @pytest.mark.parametrize(("name", "field"), EDGES)
