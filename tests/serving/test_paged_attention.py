@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import rope_patch
 from rope_patch.attention.forward_cache import ForwardCache
@@ -22,8 +22,8 @@ SIZE, HEADS, KV_HEADS = 16, 4, 2
 LENGTHS = [5, 1, 130, 24, 25, 70, 16, 61]
 
 
-def layer_under(spec):
-    model = AutoModelForCausalLM.from_pretrained(default_checkpoint(), dtype=torch.float32)
+def layer_under(spec, model=None):
+    model = model or AutoModelForCausalLM.from_pretrained(default_checkpoint(), dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", rope_patch.RopePatchWarning)
         return rope_patch.patch(model, spec, mount="late").layer_states[0], model
@@ -85,31 +85,53 @@ def turned(state, query, positions):
     return wide[:, : query.shape[1]]
 
 
-@pytest.mark.parametrize("first", ["one token", "half of the text", "all of the text", "some of each"])
-@pytest.mark.parametrize("spec", [*SEGMENTS, "alibi", "rope+alibi"])
-def test_a_batch_is_the_attention_of_each_request_alone(spec, first):
-    state, _model = layer_under(spec)
-    assert anchor_of(state) is not None
-    head_dim = 2 * state.layer.rotary.inv_freq.shape[-1]
+MIXED = [1, 1, 130, 1, 7, 35, 1, 2]
+"""New tokens of each text: parts of prompts, and next tokens."""
+COUNTS = {"one token": [1] * 8, "half of the text": [-(-length // 2) for length in LENGTHS], "all of it": LENGTHS}
+
+
+def check(state, head_dim, heads=HEADS, counts=MIXED, scores=SCORES):
     cache, table, plain = cached(state, head_dim)
-    counts = {
-        "one token": [1 for _ in LENGTHS],
-        "half of the text": [-(-length // 2) for length in LENGTHS],
-        "all of the text": LENGTHS,
-        "some of each": [1, 1, 130, 1, 7, 35, 1, 2],
-    }[first]
-    texts = [torch.arange(length - count, length) for length, count in zip(LENGTHS, counts, strict=True)]
-    begins = torch.tensor([0, *counts]).cumsum(0)
-    query = torch.randn(sum(counts), HEADS, head_dim)
-    batch, sizes = Batch(begins, torch.tensor(LENGTHS), table), (KV_HEADS, SIZE, head_dim)
-    for softcap, has_sinks in SCORES:
-        sinks, output = torch.randn(HEADS) if has_sinks else None, torch.empty_like(query)
-        attention = Attention(state, HEADS, sizes, head_dim**-0.5, softcap)
-        attention.attend(batch, turned(state, query, torch.cat(texts)), cache, output, sinks)
+    begins, query = torch.tensor([0, *counts]).cumsum(0), torch.randn(sum(counts), heads, head_dim)
+    new = torch.cat([torch.arange(length)[length - count :] for length, count in zip(LENGTHS, counts, strict=True)])
+    batch = Batch(begins, torch.tensor(LENGTHS), table)
+    for softcap, has_sinks in scores:
+        sinks, output = torch.randn(heads) if has_sinks else None, torch.empty_like(query)
+        attention = Attention(state, heads, (KV_HEADS, SIZE, head_dim), head_dim**-0.5, softcap)
+        attention.attend(batch, turned(state, query, new), cache, output, sinks)
         for row, (keys, values) in enumerate(plain):
             tokens = slice(begins[row], begins[row + 1])
             expected = alone(state, query[tokens], keys, values, softcap, sinks)
             torch.testing.assert_close(output[tokens], expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("counts", [*COUNTS.values(), MIXED], ids=[*COUNTS, "some of each"])
+@pytest.mark.parametrize("spec", [*SEGMENTS, "alibi", "rope+alibi"])
+def test_a_batch_is_the_attention_of_each_request_alone(spec, counts):
+    state, _model = layer_under(spec)
+    assert anchor_of(state) is not None
+    check(state, 2 * state.layer.rotary.inv_freq.shape[-1], counts=counts)
+
+
+@pytest.mark.parametrize("heads", [2, 6, 10, 16])
+@pytest.mark.parametrize("head_dim", [16, 80, 96, 128])
+@pytest.mark.parametrize("spec", ["rerope:window=24", "alibi"])
+def test_heads_of_any_number_and_width(spec, head_dim, heads):
+    """Their loops take four heads and 64 numbers at once, then the rest; pairs of 80 numbers are no whole vectors."""
+    shape = {"hidden_size": 8 * heads, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 8}
+    config = LlamaConfig(**shape, num_attention_heads=heads, num_key_value_heads=KV_HEADS, head_dim=head_dim)
+    state, _model = layer_under(spec, LlamaForCausalLM(config))
+    check(state, head_dim, heads, scores=SCORES[:1])
+
+
+@pytest.mark.parametrize("model_type", ["phi", "glm"])
+def test_what_does_not_rotate_stays(model_type):
+    """Half of a head, with its pairs apart (Phi) or side by side (GLM)."""
+    shape = {"hidden_size": 64 * HEADS, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 8}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    config = AutoConfig.for_model(model_type, **shape, **heads, partial_rotary_factor=0.5, pad_token_id=0)
+    state, _model = layer_under("rerope:window=24", AutoModelForCausalLM.from_config(config))
+    check(state, 64, scores=SCORES[:1])
 
 
 def test_requests_under_different_factors_are_scored_by_different_states():
