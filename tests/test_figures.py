@@ -6,6 +6,8 @@ import re
 import statistics
 from pathlib import Path
 
+import pytest
+
 from rope_patch.evaluation.row import Rows
 from rope_patch.evaluation.scheme_specs import display_name
 from rope_patch.evaluation.standard_errors import paired_difference
@@ -43,16 +45,18 @@ def test_the_families_of_the_readme() -> None:
     assert f"{len(marked)} model types pass one suite" in (ROOT / "README.md").read_text()
 
 
-def test_the_passkeys_of_tinyllama() -> None:
+@pytest.mark.parametrize(("model", "column"), [("tinyllama", 1), ("smollm2", 4)])
+def test_the_passkeys(model: str, column: int) -> None:
     page = (ROOT / "docs/passkey.md").read_text()
     section = page[page.index("| scheme | TinyLlama 2048 (L)") : page.index("Task `spans` on")]
-    names = {"plain": "plain checkpoint", "yarn:target=auto": "YaRN", "rerope:window=1024": "ReRoPE"}
+    names = {"plain": "plain checkpoint", "yarn": "YaRN", "rerope": "ReRoPE", "self_extend": "Self-Extend"}
     found: dict[tuple[str, int], list[float]] = {}
-    for row in Rows(RESULTS / "passkey/tinyllama_30.jsonl").rows:
-        found.setdefault((names.get(row.line, "Self-Extend"), row.length), []).extend([row.share] * (row.trials or 0))
-    for (name, length), shares in found.items():
+    for row in Rows(RESULTS / f"passkey/{model}_30.jsonl").rows:
+        cell = names[row.line.partition(":")[0]], column + row.length // row.training_length
+        found.setdefault(cell, []).extend([row.share] * (row.trials or 0))
+    for (name, place), shares in found.items():
         (told,) = re.findall(rf"^\| {name}.*", section, re.MULTILINE)
-        assert told.split("|")[length // 2048 + 1].strip() == f"{round(sum(shares))} of {len(shares)}", name
+        assert told.split("|")[place].strip() == f"{round(sum(shares))} of {len(shares)}", name
 
 
 def test_the_table_of_the_sweep() -> None:

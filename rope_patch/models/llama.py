@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import dis
+import functools
 import inspect
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -58,9 +59,9 @@ def read(stack: PreTrainedModel) -> Stack:
             [stack.config] if len(modules) == 1 else [getattr(module, "config", stack.config) for module in modules]
         )
         rotary = tuple(itertools.chain(*map(_tables_of, modules, configs)))
-        passed, measuring = passed_tables(stack, rotary), Measuring()
+        passed, measuring, cached = passed_tables(stack, rotary), Measuring(), _layers_of_cache(stack)
         read_layers = (
-            _read_layer(name, module, index, rotary, passed, stack, checkpoint.training_length, measuring)
+            _read_layer(name, module, index, rotary, passed, stack, checkpoint.training_length, measuring, cached)
             for index, (name, module) in enumerate(_attention_modules(stack))
         )
         layers = tuple(layer for layer in read_layers if layer is not None)
@@ -135,6 +136,7 @@ def _attention_modules(stack: nn.Module) -> list[tuple[str, nn.Module]]:
         if hasattr(module, "layer_idx") and "position_embeddings" in inspect.signature(module.forward).parameters
     }
     scoring = {name for name, module in candidates.items() if not _misses_interface(module)}
+    reads_tables = functools.cache(_reads_tables)
 
     def inside(names: Iterable[str], outer: str) -> bool:
         return any(name.startswith(f"{outer}.") for name in names)
@@ -144,13 +146,13 @@ def _attention_modules(stack: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, module in candidates.items()
         if not inside(scoring if name in scoring else candidates, name)
         and (name in scoring or not any(name.startswith(f"{outer}.") for outer in scoring))
-        and _reads_tables(module)
+        and reads_tables(type(module))
     ]
 
 
-def _reads_tables(module: nn.Module) -> bool:
+def _reads_tables(cls: type[nn.Module]) -> bool:
     """Whether a forward that takes `position_embeddings` reads them; linear or cross-attention may only accept them."""
-    name, code = "position_embeddings", inspect.unwrap(type(module).forward).__code__
+    name, code = "position_embeddings", inspect.unwrap(cls.forward).__code__
     loaded = (step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
     return any(name == each or (isinstance(each, tuple) and name in each) for each in loaded)
 
@@ -176,6 +178,7 @@ def _read_layer(
     stack: PreTrainedModel,
     training_length: int,
     measuring: Measuring,
+    cached: Sequence[type],
 ) -> AttentionLayer | None:
     """A layer of self-attention; None for cross-attention."""
     family = type(stack).__name__
@@ -193,7 +196,7 @@ def _read_layer(
         if tables is None:
             raise UnsupportedModel(f"{family}: no rotary tables for {name} of layer type {layer_type!r}")
     sliding = getattr(module, "sliding_window", None)
-    keeps = _keeps_keys_apart(stack, index)
+    keeps = _keeps_keys_apart(cached, index)
     if keeps:
         sliding = None  # the prompt stays visible, however far
     elif layer_type is not None and "sliding" in layer_type:
@@ -241,12 +244,16 @@ def _read_layer(
     )
 
 
-def _keeps_keys_apart(stack: PreTrainedModel, index: int) -> str:
-    """Why a layer's cache is not one of Transformers' own, where each key has one slot; empty if it is."""
-    layers: list[Any] = []
+def _layers_of_cache(stack: PreTrainedModel) -> Sequence[type]:
+    """The classes of the layers of a model's cache; none without one."""
     with contextlib.suppress(Exception):  # a config without a cache
-        layers = DynamicCache(config=stack.config).layers
-    own = type(layers[index]) if index < len(layers) else DynamicLayer
+        return tuple(map(type, DynamicCache(config=stack.config).layers))
+    return ()
+
+
+def _keeps_keys_apart(cached: Sequence[type], index: int) -> str:
+    """Why a layer's cache is not one of Transformers' own, where each key has one slot; empty if it is."""
+    own = cached[index] if index < len(cached) else DynamicLayer
     place = getattr(own, "update", DynamicLayer.update).__module__
     return "" if place == DynamicLayer.__module__ else f"{own.__name__} keeps keys in a form of its own"
 
