@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import dis
-import functools
 import inspect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -136,7 +135,7 @@ def _attention_modules(stack: nn.Module) -> list[tuple[str, nn.Module]]:
         if hasattr(module, "layer_idx") and "position_embeddings" in inspect.signature(module.forward).parameters
     }
     scoring = {name for name, module in candidates.items() if not _misses_interface(module)}
-    reads_tables = functools.cache(_reads_tables)
+    reads_tables = {cls: _reads_tables(cls) for cls in set(map(type, candidates.values()))}
 
     def inside(names: Iterable[str], outer: str) -> bool:
         return any(name.startswith(f"{outer}.") for name in names)
@@ -146,7 +145,7 @@ def _attention_modules(stack: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, module in candidates.items()
         if not inside(scoring if name in scoring else candidates, name)
         and (name in scoring or not any(name.startswith(f"{outer}.") for outer in scoring))
-        and reads_tables(type(module))
+        and reads_tables[type(module)]
     ]
 
 
