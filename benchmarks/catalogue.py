@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch.nn.attention import SDPBackend
+
 from benchmarks import attention, candidates, fine_tuning, launches, models, perplexity
 from benchmarks.comparison import Comparison, Figure, Maker, Shape
 from benchmarks.machine import memory_bytes
@@ -30,6 +32,8 @@ GROWTH: dict[str, Maker] = {
 }
 """What the curve over lengths shows, by the name of its line."""
 
+_FLASH: Maker = partial(attention.sdpa, backend=SDPBackend.FLASH_ATTENTION)
+
 
 def growth_shapes(device: str) -> list[Shape]:
     """The lengths of the curve."""
@@ -42,7 +46,8 @@ def growth_makers(shape: Shape) -> dict[str, Maker]:
     """The lines of the curve that fit into memory at this length."""
     matrices = 4 * 4 * shape.heads * shape.length**2  # two of scores, one of them chosen, one of weights
     fits = matrices < memory_bytes(shape.device) / 2
-    return {label: maker for label, maker in GROWTH.items() if fits or maker is not attention.dense}
+    makers = {**GROWTH, "FlashAttention-2": _FLASH} if shape.device == "cuda" else GROWTH
+    return {label: maker for label, maker in makers.items() if fits or maker is not attention.dense}
 
 
 def _on_cpu() -> Iterator[Comparison | Figure]:
@@ -82,6 +87,8 @@ def _on_cuda() -> Iterator[Comparison | Figure]:
     long = Shape(32768, 32, 8, 128, "bfloat16", "cuda")
     full = replace(long, kv_heads=32)
     yield _static(replace(long, length=8192))
+    for shape in (replace(long, length=8192), long):
+        yield from _flash(shape)
     for scheme in attention.SEGMENTS:
         yield _alone(scheme, long, 1.05)
         yield _alone(scheme, long, 1.12, backward=True)
@@ -125,6 +132,18 @@ def _alone(scheme: str, shape: Shape, target: float, backward: bool = False) -> 
         memory_target=_LINEAR,
         flops=attention.training_flops if backward else attention.flops,
     )
+
+
+def _flash(shape: Shape) -> Iterator[Comparison]:
+    """FlashAttention-2, of which regions are made where cuDNN does not take them, over what PyTorch takes."""
+    for backward in (False, True):
+        flash, plain = (partial(side, backward=backward) for side in (_FLASH, attention.sdpa))
+        place, rate = (
+            "flash-training" if backward else "flash",
+            attention.training_flops if backward else attention.flops,
+        )
+        work = f"FlashAttention-2, {_PASSES[backward]}"
+        yield _row(f"{place}/plain", work, "plain attention", flash, plain, shape, flops=rate)
 
 
 def _candidates(scheme: str, shape: Shape) -> Iterator[Comparison]:

@@ -17,6 +17,7 @@ _STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#1A1A1A", "marker": "o", "linestyle": (0, (5, 2))},
     {"color": "#0072B2", "marker": "s"},
     {"color": "#D55E00", "marker": "^"},
+    {"color": "#009E73", "marker": "v"},
 )
 _INK, _FAINT = "#222222", "#777777"
 

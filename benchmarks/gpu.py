@@ -3,14 +3,16 @@
 python -m benchmarks.gpu [--model FOLDER] [--length 32768] [--out runs/gpu]
 
 It needs torch, transformers, accelerate and peft, and no network; `check` also needs pytest. Stages: `check` (tests on
-the GPU), `bench` (the catalogue), `finetune` (LoRA under YaRN and ReRoPE at --length), `far` (perplexity, a repeated
-passage, and what far text is worth), and `serve` (generated tokens a second). `--device cpu --quick` runs all stages at
-tiny sizes, which shows only that they run.
+the GPU), `bench` (the catalogue), `finetune` (LoRA under YaRN and ReRoPE at --length, measured before and after), `far`
+(perplexity, a repeated passage, and what far text is worth), and `serve` (generated tokens a second). The text is
+Python's standard library; what is scored is never trained on. `--device cpu --quick` runs all stages at tiny sizes,
+which shows only that they run.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import subprocess
@@ -20,11 +22,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import machine
@@ -35,6 +39,8 @@ from rope_patch.training.chunked_loss import chunked_loss
 
 TARGETS = 256
 """Scored tokens at the end of a text."""
+WINDOWS = 8
+"""Texts that are scored: windows of the full length, one after the other."""
 
 
 class Stages:
@@ -106,9 +112,12 @@ class Stages:
             self.part(f"far/{scheme or 'plain'}", partial(self._far, scheme))
 
     def serve(self) -> None:
-        """Generated tokens a second of a batch of prompts."""
-        for scheme in (None, f"rerope:window={self._trained() // 2}"):
-            self.part(f"serve/{scheme or 'plain'}", partial(self._served, scheme))
+        """Generated tokens a second of a batch of prompts. SDPA plans each new length for cuDNN, which is slow when one
+        token is decoded after the other, so that the plain model also runs without.
+        """
+        for scheme, cudnn in ((None, True), (None, False), (f"rerope:window={self._trained() // 2}", False)):
+            name = f"serve/{scheme or 'plain'}{'' if cudnn else ' without cuDNN'}"
+            self.part(name, partial(self._served, scheme, cudnn))
 
     def _model(self, scheme: str | None) -> Any:
         model = AutoModelForCausalLM.from_pretrained(self.options.model, dtype=self.dtype, local_files_only=True)
@@ -120,20 +129,26 @@ class Stages:
         config = json.loads((Path(self.options.model) / "config.json").read_text())
         return int(config.get("original_max_position_embeddings") or config["max_position_embeddings"])
 
-    def _tokens(self, count: int, part: int = 0) -> torch.Tensor:
-        """Tokens of Python's standard library, `(1, count)`; each part is another place."""
+    @functools.cached_property
+    def _text(self) -> torch.Tensor:
+        """Tokens of Python's standard library, as many as all parts need."""
         tokenizer = AutoTokenizer.from_pretrained(self.options.model, local_files_only=True)
-        text, size = "", (part + 1) * count
-        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-            text += path.read_text(encoding="utf-8", errors="replace")
-            if len(text) > 12 * size:
+        needed, found = (WINDOWS + 1 + self.options.steps) * self.options.length, []
+        for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+            found += tokenizer(path.read_text(encoding="utf-8", errors="replace"), verbose=False).input_ids
+            if len(found) > needed:
                 break
-        ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, part * count : size]
-        return ids.to(self.options.device)
+        return torch.tensor(found, device=self.options.device)[None]
+
+    def _tokens(self, start: int, count: int) -> torch.Tensor:
+        """Tokens `(1, count)` from a place on, from the start again where the text ends."""
+        places = torch.arange(start, start + count, device=self.options.device) % self._text.shape[1]
+        return self._text[:, places]
 
     def _finetuned(self, scheme: str) -> dict[str, Any]:
         options, torch_state = self.options, self.options.out / f"{scheme.partition(':')[0]}.pt"
         model = self._model(scheme)
+        before = self._measured(model.eval())
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
         torch.manual_seed(0)
@@ -147,7 +162,7 @@ class Stages:
             losses = state["losses"]
         start, first = time.perf_counter(), len(losses)
         for step in range(first, options.steps):
-            ids = self._tokens(options.length, part=step % 16)
+            ids = self._tokens((WINDOWS + 1 + step) * options.length, options.length)
             with chunked_loss(model):
                 loss = model(ids, labels=ids, use_cache=False).loss
             loss.backward()
@@ -159,36 +174,45 @@ class Stages:
             torch.save({"adapters": adapters, "optimiser": optimiser.state_dict(), "losses": losses}, aside)
             aside.replace(torch_state)
         seconds = (time.perf_counter() - start) / max(1, options.steps - first)
-        return {"losses": losses, "tokens_per_second": round(options.length / seconds), "resumed_at": first}
+        found = {"losses": losses, "tokens_per_second": round(options.length / seconds), "resumed_at": first}
+        return found | {"before": before, "after": self._measured(model.eval())}
+
+    def _far(self, scheme: str | None) -> dict[str, list[float]]:
+        return self._measured(self._model(scheme).eval())
 
     @torch.no_grad()
-    def _far(self, scheme: str | None) -> dict[str, float]:
-        model, trained, longest = self._model(scheme).eval(), self._trained(), self.options.length
-        text, found = self._tokens(longest + 1), {}
+    def _measured(self, model: Any) -> dict[str, list[float]]:
+        """Loss in nats of the last tokens of every window, and its standard error over windows."""
+        trained, longest = self._trained(), self.options.length
+        scored: dict[str, list[float]] = {}
 
-        def nll(ids: torch.Tensor, targets: int = TARGETS) -> float:
-            return round(float(chunked_nll(model, ids[:, :-1], ids[:, -targets:]).mean()), 4)
+        def score(name: str, ids: torch.Tensor, targets: int = TARGETS) -> None:
+            scored.setdefault(name, []).append(float(chunked_nll(model, ids[:, :-1], ids[:, -targets:]).mean()))
 
-        length = trained
-        while length <= longest:
-            found[f"last {TARGETS} after {length}"] = nll(text[:, -length - 1 :])
-            length *= 2
-        passage = text[:, 32 : 32 + min(TARGETS, trained // 4)]
-        copied = torch.cat([text[:, : longest - passage.shape[1]], passage], dim=1)
-        scored = passage.shape[1] - passage.shape[1] // 4
-        found["repeat"] = nll(copied, scored)
-        found["repeat, cut at L"] = nll(copied[:, -trained:], scored)
-        return found
+        for window in range(WINDOWS):
+            text, length = self._tokens(window * longest, longest + 1), trained
+            while length <= longest:
+                score(f"last {TARGETS} after {length}", text[:, -length - 1 :])
+                length *= 2
+            passage = text[:, 32 : 32 + min(TARGETS, trained // 4)]
+            copied = torch.cat([text[:, : longest - passage.shape[1]], passage], dim=1)
+            targets = passage.shape[1] - passage.shape[1] // 4
+            score("repeat", copied, targets)
+            score("repeat, cut at L", copied[:, -trained:], targets)
+        error = WINDOWS**-0.5
+        return {name: [round(mean(x), 4), round(error * stdev(x), 4)] for name, x in scored.items()}
 
     @torch.no_grad()
-    def _served(self, scheme: str | None) -> dict[str, float]:
+    def _served(self, scheme: str | None, cudnn: bool = True) -> dict[str, float]:
         model, rows, new = self._model(scheme).eval(), self.options.rows, self.options.new
-        prompts = self._tokens(rows * self.options.prompt).view(rows, -1)
-        found = {}
+        prompts = self._tokens(0, rows * self.options.prompt).view(rows, -1)
+        found, backends = {}, BACKENDS if cudnn else BACKENDS[1:]
         for tokens in (1, new):  # the first call also warms up
             start = time.perf_counter()
             length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-            model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, pad_token_id=0, **length)
+            with sdpa_kernel(backends):
+                mask = torch.ones_like(prompts)
+                model.generate(prompts, attention_mask=mask, do_sample=False, pad_token_id=0, **length)
             if self.options.device == "cuda":
                 torch.cuda.synchronize()
             found[f"seconds for {tokens}"] = round(time.perf_counter() - start, 3)
@@ -210,6 +234,7 @@ def _command(module: str, *words: str) -> str:
     return (done.stdout.strip().splitlines() or [""])[-1]
 
 
+BACKENDS = [getattr(SDPBackend, f"{name}_ATTENTION") for name in ("CUDNN", "FLASH", "EFFICIENT")] + [SDPBackend.MATH]
 NAMES = ("check", "bench", "finetune", "far", "serve")
 
 

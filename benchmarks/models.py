@@ -6,6 +6,7 @@ import time
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from benchmarks.attention import spec
@@ -15,6 +16,7 @@ from rope_patch import CachedKeys, patch
 _LAYERS = 4
 _DECODING_LAYERS = 2
 _CHUNK = 256
+_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def llama(shape: Shape, layers: int, vocabulary: int = 1024, inner: int | None = None) -> LlamaForCausalLM:
@@ -85,7 +87,9 @@ def decoding(
         past = cache.get_seq_length()
         seen = past + new
         places = {"attention_mask": mask[:, :seen], "position_ids": positions[:, past:seen]} if padded else {}
-        model(mask[:, :new], past_key_values=cache, use_cache=True, **places)
+        # on a GPU, SDPA would plan each new length of the cache for cuDNN, for twenty milliseconds a token
+        with sdpa_kernel(_WITHOUT_PLANS):
+            model(mask[:, :new], past_key_values=cache, use_cache=True, **places)
 
     step(1)  # a patched model takes a cache that it began itself
     for layer in range(layers):

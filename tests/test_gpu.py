@@ -20,17 +20,17 @@ def results(out):
 def test_parts_that_are_done_are_kept_and_failed_ones_are_tried_again(tmp_path, monkeypatch):
     asked = []
 
-    def serve(stages, scheme):
-        asked.append(scheme)
+    def serve(stages, scheme, cudnn):
+        asked.append((scheme, cudnn))
         if len(asked) == 2:
             raise RuntimeError("out of memory")
         return {"tokens_per_second": 1.0}
 
     monkeypatch.setattr(gpu.Stages, "_served", serve)
     assert gpu.main(words(tmp_path, "serve")) == 1
-    assert results(tmp_path)["serve/rerope:window=128"]["error"] == "RuntimeError: out of memory"
+    assert results(tmp_path)["serve/plain without cuDNN"]["error"] == "RuntimeError: out of memory"
     assert gpu.main(words(tmp_path, "serve")) == 0
-    assert asked == [None, "rerope:window=128", "rerope:window=128"]
+    assert asked == [(None, True), (None, False), ("rerope:window=128", False), (None, False)]
 
 
 def test_a_cut_fine_tune_goes_on_at_its_last_step(tmp_path, monkeypatch):

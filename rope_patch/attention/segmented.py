@@ -18,6 +18,7 @@ import torch
 from rope_patch.attention import chunked
 from rope_patch.attention.bias import KeyTerm, TileBias, tile_bias
 from rope_patch.attention.inputs import AttentionInputs, Branch, wide
+from rope_patch.attention.merging import merge, summed
 from rope_patch.attention.rotation import Rotation
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tile_kernels import Biased, Kernel, Merged, Work, kernel_for
@@ -216,7 +217,7 @@ def _attend(
         return out, lse
     start = block.queries.start
     before, after = first.queries.start - start, block.queries.stop - first.queries.stop
-    out = wide(out)
+    out = summed(out)
     if before or after:
         out = torch.nn.functional.pad(out, (0, 0, before, after))
         lse = torch.nn.functional.pad(lse, (before, after), value=-torch.inf)
@@ -403,14 +404,6 @@ def head_groups(query: torch.Tensor, value: torch.Tensor, length: int) -> Iterat
     for start in range(0, kv_heads, step):
         stop = min(start + step, kv_heads)
         yield HeadGroup(slice(start * shared, stop * shared), slice(start, stop))
-
-
-def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Fold another part of the keys into output and log-sum-exp, `(batch, heads, q_len, value_dim)` and
-    `(batch, heads, q_len)`, in place.
-    """
-    out.lerp_(part.to(out.dtype), (part_lse - lse).sigmoid_()[..., None].to(out.dtype))
-    torch.logaddexp(lse, part_lse, out=lse)
 
 
 def _as_branches(places: tuple[tuple[Region | None, int, Rotation | None], ...], states: Any) -> list[Branch]:

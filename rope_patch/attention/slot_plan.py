@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.attention.inputs import wide
-from rope_patch.attention.segmented import merge
+from rope_patch.attention.merging import merge, summed
 from rope_patch.attention.tile_kernels import Work, kernel_for
 from rope_patch.attention.tiles import Tile
 
@@ -152,7 +151,7 @@ def _by_kernel(
         tile = Tile(0, q.shape[1], 0, k.shape[1])
         own, own_lse = kernel.forward(Work(q[:, None], k[:, None], v[:, None], tile, scaling, added))
         if out is None or lse is None:
-            out, lse = wide(own), own_lse
+            out, lse = summed(own), own_lse
         else:
             merge(out, lse, own, own_lse)
     assert out is not None  # for the type checker: the query itself is in some region

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
 
 import torch
 
 from rope_patch.attention import oracle
 from rope_patch.attention.call import Fused
+from rope_patch.attention.fused import compiles
 from rope_patch.attention.fused.launch import attend, is_slope
 from rope_patch.attention.inputs import AttentionInputs, Branch
 from rope_patch.schemes.slots import Region
@@ -40,8 +39,7 @@ def applies(inputs: AttentionInputs, call: Fused) -> bool:
 @functools.lru_cache(maxsize=64)
 def agrees(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
     """Whether the kernels are available and equal the oracle on small calls, with gradients; tried once before use."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if importlib.util.find_spec("triton") is None or (device.type != "cuda" and not interpreted):
+    if not compiles(device):
         return False
     sizes = (device, dtype, head_dim, value_dim)
     try:

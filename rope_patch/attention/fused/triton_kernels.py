@@ -52,6 +52,7 @@ class Given(NamedTuple):
         start: slot of the first query, as a number or a pointer.
         bias: slopes by head, or a table by head and distance, from the distance `first` to that of the last key.
         sums, sinks: see `AttentionInputs`.
+        last: None. Triton 3.6 forgets the constants inside of fields that no constant field follows.
     """
 
     q: tuple[States, ...]
@@ -68,6 +69,7 @@ class Given(NamedTuple):
     first: int
     sums: States | None
     sinks: Any
+    last: None = None
 
 
 class Area(NamedTuple):
@@ -138,7 +140,7 @@ def _places(x, batch, heads, tokens):
 @triton.jit
 def _number(x):
     """A number, as given or from memory."""
-    x = tl.to_tensor(x)
+    x = tl.full((), 0, tl.int32) + x  # a constant becomes a tensor, and a pointer stays one
     return tl.load(x).to(tl.int32) if x.dtype.is_ptr() else x
 
 
@@ -178,7 +180,7 @@ def rotate(states, rotated, tables, partner, first, length, back: tl.constexpr, 
     if (tl.program_id(0) + 1) * block > _number(first):
         tokens, dims = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, padded(dim))[None, :]
         inside, total = (tokens < length)[:, None] & (dims < dim), tl.full((block, padded(dim)), 0.0, tl.float32)
-        for r in tl.static_range(len(tables)):
+        for r in tl.static_range(len(states)):
             turned = _entries(states[r], tokens, dims, inside)
             if tables[r] is not None:
                 others = tl.load(partner + dims, mask=dims < dim, other=0)
@@ -186,7 +188,7 @@ def rotate(states, rotated, tables, partner, first, length, back: tl.constexpr, 
                 turned *= _entries(tables[r][0], tokens, dims, inside)
                 turned += _entries(states[r], tokens, others, inside) * sin
             total = total + turned if back else turned
-            if r == len(tables) - 1 or not back:
+            if r == len(states) - 1 or not back:
                 into = rotated[0 if back else r]
                 tl.store(_places(into, tl.program_id(2), tl.program_id(1), tokens)[:, None] + dims, total, mask=inside)
 
@@ -214,8 +216,13 @@ def _keys(first, given, how: tl.constexpr):
 @triton.jit
 def _spread(x, axis: tl.constexpr):
     """What decides about a pair, with another axis, for a matrix of scores."""
-    inside, head, slot = tl.expand_dims(x.inside, axis), tl.expand_dims(x.head, axis), tl.expand_dims(x.slot, axis)
-    return Tokens(inside, None, head, slot, tl.expand_dims(x.position, axis), tl.expand_dims(x.group, axis))
+    inside, token, head = (tl.expand_dims(x.inside, axis), tl.expand_dims(x.token, axis), tl.expand_dims(x.head, axis))
+    slot, position, group = (
+        tl.expand_dims(x.slot, axis),
+        tl.expand_dims(x.position, axis),
+        tl.expand_dims(x.group, axis),
+    )
+    return Tokens(inside, token, head, slot, position, group)
 
 
 @triton.jit
@@ -369,6 +376,21 @@ def merge(out, lse, parts, part_lse, splits, some: tl.constexpr, how: tl.constex
     mean = tl.sum(vectors * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(_places(out, batch, head, token) + dims, mean, mask=known)
     tl.store(_places(lse, batch, head, token), most + tl.log(total))
+
+
+@triton.jit
+def fold(out, lse, part, part_lse, length, block: tl.constexpr, dim: tl.constexpr):
+    """Fold another part of the keys into output and log-sum-exp of a block of queries of a head, in one pass."""
+    batch, head, tokens = tl.program_id(2), tl.program_id(1), tl.program_id(0) * block + tl.arange(0, block)
+    dims, known = tl.arange(0, padded(dim))[None, :], tokens < length
+    inside, at = known[:, None] & (dims < dim), _places(lse, batch, head, tokens)
+    before = tl.load(at, mask=known, other=0.0)
+    more = tl.load(_places(part_lse, batch, head, tokens), mask=known, other=0.0)
+    mean = _entries(out, tokens, dims, inside)
+    mean += (_entries(part, tokens, dims, inside) - mean) * tl.sigmoid(more - before)[:, None]
+    tl.store(_places(out, batch, head, tokens)[:, None] + dims, mean, mask=inside)
+    most = tl.maximum(before, more)
+    tl.store(at, most + tl.log(tl.exp(before - most) + tl.exp(more - most)), mask=known)
 
 
 @triton.jit

@@ -1,0 +1,63 @@
+"""Merge the attention of two parts of the keys by their log-sum-exp: on a GPU in one kernel, which reads and writes each
+once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from rope_patch.attention.fused import compiles
+from rope_patch.attention.inputs import wide
+
+
+def summed(out: torch.Tensor) -> torch.Tensor:
+    """The output of the first part of the keys, as `merge` takes it. In half precision each part is a rounded result of
+    its own; the kernel rounds once more for each, other devices at the end.
+    """
+    return out if _by_kernel(out) else wide(out)
+
+
+def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Merge another part of the keys into output and log-sum-exp, `(batch, heads, q_len, value_dim)` and
+    `(batch, heads, q_len)`, in place.
+    """
+    if _by_kernel(out):
+        _fold(out, lse, part, part_lse)
+        return
+    out.lerp_(part.to(out.dtype), (part_lse - lse).sigmoid_()[..., None].to(out.dtype))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _by_kernel(out: torch.Tensor) -> bool:
+    return out.is_cuda and out.dtype != torch.float64 and agrees(out.device, out.dtype, out.shape[-1])
+
+
+@functools.lru_cache(maxsize=64)
+def agrees(device: torch.device, dtype: torch.dtype, value_dim: int) -> bool:
+    """Whether there is a kernel for outputs of this dtype and width, and it was right when it was tried."""
+    if not compiles(device):
+        return False
+    random = torch.Generator().manual_seed(0)
+    out, part = (torch.randn(1, 2, 40, value_dim, generator=random).to(device, dtype) for _ in range(2))
+    lse, part_lse = (torch.randn(1, 2, 40, generator=random).to(device) for _ in range(2))
+    share, merged = (part_lse - lse).sigmoid()[..., None], lse.logaddexp(part_lse)
+    expected = out.float().lerp(part.float(), share)
+    try:
+        _fold(out, lse, part, part_lse)
+    except Exception:  # compilers and drivers fail in many ways
+        return False
+    return torch.allclose(out.float(), expected, atol=0.02) and torch.allclose(lse, merged, atol=1e-3)
+
+
+TOKENS = 32
+"""In a block of the kernel."""
+
+
+def _fold(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    from rope_patch.attention.fused.triton_kernels import States, fold
+
+    batch, heads, length, dim = out.shape
+    with torch.cuda.device_of(out):
+        fold[-(-length // TOKENS), heads, batch](*map(States.of, (out, lse, part, part_lse)), length, TOKENS, dim)
