@@ -14,11 +14,13 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from benchmarks.comparison import Shape, Side
 from benchmarks.dense import two_matrices
 from rope_patch.attention import paths
+from rope_patch.attention.call import Fused
+from rope_patch.attention.fused import launch, support
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
 from rope_patch.attention.spans import Span
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.registry import as_scheme
-from rope_patch.schemes.slots import Checkpoint
+from rope_patch.schemes.slots import ALL_PAIRS, Checkpoint
 from rope_patch.schemes.t5 import T5Bias
 
 _DCA_CHUNK = 2048
@@ -79,10 +81,10 @@ def alibi(shape: Shape, backward: bool = False) -> Side:
     """Causal attention under the published slopes."""
     inputs = dataclasses.replace(_both_directions(shape, backward), causal=True)
     scheme = ALiBi()
-    bias = DistanceBias(lambda distance: scheme.bias(distance, shape.heads), scheme.linear)
+    bias = DistanceBias(lambda distance: scheme.bias(distance.to(shape.device), shape.heads), scheme.linear)
     inputs = dataclasses.replace(inputs, bias=bias)
     spans = (Span(slice(0, 1), slice(0, shape.length), slice(0, shape.length), 0),)
-    return side(shape, lambda: paths.attend(inputs, "auto", lambda _: spans), _states(inputs), backward)
+    return side(shape, lambda: _biased(inputs, spans), _states(inputs), backward)
 
 
 def t5_encoder(shape: Shape, backward: bool = False) -> Side:
@@ -90,10 +92,19 @@ def t5_encoder(shape: Shape, backward: bool = False) -> Side:
     inputs, table = _both_directions(shape, backward), _table(shape, backward)
     scheme = T5Bias().resolve(Checkpoint(512, shape.heads, 512, bidirectional=True, buckets=(32, 128)))
     weights = {"relative_attention_bias": table}
-    inputs = dataclasses.replace(inputs, bias=DistanceBias(lambda m: scheme.bias(m, shape.heads, weights)))
+    bias = DistanceBias(lambda distance: scheme.bias(distance.to(shape.device), shape.heads, weights))
+    inputs = dataclasses.replace(inputs, bias=bias)
     spans = (Span(slice(0, 1), slice(0, shape.length), slice(0, shape.length), 0, causal=False),)
-    states = [table, *_states(inputs)]
-    return side(shape, lambda: paths.attend(inputs, "auto", lambda _: spans), states, backward)
+    return side(shape, lambda: _biased(inputs, spans), [table, *_states(inputs)], backward)
+
+
+def _biased(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
+    """Attention under a bias as the engine computes it: on a GPU by the fused kernel."""
+    (branch,) = inputs.branches
+    call = Fused(branch.query, branch.key, (ALL_PAIRS,), (None,), (None,))
+    if inputs.value.is_cuda and support.applies(inputs, call):
+        return launch.attend(inputs, call)
+    return paths.attend(inputs, "auto", lambda _: spans)
 
 
 def unbiased_encoder(shape: Shape, backward: bool = False) -> Side:

@@ -32,8 +32,6 @@ GROWTH: dict[str, Maker] = {
 }
 """What the curve over lengths shows, by the name of its line."""
 
-_FLASH: Maker = partial(attention.sdpa, backend=SDPBackend.FLASH_ATTENTION)
-
 
 def growth_shapes(device: str) -> list[Shape]:
     """The lengths of the curve."""
@@ -46,7 +44,9 @@ def growth_makers(shape: Shape) -> dict[str, Maker]:
     """The lines of the curve that fit into memory at this length."""
     matrices = 4 * 4 * shape.heads * shape.length**2  # two of scores, one of them chosen, one of weights
     fits = matrices < memory_bytes(shape.device) / 2
-    makers = {**GROWTH, "FlashAttention-2": _FLASH} if shape.device == "cuda" else GROWTH
+    makers = dict(GROWTH)
+    if shape.device == "cuda":
+        makers["FlashAttention-2"] = partial(attention.sdpa, backend=SDPBackend.FLASH_ATTENTION)
     return {label: maker for label, maker in makers.items() if fits or maker is not attention.dense}
 
 
@@ -137,11 +137,9 @@ def _alone(scheme: str, shape: Shape, target: float, backward: bool = False) -> 
 def _flash(shape: Shape) -> Iterator[Comparison]:
     """FlashAttention-2, of which regions are made where cuDNN does not take them, over what PyTorch takes."""
     for backward in (False, True):
-        flash, plain = (partial(side, backward=backward) for side in (_FLASH, attention.sdpa))
-        place, rate = (
-            "flash-training" if backward else "flash",
-            attention.training_flops if backward else attention.flops,
-        )
+        flash = partial(attention.sdpa, backward=backward, backend=SDPBackend.FLASH_ATTENTION)
+        plain = partial(attention.sdpa, backward=backward)
+        place, rate = ("flash-training", attention.training_flops) if backward else ("flash", attention.flops)
         work = f"FlashAttention-2, {_PASSES[backward]}"
         yield _row(f"{place}/plain", work, "plain attention", flash, plain, shape, flops=rate)
 

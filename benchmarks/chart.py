@@ -11,6 +11,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from benchmarks.results import Point, ResultFile, Row
 from rope_patch.evaluation import charts
+from rope_patch.evaluation.scheme_specs import display_name
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart
 _STYLES: tuple[dict[str, Any], ...] = (
@@ -79,6 +80,45 @@ def save_ratios(
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn.savefig(path, dpi=160)
     return path
+
+
+def save_losses(stages: Mapping[str, Any], path: Path) -> Path:
+    """Draw what `benchmarks.gpu` found of a checkpoint at the longest length: the loss of the last tokens, and that of
+    a passage that is repeated, under each scheme and after fine-tuning under it.
+
+    Args:
+        stages: the parts in the file of results, by name.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, part in stages.items():
+        (stage, _, scheme), result = name.partition("/"), part["result"]
+        if stage == "far" and result:
+            found[display_name(scheme)] = result
+        if stage == "finetune" and result:
+            found[display_name(scheme)] = result["before"]
+            found[f"{display_name(scheme)}, fine-tuned"] = result["after"]
+    first = next(iter(found.values()))
+    shortest, *_, longest = sorted(
+        (name for name in first if name.startswith("last")), key=lambda x: int(x.split()[-1])
+    )
+    trained, length = (int(name.split()[-1]) for name in (shortest, longest))
+    cut = {longest: first[shortest], "repeat": first["repeat, cut at L"]}
+    note = f"Loss in nats, with standard errors over windows. L = {trained:,}; the checkpoint beyond L is off the scale"
+    drawn, *panels = charts.sheet(f"A checkpoint at {length:,} tokens", note, 2.3, columns=2, sharey=True)
+    for axes, (name, title) in zip(panels, {longest: "last tokens", "repeat": "repeated passage"}.items(), strict=True):
+        end = 1.6 * cut[name][0]
+        axes.set_xlim(0, end)
+        bars = {"plain, cut at L": cut[name]} | {line: losses[name] for line, losses in found.items()}
+        for line, (loss, error) in bars.items():
+            fits, words = loss + error < end, {"va": "center", "size": charts.SIZE - 1}
+            axes.barh(line, min(loss, end), xerr=error if fits else None, height=0.66, color="#0072B2", ecolor=_FAINT)
+            words |= {"ha": "left", "color": _INK} if fits else {"ha": "right", "color": "white"}
+            axes.text(loss + error + 0.02 * end if fits else 0.97 * end, line, f"{loss:.2f}", **words)
+        axes.set_title(title, size=charts.SIZE, loc="left", color=_INK)
+        axes.grid(visible=False, axis="y")
+    panels[0].invert_yaxis()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return charts.write(drawn, path)
 
 
 def _without_length(points: list[Point]) -> str:

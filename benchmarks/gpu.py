@@ -264,6 +264,10 @@ def main(words: Sequence[str] | None = None) -> int:
     stages = Stages(options)
     for name in options.only:
         getattr(stages, name)()
+    if importlib.util.find_spec("matplotlib") and stages.done.get("far/plain", {}).get("result"):
+        from benchmarks import chart
+
+        print(chart.save_losses(stages.done, options.out / "losses.png"))
     failed = [name for name, part in stages.done.items() if part["error"] is not None]
     print(f"{stages.path}; failed: {', '.join(failed) or 'nothing'}")
     return 1 if failed else 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 from pathlib import Path
 
 import pytest
 
+from benchmarks.results import ResultFile, Row
 from rope_patch.evaluation.row import Rows
 from rope_patch.evaluation.scheme_specs import display_name
 from rope_patch.evaluation.standard_errors import paired_difference
@@ -102,3 +104,55 @@ def test_the_table_of_the_encodings(tmp_path: Path) -> None:
     assert len(shown) > 30
     assert [line for line in table if line not in shown] == [line for line in table if line.startswith("| `xl` ")]
     assert set(shown) < set(table)
+
+
+def ratio(name: str, shown: dict[str, Row]) -> str:
+    """Time over plain attention as the page has it."""
+    found = shown[f"{name}/bfloat16"].ratio
+    assert found is not None, name
+    return f"{found:.2f}"
+
+
+def test_the_h100() -> None:
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    text = " ".join(page[page.index("## On an H100") : page.index("## What the GPU kernel needs")].split())
+    file = ResultFile.read(ROOT / "benchmarks/results/cuda.json")
+    rows = {row.name: row for row in file.rows}
+    assert all(row.rounds > 1 and row.error is None for row in file.rows)  # a first call compiles
+
+    def cells(*names: str) -> str:
+        return ", ".join(ratio(name, rows) for name in names)
+
+    def span(scheme: str, *places: str) -> str:
+        low, high = sorted(ratio(f"decode/{scheme}/{place}", rows) for place in places)
+        return f"{low} to {high}"
+
+    alone = cells(*(f"training/{scheme}/32768" for scheme in ("rerope", "leaky_rerope", "self_extend")))
+    assert f"not kept, {cells('forward/leaky_rerope/32768', 'forward/self_extend/32768')} | {alone} |" in text
+    forward = cells(*(f"module/{scheme}/32768" for scheme in ("rerope", "dca", "logn", "alibi")))
+    assert f"| {forward} | {cells('module/rerope/training/32768', 'module/dca/training/32768')} |" in text
+    assert f"whole model under YaRN | {ratio('model/yarn/8192', rows)}" in text
+    flash = (ratio(f"{name}/plain/32768", rows) for name in ("flash", "flash-training"))
+    assert "FlashAttention-2 takes {} forward and {} with backward".format(*flash) in text
+    decoded = [span(scheme, "grouped/32768", "4096") for scheme in ("rerope", "self_extend", "dca")]
+    assert ", ".join([*decoded, span("xpos", "32768", "4096")]) in text
+    assert f"one large matrix product {file.ceiling['bfloat16']:.0f}" in text
+    milliseconds = [
+        round(1000 * seconds)
+        for name in ("kernel/rerope", "kernel/dca", "kernel-training/rerope")
+        for row in [rows[f"{name}/32768/bfloat16"]]
+        for seconds in (row.yardstick_seconds or 0, row.seconds or 0)
+    ]
+    one, two, three, four, five, six = milliseconds
+    assert f"took {one} ms forward under ReRoPE, where regions took {two}, and {three} under DCA" in text
+    assert f"where they took {four}; with backward {five} and {six}" in text
+    done = {name: part["result"] for name, part in json.loads((RESULTS / "gpu/h100.json").read_text())["done"].items()}
+    served, without = (done[f"serve/plain{how}"]["tokens_per_second"] for how in ("", " without cuDNN"))
+    assert f"wrote {served:.0f} tokens a second in a batch of 16 after 2,048, and {without:.0f} after" in text
+    yarn, rerope = (done[f"finetune/{scheme}"] for scheme in ("yarn:target=32768", "rerope:window=4096"))
+    trained = "{:,} tokens a second under YaRN, {:,} under ReRoPE"
+    assert trained.format(*(round(each["tokens_per_second"], -2) for each in (yarn, rerope))) in text
+    real = " ".join((ROOT / "docs/real.md").read_text().split())
+    before, after = (rerope[when]["repeat"][0] for when in ("before", "after"))
+    cut = done["far/plain"]["repeat, cut at L"][0]
+    assert f"from {before:.2f} to {after:.2f} under ReRoPE at 4L, where the cut is at {cut:.2f}" in real

@@ -1,5 +1,5 @@
-"""Merge the attention of two parts of the keys by their log-sum-exp: on a GPU in one kernel, which reads and writes each
-once.
+"""Merge the attention of two parts of the keys by their log-sum-exp; what is large on a GPU in one kernel, which reads
+and writes each once.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ import torch
 from rope_patch.attention.fused import compiles
 from rope_patch.attention.inputs import wide
 
+LARGE = 2**20
+"""Numbers of an output from which on the kernel takes less time than starting the operators that it replaces."""
+
 
 def summed(out: torch.Tensor) -> torch.Tensor:
-    """The output of the first part of the keys, as `merge` takes it. In half precision each part is a rounded result of
-    its own; the kernel rounds once more for each, other devices at the end.
+    """The output of the first part of the keys, as `merge` takes it: in float32 or wider, or in half precision if it is
+    large and on a GPU, where the kernel rounds once for each part.
     """
-    return out if _by_kernel(out) else wide(out)
+    narrow = out.is_cuda and out.dtype in (torch.bfloat16, torch.float16) and out.numel() >= LARGE
+    return out if narrow and agrees(out.device, out.dtype, out.shape[-1]) else wide(out)
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Merge another part of the keys into output and log-sum-exp, `(batch, heads, q_len, value_dim)` and
     `(batch, heads, q_len)`, in place.
     """
-    if _by_kernel(out):
+    if out.dtype in (torch.bfloat16, torch.float16):
         _fold(out, lse, part, part_lse)
         return
     out.lerp_(part.to(out.dtype), (part_lse - lse).sigmoid_()[..., None].to(out.dtype))
     torch.logaddexp(lse, part_lse, out=lse)
-
-
-def _by_kernel(out: torch.Tensor) -> bool:
-    return out.is_cuda and out.dtype != torch.float64 and agrees(out.device, out.dtype, out.shape[-1])
 
 
 @functools.lru_cache(maxsize=64)

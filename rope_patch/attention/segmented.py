@@ -91,21 +91,22 @@ def forward(
     """Output and log-sum-exp, `(batch, heads, q_len, value_dim)` and `(batch, heads, q_len)`."""
     query, value = inputs.branches[0].query, inputs.value
     batch, heads, length = query.shape[:3]
+    places = [place for _, blocks in _by_heads(inputs, spans, bias) for place in blocks]
+    filled = [
+        len(range(batch)[block.rows]) * len(range(heads)[group.heads]) * block.q_length for group, block in places
+    ]
+    if filled == [batch * heads * length]:
+        ((group, block),) = places
+        out, lse = _attend(block, group, inputs.branches, value, inputs.scaling)
+        return out.to(value.dtype), lse
     # the layout of the kernels' outputs, and the one that the model needs next
     out = torch.empty(batch, length, heads, value.shape[-1], dtype=value.dtype, device=value.device).transpose(1, 2)
-    groups = list(_by_heads(inputs, spans, bias))
-    filled = sum(
-        len(range(batch)[block.rows]) * len(range(heads)[group.heads]) * block.q_length
-        for _, blocks in groups
-        for group, block in blocks
-    )
-    if filled < batch * heads * length:  # some queries see no key
+    if sum(filled) < batch * heads * length:  # some queries see no key
         out.zero_()
     lse = torch.full(query.shape[:3], -torch.inf, dtype=wide(query[:0]).dtype, device=query.device)
-    for _, blocks in groups:
-        for group, block in blocks:
-            place = block.rows, group.heads, block.queries
-            out[place], lse[place] = _attend(block, group, inputs.branches, value, inputs.scaling)
+    for group, block in places:
+        place = block.rows, group.heads, block.queries
+        out[place], lse[place] = _attend(block, group, inputs.branches, value, inputs.scaling)
     return out, lse
 
 

@@ -278,9 +278,9 @@ class FlashCUDA(Kernel):
 
 @dataclass(frozen=True)
 class CuDNN(FlashCUDA):
-    """The kernel of cuDNN where `scaled_dot_product_attention` would take it, on Hopper and later: nearly twice as fast.
+    """The kernel of cuDNN where `scaled_dot_product_attention` would take it; nearly twice as fast on Hopper.
 
-    It has no windows, so that a band is a call of flash. It plans each new shape for tens of milliseconds, which a tile
+    It has no windows, so that a band is a call of flash. It plans each new shape for twenty milliseconds, which a tile
     has to be worth.
 
     Attributes:

@@ -32,32 +32,41 @@ def applies(inputs: AttentionInputs, call: Fused) -> bool:
         and (inputs.bias is None or call.in_order or is_slope(inputs, inputs.bias))
         and not any(x.requires_grad for x in tables)
         and not torch.compiler.is_compiling()
-        and agrees(queries.device, queries.dtype, queries.shape[-1], value.shape[-1])
+        and agrees(queries.device, queries.dtype, queries.shape[-1], value.shape[-1], torch.is_grad_enabled())
     )
 
 
 @functools.lru_cache(maxsize=64)
-def agrees(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
-    """Whether the kernels are available and equal the oracle on small calls, with gradients; tried once before use."""
+def agrees(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, gradients: bool = True) -> bool:
+    """Whether the kernels are available and equal the oracle on small calls; tried once before use. With gradients they
+    are compiled for half a minute, once: Triton keeps them on disk.
+    """
     if not compiles(device):
         return False
-    sizes = (device, dtype, head_dim, value_dim)
+    sizes = (device, dtype, head_dim, value_dim, gradients)
     try:
-        # several tokens after a cache, and one token whose keys are split among programs
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            return _tried(40, 100, *sizes) and _tried(1, 300, *sizes)
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.autocast(device.type, enabled=False):
+            # several tokens after a cache, with distance in chunks, and one token whose keys are split among programs
+            return _tried(40, 100, 8, *sizes) and _tried(1, 300, 1, *sizes)
     except Exception:  # compilers and drivers fail in many ways, and other kernels exist
         return False
 
 
 def _tried(
-    length: int, kv_length: int, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+    length: int,
+    kv_length: int,
+    chunk: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    gradients: bool,
 ) -> bool:
     """Whether a call with two regions, one of which rotates keys, is correct."""
     random = torch.Generator().manual_seed(0)
 
     def states(heads: int, length: int, dim: int) -> torch.Tensor:
-        return torch.randn(1, heads, length, dim, generator=random).to(device, dtype).requires_grad_()
+        return torch.randn(1, heads, length, dim, generator=random).to(device, dtype).requires_grad_(gradients)
 
     query, key, value = leaves = (
         states(4, length, head_dim),
@@ -66,12 +75,13 @@ def _tried(
     )
     grad, partner = torch.randn_like(states(4, length, value_dim)), torch.arange(head_dim, device=device).flip(0)
     of_queries, of_keys = (tuple(states(2, n, head_dim)[0].detach()) for n in (length, kv_length))
-    near, far = Region(Identity(), Identity(), stop=17), Region(Identity(), Identity(), start=17)
+    near, far = (Region(Identity(), Identity(), chunk=chunk, **{bound: 17 // chunk}) for bound in ("stop", "start"))
     positions, start = torch.arange(kv_length, device=device)[None], kv_length - length
     inputs = AttentionInputs((), value, positions[:, start:], positions, None, length > 1, start, 0.1)
     call = Fused(query, key, (near, far), (of_queries, of_queries), (of_keys, None), partner)
     q, k = (x * cos + x[..., partner] * sin for x, (cos, sin) in ((query, of_queries), (key, of_keys)))
     defined = inputs.with_branches((Branch(near, q, k), Branch(far, q, key)))
     outputs = attend(inputs, call), oracle.attend(defined)[0]
-    pairs = zip(*((out, *torch.autograd.grad(out, leaves, grad)) for out in outputs), strict=True)
+    slopes = (torch.autograd.grad(out, leaves, grad) if gradients else () for out in outputs)
+    pairs = zip(*((out, *each) for out, each in zip(outputs, slopes, strict=True)), strict=True)
     return all(bool((one.float() - other.float()).norm() < 0.03 * other.float().norm()) for one, other in pairs)

@@ -1,0 +1,127 @@
+"""Which kernel scores what on a GPU, decided without one; `tests/test_cuda.py` has their results."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rope_patch import get_scheme
+from rope_patch.attention import decode, engine, tile_kernels
+from rope_patch.attention.fused import launch, support
+from rope_patch.attention.inputs import AttentionInputs, DistanceBias
+from rope_patch.attention.tile_kernels import CuDNN, Dense, FlashCUDA, Merged, Work
+from rope_patch.attention.tiles import Tile
+from rope_patch.schemes.slots import ALL_PAIRS
+
+BY_CUDNN, BY_FLASH = 3, 1
+LENGTH, DIM = 24, 16
+OPERATIONS = 2 * 4 * DIM * LENGTH**2
+"""Of a causal tile of four heads."""
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Calls of cuDNN and of flash, which compute what `Dense` does."""
+    calls, chosen = [], {"backend": BY_CUDNN}
+
+    def work(q, k, v, causal, scale):
+        tile = Tile(0, q.shape[2], 0, k.shape[2], "causal" if causal else "full")
+        return Work(q, k, v, tile, scale)
+
+    def forward(q, k, v, bias, with_lse, dropout, causal, *, scale):
+        calls.append("cuDNN")
+        assert with_lse
+        out, lse = Dense().forward(work(q, k, v, causal, scale))
+        return out, lse[..., None], None, None, q.shape[2], k.shape[2], None, None, None
+
+    def backward(
+        grad, q, k, v, out, lse, _seed, _offset, bias, _q, _k, longest_q, longest_k, dropout, causal, *, scale
+    ):
+        calls.append("cuDNN")
+        assert (longest_q, longest_k) == (q.shape[2], k.shape[2])
+        return Dense().backward(work(q, k, v, causal, scale), Merged(out, lse[..., 0], grad))
+
+    def by_flash(name):
+        def call(self, *given):
+            calls.append("flash")
+            return getattr(Dense(), name)(*given)
+
+        return call
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *given, **options: chosen["backend"])
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(FlashCUDA, name, by_flash(name))
+    return calls, chosen
+
+
+@pytest.mark.parametrize(
+    ("tile", "least", "backend", "dim", "by"),
+    [
+        (Tile(0, LENGTH, 0, LENGTH, "causal"), OPERATIONS, BY_CUDNN, DIM, "cuDNN"),
+        (Tile(0, LENGTH, 0, LENGTH), 2 * OPERATIONS, BY_CUDNN, DIM, "cuDNN"),
+        (Tile(0, LENGTH, 0, LENGTH, "causal"), OPERATIONS + 1, BY_CUDNN, DIM, "flash"),
+        (Tile(0, LENGTH, 0, LENGTH, "causal"), 0, BY_FLASH, DIM, "flash"),
+        (Tile(0, LENGTH, 0, LENGTH, "band", 0, 8, distance=0), 0, BY_CUDNN, DIM, "flash"),
+        (Tile(0, LENGTH, 0, LENGTH, "causal"), 0, BY_CUDNN, 136, "flash"),
+    ],
+)
+def test_cudnn_scores_large_tiles_without_a_window(called, tile, least, backend, dim, by):
+    calls, chosen = called
+    chosen["backend"] = backend
+    q, k, v = (torch.randn(1, heads, LENGTH, dim) for heads in (4, 2, 2))
+    work = Work(q, k, v, tile, 0.1)
+    merged = Merged(*Dense().forward(work), torch.randn(1, 4, LENGTH, dim))
+    kernel = CuDNN(least=least)
+    found = (*kernel.forward(work), *kernel.backward(work, merged))
+    assert calls == [by, by]
+    for one, other in zip(found, (merged.out, merged.lse, *Dense().backward(work, merged)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_cudnn_is_taken_only_where_it_agrees(monkeypatch):
+    states = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4, LENGTH, DIM))
+    for wrong, kind in ((None, CuDNN), (CuDNN, FlashCUDA), (FlashCUDA, Dense)):
+        monkeypatch.setattr(tile_kernels, "agrees", lambda kernel, *_, wrong=wrong: type(kernel) is not wrong)
+        assert type(tile_kernels.kernel_for(states, states, masked=False)) is kind
+
+
+PLAIN = (ALL_PAIRS,)
+REROPE = tuple(region for region in get_scheme("rerope:window=6").segments() if region.stop > 0)
+DCA = tuple(get_scheme("dca:chunk_size=12,local_window=3").segments())
+
+
+@pytest.mark.parametrize(
+    ("regions", "queries", "kernel", "changes", "planned", "gradients", "fused"),
+    [
+        pytest.param(REROPE, 30, FlashCUDA(), {}, False, False, False, id="flash per region"),
+        pytest.param(REROPE, 30, CuDNN(), {}, False, True, False, id="also by cuDNN"),
+        pytest.param(DCA, 30, FlashCUDA(), {}, False, False, True, id="chunks without gradients"),
+        pytest.param(DCA, 30, FlashCUDA(), {}, False, True, False, id="chunks with gradients"),
+        pytest.param(PLAIN, 30, Dense(), {"bias": DistanceBias(torch.neg)}, False, True, True, id="a bias"),
+        pytest.param(REROPE, 30, Dense(), {}, False, True, True, id="float32"),
+        pytest.param(REROPE, 30, FlashCUDA(), {"softcap": 2.0}, False, True, True, id="a softcap"),
+        pytest.param(REROPE, 1, FlashCUDA(), {}, True, False, False, id="a token with a plan of slots"),
+        pytest.param(DCA, 1, FlashCUDA(), {}, True, False, False, id="a token under chunks, likewise"),
+        pytest.param(REROPE, 1, FlashCUDA(), {}, False, False, True, id="a token of padded rows"),
+        pytest.param(
+            PLAIN, 1, Dense(), {"bias": DistanceBias(torch.neg)}, True, False, True, id="a token under a bias"
+        ),
+    ],
+)
+def test_what_the_fused_kernel_scores(regions, queries, kernel, changes, planned, gradients, fused, monkeypatch):
+    positions = torch.arange(30)[None]
+    inputs = AttentionInputs(
+        (), torch.randn(1, 2, 30, 8), positions[:, -queries:], positions, None, True, 30 - queries, 1
+    )
+    inputs = dataclasses.replace(inputs, **changes)
+    on_gpu = SimpleNamespace(is_cuda=True)
+    call = SimpleNamespace(queries=on_gpu, regions=regions, fused=lambda in_order: None, spans=lambda inputs: None)
+    monkeypatch.setattr(engine, "kernel_for", lambda *_, masked: kernel)
+    monkeypatch.setattr(decode, "applies", lambda *_: planned)
+    monkeypatch.setattr(support, "applies", lambda *_: True)
+    monkeypatch.setattr(launch, "attend", lambda *_: "fused")
+    with torch.set_grad_enabled(gradients):
+        assert engine._by_one_kernel(inputs, call, "auto") == ("fused" if fused else None)
