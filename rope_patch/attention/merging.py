@@ -16,8 +16,8 @@ LARGE = 2**20
 
 
 def summed(out: torch.Tensor) -> torch.Tensor:
-    """The output of the first part of the keys, as `merge` takes it: in float32 or wider, or in half precision if it is
-    large and on a GPU, where the kernel rounds once for each part.
+    """The output of the first part of the keys, `(batch, heads, q_len, value_dim)`, as `merge` takes it: in float32 or
+    wider, or in half precision if it is large and on a GPU, where the kernel rounds once for each part.
     """
     narrow = out.is_cuda and out.dtype in (torch.bfloat16, torch.float16) and out.numel() >= LARGE
     return out if narrow and agrees(out.device, out.dtype, out.shape[-1]) else wide(out)
