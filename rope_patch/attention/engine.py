@@ -46,16 +46,13 @@ def score(
 def _by_one_kernel(inputs: AttentionInputs, call: Call, mode: AttentionMode) -> torch.Tensor | None:
     """Output of the fused kernel for all regions; None if it does not apply, or if a path known to be fast does: flash
     per region, or the CPU paths. On an H100, flash per region is faster but for regions of many chunks without
-    gradients, and a plan of slots takes less time to start for one token (docs/benchmarks.md).
+    gradients, and a plan of slots takes less time to start for a few tokens (docs/benchmarks.md).
     """
     queries, biased = call.queries, inputs.bias is not None or inputs.running_bias is not None
     if mode == "auto" and queries.is_cuda:
         flash = isinstance(kernel_for(queries, inputs.value, masked=biased), FlashCUDA) and inputs.fits_kernels
-        if inputs.q_length == 1:
-            wanted = not flash or not decode.applies(inputs, call, mode, None)
-        else:
-            in_chunks = any(region.chunk > 1 for region in call.regions)
-            wanted = not flash or (in_chunks and not torch.is_grad_enabled())
+        in_chunks = any(region.chunk > 1 for region in call.regions) and not torch.is_grad_enabled()
+        wanted = not flash or ((inputs.q_length == 1 or in_chunks) and not decode.applies(inputs, call, mode, None))
     else:
         wanted = mode == "fused"
     if not wanted or torch.compiler.is_compiling():

@@ -105,6 +105,7 @@ DCA = tuple(get_scheme("dca:chunk_size=12,local_window=3").segments())
         pytest.param(REROPE, 30, FlashCUDA(), {"softcap": 2.0}, False, True, True, id="a softcap"),
         pytest.param(REROPE, 1, FlashCUDA(), {}, True, False, False, id="a token with a plan of slots"),
         pytest.param(DCA, 1, FlashCUDA(), {}, True, False, False, id="a token under chunks, likewise"),
+        pytest.param(DCA, 8, FlashCUDA(), {}, True, False, False, id="a few tokens under chunks, likewise"),
         pytest.param(REROPE, 1, FlashCUDA(), {}, False, False, True, id="a token of padded rows"),
         pytest.param(
             PLAIN, 1, Dense(), {"bias": DistanceBias(torch.neg)}, True, False, True, id="a token under a bias"
