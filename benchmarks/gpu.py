@@ -103,19 +103,19 @@ class Stages:
 
     def finetune(self) -> None:
         """LoRA at the full length; a cut run continues at its last saved step."""
-        for scheme in (f"yarn:target={self.options.length}", f"rerope:window={self._trained() // 2}"):
+        for scheme in (f"yarn:target={self.options.length}", f"rerope:window={self.trained() // 2}"):
             self.part(f"finetune/{scheme}", partial(self._finetuned, scheme))
 
     def far(self) -> None:
         """Perplexity of the same last tokens, in nats: after ever longer text, after a copy, and after a cut at L."""
-        for scheme in (None, f"yarn:target={self.options.length}", f"rerope:window={self._trained() // 2}+logn"):
+        for scheme in (None, f"yarn:target={self.options.length}", f"rerope:window={self.trained() // 2}+logn"):
             self.part(f"far/{scheme or 'plain'}", partial(self._far, scheme))
 
     def serve(self) -> None:
         """Generated tokens a second of a batch of prompts. SDPA plans each new length for cuDNN, which is slow when one
         token is decoded after the other, so that the plain model also runs without.
         """
-        for scheme, cudnn in ((None, True), (None, False), (f"rerope:window={self._trained() // 2}", False)):
+        for scheme, cudnn in ((None, True), (None, False), (f"rerope:window={self.trained() // 2}", False)):
             name = f"serve/{scheme or 'plain'}{'' if cudnn else ' without cuDNN'}"
             self.part(name, partial(self._served, scheme, cudnn))
 
@@ -125,7 +125,8 @@ class Stages:
             patch(model, scheme)
         return model.to(self.options.device)
 
-    def _trained(self) -> int:
+    def trained(self) -> int:
+        """The training length of the checkpoint."""
         config = json.loads((Path(self.options.model) / "config.json").read_text())
         return int(config.get("original_max_position_embeddings") or config["max_position_embeddings"])
 
@@ -133,7 +134,8 @@ class Stages:
     def _text(self) -> torch.Tensor:
         """Tokens of Python's standard library, as many as all parts need."""
         tokenizer = AutoTokenizer.from_pretrained(self.options.model, local_files_only=True)
-        needed, found = (WINDOWS + 1 + self.options.steps) * self.options.length, []
+        rows = (WINDOWS + 1 + self.options.steps) * self.options.length
+        needed, found = max(rows, self.options.rows * self.options.prompt), []
         for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
             found += tokenizer(path.read_text(encoding="utf-8", errors="replace"), verbose=False).input_ids
             if len(found) > needed:
@@ -141,9 +143,14 @@ class Stages:
         return torch.tensor(found, device=self.options.device)[None]
 
     def _tokens(self, start: int, count: int) -> torch.Tensor:
-        """Tokens `(1, count)` from a place on, from the start again where the text ends."""
-        places = torch.arange(start, start + count, device=self.options.device) % self._text.shape[1]
-        return self._text[:, places]
+        """Tokens `(1, count)` from a place on.
+
+        Raises:
+            ValueError: the text ends before: going on at its start would train on what is scored.
+        """
+        if start + count > self._text.shape[1]:
+            raise ValueError(f"the text has {self._text.shape[1]} tokens, {start + count} are needed: lower --length")
+        return self._text[:, start : start + count]
 
     def _finetuned(self, scheme: str) -> dict[str, Any]:
         options, torch_state = self.options, self.options.out / f"{scheme.partition(':')[0]}.pt"
@@ -183,7 +190,7 @@ class Stages:
     @torch.no_grad()
     def _measured(self, model: Any) -> dict[str, list[float]]:
         """Loss in nats of the last tokens of every window, and its standard error over windows."""
-        trained, longest = self._trained(), self.options.length
+        trained, longest = self.trained(), self.options.length
         scored: dict[str, list[float]] = {}
 
         def score(name: str, ids: torch.Tensor, targets: int = TARGETS) -> None:
@@ -264,7 +271,8 @@ def main(words: Sequence[str] | None = None) -> int:
     stages = Stages(options)
     for name in options.only:
         getattr(stages, name)()
-    if importlib.util.find_spec("matplotlib") and stages.done.get("far/plain", {}).get("result"):
+    beyond = stages.done.get("far/plain", {}).get("result") and options.length > stages.trained()
+    if beyond and importlib.util.find_spec("matplotlib"):
         from benchmarks import chart
 
         print(chart.save_losses(stages.done, options.out / "losses.png"))

@@ -58,3 +58,31 @@ def test_nothing_is_measured_without_the_device(capsys):
         pytest.skip("there is one")
     assert gpu.main(["--only", "serve"]) == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_losses_are_drawn_and_nothing_that_is_scored_is_trained_on(tmp_path, monkeypatch):
+    taken, tokens = [], gpu.Stages._tokens
+    monkeypatch.setattr(gpu, "WINDOWS", 2)
+
+    def recorded(stages, start, count):
+        taken.append((start, start + count))
+        return tokens(stages, start, count)
+
+    monkeypatch.setattr(gpu.Stages, "_tokens", recorded)
+    assert gpu.main(words(tmp_path, "far", "finetune")) == 0
+    rows = sorted(span for span in taken if span[1] - span[0] == 512)  # windows have a target more
+    assert rows[0][0] >= max(end for start, end in taken if (start, end) not in rows)
+    assert len(set(rows)) == 2
+    assert (tmp_path / "losses.png").stat().st_size > 5000
+    found = results(tmp_path)
+    assert found["far/rerope:window=128+logn"]["result"].keys() == found["far/plain"]["result"].keys()
+
+
+def test_a_text_that_is_too_short_is_an_error_and_within_l_there_is_no_picture(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "WINDOWS", 2)
+    within = ["--device", "cpu", "--length", "256", "--steps", "1", "--out", str(tmp_path), "--only", "far"]
+    assert gpu.main(within) == 0
+    assert not (tmp_path / "losses.png").exists()
+    monkeypatch.setattr(gpu.Stages, "_text", torch.ones(1, 600, dtype=torch.long))
+    assert gpu.main([*within[:-2], "--only", "finetune"]) == 1
+    assert "600 tokens" in results(tmp_path)["finetune/yarn:target=256"]["error"]
