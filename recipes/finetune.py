@@ -194,7 +194,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
         return
     model = load_plain(options, spec)
     language_model, stacks = find_language_model(model), read_stacks(model)
-    trained = stacks[0].training_length
+    trained = stacks[0].max_length
     if "flash" in language_model.config._attn_implementation and options.layout != "padded":
         raise EvaluationError("flash attention would misread where the documents of a row begin; use attention=sdpa")
     row_length = (options.pose_row or trained) if options.layout in ("pose", "cream") else options.length

@@ -82,7 +82,6 @@ def main(options: Options) -> None:
     checkpoint, target = options.model or default_checkpoint(), options.target
     trained = trained_length(checkpoint)
     check(options, trained)
-    factor = target / trained
     asked: dict[str, Any] = {"documents": options.documents, "seed": options.seed, "protocol": options.protocol}
     asked |= {"windows_per_document": options.windows_per_document, "targets": options.targets}
     plan = Perplexity(text=name_of_text(options.text, options.dataset, options.split), **asked)
@@ -108,7 +107,7 @@ def main(options: Options) -> None:
     stack = measured.stacks[0]
     if stack.checkpoint.pairs is None or stack.native is None:
         raise EvaluationError(f"{checkpoint} has no pairs of dimensions that rotate alike in all layers")
-    spec = stack.layers[0].spec
+    spec, factor = stack.layers[0].spec, target / stack.training_length
     starts = {start: get_scheme(start, factor=factor) for start in STARTS}
     factors = {start: factors_of(scheme, spec) for start, scheme in starts.items()}
     plain = factors_of(stack.native.resolve(stack.checkpoint), spec)

@@ -65,7 +65,7 @@ def main(options: Options) -> None:
     from rope_patch.evaluation.tables import shortfalls
     from rope_patch.evaluation.tasks.perplexity import Perplexity
     from rope_patch.evaluation.verdict import Verdict
-    from rope_patch.models.config import training_length
+    from rope_patch.models.config import checkpoint_of_config
     from rope_patch.saving.loading import (
         default_checkpoint,
         load_config,
@@ -79,7 +79,8 @@ def main(options: Options) -> None:
     swept = schemes_to_sweep(options.regime, options.schemes)
     checkpoint = options.model or default_checkpoint()
     config = load_config(checkpoint)
-    trained = training_length(config)
+    facts = checkpoint_of_config(config)
+    trained = facts.max_length
     lengths = lengths_up_to(options.target, trained)
     wants = partial(is_served, server_named(options.serve), config)
     asked: dict[str, Any] = {"targets": options.targets, "documents": options.documents, "seed": options.seed}
@@ -90,7 +91,7 @@ def main(options: Options) -> None:
     if options.budget_minutes is not None:
         say(f"a budget of {options.budget_minutes:g} minutes for all: references, candidates, and the confirmation")
     if options.dry_run:
-        first = [line for each in candidates(1, swept, {}) if wants(line := each.line(trained, lengths[-1]))]
+        first = [line for each in candidates(1, swept, {}) if wants(line := each.line(facts, lengths[-1]))]
         if options.json:
             print_json({"lengths": lengths, "first_round": first})
         elif is_main():
@@ -124,7 +125,7 @@ def main(options: Options) -> None:
     before, stopped = len(results.rows), ""
     for number, aim in enumerate(ROUNDS, start=1):
         at_target = {candidate: rows[line][-1].nll for line, candidate in tried.items()}
-        spelled = {each.line(trained, lengths[-1]): each for each in candidates(number, swept, at_target)}
+        spelled = {each.line(facts, lengths[-1]): each for each in candidates(number, swept, at_target)}
         wanted = {line: candidate for line, candidate in spelled.items() if wants(line)}
         say(f"round {number} of {len(ROUNDS)}: {aim} ({len(wanted)} lines)")
         for ahead, (line, candidate) in zip(reversed(range(len(wanted))), wanted.items(), strict=True):
@@ -183,17 +184,22 @@ class Candidate:
     value: float
     logn: bool = False
 
-    def line(self, trained: int, target: int) -> str:
-        """As `get_scheme` spells it, such as `rerope:window=128+logn`."""
-        from rope_patch.schemes import Checkpoint, scheme_class
+    def line(self, checkpoint: Any, target: int) -> str:
+        """The line on a checkpoint, or on one with this L in tokens, as `get_scheme` spells it: `rerope:window=128`."""
+        from rope_patch.schemes import Checkpoint, get_scheme, scheme_class
         from rope_patch.schemes.slots import Target
 
+        if isinstance(checkpoint, int):
+            checkpoint = Checkpoint(checkpoint, num_heads=1, max_length=checkpoint)
+        if self.sweep.field:
+            checkpoint = checkpoint.under(get_scheme(self.scheme, target=target))
+        trained = checkpoint.training_length
         kind, field, unit, fields = scheme_class(self.scheme), self.sweep.field, self.sweep.unit, {}
         window = {"window": round(self.sweep.window * trained)} if self.sweep.window else {}
         if unit == "L":
             fields[field] = max(1, round(self.value * trained))
         elif field:
-            goal = Target(self.scheme, target, Checkpoint(trained, num_heads=1, max_length=trained), window)
+            goal = Target(self.scheme, target, checkpoint, window)
             number = self.value * (kind.fields_for(goal)[field] if unit == "target" else 1)
             fields[field] = math.ceil(number) if get_type_hints(kind)[field] is int else f"{number:.4g}"
         spelled = ",".join(f"{name}={value}" for name, value in (fields | window).items())

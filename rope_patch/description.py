@@ -22,10 +22,12 @@ from rope_patch.mounting.plan import Plan
 from rope_patch.mounting.scheme_warnings import lost_positions, scheme_warning
 from rope_patch.patching import PatchHandle, find_handles, find_record, loaded
 from rope_patch.schemes.base import TRAINING, Scheme
+from rope_patch.schemes.reach import scaling_of
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.schemes.rope import NoPE, RoPE
 from rope_patch.schemes.rules import rules_of
 from rope_patch.schemes.slots import Tokens
+from rope_patch.schemes.target import resolved
 from rope_patch.typing import RotarySpec, Weights
 
 Rows = Sequence[tuple[str, str]]
@@ -94,23 +96,32 @@ def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None, sta
     content = counted(len(stack.layers), "attention layer") if stack.layers else "a table of positions"
     rows = [
         ("model", f"{type(model).__name__}{part_of}, {content}"),
-        ("training length", f"{stack.training_length} tokens"),
+        ("training length", _lengths(stack)),
         ("state", f"patched, mounted {plan.mounts()}" if plan else _unpatched(model, stack)),
     ]
     if plan and (words := scheme_warning(asked, [(stack, plan)])):
         rows.append(("warning", words))
-    resolved = asked.resolve(stack.checkpoint)
-    by_layer = resolved.of_layers({layer.index: layer.kind for layer in stack.layers}, stack.config.num_hidden_layers)
+    filled = resolved(asked, stack.checkpoint)
+    by_layer = filled.of_layers({layer.index: layer.kind for layer in stack.layers}, stack.config.num_hidden_layers)
     for part, its_plan in plan.by_layer if plan else ():
         chosen = by_layer[part.layers[0].index] or its_plan.scheme
         rows.append((_numbered(layer.index for layer in part.layers), f"{chosen}, mounted {its_plan.mounts()}"))
         rows += _under(chosen, part, its_plan, states)
     if not (plan and plan.by_layer):
-        rows += _under(resolved, stack, plan, states)
+        rows += _under(filled, stack, plan, states)
     if plan:
         rows += [("left alone", line) for line in _by_reason(plan.left_alone)]
     unscored = {layer.index: layer.unscored for layer in stack.layers if layer.unscored}
     return [*rows, *(("frequencies only", line) for line in _by_reason(unscored))]
+
+
+def _lengths(stack: Stack) -> str:
+    """The training length, and for a checkpoint that was extended before both of its lengths."""
+    if stack.max_length == stack.training_length:
+        return f"{stack.max_length} tokens"
+    return (
+        f"{stack.max_length} tokens today ({scaling_of(stack.checkpoint)}), {stack.training_length} before that scaling"
+    )
 
 
 def _unpatched(model: nn.Module, stack: Stack) -> str:
@@ -146,6 +157,13 @@ def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[Lay
         yield "  equation", part.equation
         yield "  training", training or TRAINING[part.regime]
         yield "  source", f"{part.source.title} ({part.source.year}) {part.source.link}"
+    if plan and stack.max_length != stack.training_length:
+        counted_from = stack.checkpoint.under(scheme).training_length
+        keeps = counted_from == stack.max_length
+        yield (
+            "counts from",
+            f"{counted_from} tokens: {'keeps' if keeps else 'replaces'} the checkpoint's own frequencies",
+        )
     if plan:
         yield from _own_positions(stack, scheme, plan)
         if states:
@@ -160,7 +178,7 @@ def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[Lay
                 yield from _numbers(states[0].scheme, stack, states[0].layer, states[0].weights.at_rest())
             else:
                 yield from _numbers(scheme, stack, full[0], LearnedWeights(table=full[0].bias_table).at_rest())
-        m = 4 * stack.training_length
+        m = 4 * stack.max_length
         pairs = [(m, m - distance) for distance in (1, m // 16, m // 4, m // 2, m)]
         yield "positions", "  ".join(f"({m}, {n}): {rotated_distance(scheme, m, n)}" for m, n in pairs)
 
@@ -168,7 +186,7 @@ def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[Lay
 @torch.no_grad()
 def _numbers(scheme: Scheme, stack: Stack, layer: AttentionLayer, weights: Weights) -> Iterable[tuple[str, str]]:
     """What the slots of a scheme hold in a layer at a few pairs, heads, distances and positions."""
-    trained = stack.training_length
+    trained = stack.max_length
     if any(value.is_meta for value in weights.values()):
         return
     places = torch.tensor([1, trained // 4, trained, 4 * trained])

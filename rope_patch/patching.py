@@ -31,7 +31,8 @@ from rope_patch.mounting.saved import Notice, install_saving
 from rope_patch.mounting.scheme_warnings import scheme_warning
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
-from rope_patch.schemes.registry import as_scheme
+from rope_patch.schemes.reach import spelled
+from rope_patch.schemes.registry import as_scheme, scheme_from_dict
 from rope_patch.schemes.target import advise, reached
 
 Mounted = tuple[tuple[Stack, Plan], ...]
@@ -217,8 +218,23 @@ def _planned(model: nn.Module, scheme: Scheme, mount: Mount) -> tuple[Scheme, Mo
             f"{type(model).__name__} was saved with the table of {record.get('scheme')}; `repatch` takes it up"
         )
     stacks = read_stacks(model)
+    _check_unscaled(model, stacks[0], scheme)
     scheme = reached(scheme, (stack.checkpoint for stack in stacks))
     return scheme, tuple((stack, plan_mounts(scheme, stack, mount)) for stack in stacks)
+
+
+def _check_unscaled(model: nn.Module, stack: Stack, scheme: Scheme) -> None:
+    """Refuse a checkpoint that was saved under a scheme which Transformers has applied by itself: the config holds the
+    scheme's frequencies as if they were the checkpoint's own, so that another scheme would scale them again.
+    """
+    record, own = find_record(model), getattr(stack.config, "rope_parameters", None)
+    if isinstance(record, dict) and record.get("rope_parameters", own) != own:
+        saved, typed = spelled(scheme_from_dict(record["scheme"])), spelled(scheme)
+        raise AlreadyPatched(
+            f"{type(model).__name__} was saved under {saved}, which Transformers applies by itself, so {typed} would "
+            f"scale it again. To keep {saved}, write repatch(model). For {typed} alone, write "
+            "model = rope_patch.from_pretrained(FOLDER); unpatch(model), and patch that"
+        )
 
 
 def _mount(model: nn.Module, scheme: Scheme, mounted: Mounted, mount: Mount, attention: AttentionMode) -> PatchHandle:
@@ -305,6 +321,10 @@ def _name_in_config(holders: Sequence[nn.Module], scheme: Scheme, mounted: Mount
         record["rope_parameters"] = native
     if length is not None:
         record["max_position_embeddings"] = stack.config.max_position_embeddings
+    if exported is None and scheme.frequency_owner is not None and stack.rotary:
+        # `rope_parameters` stay those of the layers that are left alone, so the record says where the scheme runs
+        kept = {layer.index: plan.left_alone[layer.index] for layer in stack.layers if layer.index in plan.left_alone}
+        record |= {"left_alone": {str(index): reason for index, reason in kept.items()}} if kept else {}
     if has_rows:
         record["positions"] = stack.training_length  # the weights hold the longer table
     for config in changes.fork_configs(holders):

@@ -38,5 +38,7 @@ def main(options: Options) -> None:
                 print(f"{'':<20}lost: {sentence}")
             for sentence in reading.partly:
                 print(f"{'':<20}partly: {sentence}")
+            for sentence in reading.notes:
+                print(f"{'':<20}note: {sentence}")
     if any(reading.lost for reading in readings):
         sys.exit(1)

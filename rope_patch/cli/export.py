@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from rope_patch.cli.options import Numbers, OptionalLength, Positional, Readers, Text, print_json
+from rope_patch.cli.options import Numbers, OptionalLength, Positional, Readers, Text, print_json, say
 from rope_patch.errors import EvaluationError
 
 
@@ -79,6 +79,8 @@ def main(options: Options) -> None:
         print_json(serving.to_dict())
         return
     print(f"{serving.scheme}: L = {serving.training_length}, served up to {serving.length} tokens")
+    if serving.warning:
+        say(f"{serving.warning}")
     print(f"config.json changes:\n{json.dumps(serving.changed, indent=2)}")
     for reader in serving.readers:
         print(f"{reader.name:<20}{reader.reads:<8}{reader.words} ({reader.known})")

@@ -18,6 +18,7 @@ from rope_patch.models.head import find_language_model
 from rope_patch.mounting.parameters import learned_parameters
 from rope_patch.patching import find_handle, find_handles, mount_scheme, unpatch
 from rope_patch.schemes import Scheme
+from rope_patch.schemes.target import resolved
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,15 @@ class MeasuredModel:
 
     @property
     def training_length(self) -> int:
-        """L in tokens."""
-        return self.stacks[0].training_length
+        """L in tokens: what the checkpoint reads today."""
+        return self.stacks[0].max_length
 
     def carries(self, scheme: Scheme | None) -> bool:
         """Whether a scheme is the carried one, with or without its defaults filled in."""
         if self.carried is None or scheme is None:
             return False
         carried, checkpoints = self.carried.scheme, [stack.checkpoint for stack, _ in self.carried.mounted]
-        return all(scheme.resolve(of) == carried.resolve(of) for of in checkpoints)
+        return all(resolved(scheme, of) == resolved(carried, of) for of in checkpoints)
 
     def facts(self, name: str | None = None) -> dict[str, Any]:
         """The fields of all rows about model and software; `name` defaults to `config.name_or_path`."""
@@ -101,7 +102,7 @@ class MeasuredModel:
         try:
             with mount_scheme(self.model, scheme) if scheme is not None and self.carried is None else nullcontext():
                 learned = self.learned
-                if learned and scheme in (learned.scheme, learned.scheme.resolve(self.stacks[0].checkpoint)):
+                if learned and scheme in (learned.scheme, resolved(learned.scheme, self.stacks[0].checkpoint)):
                     for name, value in learned_parameters(self.model).items():
                         value.data.copy_(learned.values[name])
                 yield

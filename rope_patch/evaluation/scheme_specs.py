@@ -15,7 +15,8 @@ from rope_patch.models.base import Stack
 from rope_patch.mounting.plan import Plan, plan_mounts
 from rope_patch.mounting.scheme_warnings import changes_nothing
 from rope_patch.schemes import Checkpoint, Scheme, get_scheme, list_schemes, scheme_class
-from rope_patch.schemes.target import reached
+from rope_patch.schemes.reach import shortened
+from rope_patch.schemes.target import reached, resolved
 
 PLAIN, CUT = "plain", "window"  # the plain checkpoint, and its attention cut at the training length
 TEXT_CUT, NEAR = "cut", "near"  # the plain checkpoint on the text cut to L, and with what `repeat` repeats inside L
@@ -109,6 +110,7 @@ class SchemeAtLength:
     mount: str
     length: int
     idle: bool  # whether it changes nothing at this length
+    warning: str = ""  # why it reaches less far than the checkpoint does today
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -129,7 +131,8 @@ def schemes_at_lengths(
         UnknownScheme, InvalidField, SlotConflict, UnsupportedModel, NothingToPatch: a scheme does not fit the model.
 
     Warns:
-        RopePatchWarning: a scheme changes nothing at a length beyond L, or at any.
+        RopePatchWarning: a scheme changes nothing at a length beyond L, or at any, or reaches less far than the
+            checkpoint does today.
     """
     lines = [str(spec) for spec in schemes]
     if not lines:
@@ -138,6 +141,8 @@ def schemes_at_lengths(
         raise EvaluationError(f"scheme {min(twice)!r} is listed twice")
     once = [min(model.training_length, lengths[-1])]
     jobs = [_checked(one, n, model) for one in schemes for n in (once if str(one) in CONTROLS else lengths)]
+    for line, words in {job.line: job.warning for job in jobs if job.warning}.items():
+        warnings.warn(f"{line}: {words}", RopePatchWarning, stacklevel=3)
     idle = {job.line: job.length for job in jobs if job.idle and job.line not in REFERENCES}
     for line, longest in idle.items():
         if longest > model.training_length or longest == lengths[-1]:
@@ -161,11 +166,14 @@ def _checked(spec: str | Scheme, length: int, model: MeasuredModel) -> SchemeAtL
             "texts under a scheme alone, without references (--no-references)"
         )
     if scheme is not None and len(model.stacks) == 1:  # else the defaults of the parts differ
-        scheme = scheme.resolve(stack.checkpoint)
+        scheme = resolved(scheme, stack.checkpoint)
     mounted: Sequence[tuple[Stack, Plan]] = ()
     if model.carried is not None:
         mounted = model.carried.mounted
     elif scheme is not None:
         mounted = [(stack, plan_mounts(scheme, stack)) for stack in model.stacks]
     mount = mounted[0][1].mounts() if mounted else "none"
-    return SchemeAtLength(str(spec), scheme, mount, length, bool(mounted) and changes_nothing(mounted, length))
+    idle, warning = bool(mounted) and changes_nothing(mounted, length), ""
+    if scheme is not None and model.carried is None and "target=auto" not in str(spec):
+        warning = shortened(scheme, stack.checkpoint)
+    return SchemeAtLength(str(spec), scheme, mount, length, idle, warning)

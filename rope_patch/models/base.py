@@ -228,8 +228,13 @@ class Stack:
 
     @property
     def training_length(self) -> int:
-        """L in tokens."""
+        """The original length in tokens, before the checkpoint's own scaling."""
         return self.checkpoint.training_length
+
+    @property
+    def max_length(self) -> int:
+        """L in tokens as users count it: what the checkpoint reads today, under its own scaling."""
+        return self.checkpoint.max_length
 
     @property
     def has_positions(self) -> bool:

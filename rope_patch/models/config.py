@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Container, Mapping
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rope_patch.errors import UnsupportedModel, did_you_mean
+from rope_patch.errors import InvalidField, MissingField, UnsupportedModel, did_you_mean
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import list_schemes, scheme_class, scheme_from_dict
+from rope_patch.schemes.rules import rules_of
 from rope_patch.schemes.slots import Checkpoint
 
 BASE = 10_000.0  # b for a checkpoint without a rotary embedding: the published one (RoFormer, section 3.2.2)
 
-_NUMBERS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_ORIGINAL = "original_max_position_embeddings"
+
+_NUMBERS = ("rope_theta", "partial_rotary_factor", _ORIGINAL)
 """Properties of the checkpoint in an entry of any type; only the first is required."""
 
 _UNREAD = {"dynamic": {"original_max_position_embeddings", "length"}, "longrope": {"length", "learned"}}
@@ -126,31 +129,80 @@ def rope_entries(config: Any) -> dict[str | None, dict[str, Any]]:
     return entries
 
 
-def training_length(config: Any) -> int:
-    """L in tokens: `original_max_position_embeddings` of an extended checkpoint, else `max_position_embeddings`; both
-    from before the patch if the config records a scheme.
+class ContextLengths(NamedTuple):
+    """The two lengths of a checkpoint in tokens: the `original` one, before its own scaling, and what it reads
+    `today`, under that scaling; the same without one.
+    """
+
+    original: int
+    today: int
+
+
+def context_lengths(config: Any) -> ContextLengths:
+    """The lengths of a checkpoint, by one rule for all spellings; from before the patch if the config records a scheme.
+
+    `max_position_embeddings` is what the checkpoint reads today, and `original_max_position_embeddings` the original
+    length. Where the factor times the original length goes further than the maximum, the maximum was not raised, as
+    Qwen's documentation has it, and the product is what it reads today. `linear` and `proportional` name no original
+    length, so it is today's over the factor (Gemma 3: 131,072 / 8). `dynamic` scales only beyond the maximum, which is
+    both lengths.
 
     Raises:
-        UnsupportedModel: the config contains neither.
+        UnsupportedModel: the config contains no length.
     """
     config = before_patch(config)
-    entries = rope_entries(config)
-    for entry in (entries[main_layer_type(entries)], *entries.values()):
-        if entry.get("rope_type") == "dynamic":
-            break  # for this type, Transformers ignores the entry's own length and scales from the maximum
-        if entry.get("original_max_position_embeddings"):
-            return int(entry["original_max_position_embeddings"])
-    length = getattr(config, "max_position_embeddings", None)
-    if not length:
+    entry = _scaled_entry(rope_entries(config))
+    kind, factor = entry.get("rope_type", "default"), entry.get("factor")
+    if not (isinstance(factor, (int, float)) and 0 < factor <= _LARGEST_SIZE):
+        factor = 0  # not given, or refused where the scheme is read
+    stated, longest = entry.get(_ORIGINAL), getattr(config, "max_position_embeddings", None)
+    if not (stated or longest):
         raise UnsupportedModel(f"{type(config).__name__} has no `max_position_embeddings`; its length is unknown")
-    return int(length)
+    longest = int(longest or cast(float, stated))
+    if kind in ("default", "dynamic"):
+        return ContextLengths(longest, longest)
+    if not stated:
+        longest = max(longest, int(getattr(config, "max_sequence_length", None) or 0))  # as Vicuna 1.5 and LongChat
+        return ContextLengths(max(1, round(longest / max(1, factor))) if kind in _SLOWED else longest, longest)
+    original = int(stated)
+    raised = kind in ("llama3", "longrope") and longest > original  # the factor of Llama 3.2 is more than was trained
+    return ContextLengths(original, max(original, longest, 0 if raised else round(factor * original)))
+
+
+_SLOWED = ("linear", "proportional")
+"""Types that divide the frequencies of a shorter checkpoint by their factor, without naming its length."""
+
+
+def _scaled_entry(entries: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
+    """The entry that stands for a checkpoint: of full attention, unless only another one scales."""
+    main = entries[main_layer_type(entries)]
+    scaled = (entry for entry in (main, *entries.values()) if entry.get("rope_type", "default") != "default")
+    return next(scaled, main)
+
+
+def training_length(config: Any) -> int:
+    """The original length in tokens, before the checkpoint's own scaling; see `context_lengths`.
+
+    Raises:
+        UnsupportedModel: the config contains no length.
+    """
+    return context_lengths(config).original
+
+
+def length_today(config: Any) -> int:
+    """The length in tokens that a checkpoint reads today, under its own scaling; see `context_lengths`.
+
+    Raises:
+        UnsupportedModel: the config contains no length.
+    """
+    return context_lengths(config).today
 
 
 def checkpoint_of_config(config: Any) -> Checkpoint:
     """The properties from which a scheme takes its defaults."""
-    trained = training_length(config)
-    longest = getattr(config, "max_position_embeddings", None) or trained
-    return Checkpoint(trained, config_of_layer(config, 0).num_attention_heads, max(trained, longest))
+    original, today = context_lengths(config)
+    native = scheme_of_layer_type(config, main_layer_type(rope_entries(config)))
+    return Checkpoint(original, config_of_layer(config, 0).num_attention_heads, today, native=native)
 
 
 def head_dim(config: Any) -> int:
@@ -170,8 +222,43 @@ def configs_of_type(config: Any, layer_type: str | None) -> list[Any]:
 
 
 def scheme_of_layer_type(config: Any, layer_type: str | None) -> Scheme | None:
-    """The scheme that `config.rope_parameters` describes for the layers of one type; None if there is none here."""
-    return scheme_of_entry(rope_entries(config)[layer_type], nested=layer_type is not None)
+    """The scheme that `config.rope_parameters` describes for the layers of one type, as Transformers computes it; None
+    if there is none here.
+
+    Raises:
+        InvalidField: a field is missing or wrong.
+    """
+    entry, _ = as_computed(rope_entries(config)[layer_type], config)
+    return scheme_of_entry(entry, nested=layer_type is not None, checked=False)
+
+
+def as_computed(entry: dict[str, Any], config: Any) -> tuple[dict[str, Any], list[str]]:
+    """An entry of a checkpoint with the values that Transformers computes with (`modeling_rope_utils.py`, 5.23), and a
+    sentence for each value that other programs may take otherwise.
+    """
+    computed, said = dict(entry), []
+    original, longest = entry.get(_ORIGINAL), getattr(config, "max_position_embeddings", None)
+    if isinstance(original, float):
+        said.append(f"{_ORIGINAL}={original} is a float, not an integer")
+        if original.is_integer():
+            computed[_ORIGINAL] = int(original)
+    if entry.get("rope_type") == "yarn":
+        if "factor" in entry and entry["factor"] is None and original and longest:
+            computed["factor"] = longest / original
+            said.append(f"factor=null stands for max_position_embeddings / {_ORIGINAL} = {computed['factor']:g}")
+        for name in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
+            if entry.get(name) == 0:
+                del computed[name]
+                said.append(f"{name}={entry[name]} counts as not given")
+        fast, slow = computed.get("beta_fast") or 32, computed.get("beta_slow") or 1
+        if _is_number(fast) and _is_number(slow) and fast < slow:
+            said.append(f"beta_fast={fast} is below beta_slow={slow}: the ramp runs backwards")
+    factor = computed.get("factor")
+    if _is_number(factor) and 0 < factor < 1:  # type: ignore[operator]
+        said.append(f"factor={factor} is below 1: it makes the rotation faster")
+    if entry.get("attention_factor") == 0 and entry.get("rope_type") in ("yarn", "longrope"):
+        said.append(f"attention_factor={entry['attention_factor']} makes cos and sin 0, so every score is 0")
+    return computed, said
 
 
 def check_computable(config: Any) -> None:
@@ -183,7 +270,7 @@ def check_computable(config: Any) -> None:
     """
     entries = rope_entries(config)
     for entry in entries.values():
-        scheme = scheme_of_entry(entry, nested=None not in entries)
+        scheme = scheme_of_entry(as_computed(entry, config)[0], nested=None not in entries, checked=False)
         if scheme is None and entry["rope_type"] not in ROPE_INIT_FUNCTIONS:
             allowed = did_you_mean(entry["rope_type"], ["default", *ROPE_INIT_FUNCTIONS])
             raise UnsupportedModel(f"{type(config).__name__}: rope_type={entry['rope_type']!r}; {allowed}")
@@ -194,8 +281,11 @@ def main_layer_type(entries: dict[str | None, dict[str, Any]]) -> str | None:
     return "full_attention" if entries.get("full_attention") else next(iter(entries))
 
 
-def scheme_of_entry(entry: dict[str, Any], nested: bool) -> Scheme | None:
+def scheme_of_entry(entry: dict[str, Any], nested: bool, checked: bool = True) -> Scheme | None:
     """The scheme that an entry describes, alone or `nested` by layer type; None if there is none here.
+
+    Args:
+        checked: whether the rules of new schemes hold; a checkpoint may have any values that can be computed.
 
     Raises:
         InvalidField: a field is missing or wrong.
@@ -210,5 +300,30 @@ def scheme_of_entry(entry: dict[str, Any], nested: bool) -> Scheme | None:
             values = {key: value for key, value in entry.items() if key in fields and value is not None}
             if "truncate" in fields and "truncate" in entry:
                 values["truncate"] = bool(entry["truncate"])  # None is False in Transformers
-            return scheme_from_dict({"name": cls.name, **values})
+            try:
+                return scheme_from_dict({"name": cls.name, **values})
+            except MissingField:
+                raise
+            except InvalidField:
+                if checked or not _is_computable(cls, values):
+                    raise
+                return _unchecked(cls, values)
     return None
+
+
+def _is_computable(cls: type[Scheme], values: dict[str, Any]) -> bool:
+    """Whether the only values that break a rule of the class are numbers of at least 0, and its factor is above it."""
+    rules = [rule for rule in rules_of(cls).values() if rule.name in values]  # type: ignore[arg-type]
+    beside = _unchecked(cls, values)
+    broken = [rule for rule in rules if rule.broken(values[rule.name], beside)]
+    are_numbers = all(rule.kind in (int, float) and _is_number(values[rule.name]) for rule in broken)
+    return are_numbers and all(values[rule.name] >= 0 for rule in broken) and values.get("factor") != 0
+
+
+def _unchecked(cls: type[Scheme], values: dict[str, Any]) -> Scheme:
+    """A scheme with values that no new one may have; its methods do not check them again."""
+    scheme = object.__new__(cls)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        value = values.get(field.name, field.default)
+        object.__setattr__(scheme, field.name, tuple(map(float, value)) if isinstance(value, list) else value)
+    return scheme

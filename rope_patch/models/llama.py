@@ -24,7 +24,6 @@ from rope_patch.models.config import (
     checkpoint_of_config,
     config_of_layer,
     head_dim,
-    main_layer_type,
     rope_entries,
     scheme_of_layer_type,
     training_length,
@@ -76,8 +75,7 @@ def read(stack: PreTrainedModel) -> Stack:
         bidirectional=not all(is_causal(layer.module) for layer in layers),
         pairs=widths.pop() // 2 if len(widths) == 1 else None,
     )
-    native = scheme_of_layer_type(stack.config, main_layer_type(rope_entries(stack.config)))
-    return Stack(stack, checkpoint, native, layers, rotary)
+    return Stack(stack, checkpoint, checkpoint.native, layers, rotary)
 
 
 def _is_rotary(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from rope_patch.models.config import (
     config_of_layer,
     configs_of_type,
     head_dim,
+    length_today,
     rope_entries,
     scheme_of_entry,
     scheme_of_layer_type,
@@ -31,6 +32,7 @@ from rope_patch.schemes.compose import Compose
 from rope_patch.schemes.ntk import AdjustedBase
 from rope_patch.schemes.per_layer import PerLayer
 from rope_patch.schemes.registry import scheme_class
+from rope_patch.schemes.target import resolved
 from rope_patch.schemes.tools.rotary import periods
 from rope_patch.typing import NO_WEIGHTS, RotarySpec, Weights
 
@@ -74,7 +76,7 @@ def export_rope_parameters(
         )
     shares = {entry.get("partial_rotary_factor", 1.0) for entry in rope_entries(config).values()}
     pairs = int(head_dim(config_of_layer(config, 0)) * shares.pop()) // 2 if len(shares) == 1 else None
-    scheme = scheme.resolve(dataclasses.replace(checkpoint_of_config(config), pairs=pairs))
+    scheme = resolved(scheme, dataclasses.replace(checkpoint_of_config(config), pairs=pairs))
     exported = copy.deepcopy(config.rope_parameters)
     for layer_type, chosen in _by_entry(scheme, config).items():
         entry = rope_entries(config)[layer_type]
@@ -283,7 +285,7 @@ def _has_window(layer_type: str | None, config: Any) -> bool:
     """
     name = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(layer_type or "")
     windows = [getattr(layer, name, None) for layer in configs_of_type(config, layer_type)] if name else []
-    within = {window is not None and window <= training_length(config) for window in windows} or {False}
+    within = {window is not None and window <= length_today(config) for window in windows} or {False}
     if len(within) > 1:
         raise NotExpressible(f"{type(config).__name__}: windows of {layer_type} within the training length and beyond")
     return within.pop()
@@ -317,7 +319,7 @@ def stated_parameters(scheme: Scheme, stack: Stack, changed: Collection[str | No
         exported = export_rope_parameters(scheme, stack.config)
     except NotExpressible:
         return None
-    stated = _by_entry(scheme.resolve(stack.checkpoint), stack.config).keys()
+    stated = _by_entry(resolved(scheme, stack.checkpoint), stack.config).keys()
     return exported if {layer.layer_type for layer in stack.layers if layer.rotates} & stated == set(changed) else None
 
 

@@ -84,7 +84,7 @@ def install_parameters(
     layers = list(layers)
 
     def every_table() -> Iterator[torch.Tensor]:
-        for name, value in scheme.parameters(shape_of(stack, layers[0]), torch.Generator()).items():
+        for name, value in scheme.parameters(shape_of(scheme, stack, layers[0]), torch.Generator()).items():
             yield from itertools.repeat(value, 1 if name in scheme.shared else len(layers))
 
     if scheme.learns:
@@ -111,19 +111,19 @@ def install_parameters(
 
 def _initial_values(scheme: Scheme, stack: Stack, layer: AttentionLayer, seed: int) -> dict[str, torch.Tensor]:
     """The values of `Scheme.parameters`, without those that the checkpoint already has."""
-    values = scheme.parameters(shape_of(stack, layer), torch.Generator().manual_seed(seed))
+    values = scheme.parameters(shape_of(scheme, stack, layer), torch.Generator().manual_seed(seed))
     if layer.bias_table is not None:
         values.pop("relative_attention_bias", None)
     return values
 
 
-def shape_of(stack: Stack, layer: AttentionLayer) -> ModelShape:
-    """The sizes for learned parameters of a layer."""
+def shape_of(scheme: Scheme, stack: Stack, layer: AttentionLayer) -> ModelShape:
+    """The sizes for learned parameters of a scheme in a layer."""
     sizes = (
         stack.config.hidden_size,
         len(stack.layers) + len(stack.others),
         stack.config.vocab_size,
-        stack.training_length,
+        stack.checkpoint.under(scheme).training_length,
     )
     return ModelShape(layer.heads.num, layer.heads.dim, *sizes, layer.heads.value_dim, layer.spec.dim)
 

@@ -32,6 +32,7 @@ from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
 from rope_patch.schemes.rope import NoPE, RoPE
+from rope_patch.schemes.target import resolved
 from rope_patch.schemes.tools.positions import Identity
 
 Mount = Literal["auto", "late"]
@@ -89,7 +90,7 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
     """
     if mount not in ("auto", "late"):
         raise InvalidField(f"mount={mount!r}: {did_you_mean(str(mount), ('auto', 'late'))}")
-    scheme = scheme.resolve(stack.checkpoint)
+    scheme = resolved(scheme, stack.checkpoint)
     if scheme.by_layer:
         return _plan_by_layer(scheme, stack, mount)
     _check_fit(scheme, stack)
@@ -236,7 +237,7 @@ def _reads_unrotated(scheme: Scheme) -> bool:
 
 
 def _rotates(scheme: Scheme) -> bool:
-    return any("frequencies" in part.slots and not isinstance(part, NoPE) for part in scheme.parts())
+    return any("frequencies" in part.slots and not part.stills for part in scheme.parts())
 
 
 def _check_fit(scheme: Scheme, stack: Stack) -> None:
@@ -328,8 +329,8 @@ def _moves_positions(scheme: Scheme) -> bool:
 def _reason_to_leave(layer: AttentionLayer, stack: Stack) -> str:
     if not layer.rotates:
         return _UNROTATED
-    if layer.sliding_window is not None and layer.sliding_window <= stack.training_length:
-        return f"sliding window of {layer.sliding_window} within the training length of {stack.training_length}"
+    if layer.sliding_window is not None and layer.sliding_window <= stack.max_length:
+        return f"sliding window of {layer.sliding_window} within the training length of {stack.max_length}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""What a patch may do to a pretrained model that nobody wants: nothing at all, or to take its own positions away."""
+"""Warnings for patches that have no effect, shorten a checkpoint, or remove the positions that it was trained with."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from rope_patch.models.base import Stack
 from rope_patch.mounting.plan import Plan
 from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.reach import shortened
 from rope_patch.schemes.rope import NoPE
 from rope_patch.schemes.slots import Region
 
@@ -24,6 +25,8 @@ def scheme_warning(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str
     if changes_nothing(mounted, longest):  # a scheme for longer texts acts within them
         return f"{scheme} changes nothing in texts of up to {longest} tokens, twice the model's maximum"
     names = "+".join(part.name for part in scheme.parts())
+    if shorter := next(filter(None, (shortened(plan.scheme, stack.checkpoint) for stack, plan in groups)), ""):
+        return shorter
     if lost := next(filter(None, (lost_positions(stack, plan.scheme) for stack, plan in groups)), ""):
         return f"{names} replaces {lost} that the model was trained with: it needs training under {names}"
     for stack, plan in groups:  # a part that acts from the first token on expects weights that were trained under it

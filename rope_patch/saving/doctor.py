@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rope_patch.models.config import training_length
+from rope_patch.models.config import as_computed, length_today
 from rope_patch.models.rope_parameters import entry_of
 from rope_patch.mounting.saved import RECORD
 from rope_patch.saving import readers
@@ -32,6 +32,8 @@ class Reading:
         lost: what it ignores or misreads, one sentence each.
         partly: the limits within which it computes the rest, likewise.
         known: how that was established, see `readers.Reader`.
+        notes: values that Transformers computes otherwise than they are written, and what it makes of them; other
+            programs may read them otherwise.
     """
 
     reader: str
@@ -39,6 +41,7 @@ class Reading:
     lost: list[str]
     partly: list[str]
     known: str
+    notes: list[str] = field(default_factory=list)
 
 
 def diagnose(folder: str | Path, keys: Iterable[str] = ()) -> list[Reading]:
@@ -58,7 +61,6 @@ def diagnose(folder: str | Path, keys: Iterable[str] = ()) -> list[Reading]:
     entry: dict[str, Any] = (
         entry_of(read) if "rope_type" in read or "full_attention" in read else {"rope_type": "default"}
     )
-    trained = training_length(config)
     scaling: Any = fields.get("rope_scaling")  # which Transformers before 5 reads, and rope_theta at the top
     older = scaling if isinstance(scaling, dict) else {}
     older = {"rope_type": older.get("type", "default"), **older, "rope_theta": fields.get("rope_theta", 10000.0)}
@@ -78,7 +80,7 @@ def diagnose(folder: str | Path, keys: Iterable[str] = ()) -> list[Reading]:
                 yield f"L: {_L} is missing; max_position_embeddings={longest} is used instead"
             elif fields.get(_L) is None and kind in reader.l_at_top:
                 yield f"L: no {_L} at the top; 8192 is used instead"
-            reach = round(factor * trained) if factor else 0
+            reach = length_today(config)
             if kind in reader.cut and longest and longest < reach:
                 yield f"the context beyond max_position_embeddings={longest}; factor times L is {reach}"
         if reader.needs_float and kind == "linear" and not isinstance(factor, float):
@@ -91,7 +93,8 @@ def diagnose(folder: str | Path, keys: Iterable[str] = ()) -> list[Reading]:
         (support,) = readers.supported(read, raw.get("architectures"), longest or 0, [reader])
         partly = [f"{kind}: {support.words}"] if support.reads == "partly" else []
         understood = _spelled(older if reader.is_old else entry)
-        readings.append(Reading(reader.name, understood, list(lost(reader, support)), partly, reader.known))
+        notes = as_computed(entry, config)[1] if reader.key == "transformers" else []
+        readings.append(Reading(reader.name, understood, list(lost(reader, support)), partly, reader.known, notes))
     return readings
 
 

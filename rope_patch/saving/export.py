@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from rope_patch.errors import AlreadyPatched, NotExpressible
+from rope_patch.errors import AlreadyPatched, NotExpressible, UnsupportedModel, did_you_mean
 from rope_patch.models.config import checkpoint_of_config, restore_native, training_length
 from rope_patch.models.rope_parameters import entry_of, export_rope_parameters, stated_length
 from rope_patch.mounting.saved import RECORD
@@ -36,7 +36,10 @@ from rope_patch.saving.readers import (
 from rope_patch.saving.resuming import PER_REQUEST
 from rope_patch.saving.trained import copy_without_learned, trained_weights
 from rope_patch.schemes.base import Scheme
-from rope_patch.schemes.registry import get_scheme, scheme_from_dict
+from rope_patch.schemes.reach import shortened
+from rope_patch.schemes.registry import get_scheme, list_schemes, scheme_class, scheme_from_dict
+from rope_patch.schemes.slots import Checkpoint
+from rope_patch.schemes.target import reached
 from rope_patch.typing import NO_WEIGHTS, Weights
 
 _POSITIONAL = (RECORD, "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
@@ -55,6 +58,7 @@ class Serving:
         config: all of config.json.
         changed: keys that differ from the checkpoint's, with their new values; None for removed ones.
         output: the folder; None if it was not written.
+        warning: why the scheme reaches less far than the checkpoint does today; empty if it does not.
     """
 
     scheme: Scheme
@@ -64,6 +68,7 @@ class Serving:
     changed: dict[str, Any]
     readers: tuple[Support, ...]
     output: Path | None = None
+    warning: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, without unchanged keys."""
@@ -74,6 +79,7 @@ class Serving:
             "config": self.changed,
             "readers": {reader.name: dataclasses.asdict(reader) for reader in self.readers},
             "output": None if self.output is None else str(self.output),
+            "warning": self.warning,
         }
 
 
@@ -100,6 +106,7 @@ def describe_serving(
         AlreadyPatched: the checkpoint was saved under another scheme.
         UnknownScheme, InvalidField: the scheme is invalid.
         NoCheckpoint: there is no model in the folder, or its config cannot be read.
+        UnsupportedModel: the checkpoint's own `rope_type` is unknown here.
     """
     check_length(length)
     folder = Path(checkpoint)
@@ -115,12 +122,14 @@ def describe_serving(
     spelled = scheme if isinstance(scheme, str) else str(chosen)
     if record is not None:
         restore_native(text, copy.deepcopy(record))
-    chosen = chosen.reach(checkpoint_of_config(text))
+    facts = checkpoint_of_config(text)
+    _check_known(facts, spelled, text)
+    chosen = reached(chosen, [facts])
     trained = training_length(text)
     chosen_readers, architectures = readers_called(readers), raw.get("architectures")
     extended = extended_length(chosen, text)
     if by_factor:
-        extended = max(by_factor) * trained
+        extended = max(by_factor) * facts.max_length
     served = length or extended or trained
     weights = trained_weights(folder, chosen) if record and chosen.learned_frequencies else NO_WEIGHTS
     try:
@@ -145,7 +154,8 @@ def describe_serving(
             PER_REQUEST: {str(factor): each.to_dict() for factor, each in by_factor.items()},
         }
     support = supported(parameters, architectures, length, chosen_readers)
-    return Serving(chosen, trained, length, written, {"text_config": changed} if nested else changed, support)
+    changed = {"text_config": changed} if nested else changed
+    return Serving(chosen, trained, length, written, changed, support, warning=shortened(chosen, facts))
 
 
 def export_checkpoint(
@@ -212,6 +222,21 @@ def _scheme(folder: Path, requested: str | Scheme | None, record: dict[str, Any]
             "with rope_patch.from_pretrained, unpatch and save it before you export another"
         )
     return scheme
+
+
+def _check_known(checkpoint: Checkpoint, spelled: str, config: Any) -> None:
+    """Refuse a checkpoint whose own scaling is unknown here: what it reads, and what becomes of it, cannot be told.
+
+    Raises:
+        UnsupportedModel: names the type, and the known ones.
+    """
+    if checkpoint.native is None:
+        kind = entry_of(config.rope_parameters).get("rope_type")
+        known = {cls.rope_type for cls in map(scheme_class, list_schemes()) if cls.rope_type}
+        raise UnsupportedModel(
+            f"{type(config).__name__}: rope_type={kind!r} is not known here, so {spelled} cannot be derived from it; "
+            f"{did_you_mean(str(kind), known)}"
+        )
 
 
 def check_length(length: int | None) -> None:

@@ -38,7 +38,7 @@ from rope_patch.errors import (
 )
 from rope_patch.models import t5
 from rope_patch.models.baichuan import register_baichuan
-from rope_patch.models.config import restore_native, training_length, wrong_field
+from rope_patch.models.config import length_today, restore_native, wrong_field
 from rope_patch.mounting.saved import ADAPTERS, RECORD
 from rope_patch.patching import find_handle, mount_scheme, unpatch
 from rope_patch.saving.checkpoint_kind import OPTIONAL, is_gguf, kind_of_checkpoint, read_json
@@ -294,7 +294,7 @@ def load_config(path: str | Path) -> Any:
 
 
 def trained_length(path: str) -> int:
-    """L in tokens of a checkpoint, from its config alone.
+    """L in tokens of a checkpoint, which it reads today under its own scaling, from its config alone.
 
     Raises:
         NoCheckpoint: there is no config.
@@ -302,7 +302,7 @@ def trained_length(path: str) -> int:
     """
     config = load_config(path)
     if getattr(config, "rope_parameters", None):
-        return training_length(config)
+        return length_today(config)
     default = t5.TRAINING_LENGTH if hasattr(config, "relative_attention_num_buckets") else None
     lengths = (getattr(config, name, None) for name in ("n_positions", "max_position_embeddings", "model_max_length"))
     if not (length := next(filter(None, lengths), default)):

@@ -104,6 +104,7 @@ class Scheme:
         refines: whether it makes its frequencies of those of another scheme, see `refine`.
         chooses_pairs: whether the frequencies decide which pairs rotate, also those that the checkpoint leaves still.
         decays: whether the frequencies bring a decay, so that queries and keys are rotated by different tables.
+        stills: whether all frequencies are zero, so that nothing rotates.
         linear: whether the bias is a multiple of the distance, so that under a causal mask one term per key is enough.
         only_masks: whether all that its bias does is to hide pairs, with values 0 and -inf, so that the checkpoint's
             own rotation or bias stays.
@@ -134,6 +135,7 @@ class Scheme:
     refines: ClassVar[Annotated[bool, Composed(_any_and_all, filling=("frequencies", "refine"))]] = False
     chooses_pairs: ClassVar[Annotated[bool, Composed(any, filling=("frequencies", "refine"))]] = False
     decays: ClassVar[IfAny] = False
+    stills: ClassVar[Annotated[bool, Composed(_any_and_all, filling=("frequencies", "refine"))]] = False
     linear: ClassVar[Annotated[bool, Composed(all, filling=("bias",))]] = False
     only_masks: ClassVar[Annotated[bool, Composed(_any_and_all, filling=("bias", "content_bias", "running_bias"))]] = (
         False
@@ -351,6 +353,13 @@ class Scheme:
     def slots(self) -> frozenset[Slot]:
         """The slots that this scheme fills."""
         return frozenset(SLOTS[name] for name in self.methods)
+
+    @property
+    def frequency_owner(self) -> Scheme | None:
+        """The part whose frequencies stand in the place of the checkpoint's own; None if those stay, also refined, or
+        if nothing rotates any more.
+        """
+        return self if "frequencies" in self.slots and not (self.refines or self.stills) else None
 
     @property
     def brings_bias(self) -> bool:

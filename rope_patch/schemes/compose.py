@@ -27,6 +27,10 @@ class Combined(Scheme):
         return frozenset().union(*(scheme.methods for scheme in self.inner))
 
     @property
+    def frequency_owner(self) -> Scheme | None:
+        return next(filter(None, (scheme.frequency_owner for scheme in self.inner)), None)
+
+    @property
     def is_table(self) -> bool:
         return all(scheme.is_table for scheme in self.inner if "embedding" in scheme.methods)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import math
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -67,7 +67,9 @@ class LongRoPE(Scheme):
         if self.factor is not None:
             return self
         trained = self.original_max_position_embeddings or checkpoint.training_length
-        return dataclasses.replace(self, factor=max(1.0, checkpoint.max_length / trained))
+        filled = copy.copy(self)  # which a checkpoint may have with values that no new scheme may have
+        object.__setattr__(filled, "factor", max(1.0, checkpoint.max_length / trained))
+        return filled
 
     @property
     def learns(self) -> bool:

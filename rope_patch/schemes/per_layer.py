@@ -99,10 +99,10 @@ class PerLayer(Combined):
         return {index: selected[index][1] if index in selected else self._schemes[REST] for index in kinds}
 
     def reach(self, checkpoint: Checkpoint) -> Scheme:
-        return self._each(lambda scheme: scheme.reach(checkpoint))
+        return self._each(lambda scheme: scheme.reach(checkpoint.under(scheme)))
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
-        return self._each(lambda scheme: scheme.resolve(checkpoint))
+        return self._each(lambda scheme: scheme.resolve(checkpoint.under(scheme)))
 
     def _each(self, change: Callable[[Scheme], Scheme]) -> PerLayer:
         return PerLayer({key: None if value is None else change(value) for key, value in self._schemes.items()})

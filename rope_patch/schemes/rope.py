@@ -54,6 +54,7 @@ class NoPE(Scheme):
         "https://github.com/McGill-NLP/length-generalization",
     )
     regime = "from-scratch"
+    stills = True
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         return Frequencies(torch.zeros(rotary.dim // 2))

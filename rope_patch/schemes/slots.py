@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,20 +14,26 @@ from rope_patch.errors import InvalidField
 from rope_patch.schemes.tools.positions import Identity, pairs_of
 from rope_patch.typing import PositionMap
 
+if TYPE_CHECKING:
+    from rope_patch.schemes.base import Scheme
+
 
 @dataclass(frozen=True)
 class Checkpoint:
     """Properties of a checkpoint from which a scheme takes its defaults.
 
     Attributes:
-        training_length: L in tokens.
+        training_length: L in tokens: the length from which a scheme counts, see `under`. As read from a config it is
+            the original length, before the checkpoint's own scaling (8,192 for Llama 3.1).
         num_heads: number of query heads.
-        max_length: maximum length in tokens that the checkpoint supports; L if it was not extended.
+        max_length: the length in tokens that the checkpoint reads today, under its own scaling (131,072 for
+            Llama 3.1); the same as `training_length` without one.
         bidirectional: whether tokens see later keys.
         buckets: number of its relative buckets, and the distance from which all share the last one; None without
             bucketed biases.
         has_table: whether it adds learned position rows to its input.
         pairs: d/2, the number of pairs of dimensions that rotate; None if they do not, or layers differ.
+        native: the scheme of its own frequencies; None if it is unknown here, or if nothing rotates.
     """
 
     training_length: int
@@ -37,6 +43,26 @@ class Checkpoint:
     buckets: tuple[int, int] | None = None
     has_table: bool = False
     pairs: int | None = None
+    native: Scheme | None = None
+
+    def under(self, scheme: Scheme) -> Checkpoint:
+        """The same checkpoint as `scheme` counts on it.
+
+        A scheme that keeps the checkpoint's own frequencies counts from what they read today, so its L is
+        `max_length`. Frequencies that stand in their place undo the checkpoint's own scaling, so their L is the
+        original length. Layers may differ under a scheme by layer, which asks for each of its parts.
+        """
+        owner = scheme.frequency_owner
+        keeps = owner is None or self._in_full(owner) == self._in_full(self.native)
+        return dataclasses.replace(self, training_length=self.max_length) if keeps and not scheme.by_layer else self
+
+    def _in_full(self, frequencies: Scheme | None) -> dict[str, Any]:
+        """The fields of a scheme of frequencies with this checkpoint's values for those that it leaves open."""
+        if frequencies is None:
+            return {}
+        fields = frequencies.resolve(self).to_dict()
+        original = "original_max_position_embeddings"
+        return fields | ({original: fields[original] or self.training_length} if original in fields else {})
 
 
 @dataclass(frozen=True)

@@ -90,10 +90,12 @@ def _whatever_length(kind: type[Scheme], given: Mapping[str, Any], checkpoint: C
 
 def advise(error: MissingField, checkpoint: Checkpoint) -> MissingField:
     """The error with values for the missing fields on a checkpoint, if there is a rule for them."""
-    kind, given, trained = error.scheme, error.given, checkpoint.training_length
+    kind, given = error.scheme, error.given
     if not (isinstance(kind, type) and takes_target(kind)):
         return error
     try:
+        checkpoint = checkpoint.under(kind(**{**filled_for(kind, "auto"), **given}))
+        trained = checkpoint.training_length
         rule, filled = _whatever_length(kind, given, checkpoint), _filled(kind, 4, given, checkpoint)
         kind(**{**filled, **given})
         filled = {name: value for name, value in filled.items() if name not in given}
@@ -106,13 +108,22 @@ def advise(error: MissingField, checkpoint: Checkpoint) -> MissingField:
     return MissingField(f"{error}; on this model {values}{': ' if rule else ' '}{how}")
 
 
+def resolved(scheme: Scheme, checkpoint: Checkpoint) -> Scheme:
+    """The scheme with its defaults filled in, counted from the length that it builds on, see `Checkpoint.under`.
+
+    Raises:
+        InvalidField: a field does not fit this checkpoint.
+    """
+    return scheme.resolve(checkpoint.under(scheme))
+
+
 def reached(scheme: Scheme, checkpoints: Iterable[Checkpoint]) -> Scheme:
     """The scheme with the target's fields filled in, the same for all parts of a model.
 
     Raises:
         InvalidField: parts trained at different lengths need different fields, or see `Scheme.fields_for`.
     """
-    of_parts: Sequence[Scheme] = [scheme.reach(checkpoint) for checkpoint in checkpoints]
+    of_parts: Sequence[Scheme] = [scheme.reach(checkpoint.under(scheme)) for checkpoint in checkpoints]
     for other in of_parts[1:]:
         if other != of_parts[0]:
             raise InvalidField(

@@ -101,6 +101,8 @@ class YaRN(Scheme):
     def _attention_scaling(self, log_factor: _Number) -> float | _Number:
         if self.attention_factor is not None:
             return self.attention_factor
+        if isinstance(log_factor, float):
+            log_factor = max(log_factor, 0.0)  # a checkpoint's factor may be below 1, which sharpens nothing
         if self.mscale and self.mscale_all_dim:
             return (0.1 * self.mscale * log_factor + 1.0) / (0.1 * self.mscale_all_dim * log_factor + 1.0)
         return 0.1 * log_factor + 1.0

@@ -81,7 +81,7 @@ def schemes_by_factor(spec: str, factors: Sequence[int], checkpoints: Sequence[C
         raise InvalidField(f"{spec}: factors for requests need a scheme with {OPEN}, such as yarn:{OPEN}")
     if sorted({*factors}) != sorted(factors) or min(factors) < 1:
         raise InvalidField(f"factors {', '.join(map(str, factors))}: different whole numbers from 1 are allowed")
-    trained = checkpoints[0].training_length
+    trained = checkpoints[0].max_length
     schemes: dict[int, Scheme] = {}
     for factor in sorted(factors):
         scheme = scheme_at(spec, factor * trained, checkpoints)

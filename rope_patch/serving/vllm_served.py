@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.base import RotaryTables
-from rope_patch.models.config import restore_native, training_length
+from rope_patch.models.config import length_today, restore_native
 from rope_patch.mounting.layer_state import UNROTATED, LayerState
 from rope_patch.mounting.saved import RECORD
 from rope_patch.patching import patch
@@ -191,7 +191,7 @@ def reaches_of(model: Any) -> Reaches | None:
         return None
     config = AutoConfig.from_pretrained(model.model, revision=model.revision, trust_remote_code=False)
     restore_native(config, record)
-    trained = training_length(config)
+    trained = length_today(config)
     limit = min(model.max_model_len, max(factors) * trained)
     return Reaches(limit, {factor: min(limit, factor * trained) for factor in factors})
 

@@ -102,7 +102,7 @@ def test_alone_it_follows_a_checkpoint_that_follows_the_length(model, family):
 
 
 def test_layers_of_different_types_are_not_taken_for_one_another():
-    model = build("gemma3_yarn", sliding_window=36)  # wider than the training length: its layers are not left alone
+    model = build("gemma3_yarn", sliding_window=132)  # wider than the training length: its layers are not left alone
     with pytest.raises(UnsupportedModel, match=r"different rope_parameters.*refine"):
         patch(model, "resonance")
     patch(model, "yarn:factor=4+resonance")
