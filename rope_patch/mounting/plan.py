@@ -21,7 +21,7 @@ from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
 from rope_patch.models.cached_keys import OWN_ROTATION, CacheTagging, cache_tag
 from rope_patch.models.config import scheme_of_layer_type
 from rope_patch.models.module_state import ModuleState
-from rope_patch.models.rope_parameters import rebuilt_numbers
+from rope_patch.models.rope_parameters import entry_of, rebuilt_numbers
 from rope_patch.mounting.entry import install_entry, install_table
 from rope_patch.mounting.hooks import LayerHook, StackHook
 from rope_patch.mounting.layer_state import LayerState, Rotation
@@ -251,6 +251,12 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
         accepted = inspect.signature(stack.module.forward).parameters
         if "inputs_embeds" not in accepted or "per_layer_inputs" in accepted:
             raise UnsupportedModel(f"{family} does not read vectors instead of tokens, as {scheme} needs")
+    if stack.rotary and stack.native is None and scheme.frequency_owner is not None:
+        kind = entry_of(stack.config.rope_parameters).get("rope_type")
+        raise UnsupportedModel(
+            f"{family}: rope_type={kind!r} is not known here, so {scheme} cannot be derived from it; use a scheme "
+            "without its own frequencies, which keeps the model's"
+        )
     undeclared = [tables for tables in stack.rotary if not tables.as_declared]
     if undeclared and _rotates(scheme):
         sizes = "; ".join(f"{len(each.inv_freq)} pairs of {each.layer_type or 'all layers'}" for each in undeclared)

@@ -6,16 +6,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rope_patch.errors import InvalidField
 from rope_patch.schemes.tools.positions import Identity, pairs_of
 from rope_patch.typing import PositionMap
-
-if TYPE_CHECKING:
-    from rope_patch.schemes.base import Scheme
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Checkpoint:
             bucketed biases.
         has_table: whether it adds learned position rows to its input.
         pairs: d/2, the number of pairs of dimensions that rotate; None if they do not, or layers differ.
-        native: the scheme of its own frequencies; None if it is unknown here, or if nothing rotates.
+        native: the `Scheme` of its own frequencies; None if it is unknown here, or if nothing rotates.
     """
 
     training_length: int
@@ -43,9 +40,9 @@ class Checkpoint:
     buckets: tuple[int, int] | None = None
     has_table: bool = False
     pairs: int | None = None
-    native: Scheme | None = None
+    native: Any = None
 
-    def under(self, scheme: Scheme) -> Checkpoint:
+    def under(self, scheme: Any) -> Checkpoint:  # schemes are built on this module, so their type is not known here
         """The same checkpoint as `scheme` counts on it.
 
         A scheme that keeps the checkpoint's own frequencies counts from what they read today, so its L is
@@ -56,7 +53,7 @@ class Checkpoint:
         keeps = owner is None or self._in_full(owner) == self._in_full(self.native)
         return dataclasses.replace(self, training_length=self.max_length) if keeps and not scheme.by_layer else self
 
-    def _in_full(self, frequencies: Scheme | None) -> dict[str, Any]:
+    def _in_full(self, frequencies: Any) -> dict[str, Any]:
         """The fields of a scheme of frequencies with this checkpoint's values for those that it leaves open."""
         if frequencies is None:
             return {}

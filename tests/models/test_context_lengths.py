@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_patch import (
     AlreadyPatched,
@@ -415,6 +416,16 @@ def test_export_refuses_a_scaling_that_it_does_not_know(tmp_path, capsys):
     assert main(["export", str(tmp_path), "--scheme", "yarn:factor=4", "--output", str(tmp_path / "out")]) == 2
     assert "spiral" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_frequencies_are_not_derived_from_a_scaling_that_is_unknown(monkeypatch):
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "spiral", ROPE_INIT_FUNCTIONS["linear"])
+    config = AutoConfig.for_model("llama", **{**_SIZES, **_scaled(1024, rope_type="spiral", factor=4.0)})
+    model = AutoModelForCausalLM.from_config(config)
+    for spec in ("yarn:factor=4", "rope", "layers:[0=yarn:factor=4;rest=none]"):
+        with pytest.raises(UnsupportedModel, match=r"rope_type='spiral' is not known here"):
+            patch(model, spec)
+    patch(model, "rerope:target=auto+logn")
 
 
 def test_export_says_where_a_scheme_shortens_the_checkpoint(tmp_path, capsys):
