@@ -28,8 +28,8 @@ class RopePatchError(Exception):
 
 
 class RopePatchWarning(UserWarning):
-    """A patch that changes nothing, or after which a pretrained model needs training, which `describe` shows too; or a
-    saved model that plain libraries read without its scheme.
+    """A patch that changes nothing, or after which a pretrained model needs training, which `describe` shows too; a
+    saved model that plain libraries read without its scheme; or a setting of a checkpoint that is not followed.
 
     Silence it with `warnings.simplefilter("ignore", rope_patch.RopePatchWarning)`.
     """

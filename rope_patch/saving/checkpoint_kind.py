@@ -53,7 +53,7 @@ def kind_of_checkpoint(path: Any, **location: Any) -> Kind:
         advice = f"; it is a Trainer's output, whose newest checkpoint is {str(newest)!r}" if newest else ""
         raise NoCheckpoint(f"there is no checkpoint in {name!r}: the folder has no {CONFIG_NAME}{advice}")
     if name and folder.exists():
-        if is_gguf(name):
+        if is_gguf(name) and folder.is_file():  # not a pipe, on which reading waits
             return "gguf"
         raise NoCheckpoint(f"{name!r} is not a checkpoint: it is neither a folder nor a GGUF file")
     parent, _, last = name.rpartition("/")

@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from transformers.utils import CONFIG_NAME
+
 from rope_patch.errors import AlreadyPatched, NotExpressible, UnsupportedModel, did_you_mean
 from rope_patch.models.config import checkpoint_of_config, restore_native, training_length
 from rope_patch.models.rope_parameters import entry_of, export_rope_parameters, stated_length
 from rope_patch.mounting.saved import RECORD
 from rope_patch.saving.checkpoint_kind import read_config
 from rope_patch.saving.loading import load_config
+from rope_patch.saving.own_files import check_weights, own_file
 from rope_patch.saving.readers import (
     Reader,
     Support,
@@ -172,7 +175,8 @@ def export_checkpoint(
 
     Weights, tokenizer and all other files at the top of the folder are copied unchanged, except a trainer's files, and
     without what a scheme learned: frequencies that all layers share become lists in the config. Subfolders are not
-    copied, except `additional_chat_templates`. The folder appears atomically, complete.
+    copied, except `additional_chat_templates`. Links are followed within the folder and the Hub's cache of it alone.
+    The folder appears atomically, complete.
 
     Args:
         checkpoint, scheme, length, readers, by_factor: see `describe_serving`.
@@ -182,27 +186,27 @@ def export_checkpoint(
 
     Raises:
         OSError: as above, `output` is not empty, or a link cannot be created.
+        NoCheckpoint: also if a file, or an index of weights, leads out of the folder.
         NotExpressible, AlreadyPatched, UnknownScheme, InvalidField: see `describe_serving`; nothing is written then.
     """
     folder, target = Path(checkpoint), Path(output)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(errno.EEXIST, "it already exists; choose another output, or remove it", str(target))
+    files = _files(folder)
+    check_weights(folder)
     serving = describe_serving(folder, scheme, length, readers, by_factor)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as aside:
         unfinished = Path(aside) / target.name
         unfinished.mkdir()
-        for file in _files(folder):
+        for file, content in files.items():
             copied = unfinished / file.relative_to(folder)
             copied.parent.mkdir(exist_ok=True)
-            if RECORD not in serving.config and copy_without_learned(file, copied):
+            if file.name == CONFIG_NAME or (RECORD not in serving.config and copy_without_learned(file, copied)):
                 continue
-            if link:
-                os.link(file.resolve(), copied)  # resolved, because the Hub's cache contains symbolic links
-            else:
-                shutil.copy2(file, copied)
-        content = json.dumps(serving.config, indent=2, sort_keys=True)
-        (unfinished / "config.json").write_text(content + "\n", encoding="utf-8")
+            (os.link if link else shutil.copy2)(content, copied)
+        config = json.dumps(serving.config, indent=2, sort_keys=True)
+        (unfinished / CONFIG_NAME).write_text(config + "\n", encoding="utf-8")
         unfinished.replace(target)
     return dataclasses.replace(serving, output=target)
 
@@ -330,11 +334,16 @@ def _reads_as(kind: Any, written: dict[str, Any], parameters: dict[str, Any]) ->
     return {key: value for key, value in read.items() if key != "type"} == parameters
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Path) -> dict[Path, Path]:
+    """The files of a checkpoint that a copy has too, and where the content of each is.
+
+    Raises:
+        NoCheckpoint: that is not in the checkpoint.
+    """
     templates = folder / "additional_chat_templates"
-    files = [*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
-    return sorted(
-        file
-        for file in files
-        if file.is_file() and file.name != "config.json" and not file.name.startswith((".", *_OF_TRAINING))
-    )
+    entries = [*(folder.iterdir() if folder.is_dir() else ()), *(templates.iterdir() if templates.is_dir() else ())]
+    return {
+        entry: own_file(entry, folder)
+        for entry in sorted(entries)
+        if not entry.is_dir() and not entry.name.startswith((".", *_OF_TRAINING))
+    }

@@ -35,6 +35,7 @@ from rope_patch.errors import (
     UnsupportedModel,
     did_you_mean,
     require,
+    warn,
 )
 from rope_patch.models import t5
 from rope_patch.models.baichuan import register_baichuan
@@ -43,7 +44,9 @@ from rope_patch.mounting.saved import ADAPTERS, RECORD
 from rope_patch.patching import find_handle, mount_scheme, unpatch
 from rope_patch.saving.checkpoint_kind import OPTIONAL, is_gguf, kind_of_checkpoint, read_json
 from rope_patch.saving.gguf import load_gguf, load_gguf_config, load_gguf_tokenizer
+from rope_patch.saving.own_files import check_weights
 from rope_patch.saving.resuming import checked_record, load_class, load_parameters, resume
+from rope_patch.saving.trust import check_adapter, drop_implementations
 from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.shipped import recipes_folder
 
@@ -63,7 +66,8 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
 
     Baichuan's checkpoints are loaded by the classes of this library, never by their remote code. They were published as
     pickled files, which torch's safe reader (`weights_only`) reads. Of all others only safetensors are read, unless
-    `use_safetensors=False` requests pickled files, with the same reader. Weights of a GGUF file are unpacked.
+    `use_safetensors=False` requests pickled files, with the same reader. Weights of a GGUF file are unpacked. A config
+    may ask for code from the Hub (`attn_implementation`); it gets it only if you pass the same argument.
 
     Args:
         path: a folder written by `save_pretrained`, a Hub ID, or a GGUF file. What looks like a path, or begins with a
@@ -74,9 +78,10 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
         the model, for adapters a `PeftModel`; `unpatch` returns to the checkpoint without the scheme.
 
     Raises:
-        NoCheckpoint: there is no checkpoint, none in safetensors, or files are missing or damaged.
+        NoCheckpoint: there is no checkpoint, none in safetensors, or files are missing, damaged or elsewhere.
         UnsupportedModel: its model is code that lies beside the weights.
-        InvalidField, UnknownScheme, NotPatched: its files do not describe a scheme, or not one of such a model.
+        InvalidField, UnknownScheme, NotPatched: its files do not describe a scheme, or not one of such a model, or
+            adapters would run code.
         MissingPackage: the path holds adapters, and PEFT is not installed.
         TypeError: the class does not know one of `kwargs`.
     """
@@ -129,10 +134,17 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
     kwargs.setdefault("use_safetensors", None if published_pickled else True)
     config = kwargs.pop("config", None)
     if config is None:
-        config = _config_of(path, **location)
+        config, dropped = _read_config(path, **location)
+        for field in dropped.keys() - kwargs.keys():
+            warn(
+                f"{path} asks for {field}={dropped[field]!r:.200}, which may be code from the Hub, and gets none; if "
+                f"you trust it: from_pretrained(..., {field}=...), or --attention of a command",
+                stacklevel=3,
+            )
         # as in Transformers: arguments that are fields of the config change it
         fields = [key for key in kwargs if key in vars(config) and key not in ("dtype", "torch_dtype")]
         config.update({key: kwargs.pop(key) for key in fields})
+    check_weights(path, **location)
     record = checked_record(vars(config).get(RECORD), config)
     if record is not None and "positions" not in record:
         for part in _nested(config):
@@ -165,8 +177,13 @@ def _nested(config: Any) -> Iterator[Any]:
 
 def _config_of(path: str | Path, **location: Any) -> Any:
     """The config of a checkpoint, of a class in Transformers or in this library."""
+    return _read_config(path, **location)[0]
+
+
+def _read_config(path: str | Path, **location: Any) -> tuple[Any, dict[str, Any]]:
+    """The config, and the implementations that it asked for and does not get."""
     try:
-        return AutoConfig.from_pretrained(path, **{**location, "trust_remote_code": False})
+        config = AutoConfig.from_pretrained(path, **{**location, "trust_remote_code": False})
     except OSError as error:
         if Path(path).exists():
             raise  # the file is there, and the error names what is wrong with it
@@ -180,6 +197,7 @@ def _config_of(path: str | Path, **location: Any) -> Any:
             f"{path}: its model needs remote code, which is never run here; only models in Transformers and "
             "Baichuan's can be loaded"
         ) from error
+    return config, drop_implementations(config)
 
 
 def _with_adapters(
@@ -190,6 +208,7 @@ def _with_adapters(
     from peft import PeftModel
 
     settings = read_json(adapters)
+    check_adapter(settings, adapters)
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise InvalidField(

@@ -23,6 +23,7 @@ from rope_patch.mounting.parameters import NAME, learned_parameters
 from rope_patch.mounting.plan import plan_mounts
 from rope_patch.patching import PatchHandle, find_handle, find_record, loaded, mount_scheme
 from rope_patch.saving.checkpoint_kind import OPTIONAL
+from rope_patch.saving.own_files import check_weights
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import scheme_from_dict
 
@@ -174,7 +175,12 @@ def load_parameters(model: nn.Module, path: str | Path, **location: Any) -> None
 
 
 def saved_parameters(path: str | Path, **location: Any) -> dict[str, torch.Tensor]:
-    """The learned parameters of schemes, of any shape, in the files of a checkpoint, by their saved names."""
+    """The learned parameters of schemes, of any shape, in the files of a checkpoint, by their saved names.
+
+    Raises:
+        NoCheckpoint: an index of weights is damaged, or names files elsewhere.
+    """
+    check_weights(path, **location)
     optional = {**OPTIONAL, **location}
     files = [cached_file(path, SAFE_WEIGHTS_NAME, **optional)]
     if files == [None]:

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from rope_patch.errors import NotExpressible
+from rope_patch.saving.checkpoint_kind import read_json
+from rope_patch.saving.own_files import shards_of
 from rope_patch.saving.resuming import is_learned, saved_parameters
 from rope_patch.schemes.base import Scheme
 from rope_patch.typing import Weights
@@ -40,11 +42,11 @@ def copy_without_learned(file: Path, target: Path) -> bool:
     and no copy if they have none.
     """
     if file.name == SAFE_WEIGHTS_INDEX_NAME:
-        index = json.loads(file.read_text(encoding="utf-8"))
-        kept = {name: shard for name, shard in index["weight_map"].items() if not is_learned(name)}
-        if len(kept) == len(index["weight_map"]):
+        shards = shards_of(file)
+        kept = {name: shard for name, shard in shards.items() if not is_learned(name)}
+        if len(kept) == len(shards):
             return False
-        target.write_text(json.dumps({**index, "weight_map": kept}, indent=2), encoding="utf-8")
+        target.write_text(json.dumps({**read_json(file), "weight_map": kept}, indent=2), encoding="utf-8")
         return True
     if file.suffix != ".safetensors":
         return False
