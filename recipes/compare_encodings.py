@@ -19,18 +19,28 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import shutil
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rope_patch.cli.options import Count, Names, Numbers, Text, in_one_process, print_json, run, say
 from rope_patch.errors import EvaluationError, MissingPackage, RopePatchError, did_you_mean
+from rope_patch.json_files import read_fields, read_rows, read_settings
 
 LINEAR = "linear "  # before a scheme: under linear attention
+
+# the fields that are read from the rows of earlier runs, and their types, by file
+FIELDS: dict[str, dict[str, Any]] = {
+    "costs.jsonl": {"encoding": str, "relative_speed": float, "relative_memory": float}
+}
+FIELDS["results.jsonl"] = {"encoding": str, "seed": int, "length": int, "nll": float | None, "failure": str | None}
+FIELDS["results.jsonl"] |= {"slots": list[str], "windows": int, "encoding_parameters": int}
 
 
 @dataclass(kw_only=True)
@@ -154,7 +164,7 @@ def read_texts(options: Options) -> dict[str, Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         path.write_text(json.dumps(settings, indent=2) + "\n")
-    recorded = json.loads(path.read_text())
+    recorded = read_settings(path)
     if other := [
         f"{name}={recorded.get(name)} there, {mine} here"
         for name, mine in settings.items()
@@ -174,11 +184,12 @@ class Bytes:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; a last line that was cut off by a kill is dropped."""
-    *lines, cut = path.read_text().split("\n") if path.exists() else [""]
-    if cut:
-        path.write_text("".join(f"{line}\n" for line in lines))
-    return [json.loads(line) for line in lines]
+    """The rows of a file, which have its `FIELDS`; a last line that was cut off by a kill is dropped."""
+    content = path.read_bytes() if path.exists() else b""
+    rows, size = read_rows(path, content, partial(read_fields, allowed=FIELDS.get(path.name, {})))
+    if size < len(content):
+        os.truncate(path, size)
+    return rows
 
 
 def append(path: Path, row: dict[str, Any]) -> None:

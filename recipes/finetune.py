@@ -27,6 +27,7 @@ from typing import Any, Literal
 from rope_patch.cli.options import Count, Length, Lengths, Measured, Names, Specs, Text, is_main, run, say
 from rope_patch.cli.report import report
 from rope_patch.errors import CorpusError, EvaluationError
+from rope_patch.json_files import read_settings
 
 
 @dataclass(kw_only=True)
@@ -189,7 +190,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
 
     folder, facts = folder_of(options, spec), {"scheme": spec, "steps": options.steps, "merge": options.merge}
     done = folder / "checkpoint" / "training.json"
-    if done.exists() and json.loads(done.read_text()) == facts:
+    if done.exists() and read_settings(done) == facts:
         say(f"{spec}: trained before, {done.parent} is there")
         return
     model = load_plain(options, spec)

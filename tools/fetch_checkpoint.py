@@ -22,6 +22,7 @@ import yaml
 
 from rope_patch.cli.options import Positional, Text, Word, run, say
 from rope_patch.errors import EvaluationError, did_you_mean, require
+from rope_patch.json_files import read_settings
 from tools.conversions import CONVERSIONS
 from tools.packages import Package, emptied, fetch
 
@@ -121,7 +122,7 @@ def is_there(output: Path, facts: dict[str, Any]) -> bool:
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return False
     record = output / "source.json"
-    if record.is_file() and json.loads(record.read_text()) == facts:
+    if record.is_file() and read_settings(record) == facts:
         return True
     raise EvaluationError(f"{output} holds something else; choose another --output")
 

@@ -24,6 +24,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 
 from rope_patch.errors import EvaluationError, RopePatchError, RopePatchWarning, did_you_mean, require
+from rope_patch.json_files import is_text
 
 require("tyro", "the command line", extra="cli")
 import tyro  # noqa: E402  what is missing was named
@@ -137,6 +138,7 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
         OSError: the file cannot be read.
         SystemExit: after `--help`.
     """
+    check_words(words)
     words, flags = list(words), {field.name: _flags(field) for field in dataclasses.fields(options)}  # type: ignore[arg-type]
     of_file = _read(Path(words.pop(0)), flags) if words and words[0].endswith((".yaml", ".yml")) else {}
     allowed = {"--help", *(flag for spellings in flags.values() for flag in spellings)}
@@ -150,7 +152,9 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
     shown, description = io.StringIO(), sys.modules[options.__module__].__doc__
     try:
         with contextlib.redirect_stderr(shown):
-            return tyro.cli(options, prog=prog or Path(sys.argv[0]).name, description=description, args=words)
+            return check_numbers(
+                tyro.cli(options, prog=prog or Path(sys.argv[0]).name, description=description, args=words)
+            )
     except SystemExit as end:
         if end.code:
             # what tyro shows in a box, as a sentence, without its reminders of the help
@@ -158,6 +162,35 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
             text = re.split(r" ?─{3,}| Got errors:", " ".join(filter(None, lines)))[0].strip()
             raise EvaluationError(text or shown.getvalue().strip()) from None
         raise
+
+
+def check_words(words: Sequence[str], where: str = "") -> None:
+    """Refuse words that no path, name or text can be.
+
+    Args:
+        where: they come from, as the beginning of the message.
+
+    Raises:
+        EvaluationError: one contains a NUL, or a byte that is not UTF-8, which Python reads as a lone surrogate.
+    """
+    for word in words:
+        if "\0" in word:
+            raise EvaluationError(f"{where}{word!r:.200} contains a NUL character; leave it out")
+        if not is_text(word):
+            raise EvaluationError(f"{where}{word!r:.200} contains a byte that is not UTF-8; rename it, or leave it out")
+
+
+def check_numbers(options: T) -> T:
+    """Refuse numbers that no machine has.
+
+    Raises:
+        EvaluationError: a whole number has more than 64 bits, or another one is not finite.
+    """
+    for name, value in vars(options).items():
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, (int, float)) and not -(2**63) < each < 2**63:  # also NaN
+                raise EvaluationError(f"{name}={each!s:.40} is not allowed; it must be a number below 2^63")
+    return options
 
 
 def _in_processes(options: T, words: Sequence[str]) -> T:
@@ -261,8 +294,10 @@ def _flags(field: dataclasses.Field[Any]) -> tuple[str, ...]:
 def _read(path: Path, flags: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
     """A YAML file as words of a command line, by option, so that its values are read and refused like typed ones."""
     try:
-        settings = yaml.safe_load(path.read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        settings = yaml.load(path.read_text(encoding="utf-8"), _Settings) or {}
+    except RecursionError as error:
+        raise EvaluationError(f"{path} is not valid YAML: its brackets are nested too deep") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, no such date, a number of 5000 digits
         raise EvaluationError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(settings, dict):
         raise EvaluationError(f"{path}: a mapping of options is expected, not {settings!r:.80}")
@@ -279,4 +314,25 @@ def _read(path: Path, flags: dict[str, tuple[str, ...]]) -> dict[str, list[str]]
             words[name] = [word for each in values for word in (flag, str(each))]
         elif value is not None:
             words[name] = [flag, *map(str, values)]
+        check_words(words.get(name, ()), f"{path}: {name}: ")
     return words
+
+
+class _Settings(yaml.SafeLoader):
+    """The safe loader without aliases, since aliases of aliases of lists grow without end, and with each key once."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            place = self.peek_event()
+            raise yaml.composer.ComposerError(
+                None, None, f"write the value instead of *{place.anchor}", place.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r:.80} is there twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)

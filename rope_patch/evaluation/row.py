@@ -13,12 +13,13 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import transformers
 
 from rope_patch.errors import EvaluationError
+from rope_patch.json_files import check_types, read_object, read_rows
 from rope_patch.version import __version__
 
 KEY = (
@@ -144,14 +145,18 @@ class Row:
         Raises:
             ValueError, TypeError: the line is not a row.
         """
-        fields = dict(json.loads(line))
+        fields = read_object(line)
         if fields.keys().isdisjoint(VALUES):
             raise TypeError(f"it has none of {', '.join(map(repr, VALUES))}")
         if "perplexity" in fields:
             fields |= {name: math.nan for name in ("nll", "perplexity") if fields[name] is None}
         for name in ("nll_by_document", "scores"):
-            if name in fields:
-                fields[name] = [math.nan if value is None else value for value in fields[name]]
+            if isinstance(values := fields.get(name), list):
+                fields[name] = [math.nan if value is None else value for value in values]
+        check_types(fields, get_type_hints(cls))
+        for name in ("length", "training_length"):
+            if fields.get(name, 1) < 1:
+                raise ValueError(f"{name}={fields[name]} must be at least 1")
         return cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields})
 
 
@@ -174,27 +179,21 @@ class Rows:
 
     Raises:
         OSError: the file cannot be written.
-        EvaluationError: it contains anything but rows; it stays unchanged.
+        EvaluationError: it contains anything but rows, or is not a file; it stays unchanged.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._rows: dict[str, Row] = {}
+        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):  # `open` refuses a folder
+            raise EvaluationError(f"{path} is not a file but a device or a pipe; choose another output")
         with self.path.open("ab+") as file:
             file.seek(0)
             content = file.read()
-            *lines, cut = content.split(b"\n")
-            for number, line in enumerate(lines, start=1):
-                try:
-                    row = Row.from_json(line.decode())
-                except (ValueError, TypeError) as error:
-                    raise EvaluationError(
-                        f"{path}, line {number}, is not a result row ({error}); move the file or choose another output"
-                    ) from error
-                self._rows[row.key()] = row
-            if cut:
-                file.truncate(len(content) - len(cut))
+            rows, size = read_rows(path, content, Row.from_json)
+            if size < len(content):
+                file.truncate(size)
+        self._rows = {row.key(): row for row in rows}
 
     @property
     def rows(self) -> list[Row]:

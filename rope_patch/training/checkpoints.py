@@ -6,20 +6,31 @@ import json
 import math
 import os
 import shutil
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch import nn
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
-from rope_patch.errors import EvaluationError
+from rope_patch.errors import EvaluationError, RopePatchError
+from rope_patch.json_files import check_types, read_settings
+from rope_patch.mounting.saved import ADAPTERS
+from rope_patch.saving.checkpoint_kind import read_json
+from rope_patch.saving.own_files import check_weights
+from rope_patch.saving.trust import check_adapter
 from rope_patch.training.context_parallel import ContextParallelTrainer
 
 _ASIDE = "unfinished"
+
+_STATE = {"global_step": int, "max_steps": int, "epoch": float | None, "log_history": list[dict[str, Any]]}
+"""What a Trainer continues from, in its `trainer_state.json`."""
 
 
 def alone_in(folder: Path) -> Any:
@@ -39,10 +50,10 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
     """Record the settings of a folder in its `options.json`.
 
     Raises:
-        EvaluationError: it was recorded with others.
+        EvaluationError: it was recorded with others, or that file is damaged.
     """
     path = folder / "options.json"
-    recorded = dict.fromkeys(settings) | json.loads(path.read_text()) if path.exists() else settings
+    recorded = dict.fromkeys(settings) | read_settings(path) if path.exists() else settings
     changed = [name for name in settings if recorded[name] != settings[name]]
     if changed:
         changes = "; ".join(f"{name} was {recorded[name]!r} and is {settings[name]!r}" for name in changed)
@@ -86,17 +97,31 @@ class SafeTrainer(ContextParallelTrainer):
         """Train, resuming from the newest checkpoint if there is one.
 
         Raises:
-            EvaluationError: that checkpoint is beyond `max_steps`.
+            EvaluationError: that checkpoint is beyond `max_steps`, or damaged.
         """
         folder = Path(self.args.output_dir)
         last = get_last_checkpoint(folder) if folder.is_dir() else None
         step = int(last.rpartition("-")[2]) if last else 0
         if step > self.args.max_steps:
             raise EvaluationError(f"steps={self.args.max_steps}, but {folder} is at step {step}; choose another output")
+        if last:
+            _check(Path(last), step)
         if step == self.args.max_steps and not self.is_fsdp_enabled:
             self._load_from_checkpoint(last)  # `train` would take one more step
         else:
             self.train(resume_from_checkpoint=last)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with _readable(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with _readable(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _readable(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._aside or super()._get_output_dir(trial)
@@ -123,3 +148,34 @@ class SafeTrainer(ContextParallelTrainer):
                 f"checkpoint is in {self.args.output_dir}"
             )
         return norm
+
+
+@contextmanager
+def _readable(checkpoint: str | Path | None) -> Iterator[None]:
+    """Files that were cut off raise errors of pickle, zip, torch and safetensors: raise one kind instead."""
+    try:
+        yield
+    except (RopePatchError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = textwrap.shorten(str(error), 300) or type(error).__name__
+        raise EvaluationError(
+            f"{checkpoint} is damaged ({reason}); remove this checkpoint: the run resumes from an older one, or begins "
+            "again"
+        ) from error
+
+
+def _check(checkpoint: Path, step: int) -> None:
+    """Refuse a checkpoint that is damaged, or leads elsewhere.
+
+    Raises:
+        RopePatchError: it does.
+    """
+    check_weights(checkpoint)
+    if (checkpoint / ADAPTERS).is_file():
+        check_adapter(read_json(checkpoint / ADAPTERS), checkpoint / ADAPTERS)
+    with _readable(checkpoint / TRAINER_STATE_NAME):
+        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))  # a loss in it may be NaN
+        check_types(state, _STATE)
+        if state["global_step"] != step:
+            raise ValueError(f"global_step={state['global_step']} is not {step}")
