@@ -31,6 +31,9 @@ KEY = (
 VALUES = ("nll", "accuracy", "score")
 """What a task may measure: every row has at least one of them."""
 
+_AT_LEAST_ONE = ("length", "training_length", "trials")
+_SHARES = ("accuracy", "exact", "control_accuracy", "control_exact", "chosen_share", "depth", "score", "scores")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -154,8 +157,12 @@ class Row:
             if isinstance(values := fields.get(name), list):
                 fields[name] = [math.nan if value is None else value for value in values]
         check_types(fields, get_type_hints(cls))
-        for name in ("length", "training_length"):
-            if fields.get(name, 1) < 1:
+        for name in filter(fields.get, _SHARES):
+            values = fields[name] if isinstance(fields[name], list) else [fields[name]]
+            if any(value < 0 or value > 1 for value in values):  # one that was not measured is NaN
+                raise ValueError(f"{name}={fields[name]!r:.80} must be from 0 to 1")
+        for name in _AT_LEAST_ONE:
+            if fields.get(name) is not None and fields[name] < 1:
                 raise ValueError(f"{name}={fields[name]} must be at least 1")
         return cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields})
 

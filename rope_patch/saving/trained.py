@@ -53,6 +53,6 @@ def copy_without_learned(file: Path, target: Path) -> bool:
     with safe_open(file, "pt") as tensors:
         metadata, has_learned = tensors.metadata(), any(map(is_learned, tensors.keys()))
     if has_learned:
-        kept = {name: value for name, value in load_file(file).items() if not is_learned(name)}
-        save_file(kept, target, metadata)
+        others = {name: value for name, value in load_file(file).items() if not is_learned(name)}
+        save_file(others, target, metadata)
     return has_learned

@@ -16,6 +16,7 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch import nn
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
@@ -106,7 +107,7 @@ class SafeTrainer(ContextParallelTrainer):
             raise EvaluationError(f"steps={self.args.max_steps}, but {folder} is at step {step}; choose another output")
         if last:
             _check(Path(last), step)
-        if step == self.args.max_steps and not self.is_fsdp_enabled:
+        if last and step == self.args.max_steps and not self.is_fsdp_enabled:
             self._load_from_checkpoint(last)  # `train` would take one more step
         else:
             self.train(resume_from_checkpoint=last)
@@ -175,7 +176,7 @@ def _check(checkpoint: Path, step: int) -> None:
     if (checkpoint / ADAPTERS).is_file():
         check_adapter(read_json(checkpoint / ADAPTERS), checkpoint / ADAPTERS)
     with _readable(checkpoint / TRAINER_STATE_NAME):
-        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))  # a loss in it may be NaN
-        check_types(state, _STATE)
-        if state["global_step"] != step:
-            raise ValueError(f"global_step={state['global_step']} is not {step}")
+        state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        check_types(vars(state), _STATE)
+        if state.global_step != step:
+            raise ValueError(f"global_step={state.global_step} is not {step}")

@@ -39,6 +39,8 @@ DAMAGED = {
     "a list for a loss": (with_field("nll", "[]"), "nll=[] must be a number"),
     "no length": (with_field("length", "0"), "length=0 must be at least 1"),
     "no training length": (with_field("training_length", "-1"), "training_length=-1 must be at least 1"),
+    "a share of 2": (with_field("accuracy", "2"), "accuracy=2 must be from 0 to 1"),
+    "a negative share": (with_field("scores", "[0.5, -0.1]"), "must be from 0 to 1"),
     "a huge whole number": (with_field("documents", "9" * 400), "is too large"),
     "a number of 5000 digits": (with_field("documents", "9" * 5000), "is too large"),
     "a huge number": (with_field("nll", "1e999"), "1e999 is not a finite number"),
@@ -93,7 +95,7 @@ def test_a_row_that_no_run_wrote(kind, tmp_path, capsys):
 COMMANDS = {
     "perplexity": (["--lengths", "256"], "perplexity.jsonl"),
     "passkey": (["--lengths", "256"], "passkey.jsonl"),
-    "ruler": (["--lengths", "256", "--task", "niah_single_1"], "ruler.jsonl"),
+    "ruler": (["--lengths", "256", "--tasks", "niah_single_1"], "ruler.jsonl"),
     "sweep": (["--target", "2x"], "sweep.jsonl"),
     "search": (["--target", "2x"], "search.jsonl"),
 }

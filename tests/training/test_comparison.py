@@ -439,3 +439,37 @@ def test_an_encoding_that_failed_throughout(tmp_path):
     assert run_script(encodings_table, ["--folder", tmp_path]) == 0
     assert "failed" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
+
+
+DAMAGED = [
+    b"{}",
+    b"[]",
+    b"[" * 100_000,
+    b"\xff",
+    b'{"encoding": "rope"}',
+    {"nll": "1"},
+    {"length": 16.0},
+    {"slots": "frequencies"},
+    {"slots": [1]},
+    {"encoding": None},
+    {"encoding": "\ud800"},
+]
+"""Lines that no comparison wrote, or fields in place of a row's own."""
+
+
+def test_rows_that_no_comparison_wrote(compare, tmp_path):
+    (row,) = compare("--only", "rope", steps=1, multiples=[1])
+    cost = {"encoding": "rope", "relative_speed": 1.0, "relative_memory": 1.0}
+    for name, line, damages in (
+        ("results.jsonl", row, DAMAGED),
+        ("costs.jsonl", cost, [*DAMAGED[:5], {"encoding": 3}, {"relative_speed": "1"}, {"relative_memory": None}]),
+    ):
+        for damage in damages:
+            changed = damage if isinstance(damage, bytes) else json.dumps({**line, **damage}).encode()
+            (tmp_path / "out" / name).write_bytes(json.dumps(line).encode() + b"\n" + changed + b"\n")
+            assert f"{name}, line 2, is not a result row" in compare(
+                "--only", "rope", "--costs", steps=1, multiples=[1]
+            )
+        (tmp_path / "out" / name).unlink()
+    (tmp_path / "out" / "settings.json").write_text("[" * 100_000)
+    assert "settings.json is damaged (" in compare(steps=1, multiples=[1])
