@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def _files(text: str) -> list[tuple[Path, str]]:
         named = [(Path(match), Path(match).name) for match in matches if Path(match).is_file()]
     if not named:
         raise CorpusError(f"there is no text file at {text!r}")
-    return named
+    return [(file, os.fsencode(name).decode(errors="replace")) for file, name in named]  # any bytes may name a file
 
 
 def _from_file(file: Path, name: str, column: str) -> Dataset:

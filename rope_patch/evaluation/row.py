@@ -156,7 +156,7 @@ class Row:
         for name in ("nll_by_document", "scores"):
             if isinstance(values := fields.get(name), list):
                 fields[name] = [math.nan if value is None else value for value in values]
-        check_types(fields, get_type_hints(cls))
+        check_types(fields, _types_of(cls))
         for name in filter(fields.get, _SHARES):
             values = fields[name] if isinstance(fields[name], list) else [fields[name]]
             if any(value < 0 or value > 1 for value in values):  # one that was not measured is NaN
@@ -165,6 +165,9 @@ class Row:
             if fields.get(name) is not None and fields[name] < 1:
                 raise ValueError(f"{name}={fields[name]} must be at least 1")
         return cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields})
+
+
+_types_of = functools.cache(get_type_hints)
 
 
 def _finite(value: Any) -> Any:

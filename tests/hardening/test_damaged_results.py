@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from rope_patch.cli import main
+from rope_patch.data.corpora import load_text
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.row import Rows
 from rope_patch.json_files import read_object
@@ -215,6 +216,13 @@ def test_settings_that_are_none(kind, tmp_path, capsys):
     (tmp_path / "c.yaml").unlink()
     (tmp_path / "c.yaml").mkdir()
     refused(["perplexity", tmp_path / "c.yaml"], "c.yaml: Is a directory", capsys)
+
+
+def test_a_folder_of_texts_may_have_any_names(tmp_path):
+    for name in (b"caf\xe9.txt", b"a.txt"):
+        with open(os.path.join(os.fsencode(tmp_path), name), "w") as file:
+            file.write("some text")
+    assert sorted(load_text(str(tmp_path))["name"]) == ["a.txt", "caf\ufffd.txt"]
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
