@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -188,8 +189,10 @@ def check_numbers(options: T) -> T:
     """
     for name, value in vars(options).items():
         for each in value if isinstance(value, tuple) else (value,):
-            if isinstance(each, (int, float)) and not -(2**63) < each < 2**63:  # also NaN
-                raise EvaluationError(f"{name}={each!s:.40} is not allowed; it must be a number below 2^63")
+            if isinstance(each, int) and not -(2**63) < each < 2**63:
+                raise EvaluationError(f"{name}={each!s:.40} is not allowed; it must be below 2^63")
+            if isinstance(each, float) and not math.isfinite(each):
+                raise EvaluationError(f"{name}={each} is not allowed; it must be a finite number")
     return options
 
 
@@ -227,7 +230,7 @@ def in_tokens(options: Any) -> Any:
             return tuple(map(tokens, value))
         return round(value * trained()) if isinstance(value, Multiple) else value
 
-    return dataclasses.replace(options, **{name: tokens(value) for name, value in vars(options).items()})
+    return check_numbers(dataclasses.replace(options, **{name: tokens(value) for name, value in vars(options).items()}))
 
 
 def say(sentence: str) -> None:

@@ -31,7 +31,7 @@ from rope_patch.training.context_parallel import ContextParallelTrainer
 _ASIDE = "unfinished"
 
 _STATE = {"global_step": int, "max_steps": int, "epoch": float | None, "log_history": list[dict[str, Any]]}
-"""What a Trainer continues from, in its `trainer_state.json`."""
+"""Fields of a `trainer_state.json` from which a Trainer continues, and their types."""
 
 
 def alone_in(folder: Path) -> Any:

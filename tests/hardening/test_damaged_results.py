@@ -163,21 +163,20 @@ def test_a_word_that_is_no_path(words, kind, capsys):
         refused([*words.split()[:-1], f"{last}={ODD[kind]}"], "contains a ", capsys)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(
-            "perplexity --lengths " + "9" * 30,
-            "perplexity --lengths " + "9" * 400 + "x",
-            "passkey --lengths 256,1" + "0" * 20,
-        ),
-        *("perplexity --lengths 256 --seed " + "9" * 400, "perplexity --lengths 256 --documents -" + "9" * 30),
-        *(f"finetune --scheme plain --length 512 --learning-rate {value}" for value in ("nan", "inf", "1e400")),
-    ],
-    ids=lambda words: words[:40],
-)
+NUMBERS = {
+    "perplexity --lengths " + "9" * 30: "lengths=9999",
+    "perplexity --lengths " + "9" * 400 + "x": "lengths=inf",
+    "perplexity --lengths " + "9" * 30 + "x": "lengths=",
+    "passkey --lengths 256,1" + "0" * 20: "lengths=1000",
+    "perplexity --lengths 256 --seed " + "9" * 400: "seed=9999",
+    "perplexity --lengths 256 --documents -" + "9" * 30: "documents=-9999",
+    **{f"finetune --scheme plain --length 512 --alpha {value}": "alpha=" for value in ("nan", "inf", "-inf", "1e400")},
+}
+
+
+@pytest.mark.parametrize("words", NUMBERS, ids=lambda words: words[:40])
 def test_a_number_that_no_machine_has(words, capsys):
-    refused(words.split(), "must be a number below 2^63", capsys)
+    refused(words.split(), NUMBERS[words], capsys)
 
 
 def aliases(line: str) -> str:
