@@ -156,7 +156,7 @@ class Row:
         for name in ("nll_by_document", "scores"):
             if isinstance(values := fields.get(name), list):
                 fields[name] = [math.nan if value is None else value for value in values]
-        check_types(fields, _types_of(cls))
+        check_types(fields, _types())
         for name in filter(fields.get, _SHARES):
             values = fields[name] if isinstance(fields[name], list) else [fields[name]]
             if any(value < 0 or value > 1 for value in values):  # one that was not measured is NaN
@@ -167,7 +167,9 @@ class Row:
         return cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields})
 
 
-_types_of = functools.cache(get_type_hints)
+@functools.cache
+def _types() -> dict[str, Any]:
+    return get_type_hints(Row)
 
 
 def _finite(value: Any) -> Any:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
 from itertools import pairwise
 
 import pytest
+from hypothesis import strategies as st
+from rich.console import Console
 
 from rope_patch.cli import main
 from rope_patch.data.corpora import load_text
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.row import Rows
+from rope_patch.evaluation.tables import print_table
+from rope_patch.evaluation.verdict import of_losses
 from rope_patch.json_files import read_object
 from rope_patch.training.checkpoints import claim
 from tests.evaluation.rows import row
-from tests.hardening.exploring import in_memory, in_time
+from tests.hardening.exploring import explore, in_memory, in_time
+from tests.hardening.hostile import damaged
+from tests.hardening.scale import parts
 
 WHOLE = row().to_json()
 
@@ -123,6 +130,25 @@ def test_a_last_line_that_was_cut_off_is_no_damage(cut, tmp_path):
     file.write_bytes(WHOLE.encode() + b"\n" + cut)
     assert len(Rows(file).rows) == 1
     assert file.read_bytes() == WHOLE.encode() + b"\n"
+
+
+@pytest.mark.parametrize(("part", "number"), list(enumerate(parts(usual=150, hard=3000, size=1000))))
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_rows_are_refused_or_can_be_shown(part, number, count, tmp_path):
+    plain = [json.loads(row(length=length, nll_by_document=[2.0] * 12).to_json()) for length in (256, 512)]
+    schemes = [{**fields, "line": "pi:factor=2", "scheme": {"name": "pi", "factor": 2.0}} for fields in plain]
+    file, whole = tmp_path / "rows.jsonl", dict(enumerate([*plain, *schemes]))
+
+    def holds(rows):
+        try:
+            file.write_text("".join(json.dumps(fields) + "\n" for fields in rows.values()))
+        except (TypeError, ValueError):  # what JSON cannot say
+            return
+        if read := Rows(file).rows:
+            print_table(read, Console(file=io.StringIO(), width=120))
+            of_losses(read)
+
+    count("damaged results", explore(damaged(st.just(whole)), holds, number, part))
 
 
 def test_what_runs_write_is_read():
