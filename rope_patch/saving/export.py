@@ -192,9 +192,9 @@ def export_checkpoint(
     folder, target = Path(checkpoint), Path(output)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(errno.EEXIST, "it already exists; choose another output, or remove it", str(target))
+    files = _files(folder) if folder.is_dir() else {}  # without a folder, `describe_serving` names the reason
     serving = describe_serving(folder, scheme, length, readers, by_factor)
     check_weights(folder)
-    files = _files(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as aside:
         unfinished = Path(aside) / target.name
