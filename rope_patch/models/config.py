@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Container, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -314,10 +315,11 @@ def scheme_of_entry(entry: dict[str, Any], nested: bool, checked: bool = True) -
 def _is_computable(cls: type[Scheme], values: dict[str, Any]) -> bool:
     """Whether the only values that break a rule of the class are numbers of at least 0, and its factor is above it."""
     rules = [rule for rule in rules_of(cls).values() if rule.name in values]  # type: ignore[arg-type]
-    beside = _unchecked(cls, values)
-    broken = [rule for rule in rules if rule.broken(values[rule.name], beside)]
-    are_numbers = all(rule.kind in (int, float) and _is_number(values[rule.name]) for rule in broken)
-    return are_numbers and all(values[rule.name] >= 0 for rule in broken) and values.get("factor") != 0
+    numbers = {rule.name for rule in rules if rule.kind in (int, float)}
+    if not all(_is_number(values[name]) and values[name] >= 0 for name in numbers) or values.get("factor") == 0:
+        return False
+    beside = SimpleNamespace(**{field.name: field.default for field in dataclasses.fields(cls)} | values)  # type: ignore[arg-type]
+    return all(rule.name in numbers or rule.broken(values[rule.name], beside) is None for rule in rules)
 
 
 def _unchecked(cls: type[Scheme], values: dict[str, Any]) -> Scheme:
