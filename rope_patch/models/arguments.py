@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -60,29 +60,59 @@ def check_tokens(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 def tokens_seen(kwargs: dict[str, Any]) -> torch.Tensor | None:
     """False on the pads among the tokens of a forward, `(batch or 1, length)`; None without a mask that shows them."""
-    mask, tokens = kwargs.get("attention_mask"), tokens_of(kwargs)
-    if isinstance(mask, dict):  # by layer type, as `generate` prepares them
+    seen = None if tokens_of(kwargs) is None else _slots_seen(kwargs)
+    return None if seen is None else seen[:, _slots_in(seen, kwargs)]
+
+
+def _slots_seen(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """False on the pads among the slots of a mask, `(batch or 1, slots)`; None without a mask that shows them."""
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict):  # by layer type, as `generate` and models of images prepare them
         mask = mask.get("full_attention")
-    if not isinstance(mask, torch.Tensor) or tokens is None:
+    if not isinstance(mask, torch.Tensor):
         return None
-    if mask.ndim == 2:
-        return mask[:, -tokens.shape[1] :].bool()
-    if mask.ndim != 4 or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        return None
-    slots = torch.arange(tokens.shape[1], device=mask.device) + cached_length(kwargs)
+    if mask.ndim == 4 and (mask.dtype == torch.bool or mask.is_floating_point()):
+        return attended(mask[:, 0]).any(dim=-2)
+    return mask.bool() if mask.ndim == 2 else None
+
+
+def _slots(kwargs: dict[str, Any], device: torch.device) -> torch.Tensor:
+    """Slots of the tokens of a forward, `(length,)`."""
+    tokens = cast(torch.Tensor, tokens_of(kwargs))
+    return torch.arange(tokens.shape[1], device=device) + cached_length(kwargs)
+
+
+def _slots_in(seen: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Slots of the tokens of a forward among those of a mask, `(..., slots)`; a vector `(length,)`."""
+    slots = _slots(kwargs, seen.device)
     # in a static sliding cache that is full, the tokens have the last slots
-    slots = slots - (slots[-1] + 1 - mask.shape[-1]).clamp(min=0)
-    return attended(mask[:, 0]).any(dim=-2)[:, slots]
+    return slots - (slots[-1:] + 1 - seen.shape[-1]).clamp(min=0)
+
+
+def slot_positions(kwargs: dict[str, Any]) -> torch.Tensor:
+    """Positions of the tokens of a forward by slot, `(1, length)`: those that Transformers gives them without
+    `position_ids`.
+    """
+    return _slots(kwargs, cast(torch.Tensor, tokens_of(kwargs)).device)[None]
 
 
 def counted_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Positions of the tokens of a forward, `(batch or 1, length)`; left pads get negative ones."""
-    tokens = tokens_of(kwargs)
-    if tokens is None:
+    """Positions of the tokens of a forward, `(batch or 1, length)`, that count tokens and not the pads before them, as
+    `generate` counts; None without a mask `(batch, slots)`, or prepared by layer type, that shows a pad before a token.
+    Your own mask of four axes may hide tokens that are no pads, so it shows none.
+
+    Pads before the first token get negative positions up to -1. Pads behind the last one go on from it, so a row that
+    is padded on the right keeps its positions. A graph cannot look at values and counts under every such mask, with the
+    same result.
+    """
+    tokens, mask = tokens_of(kwargs), kwargs.get("attention_mask")
+    seen = None if isinstance(mask, torch.Tensor) and mask.ndim != 2 else _slots_seen(kwargs)
+    if tokens is None or seen is None or seen.shape[1] < tokens.shape[1]:
         return None
-    mask, length = kwargs.get("attention_mask"), tokens.shape[1]
-    compiling = torch.compiler.is_compiling()  # without values to look at
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length and (compiling or not mask.all()):
-        places = torch.arange(mask.shape[1], device=mask.device)
-        return (places - mask.long().argmax(dim=-1, keepdim=True))[:, -length:]
-    return (torch.arange(length, device=tokens.device) + cached_length(kwargs))[None]
+    if not torch.compiler.is_compiling() and not (seen[:, 1:] > seen[:, :-1]).any():
+        return None
+    number = seen.cumsum(dim=-1)
+    inner = ~seen & (number > 0) & (number < number[:, -1:])
+    first = (number == 0).sum(dim=-1, keepdim=True) % seen.shape[1]  # 0 in a row of pads
+    positions = (~inner).cumsum(dim=-1) - 1 - first
+    return positions[:, _slots_in(seen, kwargs)].to(tokens.device)

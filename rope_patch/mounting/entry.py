@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.absolute import lengthened
-from rope_patch.models.arguments import Arguments, by_name, cache_in, check_tokens, counted_positions, tokens_seen
+from rope_patch.models.arguments import Arguments, by_name, cache_in, check_tokens, slot_positions, tokens_seen
 from rope_patch.models.base import AbsoluteTable, AttentionLayer, Stack
 from rope_patch.models.cached_keys import complete_layers
 from rope_patch.mounting.parameters import LearnedWeights
@@ -29,7 +29,7 @@ from rope_patch.schemes.tools.tables import require_room
 
 @dataclass(eq=False)
 class StackEntry:
-    """Pre-hook of a stack: positions are counted, and x_m becomes e(x_m, token_m, m).
+    """Pre-hook of a stack: x_m becomes e(x_m, token_m, m).
 
     A `causal` stack may read a text in pieces, so a scheme's state is kept after the `num_layers` of the cache.
     """
@@ -47,8 +47,7 @@ class StackEntry:
         if states is None and ids is None:
             return (), kwargs  # the model itself raises
         if kwargs.get("position_ids") is None:
-            positions = cast(torch.Tensor, counted_positions(kwargs))
-            kwargs = {**kwargs, "position_ids": positions.clamp(min=0)}
+            kwargs = {**kwargs, "position_ids": slot_positions(kwargs)}
         if self.scheme.every_block:
             return (), kwargs
         if states is None:

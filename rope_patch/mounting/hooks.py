@@ -13,7 +13,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from rope_patch.attention.forward_cache import StackForwardCache
 from rope_patch.attention.masks import Groups, groups_of_documents, groups_of_pads
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
-from rope_patch.models.arguments import Arguments, by_name, cache_in, check_tokens, counted_positions, tokens_of
+from rope_patch.models.arguments import Arguments, by_name, cache_in, check_tokens, slot_positions, tokens_of
 from rope_patch.models.base import RotaryTables, is_causal
 from rope_patch.models.cached_keys import CACHE_TAG, CacheTagging
 from rope_patch.mounting.forward_call import ForwardCall
@@ -33,7 +33,7 @@ class StackHook:
 
     Attributes:
         scorers: the attention modules, if they cover every layer of the stack and read groups; else empty.
-        counts: whether this hook must count tokens, because the stack has no positions.
+        counts: whether this hook must count slots, because the stack has no positions.
     """
 
     forward_caches: tuple[StackForwardCache, ...]
@@ -45,8 +45,8 @@ class StackHook:
         kwargs = by_name(module, args, kwargs)
         check_tokens(module, kwargs)
         changed = {}
-        if self.counts and kwargs.get("position_ids") is None:
-            changed["position_ids"] = counted_positions(kwargs)
+        if self.counts and kwargs.get("position_ids") is None and tokens_of(kwargs) is not None:
+            changed["position_ids"] = slot_positions(kwargs)
         for forward_cache in () if torch.compiler.is_compiling() else self.forward_caches:
             forward_cache.forget()
             forward_cache.counted = kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None

@@ -27,7 +27,7 @@ from rope_patch.mounting.hooks import LayerHook, StackHook
 from rope_patch.mounting.layer_state import LayerState, Rotation
 from rope_patch.mounting.parameters import install_parameters
 from rope_patch.mounting.registration import IMPLEMENTATION, Registration
-from rope_patch.mounting.stack_positions import pass_positions
+from rope_patch.mounting.stack_positions import CountTokens, pass_positions
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
@@ -65,6 +65,11 @@ class Plan:
     numbers: dict[int, dict[str, float]] = field(default_factory=dict)
     embedding: Literal["rows", "entry"] | None = None
     by_layer: tuple[tuple[Stack, Plan], ...] = ()
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether its numbers depend on the position of a token itself, and not only on distances."""
+        return bool(self.late or self.embedding)
 
     def mounts(self) -> str:
         """The mounts in one phrase, for `describe`."""
@@ -349,6 +354,8 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
         changes.log(module, ModuleState(module))  # which its forward changes
     for module, name, value in stack.replacements if plan.late else ():
         changes.set(module, name, value)
+    if plan.reads_positions:
+        changes.hook(stack.module, CountTokens(may_be_negative=not (stack.has_positions or plan.embedding)))
     installed = [
         (its_plan, _install_layers(its_plan, part, attention, changes))
         for part, its_plan in plan.by_layer or ((stack, plan),)
@@ -401,7 +408,7 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
     weights = install_parameters(plan.scheme, stack, touched, changes)
     if plan.late or plan.embedding:
         counts = plan.rotation == "module" and plan.scheme.slots <= {"frequencies", "query_scale"}
-        pass_positions(plan.scheme, stack, counts, plan.embedding == "entry", changes)
+        pass_positions(plan.scheme, stack, counts, changes)
     if plan.embedding == "entry":
         install_entry(plan.scheme, stack, touched, weights, changes)
     for rotary in dict.fromkeys(layer.rotary for layer in touched) if plan.rotary else ():

@@ -14,7 +14,15 @@ from torch import distributed, nn
 from rope_patch.attention.masks import groups_of_pads
 from rope_patch.attention.shares import Shares
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.models.arguments import Arguments, by_name, cache_in, check_tokens, counted_positions, tokens_of
+from rope_patch.models.arguments import (
+    Arguments,
+    by_name,
+    cache_in,
+    check_tokens,
+    counted_positions,
+    slot_positions,
+    tokens_of,
+)
 from rope_patch.models.base import AttentionLayer, Stack, is_causal
 from rope_patch.mounting.hooks import groups_of_row
 from rope_patch.mounting.plan import Plan, others_take_masks
@@ -101,8 +109,8 @@ class RowHook:
             {**whole, "position_ids": positions, "use_cache": False}, cast(Any, module).config, causal
         )
         if positions is None:
-            slots = counted_positions(whole if self.counts else {"input_ids": whole["input_ids"]})
-            positions = cast(torch.Tensor, slots).clamp(min=0)
+            positions = counted_positions(whole) if self.counts else None
+            positions = slot_positions(whole) if positions is None else positions.clamp(min=0)
         if groups is None:
             groups = groups_of_pads(torch.ones_like(positions))
         seen = groups >= 0
@@ -138,7 +146,7 @@ def install_sharing(
     stack: Stack, plan: Plan, group: Any, backend: Backend, changes: Changes, of_batch: bool = False
 ) -> None:
     """Let the processes of a group share the rows of a stack; `of_batch` as in `RowHook`."""
-    counts = not stack.has_positions or plan.embedding == "entry"
+    counts = not stack.has_positions or (plan.reads_positions and not of_batch)
     changes.hook(stack.module, RowHook(group, backend, counts, of_batch), first=True)
     changes.log(stack.module, Registration())
     for layer in (*stack.layers, *stack.others):

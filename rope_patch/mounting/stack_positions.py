@@ -6,19 +6,42 @@ Source: Qwen2-VL, 2409.12191, section 2.1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.models.arguments import Arguments, by_name, cached_length, counted_positions, tokens_of
+from rope_patch.models.arguments import Arguments, by_name, counted_positions, slot_positions, tokens_of
 from rope_patch.models.base import Stack
 from rope_patch.models.passed_tables import takes_text_axis
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 
 PASSED = "rope_patch_positions"  # the argument with positions for attention that does not receive them from its block
+
+
+@dataclass(eq=False)
+class CountTokens:
+    """First pre-hook of a stack: where a mask shows pads before tokens and there are no positions, the stack receives
+    positions that count tokens.
+
+    Transformers counts slots there, pads included, except in `generate`. No rotation notices, but everything that
+    depends on a position or a length does.
+
+    Attributes:
+        may_be_negative: whether pads before the tokens may have positions below 0, because the stack looks nothing up.
+    """
+
+    may_be_negative: bool
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """The arguments with positions, `(batch, length)`."""
+        kwargs = by_name(module, args, kwargs)
+        positions = counted_positions(kwargs) if kwargs.get("position_ids") is None else None
+        if positions is None:
+            return None
+        return (), {**kwargs, "position_ids": positions if self.may_be_negative else positions.clamp(min=0)}
 
 
 @dataclass(eq=False)
@@ -32,7 +55,6 @@ class PassPositions:
     Attributes:
         in_front: whether a stack of several axes knows the axis of the text.
         counts: whether the scheme only counts tokens and leaves the rotation to the model, like log-n.
-        enters: whether positions are added at the input, where they are counted without pads.
     """
 
     scheme: Scheme
@@ -40,7 +62,6 @@ class PassPositions:
     in_front: bool
     as_argument: bool
     counts: bool
-    enters: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The arguments with the positions of the text, `(batch, length)`.
@@ -53,10 +74,8 @@ class PassPositions:
         if tokens is None or (self.axes == 1 and PASSED in kwargs):
             return None  # without tokens the model itself raises
         position_ids = kwargs.get("position_ids")
-        if position_ids is None and self.enters:
-            position_ids = _tokens_before(kwargs, tokens)
-        elif position_ids is None:  # as such stacks count, pads included
-            slots = (torch.arange(tokens.shape[1], device=tokens.device) + cached_length(kwargs))[None]
+        if position_ids is None:  # as such stacks count
+            slots = slot_positions(kwargs)
             position_ids = slots if self.axes == 1 else slots.expand(len(tokens), -1)
         if self.axes == 1:
             return (), {**kwargs, PASSED: position_ids[0] if position_ids.ndim == 3 else position_ids}
@@ -96,11 +115,12 @@ class PassPositions:
 
 def _tokens_before(kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
     """Number of tokens, without pads, before each one, `(batch, length)`."""
-    return cast(torch.Tensor, counted_positions(kwargs)).clamp(min=0).expand(tokens.shape[:2])
+    positions = counted_positions(kwargs)
+    return (slot_positions(kwargs) if positions is None else positions.clamp(min=0)).expand(tokens.shape[:2])
 
 
-def pass_positions(scheme: Scheme, stack: Stack, counts: bool, enters: bool, changes: Changes) -> None:
-    """Hook a stack whose layers would not receive positions in the form that a scheme reads; flags as in
+def pass_positions(scheme: Scheme, stack: Stack, counts: bool, changes: Changes) -> None:
+    """Hook a stack whose layers would not receive positions in the form that a scheme reads; `counts` as in
     `PassPositions`.
     """
     rotary = max(stack.rotary, key=lambda tables: tables.axes, default=None)
@@ -111,4 +131,4 @@ def pass_positions(scheme: Scheme, stack: Stack, counts: bool, enters: bool, cha
     if axes > 1:  # blocks of other kinds may not accept another argument
         as_argument |= not in_front or len(layers) == stack.config.num_hidden_layers
     if axes > 1 or as_argument:
-        changes.hook(stack.module, PassPositions(scheme, axes, in_front, as_argument, counts, enters))
+        changes.hook(stack.module, PassPositions(scheme, axes, in_front, as_argument, counts))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
-from rope_patch.models.arguments import cache_in, cached_length, counted_positions, tokens_seen
+from rope_patch.models.arguments import cache_in, cached_length, counted_positions, slot_positions, tokens_seen
 
 NAMES = "cache", "past_key_values"
 
@@ -21,7 +21,7 @@ def test_a_cache_is_found_by_either_name(name):
     kwargs = {"input_ids": torch.zeros(1, 3, dtype=torch.long), "attention_mask": None, name: cache}
     assert cache_in(kwargs) is cache
     assert cached_length(kwargs) == 5
-    assert counted_positions(kwargs).tolist() == [[5, 6, 7]]
+    assert slot_positions(kwargs).tolist() == [[5, 6, 7]]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,4 +41,4 @@ def test_without_a_cache_nothing_is_before_the_tokens():
     kwargs = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "cache": None, "past_key_values": None}
     assert cache_in(kwargs) is None
     assert cached_length(kwargs) == 0
-    assert counted_positions(kwargs).tolist() == [[0, 1, 2]]
+    assert slot_positions(kwargs).tolist() == [[0, 1, 2]]
