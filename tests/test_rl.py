@@ -29,14 +29,28 @@ def test_tokens_have_the_probability_in_training_that_they_were_drawn_with(tmp_p
     prompts = tokenizer(list(names["prompts"]["prompt"]), return_tensors="pt", padding=True, padding_side="left")
     counts = prompts["attention_mask"].sum(1)
     assert counts.max() > 256 > counts.min()  # beyond L, and within
-    rollout = {"max_new_tokens": 16, "do_sample": True, "output_logits": True, "return_dict_in_generate": True}
-    drawn = trainer.model.eval().generate(**prompts, **rollout, pad_token_id=tokenizer.pad_token_id, min_new_tokens=16)
-    new = drawn.sequences[:, -16:]
-    expected = torch.stack(drawn.logits, 1).log_softmax(-1).gather(-1, new[..., None])[..., 0]
-    mask = torch.cat([prompts["attention_mask"], torch.ones_like(new)], 1)
-    with torch.no_grad():
-        found = trainer._get_per_token_logps_and_entropies(trainer.model, drawn.sequences, mask, 16)[0]
-        rope_patch.unpatch(trainer.model)
-        plain = trainer._get_per_token_logps_and_entropies(trainer.model, drawn.sequences, mask, 16)[0]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    for spec in (None, "rerope:window=128+logn", "self_extend:window=64,group_size=4", "dca:chunk_size=192", "ssmax"):
+        if spec is not None:  # whose numbers depend on positions, and not on distances alone
+            rope_patch.unpatch(trainer.model)
+            rope_patch.patch(trainer.model, spec)
+        new, expected = rollout(trainer.model.eval(), prompts)
+        torch.testing.assert_close(trained(trainer, prompts, new), expected, rtol=0, atol=1e-4, msg=str(spec))
+    rope_patch.unpatch(trainer.model)
+    plain = trained(trainer, prompts, new)
     assert (plain - expected).abs().max() > 0.1  # a trainer without the scheme trains on other numbers
+
+
+def rollout(model, prompts):
+    """16 tokens drawn for each prompt, `(rows, 16)`, and their log-probabilities."""
+    options = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": True, "pad_token_id": 0}
+    drawn = model.generate(**prompts, **options, output_logits=True, return_dict_in_generate=True)
+    new = drawn.sequences[:, -16:]
+    return new, torch.stack(drawn.logits, 1).log_softmax(-1).gather(-1, new[..., None])[..., 0]
+
+
+@torch.no_grad()
+def trained(trainer, prompts, new):
+    """Log-probabilities of the drawn tokens, as the trainer computes them: padded, without `position_ids`."""
+    ids = torch.cat([prompts["input_ids"], new], 1)
+    mask = torch.cat([prompts["attention_mask"], torch.ones_like(new)], 1)
+    return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 16)[0]

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, DynamicCache, Stati
 from rope_patch import get_scheme, patch
 from tests.cases import CASES, COMPOSITIONS, REPRESENTATIVE, VARIANTS
 from tests.families import FOLLOWING, LLAMA_AND_SCALED, RUN, build, config_of, from_config
-from tests.runs import assert_close, generated, left_padded, logits, positions_of, tokens, usable_length
+from tests.runs import LENGTH, assert_close, generated, left_padded, logits, positions_of, tokens, usable_length
 
 READING = [
     CASES[name]
@@ -25,9 +25,8 @@ READING = [
 reading = pytest.mark.parametrize("spec", READING)
 
 
-def rows_of(model, spec, *others):
+def rows_of(longest=LENGTH, *others):
     """Texts of several lengths, as one batch with pads on the left, and its mask."""
-    longest = usable_length(model, spec)
     rows = [tokens(longest, seed=1), *(tokens(length, seed=length) for length in others or (23, 9))]
     return rows, *left_padded(rows)
 
@@ -51,11 +50,14 @@ def assert_rows(found, rows, expected, tolerance=2e-5, by=""):
 
 
 def assert_pads_change_nothing(model, spec, mount="auto"):
-    rows, batch, mask = rows_of(model, spec)
-    longest = batch.shape[1]
-    with patch(model, spec, mount=mount):
+    longest = usable_length(model, spec)
+    with patch(model, spec, mount=mount) as handle:
+        # rows have a length each, even where a cache cannot go on from one to the next
+        rows, batch, mask = rows_of(LENGTH if handle.scheme.length_dependent else longest)
         expected = [logits(model, row) for row in rows]
         assert_rows(logits(model, batch, attention_mask=mask), rows, expected, by="one forward")
+        rows, batch, mask = rows_of(longest)
+        expected = [logits(model, row) for row in rows]
         # gates of CoPE add up rounding along a row
         by_cache = by_mask(model, batch, mask, [7, 12, 1, 1, longest - 21])
         assert_rows(by_cache, rows, expected, 4e-5, "dynamic cache")
@@ -88,7 +90,7 @@ def test_where_the_checkpoints_own_frequencies_follow_the_length(model, spec):
 
 @reading
 def test_positions_are_those_of_generate_bit_for_bit(llama, spec):
-    _, batch, mask = rows_of(llama, spec)
+    _, batch, mask = rows_of()
     with patch(llama, spec):
         found = logits(llama, batch, attention_mask=mask)
         assert torch.equal(found, logits(llama, batch, attention_mask=mask, position_ids=positions_of(mask)))
@@ -97,7 +99,7 @@ def test_positions_are_those_of_generate_bit_for_bit(llama, spec):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("family", "spec"), LLAMA_AND_SCALED)
 def test_without_left_pads_no_bit_changes(model, spec):
-    _, batch, mask = rows_of(model, spec)
+    _, batch, mask = rows_of()
     right, slots = mask.flip(-1), torch.arange(batch.shape[1])[None]
     with patch(model, spec):
         plain = logits(model, batch, position_ids=slots)
@@ -109,7 +111,7 @@ def test_without_left_pads_no_bit_changes(model, spec):
 
 @reading
 def test_embeddings_in_place_of_ids(llama, spec):
-    _, batch, mask = rows_of(llama, spec)
+    _, batch, mask = rows_of()
     with patch(llama, spec):
         expected = logits(llama, batch, attention_mask=mask)
         embedded = llama.get_input_embeddings()(batch)
@@ -118,7 +120,7 @@ def test_embeddings_in_place_of_ids(llama, spec):
 
 @reading
 def test_a_mask_longer_than_the_tokens_of_a_static_cache(llama, spec):
-    rows, batch, mask = rows_of(llama, spec)
+    rows, batch, mask = rows_of(usable_length(llama, spec))
     whole = nn.functional.pad(mask, (0, 5))
     with patch(llama, spec), torch.no_grad():
         cache = StaticCache(config=llama.config, max_cache_len=whole.shape[1])
@@ -128,7 +130,7 @@ def test_a_mask_longer_than_the_tokens_of_a_static_cache(llama, spec):
 
 @reading
 def test_pads_on_both_sides_and_between(llama, spec):
-    rows, batch, mask = rows_of(llama, spec)
+    rows, batch, mask = rows_of()
     places = [torch.cat([torch.arange(3), torch.arange(5, 25)]), torch.arange(2, 11)]  # a gap; both sides
     for index, (row, place) in enumerate(zip(rows[1:], places, strict=True), start=1):
         batch[index], mask[index] = 0, 0
@@ -151,7 +153,7 @@ def gradients_of(model, ids, mask=None):
 @reading
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradients_through_checkpointing(llama, spec, reentrant):
-    rows, batch, mask = rows_of(llama, spec)
+    rows, batch, mask = rows_of()
     llama.train()
     with patch(llama, spec):
         alone = [gradients_of(llama, row) for row in rows]
@@ -167,7 +169,7 @@ def test_gradients_through_checkpointing(llama, spec, reentrant):
 @pytest.mark.one_in(3)
 def test_in_one_graph(spec):
     shallow = build(num_hidden_layers=1)
-    rows, batch, mask = rows_of(shallow, spec)
+    rows, batch, mask = rows_of()
     with patch(shallow, spec):
         expected = [logits(shallow, row) for row in rows]
         compiled = torch.compile(shallow, fullgraph=True, backend="eager")
@@ -183,7 +185,7 @@ def test_in_one_graph(spec):
 @pytest.mark.parametrize("spec", [CASES["logn"], CASES["self_extend"], CASES["rerope"], CASES["dca"]])
 def test_compiled_steps_after_a_static_cache(spec):
     shallow = build(num_hidden_layers=1)
-    rows, batch, mask = rows_of(shallow, spec)
+    rows, batch, mask = rows_of()
     with patch(shallow, spec), torch.no_grad():
         expected = [logits(shallow, row) for row in rows]
         cache = StaticCache(config=shallow.config, max_cache_len=batch.shape[1] + 3)
@@ -200,7 +202,7 @@ def test_compiled_steps_after_a_static_cache(spec):
 def test_heads_that_score_a_text(spec):
     config = config_of("llama", num_labels=1, pad_token_id=0)
     model = from_config(config, AutoModelForSequenceClassification)
-    rows, batch, mask = rows_of(model, spec)
+    rows, batch, mask = rows_of()
     with patch(model, spec), torch.no_grad():
         alone = torch.cat([model(row, use_cache=False).logits for row in rows])
         assert_close(model(batch, attention_mask=mask, use_cache=False).logits, alone)
@@ -210,7 +212,7 @@ def test_heads_that_score_a_text(spec):
 
 @reading
 def test_tokens_of_prompt_tuning_before_the_pads(llama, spec):
-    rows, batch, mask = rows_of(llama, spec)
+    rows, batch, mask = rows_of()
     with patch(llama, spec):
         prompted = peft.get_peft_model(llama, peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=4)).eval()
         expected = [logits(prompted, row, attention_mask=torch.ones_like(row)) for row in rows]
@@ -222,7 +224,7 @@ def test_tokens_of_prompt_tuning_before_the_pads(llama, spec):
 @pytest.mark.parametrize("spec", [spec for spec in READING if not get_scheme(spec).length_dependent])
 def test_the_probabilities_of_a_rollout(llama, spec):
     """`generate` token by token, and a padded forward that is given a mask alone, as trainers compute it."""
-    _, batch, mask = rows_of(llama, spec, 20, 8)
+    _, batch, mask = rows_of(LENGTH, 20, 8)
     with patch(llama, spec), torch.no_grad():
         rollout = {"max_new_tokens": 6, "do_sample": True, "output_logits": True, "return_dict_in_generate": True}
         drawn = llama.generate(batch, attention_mask=mask, pad_token_id=0, **rollout)
@@ -242,7 +244,7 @@ def test_assisted_decoding_of_a_padded_row(llama, spec):
 
 @pytest.mark.parametrize("spec", [CASES["logn"], CASES["self_extend"], CASES["rerope"]])
 def test_positions_of_yours_are_kept(llama, spec):
-    _, batch, mask = rows_of(llama, spec)
+    _, batch, mask = rows_of()
     slots = torch.arange(batch.shape[1])[None]
     with patch(llama, spec):
         found = logits(llama, batch, attention_mask=mask, position_ids=slots)
