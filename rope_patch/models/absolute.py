@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.base import AbsoluteTable, Stack
 from rope_patch.schemes.learned import Learned
+
+_TOKENS = 4
 
 _TABLE = re.compile(r"^(?!.*relative).*position|^wpe$")
 
@@ -47,9 +49,9 @@ def read(stack: PreTrainedModel) -> Stack:
         _refuse(stack, f"position_embedding_type={kind!r}; only 'absolute' adds positions to nothing but the input")
     if getattr(stack.config, "relative_attention", False):
         _refuse(stack, "its attention also has relative positions (relative_attention=True)")
-    reserved = _measure_reserved(stack, name, embedding)
+    reserved, first = _measure(stack, name, embedding)
     buffers = _buffers(stack, embedding.num_embeddings, reserved)
-    table = AbsoluteTable(stack, name, embedding, reserved, buffers)
+    table = AbsoluteTable(stack, name, embedding, reserved, buffers, first)
     squared_norms = table.rows.double().square().sum(dim=-1)
     half = squared_norms.new_tensor(table.rows.shape[-1] / 2)  # sin^2 + cos^2 in every pair
     if torch.allclose(squared_norms, half, rtol=1e-2):
@@ -92,22 +94,47 @@ def lengthened(buffer: torch.Tensor, growth: int) -> torch.Tensor:
     return (buffer[0, 0] + counts * places)[None]
 
 
-def _measure_reserved(stack: PreTrainedModel, name: str, embedding: nn.Embedding) -> int:
-    """The row of a text's first token, if the next tokens read the rows after it."""
+def _measure(stack: PreTrainedModel, name: str, embedding: nn.Embedding) -> tuple[int, int | None]:
+    """The row of a text's first token, if the next tokens read the rows after it; and `AbsoluteTable.first`."""
+    middle = stack.config.vocab_size // 2  # special tokens such as pads, which may not count, are at the ends
+    ids = torch.arange(middle, middle + _TOKENS, device=embedding.weight.device)[None]
     try:
-        middle = stack.config.vocab_size // 2  # special tokens such as pads, which may not count, are at the ends
-        tokens = torch.arange(middle, middle + 4, device=embedding.weight.device)
-        with torch.no_grad(), _Lookup(embedding.weight):
-            stack(input_ids=tokens[None])
-    except _FirstLookup as lookup:
-        rows = lookup.args[0][: len(tokens)]
+        rows = _rows_read(stack, embedding, input_ids=ids)
     except Exception as error:  # models of other kinds may fail in any way
         raise UnsupportedModel(f"{type(stack).__name__} cannot read a text of four tokens: {error}") from error
-    else:
+    if rows is None:
         _refuse(stack, f"it does not use {name} when it reads a text")
-    if rows != list(range(rows[0], rows[0] + len(rows))):
-        _refuse(stack, f"a text of {len(rows)} tokens reads the rows {rows} of {name}, which are not consecutive")
-    return rows[0]
+    if rows != list(range(rows[0], rows[0] + _TOKENS)):
+        _refuse(stack, f"a text of {_TOKENS} tokens reads the rows {rows} of {name}, which are not consecutive")
+    return rows[0], _first_position(stack, embedding, ids, rows)
+
+
+def _first_position(stack: PreTrainedModel, embedding: nn.Embedding, ids: torch.Tensor, rows: list[int]) -> int | None:
+    """`AbsoluteTable.first` of a stack that reads these `rows` for a text of `ids`, `(1, _TOKENS)`."""
+    pad = getattr(stack.config, "pad_token_id", None)
+    padded, mask = ids.clone(), torch.ones_like(ids)
+    padded[0, 0], mask[0, 0] = ids[0, 0] if pad is None else pad, 0
+    positions = torch.arange(_TOKENS, device=ids.device)[None]
+    try:
+        if _rows_read(stack, embedding, input_ids=padded, attention_mask=mask) != rows:
+            return None
+        found = _rows_read(stack, embedding, input_ids=ids, attention_mask=mask, position_ids=positions + 1)
+    except Exception:  # it takes no positions, for example
+        return None
+    if found is None or found != list(range(found[0], found[0] + _TOKENS)):
+        return None
+    first = rows[0] - found[0] + 1
+    return first if first >= 0 else None
+
+
+def _rows_read(stack: PreTrainedModel, embedding: nn.Embedding, **inputs: torch.Tensor) -> list[int] | None:
+    """The rows of a table that a text of `_TOKENS` tokens reads; None if it reads none."""
+    try:
+        with torch.no_grad(), _Lookup(embedding.weight):
+            stack(**inputs)
+    except _FirstLookup as lookup:
+        return cast(list[int], lookup.args[0][:_TOKENS])
+    return None
 
 
 class _FirstLookup(BaseException):  # not an Exception, so that no model catches it

@@ -162,6 +162,8 @@ class AbsoluteTable:
         embedding: the table, `(reserved + n, hidden)`.
         reserved: leading rows without a position: `padding_idx + 1` in RoBERTa, two in OPT, else none.
         buffers: owner and name of each buffer with one entry per row: `position_ids`, `token_type_ids`.
+        first: the position of a text's first token, as the model's `position_ids` count, if the model counts slots,
+            pads included; None if it counts tokens, or takes no positions.
     """
 
     module: PreTrainedModel
@@ -169,6 +171,7 @@ class AbsoluteTable:
     embedding: nn.Embedding
     reserved: int
     buffers: tuple[tuple[nn.Module, str], ...]
+    first: int | None = None
 
     @property
     def rows(self) -> torch.Tensor:

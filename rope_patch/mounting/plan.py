@@ -349,13 +349,16 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
     """Carry out a plan; returns the state of each layer that changes. On an error the caller undoes `changes`."""
     if stack.absolute is not None:
         install_table(plan.scheme, stack.absolute, changes)
+        if stack.absolute.first is not None:
+            changes.hook(stack.module, CountTokens(stack.absolute.first))
         return ()
     for module in {rotary.module: None for rotary in stack.rotary}:
         changes.log(module, ModuleState(module))  # which its forward changes
     for module, name, value in stack.replacements if plan.late else ():
         changes.set(module, name, value)
     if plan.reads_positions:
-        changes.hook(stack.module, CountTokens(may_be_negative=not (stack.has_positions or plan.embedding)))
+        in_table = stack.has_positions or plan.embedding
+        changes.hook(stack.module, CountTokens(0 if in_table else None))
     installed = [
         (its_plan, _install_layers(its_plan, part, attention, changes))
         for part, its_plan in plan.by_layer or ((stack, plan),)

@@ -30,10 +30,11 @@ class CountTokens:
     depends on a position or a length does.
 
     Attributes:
-        may_be_negative: whether pads before the tokens may have positions below 0, because the stack looks nothing up.
+        first: position of the first token, and of the pads before it; None if tokens count from 0 and the pads go on
+            below it, which keeps rows in both directions fast where only distances are read.
     """
 
-    may_be_negative: bool
+    first: int | None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The arguments with positions, `(batch, length)`."""
@@ -41,7 +42,9 @@ class CountTokens:
         positions = counted_positions(kwargs) if kwargs.get("position_ids") is None else None
         if positions is None:
             return None
-        return (), {**kwargs, "position_ids": positions if self.may_be_negative else positions.clamp(min=0)}
+        if self.first is not None:
+            positions = positions.clamp(min=0) + self.first
+        return (), {**kwargs, "position_ids": positions}
 
 
 @dataclass(eq=False)

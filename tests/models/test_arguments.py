@@ -42,3 +42,40 @@ def test_without_a_cache_nothing_is_before_the_tokens():
     assert cache_in(kwargs) is None
     assert cached_length(kwargs) == 0
     assert slot_positions(kwargs).tolist() == [[0, 1, 2]]
+
+
+COUNTED = {
+    "pads on the left": ([0, 0, 1, 1, 1], [-2, -1, 0, 1, 2]),
+    "on the right": ([1, 1, 1, 0, 0], [0, 1, 2, 3, 4]),
+    "on both sides": ([0, 1, 1, 0, 0], [-1, 0, 1, 2, 3]),
+    "between": ([1, 1, 0, 0, 1], [0, 1, 1, 1, 2]),
+    "everywhere": ([0, 0, 0, 0, 0], [0, 1, 2, 3, 4]),
+    "nowhere": ([1, 1, 1, 1, 1], [0, 1, 2, 3, 4]),
+}
+"""A row of a mask, and the positions of its slots."""
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
+def test_tokens_are_counted_in_each_row(dtype):
+    mask = torch.tensor([row for row, _ in COUNTED.values()]).to(dtype)
+    expected = [positions for _, positions in COUNTED.values()]
+    kwargs = {"input_ids": torch.zeros(mask.shape, dtype=torch.long), "attention_mask": mask}
+    assert counted_positions(kwargs).tolist() == expected
+    for start in (1, 3, 4):
+        kwargs = {"input_ids": torch.zeros(len(mask), 5 - start, dtype=torch.long), "attention_mask": mask}
+        assert counted_positions({**kwargs, "cache": filled(start)}).tolist() == [row[start:] for row in expected]
+        longer = torch.nn.functional.pad(mask, (0, 4))  # of a static cache
+        found = counted_positions({**kwargs, "attention_mask": longer, "cache": filled(start)}).tolist()
+        assert found == [row[start:] for row in expected]
+
+
+def test_a_mask_that_shows_no_pad_before_a_token_counts_nothing():
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    pads = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    pairs = (pads[:, None, None] > 0) & torch.ones(3, 3, dtype=torch.bool).tril()
+    hidden = {"a mask of your own": pairs, "no mask": None, "right pads": pads.flip(-1), "too short": pads[:, 1:]}
+    for name, mask in hidden.items():
+        assert counted_positions({"input_ids": ids, "attention_mask": mask}) is None, name
+    by_layer_type = {"sliding_attention": None, "full_attention": pairs}
+    assert counted_positions({"input_ids": ids, "attention_mask": by_layer_type}).tolist() == [[-1, 0, 1], [0, 1, 2]]
+    assert counted_positions({"input_ids": None, "attention_mask": pads}) is None

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, StaticCache
+from transformers import AutoConfig, AutoModelForImageTextToText, StaticCache
 
 import rope_patch
 from rope_patch import UnsupportedPositions, describe, export_rope_parameters, native_scheme, patch, repatch, unpatch
@@ -246,3 +246,36 @@ def test_exported_parameters_keep_the_sections(family):
     inputs = {"position_ids": on_axes()}
     with patch(build(family), "yarn", factor=4) as handle:
         assert_close(logits(handle.model, tokens(36), **inputs), logits(plain, tokens(36), **inputs))
+
+
+@of_each_kind
+@pytest.mark.parametrize("spec", [*ROUTES, *(CASES[name] for name in ("self_extend", "sinusoidal", "dynamic_ntk"))])
+def test_the_stack_alone_counts_tokens_and_not_left_pads(model, spec):
+    rows = [tokens(36), tokens(20, seed=1), tokens(8, seed=2)]
+    batch, mask = left_padded(rows)
+    with patch(model, spec), torch.no_grad():
+        vectors = model.get_input_embeddings()(batch)
+        for stack, inputs in ((model, {"input_ids": batch}), (model.get_decoder(), {"inputs_embeds": vectors})):
+            found = stack(**inputs, attention_mask=mask, use_cache=False)[0]
+            for each, row in zip(found, rows, strict=True):
+                assert_close(each[None, -row.shape[1] :], stack(row, use_cache=False)[0])
+
+
+@pytest.mark.parametrize("spec", [CASES[name] for name in ("logn", "self_extend", "dynamic_ntk", "rerope")])
+def test_masks_that_a_model_of_images_prepares_show_pads_too(spec):
+    text = {**config_of_text("gemma3").to_dict(), "vocab_size": 97}
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config=text,
+        vision_config={**tower, "image_size": 16, "patch_size": 4},
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+    )
+    model = from_config(config, AutoModelForImageTextToText)
+    rows = [tokens(36), tokens(20, seed=1), tokens(8, seed=2)]
+    batch, mask = left_padded(rows)
+    with patch(model, spec):
+        found = logits(model, batch, attention_mask=mask)
+        for each, row in zip(found, rows, strict=True):
+            assert_close(each[None, -row.shape[1] :], logits(model, row))
