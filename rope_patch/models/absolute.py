@@ -114,17 +114,16 @@ def _first_position(stack: PreTrainedModel, embedding: nn.Embedding, ids: torch.
     pad = getattr(stack.config, "pad_token_id", None)
     padded, mask = ids.clone(), torch.ones_like(ids)
     padded[0, 0], mask[0, 0] = ids[0, 0] if pad is None else pad, 0
-    positions = torch.arange(_TOKENS, device=ids.device)[None]
+    every_other = torch.arange(0, 2 * _TOKENS, 2, device=ids.device)[None]  # tells positions from slots
     try:
         if _rows_read(stack, embedding, input_ids=padded, attention_mask=mask) != rows:
             return None
-        found = _rows_read(stack, embedding, input_ids=ids, attention_mask=mask, position_ids=positions + 1)
+        found = _rows_read(stack, embedding, input_ids=ids, attention_mask=mask, position_ids=every_other)
     except Exception:  # it takes no positions, for example
         return None
-    if found is None or found != list(range(found[0], found[0] + _TOKENS)):
+    if found is None or found[0] > rows[0] or found != list(range(found[0], found[0] + 2 * _TOKENS, 2)):
         return None
-    first = rows[0] - found[0] + 1
-    return first if first >= 0 else None
+    return rows[0] - found[0]
 
 
 def _rows_read(stack: PreTrainedModel, embedding: nn.Embedding, **inputs: torch.Tensor) -> list[int] | None:

@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def reads_positions(self) -> bool:
-        """Whether its numbers depend on the position of a token itself, and not only on distances."""
+        """Whether numbers may depend on the position of a token or on a length, and not on distances alone."""
         return bool(self.late or self.embedding)
 
     def mounts(self) -> str:

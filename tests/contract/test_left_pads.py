@@ -250,3 +250,9 @@ def test_positions_of_yours_are_kept(llama, spec):
         found = logits(llama, batch, attention_mask=mask, position_ids=slots)
         counted = logits(llama, batch, attention_mask=mask)
         assert (found[2, -9:] - counted[2, -9:]).abs().max() > (1e-4 if spec != CASES["rerope"] else -1)
+
+
+@pytest.mark.parametrize("spec", [CASES["yarn"], CASES["ntk"], "rope"])
+def test_static_frequencies_need_no_hook_on_the_stack(llama, spec):
+    with patch(llama, spec):
+        assert not llama.base_model._forward_pre_hooks
