@@ -66,11 +66,6 @@ class Plan:
     embedding: Literal["rows", "entry"] | None = None
     by_layer: tuple[tuple[Stack, Plan], ...] = ()
 
-    @property
-    def reads_positions(self) -> bool:
-        """Whether numbers may depend on the position of a token or on a length, and not on distances alone."""
-        return bool(self.late or self.embedding)
-
     def mounts(self) -> str:
         """The mounts in one phrase, for `describe`."""
         used = ["rotary"] * bool(self.rotary) + ["late"] * bool(self.late) + ["embedding"] * bool(self.embedding)
@@ -356,9 +351,7 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
         changes.log(module, ModuleState(module))  # which its forward changes
     for module, name, value in stack.replacements if plan.late else ():
         changes.set(module, name, value)
-    if plan.reads_positions:
-        in_table = stack.has_positions or plan.embedding
-        changes.hook(stack.module, CountTokens(0 if in_table else None))
+    changes.hook(stack.module, CountTokens(0 if stack.has_positions or plan.embedding else None))
     installed = [
         (its_plan, _install_layers(its_plan, part, attention, changes))
         for part, its_plan in plan.by_layer or ((stack, plan),)

@@ -146,7 +146,7 @@ def install_sharing(
     stack: Stack, plan: Plan, group: Any, backend: Backend, changes: Changes, of_batch: bool = False
 ) -> None:
     """Let the processes of a group share the rows of a stack; `of_batch` as in `RowHook`."""
-    counts = not stack.has_positions or (plan.reads_positions and not of_batch)
+    counts = not stack.has_positions or not of_batch
     changes.hook(stack.module, RowHook(group, backend, counts, of_batch), first=True)
     changes.log(stack.module, Registration())
     for layer in (*stack.layers, *stack.others):

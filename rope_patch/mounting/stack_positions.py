@@ -26,8 +26,8 @@ class CountTokens:
     """First pre-hook of a stack: where a mask shows pads before tokens and there are no positions, the stack receives
     positions that count tokens.
 
-    Transformers counts slots there, pads included, except in `generate`. No rotation notices, but everything that
-    depends on a position or a length does.
+    Transformers counts slots there, pads included, except in `generate`. A rotation does not notice, unless there are
+    pads between tokens, or `generate` goes on. Everything else that depends on a position or a length does notice.
 
     Attributes:
         first: position of the first token, and of the pads before it; None if tokens count from 0 and the pads go on

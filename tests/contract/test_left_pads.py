@@ -22,6 +22,8 @@ READING = [
 ] + [*COMPOSITIONS[:1], "layers:[0=logn:training_length=8;rest=nope]"]
 """Schemes that read the position of a token, or the length of its row, and not distances alone."""
 
+STATIC = [CASES[name] for name in ("yarn", "ntk", "clip")]
+
 reading = pytest.mark.parametrize("spec", READING)
 
 
@@ -128,7 +130,7 @@ def test_a_mask_longer_than_the_tokens_of_a_static_cache(llama, spec):
         assert_rows(torch.cat(parts, dim=1), rows, [logits(llama, row) for row in rows])
 
 
-@reading
+@pytest.mark.parametrize("spec", [*READING, *STATIC])
 def test_pads_on_both_sides_and_between(llama, spec):
     rows, batch, mask = rows_of()
     places = [torch.cat([torch.arange(3), torch.arange(5, 25)]), torch.arange(2, 11)]  # a gap; both sides
@@ -210,7 +212,7 @@ def test_heads_that_score_a_text(spec):
         assert_close(states, torch.cat([model.base_model(row).last_hidden_state[:, -1] for row in rows]))
 
 
-@reading
+@pytest.mark.parametrize("spec", [*READING, *STATIC])
 def test_tokens_of_prompt_tuning_before_the_pads(llama, spec):
     rows, batch, mask = rows_of()
     with patch(llama, spec):
@@ -252,7 +254,12 @@ def test_positions_of_yours_are_kept(llama, spec):
         assert (found[2, -9:] - counted[2, -9:]).abs().max() > (1e-4 if spec != CASES["rerope"] else -1)
 
 
-@pytest.mark.parametrize("spec", [CASES["yarn"], CASES["ntk"], "rope"])
-def test_static_frequencies_need_no_hook_on_the_stack(llama, spec):
-    with patch(llama, spec):
-        assert not llama.base_model._forward_pre_hooks
+@pytest.mark.parametrize("spec", [*READING, *STATIC])
+def test_steps_with_positions_go_on_from_a_prompt_without(llama, spec):
+    rows, batch, mask = rows_of(usable_length(llama, spec))
+    positions = positions_of(mask)
+    with patch(llama, spec), torch.no_grad():
+        cache = llama(batch[:, :-1], attention_mask=mask[:, :-1]).past_key_values
+        given = {"attention_mask": mask, "position_ids": positions[:, -1:], "past_key_values": cache}
+        found = llama(batch[:, -1:], **given).logits
+        assert_close(found, torch.cat([logits(llama, row)[:, -1:] for row in rows]))
