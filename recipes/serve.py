@@ -264,11 +264,12 @@ class Server:
 
     async def complete(self, request: Any, body: dict[str, Any]) -> Any:
         """The endings of one or several prompts."""
+        from rope_patch.data.special_tokens import ids_to_continue
         from rope_patch.serving.answers import Completions
         from rope_patch.serving.requests import CompletionRequest
 
         asked = self.parse(CompletionRequest, body)
-        prompts = [self.tokenizer(one).input_ids if isinstance(one, str) else one for one in asked.prompts]
+        prompts = [ids_to_continue(self.tokenizer, one) if isinstance(one, str) else one for one in asked.prompts]
         answers = self.answers(asked, prompts, asked.max_tokens)
         return await self.reply(request, asked, answers, Completions)
 

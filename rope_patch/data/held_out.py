@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, IterableDataset, concatenate_datasets
 
+from rope_patch.data.special_tokens import bare_ids
 from rope_patch.data.windows import FEW, ids_of
 from rope_patch.errors import EvaluationError
 
@@ -41,7 +42,7 @@ def hold_out(
         documents = Dataset.from_list(first)  # the whole stream
 
     def tokens(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return len(bare_ids(tokenizer, text))
 
     texts, needed, held = documents["text"], longest + 1, set[int]()
     sizes = [len(text) for text in texts]

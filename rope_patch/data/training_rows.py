@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rope_patch.data.special_tokens import tokens_around
 from rope_patch.errors import EvaluationError
 
 
@@ -26,7 +27,8 @@ def training_rows(
     """A dataset of rows of up to `length` tokens, in whole batches, or an endless stream of them.
 
     Args:
-        documents: a dataset or a stream with `name` and `text`; each document is closed by the end-of-text token.
+        documents: a dataset or a stream with `name` and `text`; the tokenizer's special tokens stand in front of each
+            document, and the end-of-text token closes it.
         vocabulary: how many tokens the model knows.
         pack: fill every row, see `packed`; otherwise see `cut`.
         short: of a packed row, see `packed`.
@@ -37,10 +39,13 @@ def training_rows(
     Raises:
         EvaluationError: a token is beyond the vocabulary, or no document fills a row.
     """
-    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    front, end = tokens_around(tokenizer)
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in end:
+        end = [*end, tokenizer.eos_token_id]
 
     def tokenise(batch: dict[str, list[str]]) -> dict[str, Any]:
-        rows = [ids + end for ids in tokenizer(batch["text"], verbose=False)["input_ids"] if ids]
+        texts = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
+        rows = [front + ids + end for ids in texts if ids]
         if (highest := max((max(ids) for ids in rows), default=0)) >= vocabulary:
             raise EvaluationError(f"token {highest} is beyond the model's {vocabulary}: another model's tokenizer")
         return {"input_ids": rows}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from rope_patch.data.special_tokens import bare_ids, tokens_around
 from rope_patch.errors import EvaluationError
 
 FEW = 8  # with fewer documents errors are over windows; with fewer windows an error means little
@@ -149,14 +150,13 @@ def ids_of(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
     """The tokens of a document, without special ones."""
     if "input_ids" in row:
         return torch.as_tensor(row["input_ids"]).tolist()
-    return tokenizer(row["text"], add_special_tokens=False, verbose=False)["input_ids"]
+    return bare_ids(tokenizer, row["text"])
 
 
 def prefix_of(tokenizer: Any) -> torch.Tensor:
-    """The start-of-text token if the tokenizer puts one in front of every text, `(0,)` or `(1,)`.
+    """The tokens that the tokenizer puts in front of every text, `(tokens,)`, most often a start of text or none.
 
-    Models depend on it, because they were never trained without it.
+    Models depend on them, because they were never trained without them.
     """
-    ids = tokenizer("")["input_ids"] if tokenizer is not None else []
-    starts = bool(ids) and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
-    return torch.tensor(ids[:1] if starts else [], dtype=torch.long)
+    ids = [] if tokenizer is None else tokens_around(tokenizer)[0]
+    return torch.tensor(ids, dtype=torch.long)

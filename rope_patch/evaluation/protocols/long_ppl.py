@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rope_patch.data.special_tokens import bare_ids, tokens_around
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.measured_model import MeasuredModel, weights_fingerprint
 from rope_patch.evaluation.nll import chunked_nll
@@ -110,8 +111,9 @@ def key_spans(
     Raises:
         EvaluationError: the tokenizer cannot tell which characters a token has.
     """
-    offsets = offsets_of(tokenizer, text)
-    tokens = torch.tensor([tokenizer(text, verbose=False)["input_ids"]], device=find_language_model(evaluator).device)
+    front, device = tokens_around(tokenizer)[0], find_language_model(evaluator).device
+    offsets = [(0, 0)] * len(front) + offsets_of(tokenizer, text, add_special_tokens=False)
+    tokens = torch.tensor([front + bare_ids(tokenizer, text)], device=device)
     count = tokens.shape[1]
     if count <= short:
         return []

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rope_patch.data.special_tokens import ids_to_continue
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.tasks.retrieval import Batch, Prompt, Retrieval
-from rope_patch.evaluation.tasks.task import greedy, prompt_ids
+from rope_patch.evaluation.tasks.task import greedy
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -64,7 +65,7 @@ class Passkey(Retrieval):
         room = length - NEW_TOKENS
 
         def tokens(sentences: int) -> int:
-            return len(prompt_ids(self.tokenizer, "".join(_around(sentences, depth, key))))
+            return len(ids_to_continue(self.tokenizer, "".join(_around(sentences, depth, key))))
 
         if (needed := tokens(0)) > room:
             raise EvaluationError(
@@ -72,7 +73,7 @@ class Passkey(Retrieval):
                 "without any filler; use a longer length"
             )
         before, after = _around(bisect(range(1, room), room, key=tokens), depth, key)
-        ids, hidden = (prompt_ids(self.tokenizer, text) for text in (before + after, before))
+        ids, hidden = (ids_to_continue(self.tokenizer, text) for text in (before + after, before))
         return Prompt(torch.tensor(ids), torch.tensor(list(map(int, str(key)))), len(ids) - len(hidden))
 
 

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from rope_patch.data.special_tokens import bare_ids, ids_to_continue
 from rope_patch.errors import EvaluationError, require
-from rope_patch.evaluation.tasks.task import Cell, Task, fingerprint, greedy, prompt_ids
+from rope_patch.evaluation.tasks.task import Cell, Task, fingerprint, greedy
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -151,11 +152,12 @@ class Ruler(Task):
 
     def read(self, sample: Sample) -> torch.Tensor:
         """The model's input, `(tokens,)`."""
-        return torch.tensor(prompt_ids(self.tokenizer, self._text(sample), add_special_tokens=not self.chat))
+        read = bare_ids if self.chat else ids_to_continue  # the template of a chat has its own special tokens
+        return torch.tensor(read(self.tokenizer, self._text(sample)))
 
     def count(self, sample: Sample) -> int:
         """Tokens of the prompt, as RULER counts them, without special tokens of the tokenizer."""
-        return len(self.tokenizer(self._text(sample), add_special_tokens=False, verbose=False)["input_ids"])
+        return len(bare_ids(self.tokenizer, self._text(sample)))
 
     def _text(self, sample: Sample) -> str:
         body = sample.body

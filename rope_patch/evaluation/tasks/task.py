@@ -95,12 +95,6 @@ class Task:
         return self
 
 
-def prompt_ids(tokenizer: Any, text: str, **settings: Any) -> list[int]:
-    """Token ids of a text, without the end token that some tokenizers append: the text continues."""
-    ids = tokenizer(text, verbose=False, **settings)["input_ids"]
-    return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
-
-
 def fingerprint(prompts: Iterable[torch.Tensor]) -> str:
     """A hash of prompts, each `(tokens,)`, for `Row.prompts`."""
     return hashlib.sha256(b"".join(tokens.numpy().tobytes() for tokens in prompts)).hexdigest()[:16]
