@@ -17,7 +17,7 @@ from rope_patch.models.config import BASE
 from rope_patch.models.find_stacks import find_stacks
 from rope_patch.models.rope_parameters import native_scheme_of
 from rope_patch.mounting.layer_state import LayerState
-from rope_patch.mounting.parameters import LearnedWeights, inventory
+from rope_patch.mounting.parameters import LearnedWeights, inventory, path_of_table
 from rope_patch.mounting.plan import Plan
 from rope_patch.mounting.scheme_warnings import lost_positions, scheme_warning
 from rope_patch.patching import PatchHandle, find_handles, find_record, loaded
@@ -175,9 +175,15 @@ def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[Lay
         full = [layer for layer in stack.layers if layer.kind == "full_attention"] or stack.layers
         with suppress(InvalidField):  # the first text names the fields that do not fit these heads
             if states:
-                yield from _numbers(states[0].scheme, stack, states[0].layer, states[0].weights.at_rest())
+                yield from _numbers(
+                    states[0].scheme,
+                    stack,
+                    states[0].layer,
+                    states[0].learned.at_rest(states[0].layer.module, stack.module),
+                )
             else:
-                yield from _numbers(scheme, stack, full[0], LearnedWeights(table=full[0].bias_table).at_rest())
+                weights = LearnedWeights(table=path_of_table(stack, full[0]))
+                yield from _numbers(scheme, stack, full[0], weights.at_rest(full[0].module, stack.module))
         m = 4 * stack.max_length
         pairs = [(m, m - distance) for distance in (1, m // 16, m // 4, m // 2, m)]
         yield "positions", "  ".join(f"({m}, {n}): {rotated_distance(scheme, m, n)}" for m, n in pairs)

@@ -114,7 +114,7 @@ class AttentionLayer:
     """One self-attention module.
 
     Attributes:
-        index: `layer_idx`, the index in the cache.
+        index: `layer_idx` when it was read, or a count of layers without one.
         spec: its rotary embedding, or the one that a scheme would add.
         kind: its layer type in the config; without one, `full_attention` or `sliding_attention` by its window.
         layout: how it pairs dimensions, or would; None if the module rotates in other layers, but not in this one, or
@@ -141,6 +141,12 @@ class AttentionLayer:
     gets_positions: bool = True
     normed: bool = False
     unscored: str = ""
+
+    @property
+    def cache_index(self) -> int:
+        """Its index in a cache: `layer_idx`, which changes when layers before it are removed."""
+        now = getattr(self.module, "layer_idx", None)
+        return self.index if now is None else cast(int, now)
 
     @property
     def rotates(self) -> bool:

@@ -6,15 +6,12 @@ A late mount needs the positions to rotate keys when they are scored. A cache th
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
 from transformers import Cache
 
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.models.arguments import by_name, cache_in, check_tokens
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.tools.positions import joined, key_positions
 
@@ -131,50 +128,31 @@ def _moved_positions(func: Any, args: Any, kwargs: Any, result: torch.Tensor) ->
     return taken[:, 0, :, 0] if taken.shape[1] == 1 else taken[..., 0]
 
 
-@dataclass(frozen=True)
-class CacheTagging:
-    """Marks a cache with the writer of its keys, and refuses one with keys of another writer.
+def tag_cache(cache: Cache, index: int, tag: str, accepts_plain: bool = False) -> None:
+    """Mark a cache with the writer of its keys, and refuse one with keys of another writer.
 
-    If a scheme changes only the tables, this is the pre-hook of the first attention module.
-
-    Attributes:
-        index: of the layer that tags; nothing was added to it in this forward.
-        cache_tag: the scheme and the rotation of its cached keys.
+    Args:
+        index: of a layer to which nothing was added in this forward.
+        tag: the scheme and the rotation of its cached keys.
         accepts_plain: whether the unpatched checkpoint's keys are the same.
+
+    Raises:
+        UnsupportedPositions: the keys are from before the patch, from prefix tuning, from another scheme, or stored in
+            another rotation.
     """
-
-    index: int
-    cache_tag: str
-    accepts_plain: bool = False
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tag the cache among the arguments."""
-        kwargs = by_name(module, args, kwargs)
-        check_tokens(module, kwargs)
-        cache = cache_in(kwargs)
-        if cache is not None:
-            self.tag(cache)
-
-    def tag(self, cache: Cache) -> None:
-        """Tag a cache, or refuse it.
-
-        Raises:
-            UnsupportedPositions: the keys are from before the patch, from prefix tuning, from another scheme, or stored
-                in another rotation.
-        """
-        its_tag = getattr(cache, CACHE_TAG, None)
-        if its_tag == self.cache_tag:
-            return
-        length = cache.get_seq_length(self.index)
-        # values are unknown while compiling; a cache that a graph fills was tagged when it was empty
-        empty = its_tag is None and isinstance(length, torch.Tensor) and torch.compiler.is_compiling()
-        if not empty and length > 0 and not (its_tag is None and self.accepts_plain):
-            by = "without a patch or by prefix tuning" if its_tag is None else f"under {its_tag}"
-            raise UnsupportedPositions(
-                f"past_key_values hold {int(length)} tokens with keys written {by}; {self.cache_tag} would misread "
-                "them: fill a new cache; instead of prefix tuning use LoRA or prompt tuning"
-            )
-        setattr(cache, CACHE_TAG, self.cache_tag)
+    its_tag = getattr(cache, CACHE_TAG, None)
+    if its_tag == tag:
+        return
+    length = cache.get_seq_length(index)
+    # values are unknown while compiling; a cache that a graph fills was tagged when it was empty
+    empty = its_tag is None and isinstance(length, torch.Tensor) and torch.compiler.is_compiling()
+    if not empty and length > 0 and not (its_tag is None and accepts_plain):
+        by = "without a patch or by prefix tuning" if its_tag is None else f"under {its_tag}"
+        raise UnsupportedPositions(
+            f"past_key_values hold {int(length)} tokens with keys written {by}; {tag} would misread them: fill a new "
+            "cache; instead of prefix tuning use LoRA or prompt tuning"
+        )
+    setattr(cache, CACHE_TAG, tag)
 
 
 def positions_in(cache: Cache, index: int, start: int, name: str) -> torch.Tensor:

@@ -21,6 +21,7 @@ from rope_patch.models.arguments import Arguments, by_name, cache_in, check_toke
 from rope_patch.models.base import AbsoluteTable, AttentionLayer, Stack
 from rope_patch.models.cached_keys import complete_layers
 from rope_patch.mounting.parameters import LearnedWeights
+from rope_patch.mounting.running_stack import link_modules, stack_of
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Tokens
@@ -57,11 +58,11 @@ class StackEntry:
         tokens = Tokens(states, of_text, ids)
         if self.scheme.stateful:
             tokens = dataclasses.replace(tokens, seen=tokens_seen(kwargs))
-        placed = self._advance(tokens, module, kwargs) if self.scheme.stateful else self._embed(tokens)
+        placed = self._advance(tokens, module, kwargs) if self.scheme.stateful else self._embed(tokens, module)
         return (), {**kwargs, "input_ids": None, "inputs_embeds": placed}
 
-    def _embed(self, tokens: Tokens) -> torch.Tensor:
-        return self.scheme.embedding(tokens, self.weights())
+    def _embed(self, tokens: Tokens, module: nn.Module) -> torch.Tensor:
+        return self.scheme.embedding(tokens, self.weights.of_stack(module))
 
     def _advance(self, tokens: Tokens, module: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor:
         if isinstance(kwargs.get("cache"), PagedAttentionCache):
@@ -74,12 +75,12 @@ class StackEntry:
             kwargs[_name_of_cache(module)] = _new_cache(module)
             cache = cache_in(kwargs)
         if cache is None:
-            return self._embed(tokens)
+            return self._embed(tokens, module)
         history = next((layer for layer in cache.layers if isinstance(layer, StateHistory)), None)
         if history is None:
             complete_layers(cache, self.num_layers).append(history := StateHistory())
         last = history.keys[:, 0, -1] if history.get_seq_length() else None
-        placed, states = self.scheme.advance(tokens, last, self.weights())
+        placed, states = self.scheme.advance(tokens, last, self.weights.of_stack(module))
         history.update(states[:, None], states[:, None, :, :0])
         return placed
 
@@ -112,8 +113,9 @@ class StateHistory(DynamicLayer):
 
 @dataclass(eq=False)
 class BlockEntry:
-    """Pre-hook of a block: adds positions at the input of layer `index`, the first of the `remaining` ones."""
+    """Pre-hook of the block `name`: adds positions at the input of layer `index`, the first of the `remaining` ones."""
 
+    name: str
     scheme: Scheme
     weights: LearnedWeights
     index: int
@@ -125,7 +127,8 @@ class BlockEntry:
         states, positions = named["hidden_states"], named.get("position_ids")
         if positions is None:
             raise UnsupportedPositions(f"{type(module).__name__} does not receive position_ids")
-        placed = self.scheme.embedding(Tokens(states, positions, None, self.index, self.remaining), self.weights())
+        tokens = Tokens(states, positions, None, self.index, self.remaining)
+        placed = self.scheme.embedding(tokens, self.weights.of_stack(stack_of(module, self.name)))
         if args:  # reentrant checkpointing tracks positional tensors only
             return (placed, *args[1:]), kwargs
         return (), {**kwargs, "hidden_states": placed}
@@ -134,14 +137,16 @@ class BlockEntry:
 def install_entry(
     scheme: Scheme, stack: Stack, layers: Sequence[AttentionLayer], weights: dict[str, LearnedWeights], changes: Changes
 ) -> None:
-    """Let a scheme add positions at the input of a stack or, if it needs that, of each block; `weights` locate the
+    """Let a scheme add positions at the input of a stack or, if it needs that, of each block; `weights` name the
     scheme's learned parameters for each layer.
     """
     causal = not stack.checkpoint.bidirectional
     changes.seen_hook(stack.module, StackEntry(scheme, weights[layers[0].name], len(stack.layers), causal))
     for layer in layers if scheme.every_block else ():
-        block = stack.module.get_submodule(layer.name.rpartition(".")[0])
-        changes.seen_hook(block, BlockEntry(scheme, weights[layer.name], layer.index, len(stack.layers) - layer.index))
+        name, remaining = layer.name.rpartition(".")[0], len(stack.layers) - layer.index
+        block = stack.module.get_submodule(name)
+        link_modules([block], stack, changes)
+        changes.seen_hook(block, BlockEntry(name, scheme, weights[layer.name], layer.index, remaining))
 
 
 def install_table(scheme: Scheme, table: AbsoluteTable, changes: Changes) -> None:

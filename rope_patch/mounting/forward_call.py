@@ -159,7 +159,7 @@ class ForwardCall:
         """Set what follows from a cache, not yet updated: the number of keys, and the positions of cached ones. `mask`
         is the one that the module receives, if any.
         """
-        state, index, q_length = self.state, self.state.layer.index, self.states.shape[1]
+        state, index, q_length = self.state, self.state.layer.cache_index, self.states.shape[1]
         self.cache, self.kv_length = cache, cache.get_mask_sizes(q_length, index)[0]
         kv_length = self.kv_length
         is_first = isinstance(self.start, int) and self.start == 0
@@ -195,7 +195,7 @@ class ForwardCall:
 
     def _look_back_in_graph(self, cache: Cache) -> None:
         """`look_back` without access to values: the graph asserts that positions have no gap."""
-        index, name = self.state.layer.index, self.state.layer.name
+        index, name = self.state.layer.cache_index, self.state.layer.name
         if is_static(cache, index):
             self.past = positions_in_graph(cache, index, self.position_ids, name)
             self.scattered = self.past is not None
@@ -210,7 +210,7 @@ class ForwardCall:
         """Store positions on the keys in the cache after its update."""
         if self.cache is None or not self.state.follows_positions:
             return
-        shared, index = self.forward_cache, self.state.layer.index
+        shared, index = self.forward_cache, self.state.layer.cache_index
         static = is_static(self.cache, index)
         if static and torch.compiler.is_compiling():
             return

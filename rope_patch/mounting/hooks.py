@@ -14,13 +14,14 @@ from rope_patch.attention.forward_cache import StackForwardCache
 from rope_patch.attention.masks import Groups, groups_of_documents, groups_of_pads
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.arguments import Arguments, by_name, cache_in, check_tokens, slot_positions, tokens_of
-from rope_patch.models.base import RotaryTables, is_causal
-from rope_patch.models.cached_keys import CACHE_TAG, CacheTagging
+from rope_patch.models.base import AttentionLayer, is_causal
+from rope_patch.models.cached_keys import CACHE_TAG, tag_cache
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.identity_table import IdentityTable
 from rope_patch.mounting.layer_state import UNROTATED, LayerState
 from rope_patch.mounting.registration import Registration, scores_here
 from rope_patch.mounting.running_bias import contributions
+from rope_patch.mounting.running_stack import StackLink, stack_of
 from rope_patch.mounting.stack_positions import PASSED
 from rope_patch.schemes.tools.positions import query_start
 
@@ -90,6 +91,31 @@ def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Te
 
 
 @dataclass(eq=False)
+class TagHook:
+    """Pre-hook of the first attention module, if a scheme changes only the tables: marks the cache with its writer.
+
+    Attributes:
+        tag, accepts_plain: as of `tag_cache`.
+        link: leads nowhere in a copy of the layer alone, whose stack may have another scheme.
+    """
+
+    link: StackLink
+    layer: AttentionLayer
+    tag: str
+    accepts_plain: bool
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Mark the cache among the arguments, which stay unchanged."""
+        if self.link.stack is None:
+            return
+        kwargs = by_name(module, args, kwargs)
+        check_tokens(module, kwargs)
+        cache = cache_in(kwargs)
+        if cache is not None:
+            tag_cache(cache, self.layer.cache_index, self.tag, self.accepts_plain)
+
+
+@dataclass(eq=False)
 class LayerHook:
     """Pre-hook of one attention module: makes a `ForwardCall` of its arguments.
 
@@ -108,7 +134,8 @@ class LayerHook:
             self._check_paged(module, kwargs["cache"])
         if not scores_here(module):
             return None  # the user chose another attention for this module, which needs its own positions
-        call = self._follow(kwargs) or self._look(kwargs, paged)
+        stack_of(module, self.state.layer.name)  # which a copy of this layer has not
+        call = self._follow(kwargs) or self._look(module, kwargs, paged)
         if call.rotation is not None:
             kwargs["position_embeddings"] = call.rotation
         kwargs["rope_patch"] = call
@@ -132,14 +159,15 @@ class LayerHook:
             call.rotation = self._rotation(call, kwargs)
         return call
 
-    def _look(self, kwargs: dict[str, Any], paged: bool) -> ForwardCall:
+    def _look(self, module: nn.Module, kwargs: dict[str, Any], paged: bool) -> ForwardCall:
         """The call, with what follows from its positions, its mask and its cache, which may be `paged`."""
         state, hidden, cache = self.state, kwargs["hidden_states"], cache_in(kwargs)
+        index = state.layer.cache_index
         if cache is not None:
-            CacheTagging(state.layer.index, state.cache_tag).tag(cache)
+            tag_cache(cache, index, state.cache_tag)
         if isinstance(cache, QuantizedCache):
             raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
-        start = None if cache is None else query_start(cache, state.layer.index, hidden.shape[1])
+        start = None if cache is None else query_start(cache, index, hidden.shape[1])
         position_ids = self._positions(kwargs, start)
         anchor = state.anchor_for(keeps_keys=paged or cache is not None)
         call = ForwardCall(state, state.forward_cache.of(position_ids), hidden, position_ids, start, anchor)
@@ -147,9 +175,9 @@ class LayerHook:
             call.counted = state.forward_cache.counted and not torch.compiler.is_compiling()
             call.look_back(cache, kwargs.get("attention_mask"))
         if "running_bias" in state.methods:
-            added = state.scheme.running_bias(hidden, state.weights())
+            added = state.scheme.running_bias(hidden, state.weights(module))
             slots = hidden.shape[1] if call.kv_length is None else call.kv_length
-            call.added = contributions(added, cache, state.layer.index, state.num_layers, slots)
+            call.added = contributions(added, cache, index, state.num_layers, slots)
         call.rotation = self._rotation(call, kwargs)
         return call
 
@@ -164,7 +192,7 @@ class LayerHook:
             return caches.once(place, lambda: rotary.compute(anchor(call.position_ids), like=hidden))
         if (own := state.own_tables) is not None:
             key = "own", id(own.module), hidden.dtype
-            return caches.once(key, lambda: _of_copy(own, call.position_ids, hidden))
+            return caches.once(key, lambda: state.own_tables_on(hidden.device).compute(call.position_ids, hidden))
         return None
 
     def _check_paged(self, module: nn.Module, cache: PagedAttentionCache) -> None:
@@ -202,13 +230,6 @@ class LayerHook:
                 f"{layer.name}: position_ids of shape {tuple(position_ids.shape)}; (batch, length) is allowed"
             )
         return cast(torch.Tensor, position_ids)
-
-
-def _of_copy(own: RotaryTables, position_ids: torch.Tensor, hidden: torch.Tensor) -> Any:
-    """The tables of a copied rotary module, which does not move with the model."""
-    if not torch.compiler.is_compiling():
-        own.module.to(hidden.device)
-    return own.compute(position_ids, hidden)
 
 
 def _identity(tables: Any, device_type: str) -> Any:

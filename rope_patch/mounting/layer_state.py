@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+from torch import nn
 
 from rope_patch.attention.forward_cache import StackForwardCache
 from rope_patch.attention.inputs import AttentionMode
 from rope_patch.models.base import AttentionLayer, RotaryTables
 from rope_patch.models.cached_keys import OWN_ROTATION, cache_tag
 from rope_patch.mounting.parameters import LearnedWeights
+from rope_patch.mounting.running_stack import stack_of
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import Constant, pairs_of
@@ -34,6 +37,7 @@ class LayerState:
         scheme: with its defaults filled in.
         frequencies: `late` if the scheme's frequencies are computed in the attention function, `model` if the model's
             tables are read.
+        learned: names of its learned parameters.
         forward_cache: what it shares with the other layers of its group.
         config: the model's config, with its current attention implementation.
         num_layers: number of the stack's layers that keep keys in a cache.
@@ -44,7 +48,8 @@ class LayerState:
         rotates: whether queries and keys are rotated in the attention function.
         tables: names the rotary tables, which layers may share.
         kind: layers of one group and kind differ only in states and weights.
-        own_tables: those by which the attention module rotates, if other layers share the model's.
+        own_tables: those by which the attention module rotates, if other layers share the model's; their module is a
+            copy, which does not move with the model.
         scores: whether the attention function scores, instead of delegating to the one before.
     """
 
@@ -52,7 +57,7 @@ class LayerState:
     layer: AttentionLayer
     rotation: Rotation
     frequencies: Literal["model", "late"]
-    weights: LearnedWeights
+    learned: LearnedWeights
     attention: AttentionMode
     forward_cache: StackForwardCache
     config: Any
@@ -77,6 +82,7 @@ class LayerState:
         self.tables = None if rotary is None else (rotary.layer_type, id(rotary.module))
         self.kind = self.tables, self.layer.sliding_window
         self._static: dict[torch.device, Frequencies] = {}
+        self._own: dict[torch.device, RotaryTables] = {}
         # properties that every call needs
         self.methods, self.decays, self.scales = self.scheme.methods, self.scheme.decays, "query_scale" in slots
         self.scores = bool(slots & {"segments", "bias", "values"}) or self.decays or self.attention != "auto"
@@ -85,6 +91,22 @@ class LayerState:
     def reads_groups(self) -> bool:
         """Whether pads and documents may be passed as groups of keys instead of a mask."""
         return self.layer.sliding_window is None
+
+    def weights(self, module: nn.Module | None = None) -> dict[str, torch.Tensor]:
+        """The learned parameters by name, of any shape: those of the attention `module` that is called, which is a
+        replica of the layer's own under `nn.DataParallel`, and of its stack.
+        """
+        module = self.layer.module if module is None else module
+        return self.learned.of(module, stack_of(module, self.layer.name))
+
+    def own_tables_on(self, device: torch.device) -> RotaryTables:
+        """`own_tables` on a device. Replicas on several devices run at once, so none moves what another reads."""
+        own = cast(RotaryTables, self.own_tables)
+        if torch.compiler.is_compiling():
+            return self._own.get(device, own)
+        if device not in self._own:
+            self._own[device] = dataclasses.replace(own, module=copy.deepcopy(own.module).to(device))
+        return self._own[device]
 
     def anchor_for(self, keeps_keys: bool) -> PositionMap | None:
         """The rotation that the module should apply. Without a cache, no rotation is the least work."""
@@ -99,7 +121,8 @@ class LayerState:
         if self.frequencies == "late":
             return self.own_frequencies(lengths, weights, device)
         rotary = cast(RotaryTables, self.layer.rotary)
-        return Frequencies(rotary.inv_freq, 1.0 if anchored else rotary.attention_scaling)
+        # a replica of the model is on another device
+        return Frequencies(rotary.inv_freq.to(device), 1.0 if anchored else rotary.attention_scaling)
 
     def own_frequencies(self, lengths: Lengths, weights: Weights, device: torch.device) -> Frequencies:
         """f of the scheme itself on a `device`, with its decay and learned `weights`, for rows of these `lengths`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,30 +40,43 @@ class SchemeParameters(nn.Module):
 
 @dataclass(frozen=True)
 class LearnedWeights:
-    """Locations of one layer's learned parameters, resolved on each read: modules with a holder and the names in it,
-    and the checkpoint's own `table` of biases by bucket of distance, if any.
+    """Names of one layer's learned parameters. Their values are read from the modules that run: an attention module and
+    its stack, or replicas of both.
+
+    Attributes:
+        own: in the holder of the attention module.
+        shared: in the holder of the stack.
+        table: path in the stack of the checkpoint's own biases by bucket of distance; empty without any.
     """
 
-    holders: tuple[tuple[nn.Module, tuple[str, ...]], ...] = ()
-    table: nn.Embedding | None = None
+    own: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    table: str = ""
 
-    def __call__(self) -> dict[str, torch.Tensor]:
-        """All of them by name."""
+    def of(self, module: nn.Module, stack: nn.Module) -> dict[str, torch.Tensor]:
+        """All of them by name, of an attention `module` in a `stack`."""
         values: dict[str, torch.Tensor] = {}
-        if (table := self.table) is not None:  # if accelerate offloaded the weights, a call fetches them
-            is_here = not table.weight.is_meta
+        if self.table:
+            table = cast(nn.Embedding, stack.get_submodule(self.table))
+            is_here = not table.weight.is_meta  # if accelerate offloaded the weights, a call fetches them
             values["relative_attention_bias"] = table.weight if is_here else table(torch.arange(table.num_embeddings))
-        for module, names in self.holders:
-            values |= getattr(module, NAME)(names)
-        return values
+        return values | self.of_stack(stack) | self._in(module, self.own)
 
-    def at_rest(self) -> dict[str, torch.Tensor]:
-        """The same by name, of any shape, detached and on the CPU, without a call of a module: offloaded ones stay on
-        the meta device.
+    def of_stack(self, stack: nn.Module) -> dict[str, torch.Tensor]:
+        """The shared ones by name."""
+        return self._in(stack, self.shared)
+
+    def _in(self, module: nn.Module, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        return getattr(module, NAME)(names) if names else {}
+
+    def at_rest(self, module: nn.Module, stack: nn.Module) -> dict[str, torch.Tensor]:
+        """All of them by name, of any shape, detached and on the CPU, without a call of a module: offloaded ones stay
+        on the meta device.
         """
-        values = {} if self.table is None else {"relative_attention_bias": self.table.weight}
-        for module, _ in self.holders:  # what adapters train comes last
-            values |= {path.rpartition(".")[2]: value for path, value in getattr(module, NAME).named_parameters()}
+        values = {"relative_attention_bias": cast(Any, stack.get_submodule(self.table)).weight} if self.table else {}
+        for holder, names in ((stack, self.shared), (module, self.own)):  # what adapters train comes last
+            if names:
+                values |= {path.rpartition(".")[2]: value for path, value in getattr(holder, NAME).named_parameters()}
         return {name: value if value.is_meta else value.detach().cpu() for name, value in values.items()}
 
 
@@ -75,7 +89,7 @@ def install_parameters(
     float32 or wider.
 
     Returns:
-        the locations for each layer by its name; modules that run in turn may share an index.
+        the names for each layer by its own; modules that run in turn may share an index.
 
     Raises:
         SlotConflict: two parts of a composition learn parameters of the same name.
@@ -102,11 +116,13 @@ def install_parameters(
     for layer in layers if own else ():
         values = _initial_values(scheme, stack, layer, seed=layer.index + 1)
         _hold(layer.module, {name: values[name] for name in own}, scheme.precise, changes)
-    locations = {}
-    for layer in layers:
-        holders = tuple(item for item in ((stack.module, shared), (layer.module, own)) if item[1])
-        locations[layer.name] = LearnedWeights(holders, layer.bias_table)
-    return locations
+    return {layer.name: LearnedWeights(own, shared, path_of_table(stack, layer)) for layer in layers}
+
+
+def path_of_table(stack: Stack, layer: AttentionLayer) -> str:
+    """The path in a stack of the checkpoint's own biases of a layer; empty without any."""
+    modules = stack.module.named_modules() if layer.bias_table is not None else ()
+    return next((path for path, module in modules if module is layer.bias_table), "")
 
 
 def _initial_values(scheme: Scheme, stack: Stack, layer: AttentionLayer, seed: int) -> dict[str, torch.Tensor]:

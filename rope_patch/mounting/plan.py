@@ -18,15 +18,16 @@ from rope_patch.attention.forward_cache import StackForwardCache
 from rope_patch.attention.inputs import AttentionMode
 from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
-from rope_patch.models.cached_keys import OWN_ROTATION, CacheTagging, cache_tag
+from rope_patch.models.cached_keys import OWN_ROTATION, cache_tag
 from rope_patch.models.config import scheme_of_layer_type
 from rope_patch.models.module_state import ModuleState
 from rope_patch.models.rope_parameters import entry_of, rebuilt_numbers
 from rope_patch.mounting.entry import install_entry, install_table
-from rope_patch.mounting.hooks import LayerHook, StackHook
+from rope_patch.mounting.hooks import LayerHook, StackHook, TagHook
 from rope_patch.mounting.layer_state import LayerState, Rotation
 from rope_patch.mounting.parameters import install_parameters
 from rope_patch.mounting.registration import IMPLEMENTATION, Registration
+from rope_patch.mounting.running_stack import StackLink, link_modules, watch_layers
 from rope_patch.mounting.stack_positions import CountTokens, pass_positions
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
@@ -363,12 +364,15 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
     tag = cache_tag(plan.scheme, ", or ".join(kept))
     for state in states:
         state.cache_tag = tag
+    if late or plan.embedding or any(its_plan.numbers for its_plan, _ in installed):
+        link_modules((state.layer.module for state in states), stack, changes)
+        watch_layers(plan.scheme, stack, changes)
     if late:
         _install_hooks(stack, late, changes)
     else:
         is_native = stack.native is not None and plan.scheme == stack.native.resolve(stack.checkpoint)
         first = plan.touched(stack)[0]
-        changes.hook(first.module, CacheTagging(first.index, tag, accepts_plain=is_native))
+        changes.hook(first.module, TagHook(StackLink(stack.module), first, tag, accepts_plain=is_native))
     return states
 
 
@@ -426,7 +430,7 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
                 layer=layer,
                 rotation=plan.rotation,
                 frequencies=plan.frequencies,
-                weights=weights[layer.name],
+                learned=weights[layer.name],
                 attention=attention,
                 forward_cache=forward_cache,
                 config=config,

@@ -59,7 +59,7 @@ def late_attention(
     if paged:
         return _attend_by_request(module, query, key, value, call, scaling, dropout, kwargs)
     key = _arrived(module, call, query, key)
-    state, learned = call.state, call.state.weights()
+    state, learned = call.state, call.state.weights(module)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scaled = scaled_query(call, query, learned)
     if call.step is not None and not dropout:

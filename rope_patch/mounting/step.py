@@ -53,7 +53,7 @@ class Step:
         """The call of another layer for the same token, or of a layer for the next token, with input `hidden`
         `(batch, 1, hidden)`; None if it may see something else.
         """
-        first, index = self.call, state.layer.index
+        first, index = self.call, state.layer.cache_index
         goes_on = cache is self.cache() and mask is self.mask
         if cache is None or not goes_on or not grows(cache, index):
             return None
@@ -72,7 +72,7 @@ class Step:
 
     def _next(self, state: LayerState, cache: Cache, hidden: torch.Tensor, position_ids: Any) -> ForwardCall | None:
         """The call of a layer for the next token."""
-        first, keys, positions = self.call, cache.layers[state.layer.index].keys, self.call.all_positions()
+        first, keys, positions = self.call, cache.layers[state.layer.cache_index].keys, self.call.all_positions()
         if getattr(keys, "positions", None) is not positions or self.mask is not None:
             return None  # an operation changed the cache
         if position_ids is None or position_ids.shape != first.position_ids.shape or torch.is_grad_enabled():
@@ -132,7 +132,7 @@ def keep_step(rotated: RotatedCall, inputs: AttentionInputs, mask: Any) -> None:
     cache, steps = call.cache, state.forward_cache.steps
     if cache is None or call.past is None or call.added is not None or inputs.q_length > 1:
         return
-    if not grows(cache, state.layer.index) or call.is_request or rotated.plan is None:
+    if not grows(cache, state.layer.cache_index) or call.is_request or rotated.plan is None:
         return
     known = steps.get(state.kind)
     if known is not None and known.call.forward_cache is call.forward_cache:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.module_state import EmptyTables, Refilling, remove_hook
 
+_REPLICATE = "_replicate_for_data_parallel"  # the name that `nn.DataParallel` calls on every module
 _HOOK, _STATE, _FORWARD = "(hook)", "(state)", "(forward)"  # entries of the log that are not attribute names
 
 
@@ -49,6 +51,7 @@ class Changes:
         if "forward" not in vars(module):
             module.forward = module.forward
             self._log.append((module, _FORWARD, True, module.forward))
+            self.set(module, _REPLICATE, functools.partial(_replica_without_forward, module))
 
     def log(self, target: Any, change: Any) -> None:
         """Log a change of `target` that `change.restore()` takes back."""
@@ -123,6 +126,15 @@ class Changes:
                 setattr(target, name, value)
         while self._forks:
             self._forks.pop().join()
+
+
+def _replica_without_forward(module: nn.Module) -> nn.Module:
+    """A replica of a module for `nn.DataParallel`, which copies attributes: it must not run the forward of the module
+    itself.
+    """
+    replica: nn.Module = getattr(type(module), _REPLICATE)(module)
+    del replica.forward
+    return replica
 
 
 def _like_replacement(value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
