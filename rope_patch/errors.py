@@ -28,8 +28,9 @@ class RopePatchError(Exception):
 
 
 class RopePatchWarning(UserWarning):
-    """A patch that changes nothing, or after which a pretrained model needs training, which `describe` shows too; a
-    saved model that plain libraries read without its scheme; or a setting of a checkpoint that is not followed.
+    """A patch that changes nothing, shortens a checkpoint, or after which a pretrained model needs training, which
+    `describe` shows too; frequencies that a cast has rounded; a saved model that plain libraries read without its
+    scheme; or a setting of a checkpoint that is not followed.
 
     Silence it with `warnings.simplefilter("ignore", rope_patch.RopePatchWarning)`.
     """

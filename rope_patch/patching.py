@@ -334,8 +334,6 @@ def _name_in_config(holders: Sequence[nn.Module], scheme: Scheme, mounted: Mount
     if length is not None:
         stack.config.max_position_embeddings = length
     changes.settle_configs()
-    is_native = all(
-        each.native and its_plan.scheme == each.native.resolve(each.checkpoint) for each, its_plan in mounted
-    )
+    is_native = all(its_plan.is_native(each) for each, its_plan in mounted)
     is_stated = has_rows or exported is not None
     return Notice(record, str(scheme), str(stack.native or "its own positions"), is_native, is_stated)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rope_patch.models.rounding import Rounding
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Checkpoint
 from rope_patch.schemes.tools.rotary import RotaryLayout
@@ -34,6 +35,7 @@ class RotaryTables:
         rotating_pairs: see `RotarySpec`.
         fixed: what a module rotates by whose tables do not follow its `inv_freq` and `attention_scaling`; None if they
             do.
+        rounding: how a cast has rounded its frequencies; None if it has not.
     """
 
     module: nn.Module
@@ -44,6 +46,7 @@ class RotaryTables:
     is_complex: bool = False
     rotating_pairs: int | None = None
     fixed: Frequencies | None = field(default=None, compare=False)
+    rounding: Rounding | None = None
 
     def spec(self, training_length: int) -> RotarySpec:
         """The facts about this set that a frequency scheme receives."""

@@ -31,6 +31,7 @@ from rope_patch.models.config import (
 from rope_patch.models.module_state import EmptyTables, ModuleState
 from rope_patch.models.passed_tables import passed_tables
 from rope_patch.models.probe import ChangedAfterRotation, Measuring, follows_buffers, measure_fixed, measure_tables
+from rope_patch.models.rounding import rounding_of
 
 
 def recognises(module: nn.Module) -> bool:
@@ -100,27 +101,35 @@ def _compared(tables: RotaryTables, config: Any) -> RotaryTables:
     count = int(tables.inv_freq.count_nonzero())
     if 0 < count < tables.inv_freq.numel() and bool(tables.inv_freq[:count].all()):
         tables = dataclasses.replace(tables, rotating_pairs=count)
-    if follows_buffers(tables):
-        return dataclasses.replace(tables, as_declared=_as_declared(tables, config))
-    fixed = measure_fixed(tables, training_length(config))
-    as_declared = bool(fixed.attention_scaling == tables.attention_scaling) and _as_declared(tables, config)
-    return dataclasses.replace(tables, as_declared=as_declared, fixed=fixed)
-
-
-def _as_declared(tables: RotaryTables, config: Any) -> bool:
-    """Compare frequencies instead of trusting the config: some families round the rotated width differently."""
-    if getattr(config, "rope_patch", None) is not None:
-        return True  # the tables may already be those of the scheme that the config records
-    try:
-        scheme = scheme_of_layer_type(config, tables.layer_type)
-    except InvalidField:
-        return False
-    if scheme is None:
-        return True  # the expected frequencies are unknown
+    # compared instead of trusted: some families round the rotated width differently
     at_first = getattr(tables.module, tables.attribute("original_inv_freq"), tables.inv_freq)
-    declared = scheme.resolve(checkpoint_of_config(config)).frequencies(tables.spec(training_length(config))).inv_freq
-    declared = declared.to(at_first).reshape(-1)  # length-dependent frequencies have a row axis
-    return declared.shape == at_first.shape and torch.allclose(declared, at_first, rtol=1e-3, atol=0)
+    try:
+        declared = _declared(tables, config)
+    except InvalidField:
+        return dataclasses.replace(tables, as_declared=False, rounding=rounding_of(at_first, None))
+    rounding = rounding_of(at_first, declared)
+    as_declared = declared is None or rounding is not None or _alike(declared, at_first)
+    if follows_buffers(tables):
+        return dataclasses.replace(tables, as_declared=as_declared, rounding=rounding)
+    fixed = measure_fixed(tables, training_length(config))
+    as_declared = bool(fixed.attention_scaling == tables.attention_scaling) and as_declared
+    return dataclasses.replace(tables, as_declared=as_declared, fixed=fixed, rounding=rounding)
+
+
+def _declared(tables: RotaryTables, config: Any) -> torch.Tensor | None:
+    """The frequencies that a config describes, `(d/2,)`; None where they are unknown, because the tables may already be
+    those of a scheme that the config records.
+    """
+    recorded = getattr(config, "rope_patch", None) is not None
+    scheme = None if recorded else scheme_of_layer_type(config, tables.layer_type)
+    if scheme is None:
+        return None
+    frequencies = scheme.resolve(checkpoint_of_config(config)).frequencies(tables.spec(training_length(config)))
+    return frequencies.inv_freq.reshape(-1)  # length-dependent frequencies have a row axis
+
+
+def _alike(declared: torch.Tensor, found: torch.Tensor) -> bool:
+    return declared.shape == found.shape and torch.allclose(declared.to(found), found, rtol=1e-3, atol=0)
 
 
 def _attention_modules(stack: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -10,9 +10,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from rope_patch.errors import SlotConflict, counted
+from rope_patch.errors import SlotConflict, counted, warn
 from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.probe import device_of, dtype_of
+from rope_patch.models.rounding import is_half
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import ModelShape
@@ -28,14 +29,38 @@ class SchemeParameters(nn.Module):
     A call as a module lets wrappers act: adapters of PEFT choose the trained copy, and offloaded weights are fetched.
     """
 
-    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+    def __init__(self, values: dict[str, torch.Tensor], precise: Precise) -> None:
         super().__init__()
+        self.precise = precise
         for name, value in values.items():
             self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """The current parameters of these names, of any shape."""
-        return {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in names}
+        if self.precise.names and not torch.compiler.is_compiling():
+            self.precise.check(values)
+        return values
+
+
+class Precise:
+    """Names of parameters for which half precision has too few digits; all holders of a scheme share them."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def check(self, values: dict[str, torch.Tensor]) -> None:
+        """Warn if a cast has rounded one of these `values` of any shape, once for all holders."""
+        for name in self.names:
+            if name in values and is_half(values[name].dtype):
+                self.names = ()
+                dtype = str(values[name].dtype).removeprefix("torch.")
+                warn(
+                    f"a cast has rounded {name}, which a scheme learns in float32, to {dtype}: cast the model before "
+                    "the patch, or keep it in float32 and train with bf16=True, which casts by torch.autocast",
+                    stacklevel=2,
+                )
+                return
 
 
 @dataclass(frozen=True)
@@ -54,7 +79,7 @@ class LearnedWeights:
     table: str = ""
 
     def of(self, module: nn.Module, stack: nn.Module) -> dict[str, torch.Tensor]:
-        """All of them by name, of an attention `module` in a `stack`."""
+        """All of them by name, of any shape, for an attention `module` in a `stack`."""
         values: dict[str, torch.Tensor] = {}
         if self.table:
             table = cast(nn.Embedding, stack.get_submodule(self.table))
@@ -63,7 +88,7 @@ class LearnedWeights:
         return values | self.of_stack(stack) | self._in(module, self.own)
 
     def of_stack(self, stack: nn.Module) -> dict[str, torch.Tensor]:
-        """The shared ones by name."""
+        """The shared ones by name, of any shape."""
         return self._in(stack, self.shared)
 
     def _in(self, module: nn.Module, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -111,11 +136,12 @@ def install_parameters(
             f"{scheme} learns {', '.join(shared)} for all its layers, but other layers already share parameters; use "
             "one scheme for all of them, or schemes with separate parameters per layer"
         )
+    precise = Precise(scheme.precise)
     if shared:
-        _hold(stack.module, {name: names[name] for name in shared}, scheme.precise, changes)
+        _hold(stack.module, {name: names[name] for name in shared}, precise, changes)
     for layer in layers if own else ():
         values = _initial_values(scheme, stack, layer, seed=layer.index + 1)
-        _hold(layer.module, {name: values[name] for name in own}, scheme.precise, changes)
+        _hold(layer.module, {name: values[name] for name in own}, precise, changes)
     return {layer.name: LearnedWeights(own, shared, path_of_table(stack, layer)) for layer in layers}
 
 
@@ -144,11 +170,11 @@ def shape_of(scheme: Scheme, stack: Stack, layer: AttentionLayer) -> ModelShape:
     return ModelShape(layer.heads.num, layer.heads.dim, *sizes, layer.heads.value_dim, layer.spec.dim)
 
 
-def _hold(module: nn.Module, values: dict[str, torch.Tensor], precise: tuple[str, ...], changes: Changes) -> None:
+def _hold(module: nn.Module, values: dict[str, torch.Tensor], precise: Precise, changes: Changes) -> None:
     device, dtype = device_of(module), dtype_of(module)
     wide = torch.promote_types(dtype, torch.float32)
-    placed = {name: value.to(device, wide if name in precise else dtype) for name, value in values.items()}
-    changes.set(module, NAME, SchemeParameters(placed))
+    placed = {name: value.to(device, wide if name in precise.names else dtype) for name, value in values.items()}
+    changes.set(module, NAME, SchemeParameters(placed, precise))
 
 
 def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -24,6 +24,7 @@ from rope_patch.models.module_state import ModuleState
 from rope_patch.models.rope_parameters import entry_of, rebuilt_numbers
 from rope_patch.mounting.entry import install_entry, install_table
 from rope_patch.mounting.hooks import LayerHook, StackHook, TagHook
+from rope_patch.mounting.kept_tables import KeptTables
 from rope_patch.mounting.layer_state import LayerState, Rotation
 from rope_patch.mounting.parameters import install_parameters
 from rope_patch.mounting.registration import IMPLEMENTATION, Registration
@@ -71,6 +72,10 @@ class Plan:
         """The mounts in one phrase, for `describe`."""
         used = ["rotary"] * bool(self.rotary) + ["late"] * bool(self.late) + ["embedding"] * bool(self.embedding)
         return " + ".join(used) or "none"
+
+    def is_native(self, stack: Stack) -> bool:
+        """Whether the scheme is the checkpoint's own."""
+        return stack.native is not None and self.scheme == stack.native.resolve(stack.checkpoint)
 
     def touched(self, stack: Stack) -> list[AttentionLayer]:
         """The layers that change."""
@@ -348,20 +353,25 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
         if stack.absolute.first is not None:
             changes.hook(stack.module, CountTokens(stack.absolute.first))
         return ()
+    kept = {}
     for module in {rotary.module: None for rotary in stack.rotary}:
         changes.log(module, ModuleState(module))  # which its forward changes
+        kept[module] = KeptTables(module, plan.scheme, stack.checkpoint.max_length)
+        changes.log(module, kept[module])
     for module, name, value in stack.replacements if plan.late else ():
         changes.set(module, name, value)
     changes.hook(stack.module, CountTokens(0 if stack.has_positions or plan.embedding else None))
     installed = [
-        (its_plan, _install_layers(its_plan, part, attention, changes))
+        (its_plan, _install_layers(its_plan, part, attention, kept, changes))
         for part, its_plan in plan.by_layer or ((stack, plan),)
     ]
+    for tables in kept.values():
+        tables.install(changes)
     states = tuple(state for _, its_states in installed for state in its_states)
     late = [state for its_plan, its_states in installed if its_plan.late for state in its_states]
     # one cache holds the keys of all layers
-    kept = dict.fromkeys(state.kept for state in late) or (OWN_ROTATION,)
-    tag = cache_tag(plan.scheme, ", or ".join(kept))
+    rotations = dict.fromkeys(state.kept for state in late) or (OWN_ROTATION,)
+    tag = cache_tag(plan.scheme, ", or ".join(rotations))
     for state in states:
         state.cache_tag = tag
     if late or plan.embedding or any(its_plan.numbers for its_plan, _ in installed):
@@ -370,9 +380,8 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
     if late:
         _install_hooks(stack, late, changes)
     else:
-        is_native = stack.native is not None and plan.scheme == stack.native.resolve(stack.checkpoint)
         first = plan.touched(stack)[0]
-        changes.hook(first.module, TagHook(StackLink(stack.module), first, tag, accepts_plain=is_native))
+        changes.hook(first.module, TagHook(StackLink(stack.module), first, tag, accepts_plain=plan.is_native(stack)))
     return states
 
 
@@ -402,7 +411,9 @@ def others_take_masks(stack: nn.Module, scorers: Sequence[nn.Module]) -> bool:
     return any(any("mask" in name for name in names) and crossing.isdisjoint(names) for names in taken)
 
 
-def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> list[LayerState]:
+def _install_layers(
+    plan: Plan, stack: Stack, attention: AttentionMode, kept: Mapping[nn.Module, KeptTables], changes: Changes
+) -> list[LayerState]:
     """Carry out a plan for layers under one scheme, without the hooks on their attention."""
     touched = plan.touched(stack)
     weights = install_parameters(plan.scheme, stack, touched, changes)
@@ -411,8 +422,11 @@ def _install_layers(plan: Plan, stack: Stack, attention: AttentionMode, changes:
         pass_positions(plan.scheme, stack, counts, changes)
     if plan.embedding == "entry":
         install_entry(plan.scheme, stack, touched, weights, changes)
-    for rotary in dict.fromkeys(layer.rotary for layer in touched) if plan.rotary else ():
-        _install_rotary(plan.scheme, cast(RotaryTables, rotary), stack.training_length, changes)
+    for rotary in dict.fromkeys(layer.rotary for layer in touched if layer.rotary is not None):
+        if plan.rotary:
+            _install_rotary(plan, rotary, stack, kept[rotary.module], changes)
+        elif plan.frequencies == "model":
+            kept[rotary.module].read(rotary)
     for layer in touched:
         for name, value in plan.numbers.get(layer.index, {}).items():
             changes.set(layer.module, name, value)
@@ -446,17 +460,15 @@ def _own_tables(plan: Plan, stack: Stack, layers: Sequence[AttentionLayer]) -> d
     copies = {}
     for rotary in {cast(RotaryTables, layer.rotary) for layer in layers}:
         copied = dataclasses.replace(rotary, module=copy.deepcopy(rotary.module))
-        _install_rotary(plan.scheme, copied, stack.training_length, Changes())
+        tables = KeptTables(copied.module, plan.scheme, stack.checkpoint.max_length)
+        _install_rotary(plan, copied, stack, tables, Changes())
         copies[rotary] = copied
     return cast(dict["RotaryTables | None", RotaryTables], copies)
 
 
-def _install_rotary(scheme: Scheme, rotary: RotaryTables, training_length: int, changes: Changes) -> None:
-    frequencies = scheme.frequencies_on(rotary.spec(training_length))
-    for name in ("inv_freq", "original_inv_freq"):
-        replaced = getattr(rotary.module, rotary.attribute(name), None)
-        if replaced is not None:  # each keeps its dtype: in half precision, `dynamic` still grows in float32
-            changes.set(rotary.module, rotary.attribute(name), frequencies.inv_freq.to(replaced, copy=True))
+def _install_rotary(plan: Plan, rotary: RotaryTables, stack: Stack, kept: KeptTables, changes: Changes) -> None:
+    frequencies = plan.scheme.frequencies_on(rotary.spec(stack.training_length))
+    kept.write(rotary, frequencies.inv_freq, plan.is_native(stack))
     changes.set(rotary.module, rotary.attribute("attention_scaling"), frequencies.attention_scaling)
     # the tables are static now: Transformers must not recompute them by length
     if rotary.layer_type is None:

@@ -45,7 +45,7 @@ def stack_of(module: nn.Module, name: str) -> nn.Module:
     stack = getattr(module, _LINK).stack
     if stack is None:
         raise UnsupportedModel(_COPIED.format(name))
-    return stack  # type: ignore[no-any-return]
+    return stack
 
 
 @dataclass(eq=False)

@@ -1,4 +1,6 @@
-"""Warnings for patches that have no effect, shorten a checkpoint, or remove the positions that it was trained with."""
+"""Warnings for patches that have no effect, shorten a checkpoint, remove the positions that it was trained with, or
+keep rounded frequencies.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from rope_patch.models.base import Stack
+from rope_patch.models.rounding import rounding_sentence
 from rope_patch.mounting.plan import Plan
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.reach import shortened
@@ -21,10 +24,16 @@ def scheme_warning(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str
     model are as they were read before the patch, each `mounted` with the plan for it.
     """
     groups = _by_scheme(mounted)
+    names = "+".join(part.name for part in scheme.parts())
+    rounded = next(filter(None, (_rounded(stack, plan, names) for stack, plan in groups)), "")
+    return "; ".join(filter(None, (_unwanted(scheme, names, mounted), rounded)))
+
+
+def _unwanted(scheme: Scheme, names: str, mounted: Sequence[tuple[Stack, Plan]]) -> str:
+    groups = _by_scheme(mounted)
     longest = 2 * max(stack.checkpoint.max_length for stack, _ in groups)
     if changes_nothing(mounted, longest):  # a scheme for longer texts acts within them
         return f"{scheme} changes nothing in texts of up to {longest} tokens, twice the model's maximum"
-    names = "+".join(part.name for part in scheme.parts())
     if shorter := next(filter(None, (shortened(plan.scheme, stack.checkpoint) for stack, plan in groups)), ""):
         return shorter
     if lost := next(filter(None, (lost_positions(stack, plan.scheme) for stack, plan in groups)), ""):
@@ -55,6 +64,15 @@ def lost_positions(stack: Stack, scheme: Scheme) -> str:
     if stack.rotary:
         return "the rotation" if NoPE() in scheme.parts() else ""
     return "" if type(stack.native) in map(type, scheme.parts()) else "the bias"
+
+
+def _rounded(stack: Stack, plan: Plan, names: str) -> str:
+    """How the checkpoint's own frequencies were rounded, if layers still rotate by them under a plan."""
+    if plan.frequencies == "late" or (plan.rotary and not plan.is_native(stack)):
+        return ""
+    found = (layer.rotary.rounding for layer in plan.touched(stack) if layer.rotary is not None)
+    rounding = next(filter(None, found), None)
+    return "" if rounding is None else rounding_sentence(rounding, stack.checkpoint.max_length, names)
 
 
 def _is_idle(stack: Stack, plan: Plan, longest: int) -> bool:

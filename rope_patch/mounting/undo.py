@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -95,14 +95,20 @@ class Changes:
         for each in self._forks:
             each.settled = copy.copy(vars(each.fork))
 
+    def _replaced(self) -> Iterator[tuple[Any, str]]:
+        """Owner and name of each tensor that was replaced."""
+        for target, name, _, value in self._log:
+            names = (name,) if isinstance(value, torch.Tensor) else getattr(value, "names", ())
+            yield from ((target, each) for each in names)
+
     def undo(self) -> None:
         """Restore everything; a tensor follows the device and dtype of the one it replaces.
 
         Raises:
             UnsupportedModel: accelerate has offloaded one of the tensors; nothing is restored then.
         """
-        for target, name, _, value in self._log:
-            current = getattr(target, name, None) if isinstance(value, torch.Tensor) else None
+        for target, name in self._replaced():
+            current = getattr(target, name, None)
             if isinstance(current, torch.Tensor) and current.is_meta and hasattr(target, "_hf_hook"):
                 raise UnsupportedModel(
                     f"{type(target).__name__}.{name} was offloaded while it was patched, so the offloaded tensor is "

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from rope_patch.errors import EvaluationError
+from rope_patch.errors import EvaluationError, UnsupportedModel
 from rope_patch.models.head import Head, find_language_model, head_alone, separate_stack
 from rope_patch.training.long_ce import LongCE
 
@@ -41,6 +41,7 @@ def chunked_loss(model: nn.Module, rows_per_chunk: int = 256, *, long_ce: LongCE
 
     Raises:
         EvaluationError: the model has no head that can run alone, or `rows_per_chunk` is below 1.
+        UnsupportedModel: within the block, where `nn.DataParallel` would run copies of the model.
 
     Example:
         >>> with chunked_loss(model):
@@ -60,12 +61,26 @@ def chunked_loss(model: nn.Module, rows_per_chunk: int = 256, *, long_ce: LongCE
         return _loss_alone(language_model, labels, rows_per_chunk, long_ce, **inputs)
 
     language_model.forward = chunked
+    language_model._replicate_for_data_parallel = _refuse_replicas
     try:
         yield
     finally:  # also removes wrappers that were added in the meantime, such as accelerate's autocast
+        del language_model._replicate_for_data_parallel
         del language_model.forward
         if before is not None:
             language_model.forward = before
+
+
+def _refuse_replicas() -> None:
+    """Take the place of the method by which `nn.DataParallel` copies a module.
+
+    Raises:
+        UnsupportedModel: always.
+    """
+    raise UnsupportedModel(
+        "chunked_loss replaces the forward of one model, and nn.DataParallel, which Trainer uses if a plain script "
+        "sees several GPUs, runs copies of it; start a process for each GPU: torchrun --nproc-per-node=2 script.py"
+    )
 
 
 def _loss_alone(

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import rope_patch
-from rope_patch.errors import EvaluationError
+from rope_patch.errors import EvaluationError, UnsupportedModel
 from rope_patch.training.chunked_loss import chunked_loss
 
 VOCABULARY = 61
@@ -289,3 +289,10 @@ def one_of_two(rank: int, folder: str) -> None:
                 with torch.no_grad(), chunked_loss(sharded, 4):
                     sharded(**mine)
     distributed.destroy_process_group()
+
+
+def test_replicas_of_data_parallel_are_refused():
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    with chunked_loss(model), pytest.raises(UnsupportedModel, match=r"chunked_loss .* nn.DataParallel.* torchrun"):
+        model._replicate_for_data_parallel()
+    assert model._replicate_for_data_parallel() is not model
