@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -11,7 +13,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rope_patch.serving.batch import Piece, Token
+from rope_patch.serving.batch import Piece
+from rope_patch.serving.sampling import Token
+
+FAILED = {"message": "the server failed on this request", "type": "server_error", "param": None, "code": None}
+"""An error of the server as OpenAI has it."""
 
 
 @dataclass
@@ -48,13 +54,14 @@ class Format:
 
     def __init__(self, model: str, tokenizer: Any, logprobs: bool) -> None:
         self.tokenizer, self.logprobs = tokenizer, logprobs
+        self._words: dict[int, str] = {}
         self.head = {"id": f"answer-{uuid.uuid4()}", "created": int(time.time()), "model": model}
 
     def choice(self, index: int, piece: Piece, *, streamed: bool, offset: int) -> dict[str, Any]:
         """One choice: an answer, or the next part of one that begins at a character `offset` of its text."""
         raise NotImplementedError
 
-    async def all_of(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    async def all_of(self, answers: Sequence[Answer]) -> bytes:
         """The body of an answer that is not streamed."""
         tasks = [asyncio.ensure_future(collect(answer)) for answer in answers]
         try:
@@ -62,16 +69,20 @@ class Format:
         finally:
             for task in tasks:
                 task.cancel()
+        return await asyncio.to_thread(self.body, answers, pieces)  # it grows with the answers
+
+    def body(self, answers: Sequence[Answer], pieces: Sequence[Piece]) -> bytes:
+        """The whole answers in JSON."""
         choices = [
             self.choice(answer.index, piece, streamed=False, offset=0)
             for answer, piece in zip(answers, pieces, strict=True)
         ]
         usage = usage_of(answers, sum(len(piece.tokens) for piece in pieces))
-        return {**self.head, "object": self.whole, "choices": choices, "usage": usage}
+        return json_of({**self.head, "object": self.whole, "choices": choices, "usage": usage})
 
     async def stream(self, answers: Sequence[Answer], usage: bool) -> AsyncIterator[str]:
-        """Server-sent events; with `usage`, the last but one has it."""
-        parts: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
+        """Server-sent events; with `usage`, the last but one has it. A failure is the last event."""
+        parts: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
 
         async def follow(answer: Answer) -> None:
             try:
@@ -89,9 +100,8 @@ class Format:
                 yield self.event(choices=[opening])
             while running:
                 index, piece = await parts.get()
-                if isinstance(piece, BaseException):
-                    yield event_of({"error": {"message": "the server failed on this request", "type": "server_error"}})
-                    return
+                if isinstance(piece, Exception):
+                    raise piece
                 if piece is None:
                     running -= 1
                     continue
@@ -101,6 +111,9 @@ class Format:
             if usage:
                 yield self.event(choices=[], usage=usage_of(answers, tokens))
             yield "data: [DONE]\n\n"
+        except Exception:
+            logging.getLogger("uvicorn.error").exception("a request failed")
+            yield event_of({"error": FAILED})
         finally:
             for task in tasks:
                 task.cancel()
@@ -115,7 +128,9 @@ class Format:
 
     def word(self, token: int) -> str:
         """The text of one token."""
-        return str(self.tokenizer.decode([token]))
+        if token not in self._words:
+            self._words[token] = str(self.tokenizer.decode([token]))
+        return self._words[token]
 
 
 class Completions(Format):
@@ -131,7 +146,7 @@ class Completions(Format):
                 "tokens": words,
                 "token_logprobs": [token.logprob for token in piece.tokens],
                 "top_logprobs": [self.alternatives(token) for token in piece.tokens],
-                "text_offset": [offset + sum(map(len, words[:place])) for place in range(len(words))],
+                "text_offset": list(itertools.accumulate(map(len, words), initial=offset))[:-1],
             }
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
@@ -169,7 +184,7 @@ class Chats(Format):
     def entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         """A token with its log-probability."""
         word = self.word(token)
-        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+        return {"token": word, "logprob": logprob, "bytes": list(word.encode(errors="replace"))}
 
 
 def usage_of(answers: Sequence[Answer], tokens: int) -> dict[str, int]:
@@ -178,6 +193,11 @@ def usage_of(answers: Sequence[Answer], tokens: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
 
+def json_of(body: Any) -> bytes:
+    """An object in JSON. All of it is ASCII, so that no text of a tokenizer or of a template can fail to be sent."""
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+
+
 def event_of(body: dict[str, Any]) -> str:
     """A server-sent event."""
-    return f"data: {json.dumps(body)}\n\n"
+    return f"data: {json_of(body).decode()}\n\n"

@@ -1,101 +1,44 @@
 """Requests with settings of their own in one continuous batch of Transformers: `rope-patch serve` answers from it.
 
-A batch of Transformers has one setting for sampling. Here the last of its logits processors draws the token of each
-request, from that request's temperature, top_p and seed, and leaves the batch nothing but to take the maximum.
+A batch of Transformers ends when a step of it fails, with every request that it holds. Here it starts again. Each
+answer that was in it goes on alone for one token: the one that fails again is given up, the others join the batch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+import math
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Hashable, Sequence
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
-import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
-from transformers.generation.continuous_batching.cb_logits_processors import (
-    ContinuousBatchingLogitsProcessor,
-    ContinuousBatchingLogitsProcessorList,
-)
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+
+from rope_patch.serving.sampling import Sampler, Sampling, Token
+from rope_patch.serving.text import Text
+from rope_patch.serving.turns import Turns
+
+PAGE = 256
+"""Tokens in a page. The cache is given out in pages."""
+
+WATCH = 0.5
+"""Seconds after which a batch that ended without a word is noticed."""
+
+ENDING = 60
+"""Seconds that the last step of a batch may take."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the tokens of one answer are drawn.
-
-    Attributes:
-        temperature: 0 takes the likeliest token.
-        top_p: the share of the probability from which tokens are drawn, the likeliest first.
-        seed: the same seed gives the same answer, whatever else is in the batch.
-        top_logprobs: how many alternatives are reported for each token, beside its own log-probability; None for no
-            log-probabilities.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    top_logprobs: int | None = None
-
-    def draw(self, logits: torch.Tensor, step: int) -> int:
-        """The token with this number of an answer, from logits `(vocabulary,)`."""
-        if self.temperature == 0:
-            return int(logits.argmax())
-        probabilities, tokens = torch.softmax(logits.double() / self.temperature, 0).sort(descending=True)
-        upto = probabilities.cumsum(0)
-        kept = int((upto - probabilities < self.top_p).sum()) or 1
-        # a generator for each token: an answer that is interrupted and taken up again goes on as it would have
-        point = np.random.default_rng([self.seed, step]).random() * float(upto[kept - 1])
-        return int(tokens[min(int(torch.searchsorted(upto, point, right=True)), kept - 1)])
+class Interrupted(Exception):
+    """A step failed that several answers may have shared, and the batch has started again."""
 
 
-@dataclass(frozen=True)
-class Token:
-    """A token of an answer, with log-probabilities (before temperature and top_p) if they were asked for."""
-
-    id: int
-    logprob: float | None = None
-    alternatives: Sequence[tuple[int, float]] = ()
-
-
-class Sampler(ContinuousBatchingLogitsProcessor):
-    """Draws the next token of each request by the request's own `Sampling`."""
-
-    supported_kwargs: ClassVar[dict[str, type]] = {"sampling": Sampling}
-    ignored_kwargs: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, default: Sampling) -> None:
-        self.default = default
-        self._states: list[Any] = []
-
-    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """Nothing is passed by a tensor, `(requests,)`."""
-        int32_tensor.zero_()
-
-    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
-        """Keeps the requests of the coming step, in the order of their logits; zeros, `(requests,)`."""
-        self._states = [request.state for request in requests_with_new_token]
-        return torch.zeros(len(self._states), dtype=torch.int32)
-
-    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        """1 at the drawn token of each request and 0 elsewhere, `(requests, vocabulary)`."""
-        chosen = scores.argmax(-1)
-        for row, state in enumerate(self._states):
-            sampling = state.logit_processor_kwargs.get("sampling", self.default)
-            logits = scores[row].float()
-            if sampling.temperature:
-                # a request that lost its place in the cache begins again with what it had said as its prompt
-                said = len(state.initial_tokens) - state._true_initial_tokens if state._true_initial_tokens else 0
-                chosen[row] = sampling.draw(logits, said + state.generated_len())
-            if sampling.top_logprobs is not None:
-                logprobs = logits.log_softmax(-1)
-                best = logprobs.topk(sampling.top_logprobs)
-                alternatives = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-                token = int(chosen[row])
-                state.logprobs.append(Token(token, float(logprobs[token]), alternatives))
-        return torch.zeros_like(scores).scatter_(-1, chosen[:, None], 1)
+class BatchEnded(RuntimeError):
+    """The batch answers nobody: it did not start again after a failure."""
 
 
 @dataclass(frozen=True)
@@ -111,106 +54,208 @@ class Batch:
     """A model that answers any number of requests at a time, each under its own settings.
 
     Args:
-        settings: fields of `ContinuousBatchingConfig`.
+        settings: fields of `ContinuousBatchingConfig`; `num_blocks` and `max_batch_tokens` are among them.
+
+    Attributes:
+        error: why the batch answers nobody, if so. It then tries to start again about every second.
     """
 
     def __init__(self, model: Any, tokenizer: Any, settings: dict[str, Any], default: Sampling) -> None:
-        self.tokenizer, self.default = tokenizer, default
+        self.model, self.tokenizer, self.default = model, tokenizer, default
         # tokens are drawn in Python, one step after the other. Transformers 5.17 lacks some of the fields
         settings = {"use_async_batching": False, "use_cuda_graph": False, **settings}
+        settings |= {"page_size": PAGE, "block_size": PAGE}  # the latter until Transformers 5.17
         fields = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-        config = ContinuousBatchingConfig(**{name: value for name, value in settings.items() if name in fields})
+        self._settings = {name: value for name, value in settings.items() if name in fields}
+        self.error: BaseException | None = None
+        self.manager: Any = None
+        self._turns = Turns(settings["num_blocks"])
+        self._least = math.ceil(settings["num_blocks"] / settings["max_batch_tokens"])  # a step has a token for each
         eos = model.generation_config.eos_token_id
-        greedy = GenerationConfig(do_sample=False, eos_token_id=eos, pad_token_id=model.generation_config.pad_token_id)
-        self.manager = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
-        processors = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([Sampler(default)]))
-        processors.tensors_required = 1
-        self.manager.logit_processor = processors
         self._eos = {eos} if isinstance(eos, int) else set(eos or ())
+        self._watch: asyncio.Task[None] | None = None
+        self._inside: dict[str, asyncio.Queue[Any]] = {}  # the outputs of each answer that is in the batch now
+        self._suspects: set[str] = set()  # answers that were in a batch which failed
+        self._failed = asyncio.Event()
+        self._running = asyncio.Event()
+        self._calm = asyncio.Event()  # running without suspects
+        self._alone = asyncio.Lock()
 
-    @property
-    def error(self) -> BaseException | None:
-        """Why the batch ended, if it did."""
-        fatal: BaseException | None = self.manager.background_thread_status.fatal_error
-        return fatal
+    async def start(self) -> None:
+        """Starts the batch, and watches over it from now on."""
+        await self._restart()
+        if self.error is not None:
+            raise self.error
+        self._watch = asyncio.ensure_future(self._keep_running())
+
+    async def stop(self) -> None:
+        """Ends the batch."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self.manager is not None:
+            await asyncio.to_thread(self.manager.stop, block=True, timeout=2)
 
     async def answer(
-        self, prompt: Sequence[int], new_tokens: int, sampling: Sampling, stop: Sequence[str] = ()
+        self, request: Hashable, prompt: Sequence[int], new_tokens: int, sampling: Sampling, stop: Sequence[str] = ()
     ) -> AsyncIterator[Piece]:
-        """The pieces of one answer, as they come; the request leaves the batch when the iterator is closed.
+        """The pieces of one answer, as they come; the answer leaves the batch when the iterator is closed.
 
         Args:
+            request: the request that asks for it, perhaps among other answers; requests take turns.
             prompt: ids.
             new_tokens: the maximum length of the answer.
             stop: strings before which the text ends.
 
         Raises:
-            RuntimeError: the batch has ended, or failed on this request.
+            RuntimeError: the batch has ended, or failed on this answer.
         """
-        if self.error is not None:
-            raise RuntimeError("the batch has ended") from self.error
-        outputs: asyncio.Queue[Any] = asyncio.Queue()
-        name = f"answer-{uuid.uuid4()}"
-        self.manager.register_result_handler(name, outputs.put_nowait)
-        self.manager.add_request(
-            list(prompt), request_id=name, max_new_tokens=new_tokens, streaming=True, sampling=sampling
-        )
-        text, known, finished = Text(self.tokenizer, stop), 0, False
-        try:
-            while not finished:
-                output = await outputs.get()
-                if output.error is not None:
-                    raise RuntimeError(output.error)
-                finished = output.is_finished()
-                ids = output.generated_tokens
-                tokens = output.logprobs[known:] if output.logprobs else [Token(token) for token in ids[known:]]
-                known = len(ids)
-                new = text.add(ids, last=finished)
+        text = Text(self.tokenizer, stop)
+        ids: list[int] = []
+        async with aclosing(self.tokens(request, prompt, new_tokens, sampling)) as parts:  # type: ignore[type-var]
+            async for tokens, last in parts:
+                ids += (token.id for token in tokens)
+                new = text.add(ids, last=last)
                 reason = None
-                if text.stopped or (finished and ids and ids[-1] in self._eos):
+                if text.stopped or (last and ids[-1] in self._eos):
                     reason = "stop"
-                elif finished:
+                elif last:
                     reason = "length"
                 yield Piece(new, tokens, reason)
                 if text.stopped:
                     return
+
+    async def tokens(
+        self, request: Hashable, prompt: Sequence[int], new_tokens: int, sampling: Sampling
+    ) -> AsyncIterator[tuple[list[Token], bool]]:
+        """The tokens of one answer as they come, and whether they are the last; see `answer`."""
+        name, said, last = f"answer-{uuid.uuid4()}", list[Token](), False
+        pages = max(self._least, math.ceil((len(prompt) + new_tokens) / PAGE))
+        try:
+            async with self._turns.taken(request, pages):
+                while not last:
+                    suspect = name in self._suspects
+                    async with self._alone if suspect else nullcontext():
+                        await (self._running if suspect else self._calm).wait()
+                        if self.error is not None:
+                            raise BatchEnded("the batch has ended") from self.error
+                        ids = [*prompt, *(token.id for token in said)]
+                        most = 1 if suspect else new_tokens - len(said)
+                        try:
+                            async with aclosing(self._joined(name, ids, most, sampling, len(said))) as parts:  # type: ignore[type-var]
+                                async for tokens in parts:
+                                    said += tokens
+                                    last = len(said) >= new_tokens or said[-1].id in self._eos
+                                    yield tokens, last
+                        except Interrupted as failure:
+                            if suspect:
+                                raise RuntimeError("the model failed on this request") from failure
+                            continue
+                    self._acquit(name)
         finally:
+            self._acquit(name)
+
+    async def _joined(
+        self, name: str, ids: list[int], new_tokens: int, sampling: Sampling, said: int
+    ) -> AsyncIterator[list[Token]]:
+        """New tokens of one answer while it is in the batch.
+
+        Raises:
+            Interrupted: the batch failed.
+        """
+        manager, outputs = self.manager, asyncio.Queue[Any]()
+        self._inside[name] = outputs
+        known, finished = 0, False
+        try:
+            manager.register_result_handler(name, outputs.put_nowait)
+            taken = manager.add_request(
+                ids, request_id=name, max_new_tokens=new_tokens, streaming=True, sampling=sampling, said=said
+            )
+            if taken is None:
+                self._failed.set()
+            while not finished:
+                output = await outputs.get()
+                if isinstance(output, Interrupted):
+                    raise output
+                if output.error is not None:  # the watch puts an interruption into all queues
+                    self._failed.set()
+                    continue
+                finished = output.is_finished()
+                new = output.generated_tokens[known:]
+                tokens = output.logprobs[known:] if output.logprobs else [Token(token) for token in new]
+                known += len(new)
+                if new:
+                    yield tokens
+        finally:
+            if self._inside.get(name) is outputs:
+                del self._inside[name]
             if not finished:
-                self.manager.cancel_request(name)
+                manager.cancel_request(name)
+            with manager.output_router._lock:  # Transformers forgets handlers of finished requests only
+                manager.output_router.result_handlers.pop(name, None)
 
+    def _acquit(self, name: str) -> None:
+        """Takes an answer off the suspects."""
+        self._suspects.discard(name)
+        if self._running.is_set() and not self._suspects:
+            self._calm.set()
 
-class Text:
-    """The text of an answer while its tokens come: what is certain by now, up to a stop string."""
+    async def _keep_running(self) -> None:
+        """Starts the batch again whenever it has failed."""
+        while True:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._failed.wait(), WATCH)
+            if self._failed.is_set() or self.error is not None or not self.manager.is_running():
+                await self._restart()
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        self._tokenizer, self._stop = tokenizer, [string for string in stop if string]
-        self._settled, self._read = 0, 0  # tokens whose text stands; tokens that were decoded with them
-        self._text, self._given = "", 0
-        self.stopped = False
+    async def _restart(self) -> None:
+        """Starts the batch, after the end of an earlier one, and tries it with one token."""
+        self._running.clear()
+        self._calm.clear()
+        interrupted, self._inside = self._inside, {}
+        self._suspects |= interrupted.keys()
+        try:
+            await asyncio.to_thread(self._replace)
+            await self._try()
+            self.error = None
+        except Exception as failure:
+            logging.getLogger("uvicorn.error").exception("the batch does not run")
+            self.error = failure
+        self._failed.clear()
+        self._running.set()
+        if self.error is not None or not self._suspects:
+            self._calm.set()
+        for outputs in interrupted.values():
+            outputs.put_nowait(Interrupted())
 
-    def add(self, ids: Sequence[int], *, last: bool) -> str:
-        """What is new in the text of `ids`, all tokens so far."""
-        # decoded with the tokens before, since many tokenizers write a space between tokens and not at the start
-        before = self._decode(ids[self._settled : self._read])
-        both = self._decode(ids[self._settled :])
-        if last or not both.endswith("�"):  # half of a character
-            self._text += both[len(before) :]
-            self._settled, self._read = self._read, len(ids)
-        end = len(self._text)
-        searched = max(0, self._given - max(map(len, self._stop), default=0))
-        places = [place for string in self._stop if (place := self._text.find(string, searched)) >= 0]
-        if places:
-            end, self.stopped = min(places), True
-        elif not last:
-            end -= max((self._open(string) for string in self._stop), default=0)
-        new = self._text[self._given : end]
-        self._given = max(end, self._given)
-        return new
+    def _replace(self) -> None:
+        """Ends the batch of Transformers, and starts another."""
+        if self.manager is not None:
+            self.manager.stop(block=True, timeout=ENDING, hard_stop=True)
+            if self.manager.is_running():
+                raise TimeoutError(f"a step of the batch takes more than {ENDING} seconds")
+        eos, pad = (getattr(self.model.generation_config, f"{name}_token_id") for name in ("eos", "pad"))
+        greedy = GenerationConfig(do_sample=False, eos_token_id=eos, pad_token_id=pad)
+        config = ContinuousBatchingConfig(**self._settings)
+        self.manager = self.model.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
+        processors = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([Sampler(self.default)]))
+        processors.tensors_required = 1
+        self.manager.logit_processor = processors
+        self.manager.start()
 
-    def _open(self, string: str) -> int:
-        """How many last characters of the text may begin a stop string."""
-        longest = min(len(string) - 1, len(self._text))
-        return next((size for size in range(longest, 0, -1) if self._text.endswith(string[:size])), 0)
+    async def _try(self) -> None:
+        """Asks the batch for one token.
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        Raises:
+            Exception: the model fails on any prompt.
+        """
+        outputs: asyncio.Queue[Any] = asyncio.Queue()
+        self.manager.register_result_handler("try", outputs.put_nowait)
+        self.manager.add_request([0], request_id="try", max_new_tokens=1)
+        while True:
+            with suppress(asyncio.TimeoutError):
+                output = await asyncio.wait_for(outputs.get(), WATCH)
+                break
+            if not self.manager.is_running():
+                raise RuntimeError("the batch does not start") from self.manager.background_thread_status.fatal_error
+        if output.error is not None:
+            raise RuntimeError(output.error)

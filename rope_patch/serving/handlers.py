@@ -1,92 +1,175 @@
-"""Responses, and chats with tools: by the handlers of Transformers, in the batches of `rope-patch serve`."""
+"""Responses, and chats with tools: by the handlers of Transformers, in the batches of `rope-patch serve`.
+
+A handler reads a body and writes an answer, both in time that grows with them. So it runs in a thread of the server,
+and the batch gives the tokens in between.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import CBGenerateManager, GenerationState
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from rope_patch.serving.batch import Batch, Sampling
+from rope_patch.serving.answers import FAILED, event_of
+from rope_patch.serving.sampling import Token
 
 UNSAID = 1 << 30  # `max_new_tokens` where a request does not set it
 
 HANDLERS = {"chat": ChatCompletionHandler, "response": ResponseHandler}
 
-Admit = Callable[[list[int], int | None], tuple[Batch, int]]
-"""Gives a prompt of ids, and the most tokens of its answer if the request sets it, a batch and a number of tokens."""
+Tokens = AsyncIterator[tuple[list[Token], bool]]
+Admit = Callable[[list[int], int | None], tuple[Tokens, int]]
+"""Gives the tokens of an answer, and how many there can be, for a prompt of ids and the number that was asked for."""
 
 
-def handler_of(kind: str, name: str, model: Any, tokenizer: Any, admit: Admit, sampling: Sampling) -> Any:
-    """A handler for one request.
+class Exchange:
+    """One request to a handler of Transformers.
 
     Args:
         kind: one of `HANDLERS`.
-        name: of the model, as requests have it.
-        sampling: how the tokens of the answer are drawn, whatever the body sets.
+        name: the model's name in requests.
+        body: the request.
     """
-    model.generation_config.max_new_tokens = UNSAID
-    state = _State(continuous_batching=True)
-    state.manager = _Generation(admit, sampling)
-    return HANDLERS[kind](_OneModel(name, model, tokenizer), state)
+
+    def __init__(self, kind: str, name: str, model: Any, tokenizer: Any, body: dict[str, Any], admit: Admit) -> None:
+        model.generation_config.max_new_tokens = UNSAID
+        self.generation = Generation(admit)
+        state = State(continuous_batching=True)
+        state.manager = self.generation
+        self.handler = HANDLERS[kind](OneModel(name, model, tokenizer), state)
+        self.body = {"stream": False, **body, "model": name}
+
+    def begin(self) -> Any:
+        """Reads the request, in a thread. Returns the response if it is a stream; `events` then fills it."""
+        try:
+            return self._run()
+        except PromptKnown:
+            return None
+
+    def end(self, ids: list[int]) -> Any:
+        """The response to a request that is not streamed, from the ids of the answer; call it in a thread."""
+        self.generation.answer = ids
+        return self._run()
+
+    def _run(self) -> Any:
+        # a copy, since handlers write into the body
+        return asyncio.run(self.handler.handle_request({**self.body}, self.generation.name))
+
+    async def ids(self) -> list[int]:
+        """The ids of the whole answer."""
+        found: list[int] = []
+        async with aclosing(self.generation.tokens) as parts:  # type: ignore[type-var]
+            async for tokens, _ in parts:
+                found += (token.id for token in tokens)
+        return found
+
+    async def events(self, written: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """The events of a stream that the handler writes."""
+        feeding = asyncio.ensure_future(self.generation.feed())
+        try:
+            async for event in written:
+                yield event
+        except Exception:
+            logging.getLogger("uvicorn.error").exception("a request failed")
+            yield event_of({"error": FAILED})
+        finally:
+            feeding.cancel()
 
 
-class _Generation(CBGenerateManager):
-    """The generation of one answer, which joins a batch as soon as its prompt is known."""
+class PromptKnown(Exception):
+    """A handler has read its request, and waits for the answer."""
 
-    def __init__(self, admit: Admit, sampling: Sampling) -> None:
+
+class Generation(CBGenerateManager):
+    """Generates one answer for a handler, which takes it for a batch of Transformers."""
+
+    background_thread_status = SimpleNamespace(fatal_error=None)
+
+    def __init__(self, admit: Admit) -> None:
         super().__init__()
-        self._admit, self._sampling = admit, sampling
+        self._cb = self  # type: ignore[assignment]
+        self._admit = admit
+        self.name = str(uuid.uuid4())
+        self.tokens: Any = None
+        self.new_tokens = 0
+        self.answer: list[int] | None = None
+        self._pass_on: Callable[[Any], None] = lambda output: None
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Nothing: the batches run already."""
+        """No-op: the batches run already."""
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any) -> Any:
-        """Of Transformers, in a batch."""
-        self._join(inputs, config)
+        """Like Transformers, after the prompt was admitted."""
+        self._meet(inputs, config)
         return super().generate_streaming(model, processor, inputs, config, *a, **k)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any
-    ) -> Any:
-        """Of Transformers, in a batch."""
-        self._join(inputs, config)
-        return await super().generate_non_streaming(model, processor, inputs, config, *a, **k)
+    ) -> tuple[str, int, list[int]]:
+        """Text of the answer, length of the prompt, ids of the answer.
 
-    def _join(self, inputs: Any, config: Any) -> None:
+        Raises:
+            PromptKnown: there is no answer yet.
+        """
+        if self.answer is None:
+            self._meet(inputs, config)
+            raise PromptKnown
+        config.max_new_tokens = self.new_tokens
+        text = processor.decode(self.answer, skip_special_tokens=True)
+        return text, len(inputs["input_ids"]), self.answer
+
+    def _meet(self, inputs: Any, config: Any) -> None:
+        """Has the prompt admitted."""
         asked = None if config.max_new_tokens == UNSAID else config.max_new_tokens
-        batch, config.max_new_tokens = self._admit(inputs["input_ids"], asked)
-        self._cb = _Drawing(batch.manager, self._sampling)
+        self.tokens, self.new_tokens = self._admit(inputs["input_ids"], asked)
+        config.max_new_tokens = self.new_tokens
+
+    def add_request(self, *_: Any, request_id: str, **__: Any) -> str:
+        """No-op, as `feed` begins the answer; returns the name of the request."""
+        return request_id
+
+    def register_result_handler(self, _: str, callback: Callable[[Any], None]) -> None:
+        """Keeps the handler's callback, which `feed` calls."""
+        self._pass_on = callback
+
+    def cancel_request(self, _: str) -> None:
+        """No-op, as `Exchange.events` ends the answer."""
+
+    async def feed(self) -> None:
+        """Passes the tokens of the answer on to the handler."""
+        ids: list[int] = []
+        try:
+            async with aclosing(self.tokens) as parts:
+                async for tokens, last in parts:
+                    ids += (token.id for token in tokens)
+                    status = RequestStatus.FINISHED if last else RequestStatus.DECODING
+                    self._pass_on(GenerationOutput(self.name, generated_tokens=ids, status=status))
+        except Exception:
+            logging.getLogger("uvicorn.error").exception("a request failed")
+            self._pass_on(GenerationOutput(self.name, error=FAILED["message"], status=RequestStatus.FAILED))
 
 
-class _Drawing:
-    """A batch's manager whose new requests draw their tokens as `sampling` has it."""
-
-    def __init__(self, manager: Any, sampling: Sampling) -> None:
-        self._manager, self._sampling = manager, sampling
-
-    def add_request(self, *arguments: Any, **settings: Any) -> Any:
-        """Of the manager, with the sampling."""
-        return self._manager.add_request(*arguments, sampling=self._sampling, **settings)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
-
-
-class _State(GenerationState):
+class State(GenerationState):
     """The state of a handler with one generation."""
 
-    manager: _Generation
+    manager: Generation
 
-    def get_manager(self, model_id: str, use_cb: bool = True) -> _Generation:
+    def get_manager(self, model_id: str, use_cb: bool = True) -> Generation:
         """The generation."""
         return self.manager
 
 
-class _OneModel(ModelManager):
+class OneModel(ModelManager):
     """The model that is loaded already."""
 
     def __init__(self, name: str, *loaded: Any) -> None:
@@ -94,5 +177,5 @@ class _OneModel(ModelManager):
         super().__init__(force_model=name)
 
     def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """It, and its tokenizer."""
+        """Return the loaded model and tokenizer."""
         return self._loaded

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-Count = Annotated[int, Field(ge=1)]
+from rope_patch.serving.limits import ANSWERS, FIELDS, STOP_LENGTH, STOPS, Refusal, shown
+
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 HARMLESS = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "truncation"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # values with which a field that is not served asks for nothing
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "echo", "suffix"), (0, "")),
@@ -19,24 +21,45 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # values with which a field that is not
 }
 
 
-class StreamOptions(BaseModel):
-    """What a stream has beside the text."""
+def in_list(value: Any) -> Any:
+    """A text, or a list of ids, as the only entry of a list."""
+    return [value] if isinstance(value, str) or (isinstance(value, list) and value and is_id(value[0])) else value
+
+
+def is_id(value: Any) -> bool:
+    """Whether a value is an integer."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class Known(BaseModel):
+    """An object whose fields are all known."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def few(cls, given: Any) -> Any:
+        """Refuses more fields than any object has, before each of them becomes an error."""
+        if isinstance(given, dict) and len(given) > FIELDS:
+            raise ValueError(f"{len(given)} fields; at most {FIELDS} are allowed")
+        return given
+
+
+class StreamOptions(Known):
+    """What a stream has beside the text."""
+
     include_usage: bool | None = None
 
 
-class Arguments(BaseModel):
+class Arguments(Known):
     """What vLLM's server passes on to plugins."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     rope_factor: float | None = None
 
 
-class DrawnRequest(BaseModel):
+class DrawnRequest(Known):
     """How the tokens of an answer are drawn, and under which factor of the scheme: what all endpoints share."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -65,40 +88,33 @@ class DrawnRequest(BaseModel):
 class GenerationRequest(DrawnRequest):
     """What completions and chats share."""
 
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[int, Field(ge=1, le=ANSWERS)] | None = None
     max_tokens: Count | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[
+        list[Annotated[str, Field(max_length=STOP_LENGTH)]], Field(max_length=STOPS), BeforeValidator(in_list)
+    ] = []
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-    @property
-    def stops(self) -> Sequence[str]:
-        """The stop strings."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
-    prompt: str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1)]
+    prompt: Annotated[
+        list[str | Annotated[list[int], Field(fail_fast=True)]],
+        Field(min_length=1, max_length=ANSWERS, fail_fast=True),
+        BeforeValidator(in_list),
+    ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-
-    @property
-    def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts, as texts or ids."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt
 
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
 
 
-class TextPart(BaseModel):
+class TextPart(Known):
     """A part of a message's content; images and sounds are not served."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text"]
     text: str
 
@@ -108,7 +124,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     def as_template_has_it(self) -> dict[str, Any]:
         """With a text as content."""
@@ -120,7 +136,7 @@ class Message(BaseModel):
 class ChatRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -137,7 +153,7 @@ def ignored(body: dict[str, Any], unread: Iterable[str]) -> str | None:
     """Why a request is refused that asks for something by fields which nobody reads, if it does."""
     for name in sorted(body.keys() & set(unread) - HARMLESS):
         if body[name] is not None and body[name] is not False and body[name] not in NEUTRAL.get(name, ()):
-            return f"{name}={body[name]!r:.80} is not served; leave it out"
+            return f"{name}={shown(body[name])} is not served; leave it out"
     return None
 
 
@@ -145,12 +161,12 @@ def parse(kind: type[Body], body: dict[str, Any]) -> Body:
     """The request in a body.
 
     Raises:
-        ValueError: a field is unknown, wrong or not served; the message names it, its value and the reason.
+        Refusal: a field is unknown, wrong or not served; the message names it, its value and the reason.
     """
     if problem := ignored(body, NEUTRAL.keys()):
-        raise ValueError(problem)
+        raise Refusal(problem)
     if "best_of" in body and body["best_of"] not in (None, body.get("n", 1)):
-        raise ValueError(f"best_of={body['best_of']!r:.80} is not served: answers are not ranked; use n")
+        raise Refusal(f"best_of={shown(body['best_of'])} is not served: answers are not ranked; use n")
     try:
         unread = HARMLESS | NEUTRAL.keys() | {"best_of"}
         return kind.model_validate({name: body[name] for name in body if name not in unread and body[name] is not None})
@@ -158,7 +174,9 @@ def parse(kind: type[Body], body: dict[str, Any]) -> Body:
         first = error.errors()[0]
         # a field of several types ends in the name of the type that was tried
         path = [
-            str(part) for part in first["loc"] if part != "str" and not str(part).startswith(("list[", "constrained-"))
+            str(part)
+            for part in first["loc"]
+            if part != "str" and not str(part).startswith(("list[", "constrained-", "function-"))
         ]
-        value = "" if first["type"] == "missing" else f"={first['input']!r:.80}"
-        raise ValueError(f"{'.'.join(path)}{value}: {first['msg']}") from error
+        value = "" if first["type"] == "missing" else f"={shown(first['input'])}"
+        raise Refusal(f"{'.'.join(path)}{value}: {first['msg']}") from error

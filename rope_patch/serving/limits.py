@@ -1,0 +1,140 @@
+"""How much one request may ask for: what the server reads, holds and computes for a client is bounded.
+
+All of it is checked before a prompt is tokenised. A refusal names the field, its size and the limit.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+MEBIBYTE = 2**20
+
+LARGEST_BODY = 16 * MEBIBYTE
+BYTES_PER_TOKEN = 16
+"""Bytes of a body, or characters of a prompt, for each token that a request can have: four times what texts need."""
+
+BODY_SLACK = 2**16
+"""Bytes of a body beside its prompts."""
+
+CONTAINERS = 2**16
+"""Lists, objects and their members, in a body. Python takes seconds for millions of them."""
+
+ANSWERS = 128
+TOKENS = 2**18
+"""Tokens of all answers to a request, where each counts once more for each log-probability beside it."""
+
+STOPS = 16
+STOP_LENGTH = 256
+LONGEST_LISTS = {"messages": 4096, "input": 4096, "tools": 128, "functions": 128, "stop": STOPS, "logit_bias": 300}
+"""The most entries of lists and objects in a body, by field."""
+
+FIELDS = 64
+"""Fields of a body, and of the objects in it whose fields are known."""
+
+
+class Refusal(Exception):
+    """A request that gets no answer: the status, and the reason."""
+
+    def __init__(self, reason: str, status: int = 400) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxlong = _short.maxother = 80
+
+
+def shown(value: Any) -> str:
+    """A value of a request for an error message, cut where it is long."""
+    return f"{_short.repr(value):.80}"
+
+
+def largest_body(tokens: int, prompts: int = 1) -> int:
+    """The most bytes of a body whose prompts have up to this many tokens each."""
+    return min(LARGEST_BODY, BODY_SLACK + BYTES_PER_TOKEN * tokens * prompts)
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """The JSON object of a request.
+
+    Raises:
+        Refusal: it is none, or has too many values, too deep a nesting, or half of a surrogate pair.
+    """
+    if body.count(b"[") + body.count(b"{") + body.count(b":") > CONTAINERS:
+        outside = _STRING.sub(b"", body)
+        if (found := outside.count(b"[") + outside.count(b"{") + outside.count(b":")) > CONTAINERS:
+            raise Refusal(f"the body has {found} lists, objects and members; at most {CONTAINERS} are allowed")
+    try:
+        content = from_json(body, allow_inf_nan=False)
+    except ValueError as wrong:
+        advice = "; half of a surrogate pair is no text" if re.search("hex escape|code point", str(wrong)) else ""
+        raise Refusal(f"the body is not JSON: {wrong}{advice}") from wrong
+    if not isinstance(content, dict):
+        raise Refusal("the body is not a JSON object")
+    if len(content) > FIELDS:
+        raise Refusal(f"the body has {len(content)} fields; at most {FIELDS} are allowed")
+    for name, most in LONGEST_LISTS.items():
+        if isinstance(content.get(name), list | dict) and len(content[name]) > most:
+            raise Refusal(f"{name} has {len(content[name])} entries; at most {most} are allowed")
+    return content
+
+
+def check_prompts(prompts: Sequence[str | list[int]], n: int, tokens: int) -> None:
+    """Checks how many answers a request wants, and how long its prompts are.
+
+    Args:
+        n: answers to each prompt.
+        tokens: the longest request.
+
+    Raises:
+        Refusal: it asks for too much.
+    """
+    if len(prompts) * n > ANSWERS:
+        wanted = f"{len(prompts)} {'prompts' if len(prompts) > 1 else 'prompt'} and n={n}"
+        raise Refusal(f"{wanted} ask for {len(prompts) * n} answers; at most {ANSWERS} are allowed in a request")
+    for place, prompt in enumerate(prompts):
+        if isinstance(prompt, str) and len(prompt) > BYTES_PER_TOKEN * tokens:
+            most = f"at most {BYTES_PER_TOKEN * tokens} are allowed, {BYTES_PER_TOKEN} for each of {tokens} tokens"
+            raise Refusal(f"prompt {place} has {len(prompt)} characters; {most}")
+
+
+def check_answers(new_tokens: Sequence[int], alternatives: int | None) -> None:
+    """Checks how much the answers to a request can hold.
+
+    Args:
+        new_tokens: the most tokens of each answer.
+        alternatives: log-probabilities beside each token's own; None for none at all.
+
+    Raises:
+        Refusal: it asks for too much.
+    """
+    each = 1 if alternatives is None else 2 + alternatives
+    if (wanted := sum(new_tokens) * each) > TOKENS:
+        answers = f"{len(new_tokens)} answers of up to {max(new_tokens)} tokens"
+        with_them = "" if alternatives is None else f", with {each - 1} log-probabilities each,"
+        advice = "lower n, max_tokens or logprobs"
+        raise Refusal(f"{answers}{with_them} make {wanted} values; at most {TOKENS} are allowed; {advice}")
+
+
+def check_ids(prompt: Sequence[int], known: int, name: str, tokenizer: Any) -> None:
+    """Checks that the model has an embedding for each id of a prompt.
+
+    Args:
+        known: how many it has. Tokens that were added to the tokenizer alone are beyond them.
+        name: of the prompt, for the message.
+
+    Raises:
+        Refusal: an id is beyond them.
+    """
+    for place, token in enumerate(prompt):
+        if not 0 <= token < known:
+            text = f", {shown(tokenizer.convert_ids_to_tokens(token))}" if 0 <= token < len(tokenizer) else ""
+            limit = f"ids from 0 to {known - 1} are allowed, as many as the model's input embedding has"
+            raise Refusal(f"{name} has ids beyond the vocabulary: {shown(token)}{text}, at place {place}; {limit}")

@@ -1,0 +1,369 @@
+"""The OpenAI endpoint of `rope-patch serve`: HTTP in front of the batches.
+
+One event loop serves all clients. So it does nothing that grows with a body or an answer: threads read bodies, render
+templates, tokenise and write whole answers. Small bodies do not wait for large ones, which are read one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import HTTPException
+from jinja2 import TemplateError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from rope_patch.serving import limits, requests
+from rope_patch.serving.answers import FAILED, Answer, Chats, Completions, Format, json_of
+from rope_patch.serving.batch import Batch, BatchEnded
+from rope_patch.serving.factors import Reaches
+from rope_patch.serving.handlers import Exchange
+from rope_patch.serving.limits import Refusal
+from rope_patch.serving.sampling import Sampling
+
+OPEN_REQUESTS = 256
+"""Requests that the server works on at a time, with those that wait for a place in a batch."""
+
+OPEN_BYTES = 4 * limits.LARGEST_BODY
+"""Bytes of bodies that are not yet requests, of all clients together."""
+
+READING = 60
+"""Seconds that a client may take to send a body."""
+
+SMALL = 2**16
+"""Bytes of a body that does not wait for larger ones."""
+
+WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, TemplateError)
+"""Errors that templates and handlers of Transformers raise for what a body holds."""
+
+T = TypeVar("T")
+
+
+class Server:
+    """The endpoint around one model that is loaded and patched.
+
+    Args:
+        checkpoint: its folder, GGUF file or Hub ID; requests name the last part of it, or all of it.
+        batches: by the factors of `reaches`; under None where it has none.
+        max_tokens: of an answer, where a request does not set it.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        model: Any,
+        batches: dict[int | None, Batch],
+        reaches: Reaches,
+        max_tokens: int,
+        api_key: str | None = None,
+    ) -> None:
+        self.names = (Path(checkpoint).name, checkpoint)
+        any_batch = next(iter(batches.values()))
+        self.model, self.batches, self.reaches = model, batches, reaches
+        self.tokenizer, self.default = any_batch.tokenizer, any_batch.default
+        self.embeddings = int(model.get_input_embeddings().weight.shape[0])
+        self.tokenizer("")  # sets what the first call sets, before threads share it
+        self.max_tokens, self.api_key = max_tokens, api_key
+        self.open_requests = self.open_bytes = 0
+        self.small, self.large = (ThreadPoolExecutor(threads, "rope-patch") for threads in (4, 1))
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why a batch does not run, if so."""
+        return next((batch.error for batch in self.batches.values() if batch.error is not None), None)
+
+    def application(self) -> Any:
+        """The server as an ASGI application."""
+
+        @contextlib.asynccontextmanager
+        async def lifespan(_: Any) -> AsyncIterator[None]:
+            try:
+                for batch in self.batches.values():
+                    await batch.start()
+                yield
+            finally:
+                await asyncio.gather(*(batch.stop() for batch in self.batches.values()))
+                for pool in (self.small, self.large):
+                    pool.shutdown(wait=False, cancel_futures=True)
+
+        routes = [
+            Route("/v1/completions", Endpoint(self, self.complete), methods=["POST"]),
+            Route("/v1/chat/completions", Endpoint(self, self.chat), methods=["POST"]),
+            Route("/v1/responses", Endpoint(self, self.respond), methods=["POST"]),
+            Route("/v1/models", Endpoint(self, self.models), methods=["GET"]),
+            Route("/health", self.health),
+        ]
+        return Starlette(routes=routes, lifespan=lifespan)
+
+    def check_key(self, request: Request) -> None:
+        """Refuses a request without the key."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+        if self.api_key is not None and not hmac.compare_digest(given, os.fsencode(self.api_key)):
+            raise Refusal("the API key is missing or wrong", 401)
+
+    @contextlib.contextmanager
+    def opened(self) -> Any:
+        """Counts a request as long as it is worked on."""
+        if self.open_requests >= OPEN_REQUESTS:
+            raise Refusal(f"the server works on {OPEN_REQUESTS} requests; ask again later", 503)
+        if self.error is not None:
+            raise Refusal("the model does not run; ask again later", 503)
+        self.open_requests += 1
+        try:
+            yield
+        finally:
+            self.open_requests -= 1
+
+    async def health(self, _: Any) -> Any:
+        """200 as long as the batches run."""
+        alive = self.error is None
+        return json_response({"status": "ok" if alive else "unhealthy"}, 200 if alive else 503)
+
+    async def models(self, _: Any) -> Any:
+        """The one model."""
+        model = {"id": self.names[0], "object": "model", "created": 0, "owned_by": "rope_patch"}
+        return json_response({"object": "list", "data": [model]})
+
+    async def complete(self, request: Request) -> Any:
+        """The endings of one or several prompts."""
+
+        def read(body: bytes) -> tuple[Any, list[Answer]]:
+            asked = self.parse(requests.CompletionRequest, limits.read_json(body))
+            limits.check_prompts(asked.prompt, asked.n or 1, self.reaches.limit)
+            prompts = [self.tokenizer(one).input_ids if isinstance(one, str) else one for one in asked.prompt]
+            return asked, self.answers(asked, prompts, asked.max_tokens)
+
+        asked, answers = await self.read(request, read, prompts=limits.ANSWERS)
+        return await self.reply(request, asked, answers, Completions)
+
+    async def chat(self, request: Request) -> Any:
+        """The next message of a conversation."""
+        if self.tokenizer.chat_template is None:
+            raise Refusal(self.no_template)
+
+        def read(raw: bytes) -> tuple[Any, Any]:
+            body = limits.read_json(raw)
+            if body.get("tools"):
+                return None, self.begin("chat", body)
+            asked = self.parse(requests.ChatRequest, body)
+            try:
+                messages = [message.as_template_has_it() for message in asked.messages]
+                prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            except WRONG as wrong:
+                raise Refusal(f"messages: {type(wrong).__name__}: {wrong}") from wrong
+            return asked, self.answers(asked, [prompt], asked.max_completion_tokens or asked.max_tokens)
+
+        asked, found = await self.read(request, read)
+        if asked is None:
+            return await self.exchange(request, *found)
+        return await self.reply(request, asked, found, Chats)
+
+    async def respond(self, request: Request) -> Any:
+        """A response, by the handler of Transformers."""
+        if self.tokenizer.chat_template is None:
+            raise Refusal(self.no_template)
+        begun = await self.read(request, lambda body: self.begin("response", limits.read_json(body)))
+        return await self.exchange(request, *begun)
+
+    async def read(self, request: Request, work: Callable[[bytes], T], prompts: int = 1) -> T:
+        """What `work` makes of the body of a request, in a thread.
+
+        Args:
+            prompts: how many a body may have.
+        """
+        received = bytearray()
+        try:
+            await asyncio.wait_for(self.receive(request, received), READING)
+            if len(received) > (most := limits.largest_body(self.reaches.limit, prompts)):
+                each = f"{limits.BYTES_PER_TOKEN} for each of {self.reaches.limit} tokens, and {limits.BODY_SLACK} more"
+                raise Refusal(f"the body has {len(received)} bytes; at most {most} are allowed, {each}")
+            pool = self.small if len(received) <= SMALL else self.large
+            return await asyncio.get_running_loop().run_in_executor(pool, work, bytes(received))
+        except asyncio.TimeoutError:
+            raise Refusal(f"the body did not come within {READING} seconds", 408) from None
+        finally:
+            self.open_bytes -= len(received)
+
+    async def receive(self, request: Request, received: bytearray) -> None:
+        """Adds the body of a request to `received`, part by part."""
+        most = limits.largest_body(self.reaches.limit, limits.ANSWERS)
+        async for part in request.stream():
+            received += part
+            self.open_bytes += len(part)
+            if len(received) > most:
+                raise Refusal(f"the body is too large; at most {most} bytes are allowed", 413)
+            if self.open_bytes > OPEN_BYTES:
+                raise Refusal("the server is busy with large requests; ask again later", 503)
+
+    def parse(self, kind: type[requests.Body], body: dict[str, Any]) -> requests.Body:
+        """The request in a body."""
+        asked = requests.parse(kind, body)
+        if asked.model not in (None, *self.names):
+            raise Refusal(f"model={limits.shown(asked.model)}: only {self.names[0]!r} is served", 404)
+        return asked
+
+    @property
+    def no_template(self) -> str:
+        """Why there are no chats."""
+        advice = "ask for /v1/completions, or save a tokenizer with a chat_template"
+        return f"{self.names[0]} has no chat template: {advice}"
+
+    def answers(self, asked: Any, prompts: list[list[int]], new_tokens: int | None) -> list[Answer]:
+        """The answers that a request wants, before they begin: n to each prompt."""
+        n = asked.n or 1
+        admitted = [
+            self.admit(asked, prompt, new_tokens, f"prompt {place}" if len(prompts) > 1 else "the prompt")
+            for place, prompt in enumerate(prompts)
+        ]
+        limits.check_answers([new for _, new in admitted for _ in range(n)], asked.alternatives)
+        answers: list[Answer] = []
+        turn = object()  # the answers to one request share its turns
+        for prompt, (batch, new) in zip(prompts, admitted, strict=True):
+            for _ in range(n):
+                pieces = batch.answer(turn, prompt, new, self.sampling(asked, len(answers)), asked.stop)
+                answers.append(Answer(len(answers), prompt, pieces))
+        return answers
+
+    def sampling(self, asked: Any, answer: int = 0) -> Sampling:
+        """How the tokens of an answer with this number are drawn."""
+        settings = {"temperature": asked.temperature, "top_p": asked.top_p, "top_logprobs": asked.alternatives}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        seed = secrets.randbits(63) if asked.seed is None else (asked.seed + answer) % 2**63
+        return replace(self.default, **settings, seed=seed)
+
+    def admit(
+        self, asked: Any, prompt: list[int], new_tokens: int | None, name: str = "the prompt"
+    ) -> tuple[Batch, int]:
+        """The batch that a request joins, and the most tokens of its answer.
+
+        Refuses what no cache holds, ids that the model does not know, and a factor that does not cover the request.
+        """
+        if not prompt:
+            raise Refusal(f"{name} is empty")
+        if new_tokens is not None and new_tokens < 1:
+            raise Refusal(f"max_tokens={limits.shown(new_tokens)}: at least 1 is allowed")
+        try:
+            factor = asked.factor
+            reach = self.reaches.of(factor)
+        except ValueError as wrong:
+            raise Refusal(str(wrong)) from wrong
+        new = max(1, min(self.max_tokens, reach - len(prompt))) if new_tokens is None else new_tokens
+        if len(prompt) + new > reach:
+            under, instead = ("", "raise --max-length")
+            if factor is not None:
+                under, instead = f" under rope_factor={factor:g}", "ask for a larger factor"
+            advice = f"{'lower max_tokens' if len(prompt) < reach else 'shorten the prompt'} or {instead}"
+            tokens = f"{len(prompt)} + {limits.shown(new)} tokens"
+            raise Refusal(f"{tokens} exceed the limit of {reach}{under}; {advice}")
+        limits.check_ids(prompt, self.embeddings, name, self.tokenizer)
+        return self.batches[self.reaches.choose(len(prompt) + new, factor)], new
+
+    async def reply(self, request: Request, asked: Any, answers: list[Answer], form: type[Format]) -> Any:
+        """The whole answers, or a stream of them."""
+        formatted = form(self.names[0], self.tokenizer, asked.alternatives is not None)
+        if asked.stream:
+            usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+            return StreamingResponse(formatted.stream(answers, usage), media_type="text/event-stream")
+        body = await unless_hung_up(request, formatted.all_of(answers))
+        return GONE if body is None else Response(body, media_type="application/json")
+
+    def begin(self, kind: str, body: dict[str, Any]) -> tuple[Exchange, Any]:
+        """An exchange with a handler of Transformers that has read a body, and its response if that is a stream."""
+        drawn = {name: body.pop(name, None) for name in requests.DrawnRequest.model_fields}
+        asked = self.parse(requests.DrawnRequest, drawn)
+
+        def admit(prompt: list[int], new_tokens: int | None) -> tuple[Any, int]:
+            batch, new = self.admit(asked, prompt, new_tokens)
+            limits.check_answers([new], None)
+            return batch.tokens(exchange, prompt, new, self.sampling(asked)), new
+
+        exchange = Exchange(kind, self.names[0], self.model, self.tokenizer, body, admit)
+        unread = exchange.handler._unused_fields | {"frequency_penalty", "generation_config", "logit_bias", "stop"}
+        if problem := requests.ignored(body, unread):
+            raise Refusal(problem)
+        try:
+            return exchange, exchange.begin()
+        except HTTPException as refusal:
+            raise Refusal(f"{refusal.detail!s:.400}") from refusal
+        except WRONG as wrong:
+            raise Refusal(f"{type(wrong).__name__}: {wrong!s:.400}") from wrong
+
+    async def exchange(self, request: Request, exchange: Exchange, stream: Any) -> Any:
+        """The response to a request that a handler of Transformers has read."""
+        if stream is not None:
+            return StreamingResponse(exchange.events(stream.body_iterator), media_type="text/event-stream")
+        ids = await unless_hung_up(request, exchange.ids())
+        return GONE if ids is None else await asyncio.to_thread(exchange.end, ids)
+
+
+class Endpoint:
+    """A route, as an ASGI application that answers every error as OpenAI has it."""
+
+    def __init__(self, server: Server, answer: Callable[[Request], Any]) -> None:
+        self.server, self.answer = server, answer
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers one request."""
+        request = Request(scope, receive)
+        with contextlib.ExitStack() as stack:
+            try:
+                self.server.check_key(request)
+                stack.enter_context(self.server.opened())
+                response = await self.answer(request)
+            except Refusal as refusal:
+                response = error(str(refusal), refusal.status)
+            except ClientDisconnect:
+                response = GONE
+            except BatchEnded:
+                response = error("the model does not run; ask again later", 503)
+            except Exception:  # its text may name files of this machine
+                logging.getLogger("uvicorn.error").exception("a request failed")
+                response = error(FAILED["message"], 500)
+            await response(scope, receive, send)
+
+
+GONE = Response(status_code=499)
+"""For a client that has hung up; nobody reads it."""
+
+
+async def unless_hung_up(request: Request, work: Any) -> Any:
+    """The result of `work`, or None if the client hangs up first, which ends the work."""
+    work, gone = asyncio.ensure_future(work), asyncio.ensure_future(hung_up(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        work.cancel()
+        gone.cancel()
+
+
+async def hung_up(request: Request) -> None:
+    """Returns when the client closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    """An object in JSON."""
+    return Response(json_of(body), status, media_type="application/json")
+
+
+def error(message: str, status: int) -> Response:
+    """An error as OpenAI has it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    response = json_response({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+    if status == 503:
+        response.headers["retry-after"] = "1"
+    return response

@@ -1,0 +1,60 @@
+"""Fair turns in a batch: a request for many answers leaves places for the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Hashable
+from contextlib import asynccontextmanager
+
+
+class Turns:
+    """Places in a batch. Answers take some of them, and give them back.
+
+    A request never holds more places than it leaves free. So one request takes half of the places at most, two take a
+    third each, and a newcomer begins at once. Among waiting requests, the one that holds the fewest places comes first,
+    and the earliest of several.
+    """
+
+    def __init__(self, places: int) -> None:
+        self.free = places
+        self._held: Counter[Hashable] = Counter()
+        self._waiting: dict[Hashable, deque[tuple[int, asyncio.Future[None]]]] = {}  # requests as they came
+
+    @asynccontextmanager
+    async def taken(self, request: Hashable, places: int) -> AsyncIterator[None]:
+        """Waits for this many places, for one answer to a request, and holds them inside the block."""
+        turn = (places, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(request, deque()).append(turn)
+        self._give()
+        try:
+            await turn[1]
+            yield
+        finally:
+            if turn[1].cancelled():
+                self._forget(request, turn)
+            else:
+                self._held[request] -= places
+                self.free += places
+                if not self._held[request]:
+                    del self._held[request]
+            self._give()
+
+    def _give(self) -> None:
+        """Gives free places to those who wait, as long as the next one may have them."""
+        while self._waiting:
+            request = min(self._waiting, key=self._held.__getitem__)
+            places, ready = turn = self._waiting[request][0]
+            held = self._held[request]
+            if places > self.free or (held and held + places > self.free - places):
+                return
+            self._forget(request, turn)
+            self._held[request] += places
+            self.free -= places
+            ready.set_result(None)
+
+    def _forget(self, request: Hashable, turn: tuple[int, asyncio.Future[None]]) -> None:
+        """Takes a turn off the list of those who wait."""
+        self._waiting[request].remove(turn)
+        if not self._waiting[request]:
+            del self._waiting[request]
