@@ -102,7 +102,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[
         list[str | Annotated[list[int], Field(fail_fast=True)]],
-        Field(min_length=1, max_length=ANSWERS, fail_fast=True),
+        Field(min_length=1, fail_fast=True),
         BeforeValidator(in_list),
     ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
