@@ -31,9 +31,7 @@ class Turns:
             await turn[1]
             yield
         finally:
-            if turn[1].cancelled():
-                self._forget(request, turn)
-            else:
+            if not turn[1].cancelled():
                 self._held[request] -= places
                 self.free += places
                 if not self._held[request]:
@@ -44,17 +42,14 @@ class Turns:
         """Gives free places to those who wait, as long as the next one may have them."""
         while self._waiting:
             request = min(self._waiting, key=self._held.__getitem__)
-            places, ready = turn = self._waiting[request][0]
+            places, ready = self._waiting[request][0]
             held = self._held[request]
-            if places > self.free or (held and held + places > self.free - places):
-                return
-            self._forget(request, turn)
-            self._held[request] += places
-            self.free -= places
-            ready.set_result(None)
-
-    def _forget(self, request: Hashable, turn: tuple[int, asyncio.Future[None]]) -> None:
-        """Takes a turn off the list of those who wait."""
-        self._waiting[request].remove(turn)
-        if not self._waiting[request]:
-            del self._waiting[request]
+            if not ready.cancelled():
+                if places > self.free or (held and held + places > self.free - places):
+                    return
+                self._held[request] += places
+                self.free -= places
+                ready.set_result(None)
+            self._waiting[request].popleft()
+            if not self._waiting[request]:
+                del self._waiting[request]

@@ -178,6 +178,22 @@ def test_a_large_answer_is_not_overtaken_for_ever():
     asyncio.run(run())
 
 
+def test_requests_that_leave_together_wake_nobody_of_each_other():
+    async def run():
+        turns = Turns(4)
+        held = Held(turns)
+        for _ in range(20):
+            await held.ask("many")
+        for task, _ in held.tasks["many"]:
+            task.cancel()
+        await asyncio.wait([task for task, _ in held.tasks["many"]])
+        assert all(task.cancelled() for task, _ in held.tasks["many"])
+        assert turns.free == 4
+        assert not turns._waiting
+
+    asyncio.run(run())
+
+
 def test_places_come_back_from_answers_that_are_cancelled():
     async def run():
         turns = Turns(2)
