@@ -10,7 +10,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,13 +48,12 @@ class Exchange:
         state.manager = self.generation
         self.handler = HANDLERS[kind](OneModel(name, model, tokenizer), state)
         self.body = {"stream": False, **body, "model": name}
+        self.stream: Any = None  # of the handler, if the request asks for one
 
-    def begin(self) -> Any:
-        """Reads the request, in a thread. Returns the response if it is a stream; `events` then fills it."""
-        try:
-            return self._run()
-        except PromptKnown:
-            return None
+    def begin(self) -> None:
+        """Reads the request; call it in a thread."""
+        with suppress(PromptKnown):
+            self.stream = self._run()
 
     def end(self, ids: list[int]) -> Any:
         """The response to a request that is not streamed, from the ids of the answer; call it in a thread."""
@@ -73,11 +72,11 @@ class Exchange:
                 found += (token.id for token in tokens)
         return found
 
-    async def events(self, written: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async def events(self) -> AsyncIterator[Any]:
         """The events of a stream that the handler writes."""
         feeding = asyncio.ensure_future(self.generation.feed())
         try:
-            async for event in written:
+            async for event in self.stream.body_iterator:
                 yield event
         except Exception:
             logging.getLogger("uvicorn.error").exception("a request failed")

@@ -14,7 +14,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,10 +99,10 @@ class Server:
                     pool.shutdown(wait=False, cancel_futures=True)
 
         routes = [
-            Route("/v1/completions", Endpoint(self, self.complete), methods=["POST"]),
-            Route("/v1/chat/completions", Endpoint(self, self.chat), methods=["POST"]),
-            Route("/v1/responses", Endpoint(self, self.respond), methods=["POST"]),
-            Route("/v1/models", Endpoint(self, self.models), methods=["GET"]),
+            Route("/v1/completions", Endpoint(self, self.completions, self.reply, limits.ANSWERS), methods=["POST"]),
+            Route("/v1/chat/completions", Endpoint(self, self.chats, self.reply), methods=["POST"]),
+            Route("/v1/responses", Endpoint(self, self.responses, self.reply), methods=["POST"]),
+            Route("/v1/models", Endpoint(self, None, self.models), methods=["GET"]),
             Route("/health", self.health),
         ]
         return Starlette(routes=routes, lifespan=lifespan)
@@ -115,7 +115,7 @@ class Server:
 
     @contextlib.contextmanager
     def opened(self) -> Any:
-        """Counts a request as long as it is worked on."""
+        """Counts a request from the time when its body was read until its answer was sent."""
         if self.open_requests >= OPEN_REQUESTS:
             raise Refusal(f"the server works on {OPEN_REQUESTS} requests; ask again later", 503)
         if self.error is not None:
@@ -131,53 +131,38 @@ class Server:
         alive = self.error is None
         return json_response({"status": "ok" if alive else "unhealthy"}, 200 if alive else 503)
 
-    async def models(self, _: Any) -> Any:
+    async def models(self, _: Request, __: None) -> Any:
         """The one model."""
         model = {"id": self.names[0], "object": "model", "created": 0, "owned_by": "rope_patch"}
         return json_response({"object": "list", "data": [model]})
 
-    async def complete(self, request: Request) -> Any:
-        """The endings of one or several prompts."""
+    def completions(self, body: bytes) -> Asked:
+        """Reads a request for the endings of one or several prompts."""
+        asked = self.parse(requests.CompletionRequest, limits.read_json(body))
+        limits.check_prompts(asked.prompt, asked.n or 1, self.reaches.limit)
+        prompts = [self.tokenizer(one).input_ids if isinstance(one, str) else one for one in asked.prompt]
+        return Asked(asked, self.answers(asked, prompts, asked.max_tokens), Completions)
 
-        def read(body: bytes) -> tuple[Any, list[Answer]]:
-            asked = self.parse(requests.CompletionRequest, limits.read_json(body))
-            limits.check_prompts(asked.prompt, asked.n or 1, self.reaches.limit)
-            prompts = [self.tokenizer(one).input_ids if isinstance(one, str) else one for one in asked.prompt]
-            return asked, self.answers(asked, prompts, asked.max_tokens)
+    def chats(self, body: bytes) -> Asked | Exchange:
+        """Reads a request for the next message of a conversation."""
+        self.check_template()
+        content = limits.read_json(body)
+        if content.get("tools"):
+            return self.begin("chat", content)
+        asked = self.parse(requests.ChatRequest, content)
+        try:
+            messages = [message.as_template_has_it() for message in asked.messages]
+            prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except WRONG as wrong:
+            raise Refusal(f"messages: {type(wrong).__name__}: {wrong!s:.400}") from wrong
+        return Asked(asked, self.answers(asked, [prompt], asked.max_completion_tokens or asked.max_tokens), Chats)
 
-        asked, answers = await self.read(request, read, prompts=limits.ANSWERS)
-        return await self.reply(request, asked, answers, Completions)
+    def responses(self, body: bytes) -> Exchange:
+        """Reads a request for a response."""
+        self.check_template()
+        return self.begin("response", limits.read_json(body))
 
-    async def chat(self, request: Request) -> Any:
-        """The next message of a conversation."""
-        if self.tokenizer.chat_template is None:
-            raise Refusal(self.no_template)
-
-        def read(raw: bytes) -> tuple[Any, Any]:
-            body = limits.read_json(raw)
-            if body.get("tools"):
-                return None, self.begin("chat", body)
-            asked = self.parse(requests.ChatRequest, body)
-            try:
-                messages = [message.as_template_has_it() for message in asked.messages]
-                prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            except WRONG as wrong:
-                raise Refusal(f"messages: {type(wrong).__name__}: {wrong}") from wrong
-            return asked, self.answers(asked, [prompt], asked.max_completion_tokens or asked.max_tokens)
-
-        asked, found = await self.read(request, read)
-        if asked is None:
-            return await self.exchange(request, *found)
-        return await self.reply(request, asked, found, Chats)
-
-    async def respond(self, request: Request) -> Any:
-        """A response, by the handler of Transformers."""
-        if self.tokenizer.chat_template is None:
-            raise Refusal(self.no_template)
-        begun = await self.read(request, lambda body: self.begin("response", limits.read_json(body)))
-        return await self.exchange(request, *begun)
-
-    async def read(self, request: Request, work: Callable[[bytes], T], prompts: int = 1) -> T:
+    async def read(self, request: Request, work: Callable[[bytes], T], prompts: int) -> T:
         """What `work` makes of the body of a request, in a thread.
 
         Args:
@@ -214,11 +199,11 @@ class Server:
             raise Refusal(f"model={limits.shown(asked.model)}: only {self.names[0]!r} is served", 404)
         return asked
 
-    @property
-    def no_template(self) -> str:
-        """Why there are no chats."""
-        advice = "ask for /v1/completions, or save a tokenizer with a chat_template"
-        return f"{self.names[0]} has no chat template: {advice}"
+    def check_template(self) -> None:
+        """Refuses conversations where no template says how to write them."""
+        if self.tokenizer.chat_template is None:
+            advice = "ask for /v1/completions, or save a tokenizer with a chat_template"
+            raise Refusal(f"{self.names[0]} has no chat template: {advice}")
 
     def answers(self, asked: Any, prompts: list[list[int]], new_tokens: int | None) -> list[Answer]:
         """The answers that a request wants, before they begin: n to each prompt."""
@@ -270,17 +255,23 @@ class Server:
         limits.check_ids(prompt, self.embeddings, name, self.tokenizer)
         return self.batches[self.reaches.choose(len(prompt) + new, factor)], new
 
-    async def reply(self, request: Request, asked: Any, answers: list[Answer], form: type[Format]) -> Any:
-        """The whole answers, or a stream of them."""
-        formatted = form(self.names[0], self.tokenizer, asked.alternatives is not None)
+    async def reply(self, request: Request, found: Asked | Exchange) -> Any:
+        """The whole answers to a request, or a stream of them."""
+        if isinstance(found, Exchange):
+            if found.stream is not None:
+                return StreamingResponse(found.events(), media_type="text/event-stream")
+            ids = await unless_hung_up(request, found.ids())
+            return GONE if ids is None else await asyncio.to_thread(found.end, ids)
+        asked, answers = found.request, found.answers
+        formatted = found.form(self.names[0], self.tokenizer, asked.alternatives is not None)
         if asked.stream:
             usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
             return StreamingResponse(formatted.stream(answers, usage), media_type="text/event-stream")
         body = await unless_hung_up(request, formatted.all_of(answers))
         return GONE if body is None else Response(body, media_type="application/json")
 
-    def begin(self, kind: str, body: dict[str, Any]) -> tuple[Exchange, Any]:
-        """An exchange with a handler of Transformers that has read a body, and its response if that is a stream."""
+    def begin(self, kind: str, body: dict[str, Any]) -> Exchange:
+        """Has a handler of Transformers read a request."""
         drawn = {name: body.pop(name, None) for name in requests.DrawnRequest.model_fields}
         asked = self.parse(requests.DrawnRequest, drawn)
 
@@ -294,25 +285,33 @@ class Server:
         if problem := requests.ignored(body, unread):
             raise Refusal(problem)
         try:
-            return exchange, exchange.begin()
+            exchange.begin()
         except HTTPException as refusal:
             raise Refusal(f"{refusal.detail!s:.400}") from refusal
         except WRONG as wrong:
             raise Refusal(f"{type(wrong).__name__}: {wrong!s:.400}") from wrong
+        return exchange
 
-    async def exchange(self, request: Request, exchange: Exchange, stream: Any) -> Any:
-        """The response to a request that a handler of Transformers has read."""
-        if stream is not None:
-            return StreamingResponse(exchange.events(stream.body_iterator), media_type="text/event-stream")
-        ids = await unless_hung_up(request, exchange.ids())
-        return GONE if ids is None else await asyncio.to_thread(exchange.end, ids)
+
+@dataclass
+class Asked:
+    """A request that was read: its answers before they begin, and the form that they get."""
+
+    request: requests.GenerationRequest
+    answers: list[Answer]
+    form: type[Format]
 
 
 class Endpoint:
-    """A route, as an ASGI application that answers every error as OpenAI has it."""
+    """A route, as an ASGI application that answers every error as OpenAI has it.
 
-    def __init__(self, server: Server, answer: Callable[[Request], Any]) -> None:
-        self.server, self.answer = server, answer
+    Args:
+        read: makes of a body what `reply` answers, in a thread; None for a request without a body.
+        prompts: how many a body may have.
+    """
+
+    def __init__(self, server: Server, read: Any, reply: Callable[[Request, Any], Any], prompts: int = 1) -> None:
+        self.server, self.read, self.reply, self.prompts = server, read, reply, prompts
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answers one request."""
@@ -320,8 +319,11 @@ class Endpoint:
         with contextlib.ExitStack() as stack:
             try:
                 self.server.check_key(request)
-                stack.enter_context(self.server.opened())
-                response = await self.answer(request)
+                found = None
+                if self.read is not None:
+                    found = await self.server.read(request, self.read, self.prompts)
+                    stack.enter_context(self.server.opened())
+                response = await self.reply(request, found)
             except Refusal as refusal:
                 response = error(str(refusal), refusal.status)
             except ClientDisconnect:
