@@ -2,10 +2,13 @@
 
     python -m benchmarks.server_load --seconds 120 --clients 64
     python -m benchmarks.server_load --seconds 120 --clients 64 --scheme yarn:target=auto --factors 1,2,4
+    python -m benchmarks.server_load --seconds 120 --clients 64 --hostile 8
 
 Clients join at random times. One in eight hangs up during its stream, one in eight asks for more than the server holds.
+Hostile clients send the requests of `HOSTILE` beside them: each is refused, or cut off by the client, and fails nobody.
 Prints a JSON object: answers, refusals, hang-ups, wrong answers, errors; the median and the 99th percentile of the
-seconds that an answer takes; the server's memory (MiB) after a quarter of the time and at the end. Errors go to stderr.
+seconds that an answer takes; the slowest answer of /health; the server's memory (MiB) before the load, after a quarter
+of the time and at the end. Errors go to stderr.
 """
 
 from __future__ import annotations
@@ -22,7 +25,11 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from http.client import HTTPConnection, HTTPException
+from multiprocessing import get_context
 from pathlib import Path
+from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import openai
@@ -32,6 +39,32 @@ from rope_patch.saving.loading import default_checkpoint
 TEXT = "".join(f"def value_{i}(x):\n    return x + {i}\n\n" for i in range(60))
 PROMPTS = [TEXT[:size] for size in (1, 40, 200, 400, 800, 1200)]
 LIMIT = 700  # tokens of prompt and answer
+
+
+WORDS = "the quick brown fox jumps over a lazy dog "
+LONG = {"max_tokens": 300, "n": 128}
+TOOL = {"type": "function", "function": {"name": "f"}}
+HOSTILE: dict[str, tuple[str, dict[str, object] | str, float | None]] = {
+    # path, body, and seconds after which the client hangs up
+    "answers": ("completions", {"prompt": ["a"] * 4000, "n": 128}, None),
+    "n": ("completions", {"prompt": WORDS * 5, **LONG}, 2),
+    "n, streamed": ("completions", {"prompt": WORDS * 5, **LONG, "stream": True}, 2),
+    "log-probabilities": ("completions", {"prompt": WORDS, "n": 40, "logprobs": 20, "max_tokens": 200}, 2),
+    "text": ("completions", {"prompt": WORDS * 25_000}, None),
+    "texts": ("completions", {"prompt": [WORDS * 200] * 128}, None),
+    "a large body": ("completions", {"prompt": WORDS * 400_000}, None),
+    "stop strings": ("completions", {"prompt": "a", "stop": ["stop"] * 100_000}, None),
+    "ids": ("completions", {"prompt": [1, 10**6]}, None),
+    "many ids": ("completions", {"prompt": [1] * 400_000}, None),
+    "surrogate": ("completions", {"prompt": "\ud800"}, None),
+    "depth": ("completions", '{"prompt": ' + "[" * 30_000 + "]" * 30_000 + "}", None),
+    "lists": ("completions", '{"prompt": [' + "[]," * 300_000 + "[]]}", None),
+    "fields": ("completions", {f"field{number}": 1 for number in range(100_000)}, None),
+    "a chat": ("chat/completions", {"messages": [{"role": "user", "content": WORDS * 25_000}]}, None),
+    "tools": ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL] * 1000}, None),
+    "a response": ("responses", {"input": WORDS * 25_000}, None),
+    "half a body": ("completions", '{"prompt', 1),
+}
 
 
 def memory(process: int) -> float:
@@ -68,6 +101,43 @@ def client(address: str, stop: float, expected: dict[str, str], tally: Counter[s
                 print(f"{type(error).__name__}: {error}", file=sys.stderr)
 
 
+def hostile(address: str, stop: float, tally: Counter[str]) -> None:
+    """One hostile request after another, until the time is over."""
+    chosen = random.Random(threading.get_ident())
+    place = urlsplit(address)
+    while time.monotonic() < stop:
+        name = chosen.choice(list(HOSTILE))
+        path, body, patience = HOSTILE[name]
+        raw = body if isinstance(body, str) else json.dumps(body)
+        connection = HTTPConnection(str(place.hostname), place.port or 80, timeout=patience or 120)
+        more = 100 if name == "half a body" else 0
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(raw) + more)}
+        try:
+            connection.request("POST", f"/v1/{path}", raw, headers)
+            answer = connection.getresponse()
+            if answer.status == 200 and patience is not None:
+                answer.read(4096)
+            kind = "hostile refused" if 400 <= answer.status < 500 else "hostile answered"
+            tally[f"hostile {answer.status}" if answer.status >= 500 else kind] += 1
+        except (TimeoutError, OSError, HTTPException) as failure:
+            expected = patience is not None or isinstance(failure, BrokenPipeError | ConnectionError)
+            tally["hostile hang-ups" if expected else f"hostile {type(failure).__name__}"] += 1
+        finally:
+            connection.close()
+
+
+def watch(address: str, seconds: float) -> float:
+    """The slowest answer of /health in seconds, in a process of its own, which the clients do not slow down."""
+    slowest, stop = 0.0, time.monotonic() + seconds
+    while time.monotonic() < stop:
+        began = time.monotonic()
+        with urlopen(f"{address}/health", timeout=120) as answer:
+            answer.read()
+        slowest = max(slowest, time.monotonic() - began)
+        time.sleep(0.1)
+    return slowest
+
+
 def main() -> None:
     """Start a server, load it, and print what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -75,6 +145,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--scheme", default="rerope:window=64+logn")
     parser.add_argument("--factors", default="", help="as of rope-patch serve")
+    parser.add_argument("--hostile", type=int, default=0, help="clients that send the requests of HOSTILE")
     options = parser.parse_args()
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -97,9 +168,13 @@ def main() -> None:
             }
         tally: Counter[str] = Counter()
         waits: list[float] = []
+        idle = memory(server.pid)
         stop = time.monotonic() + options.seconds
         work = (f"{address}/v1", stop, alone, tally, waits)
         threads = [threading.Thread(target=client, args=work) for _ in range(options.clients)]
+        threads += [threading.Thread(target=hostile, args=(address, stop, tally)) for _ in range(options.hostile)]
+        watcher = ProcessPoolExecutor(1, get_context("spawn"))
+        slowest = watcher.submit(watch, address, options.seconds)
         for thread in threads:
             thread.start()
         time.sleep(options.seconds / 4)
@@ -112,9 +187,11 @@ def main() -> None:
             "clients": options.clients,
             "seconds": options.seconds,
             **{kind: tally[kind] for kind in ("answers", "refusals", "hang-ups", "wrong", "errors")},
+            **{kind: tally[kind] for kind in sorted(tally) if kind.startswith("hostile")},
+            "slowest_health_seconds": round(slowest.result(), 3),
             "p50_seconds": round(statistics.median(waits), 3),
             "p99_seconds": round(statistics.quantiles(waits, n=100)[98], 3),
-            "memory_mib": [round(early, 1), round(memory(server.pid), 1)],
+            "memory_mib": [round(size, 1) for size in (idle, early, memory(server.pid))],
             "cores": os.cpu_count(),
         }
         began = time.monotonic()

@@ -16,7 +16,12 @@ from typing import Any, ClassVar
 from rope_patch.serving.batch import Piece
 from rope_patch.serving.sampling import Token
 
-FAILED = {"message": "the server failed on this request", "type": "server_error", "param": None, "code": None}
+FAILED: dict[str, Any] = {
+    "message": "the server failed on this request",
+    "type": "server_error",
+    "param": None,
+    "code": None,
+}
 """An error of the server as OpenAI has it."""
 
 

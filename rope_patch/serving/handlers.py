@@ -67,7 +67,7 @@ class Exchange:
     async def ids(self) -> list[int]:
         """The ids of the whole answer."""
         found: list[int] = []
-        async with aclosing(self.generation.tokens) as parts:  # type: ignore[type-var]
+        async with aclosing(self.generation.tokens) as parts:
             async for tokens, _ in parts:
                 found += (token.id for token in tokens)
         return found
@@ -96,7 +96,7 @@ class Generation(CBGenerateManager):
 
     def __init__(self, admit: Admit) -> None:
         super().__init__()
-        self._cb = self  # type: ignore[assignment]
+        self._cb = self
         self._admit = admit
         self.name = str(uuid.uuid4())
         self.tokens: Any = None

@@ -12,7 +12,7 @@ import hmac
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,7 +77,7 @@ class Server:
         self.tokenizer("")  # sets what the first call sets, before threads share it
         self.max_tokens, self.api_key = max_tokens, api_key
         self.open_requests = self.open_bytes = 0
-        self.small, self.large = (ThreadPoolExecutor(threads, "rope-patch") for threads in (4, 1))
+        self.small, self.large = (ThreadPoolExecutor(threads, "rope-patch") for threads in (2, 1))
 
     @property
     def error(self) -> BaseException | None:
@@ -140,8 +140,7 @@ class Server:
         """Reads a request for the endings of one or several prompts."""
         asked = self.parse(requests.CompletionRequest, limits.read_json(body))
         limits.check_prompts(asked.prompt, asked.n or 1, self.reaches.limit)
-        prompts = [self.tokenizer(one).input_ids if isinstance(one, str) else one for one in asked.prompt]
-        return Asked(asked, self.answers(asked, prompts, asked.max_tokens), Completions)
+        return Asked(asked, self.answers(asked, asked.prompt, asked.max_tokens), Completions)
 
     def chats(self, body: bytes) -> Asked | Exchange:
         """Reads a request for the next message of a conversation."""
@@ -205,17 +204,17 @@ class Server:
             advice = "ask for /v1/completions, or save a tokenizer with a chat_template"
             raise Refusal(f"{self.names[0]} has no chat template: {advice}")
 
-    def answers(self, asked: Any, prompts: list[list[int]], new_tokens: int | None) -> list[Answer]:
+    def answers(self, asked: Any, prompts: Sequence[str | list[int]], new_tokens: int | None) -> list[Answer]:
         """The answers that a request wants, before they begin: n to each prompt."""
-        n = asked.n or 1
-        admitted = [
-            self.admit(asked, prompt, new_tokens, f"prompt {place}" if len(prompts) > 1 else "the prompt")
-            for place, prompt in enumerate(prompts)
-        ]
-        limits.check_answers([new for _, new in admitted for _ in range(n)], asked.alternatives)
+        n, admitted = asked.n or 1, []
+        for place, given in enumerate(prompts):
+            prompt = self.tokenizer(given).input_ids if isinstance(given, str) else given
+            name = f"prompt {place}" if len(prompts) > 1 else "the prompt"
+            admitted.append((prompt, *self.admit(asked, prompt, new_tokens, name)))
+        limits.check_answers([new for _, _, new in admitted for _ in range(n)], asked.alternatives)
         answers: list[Answer] = []
         turn = object()  # the answers to one request share its turns
-        for prompt, (batch, new) in zip(prompts, admitted, strict=True):
+        for prompt, batch, new in admitted:
             for _ in range(n):
                 pieces = batch.answer(turn, prompt, new, self.sampling(asked, len(answers)), asked.stop)
                 answers.append(Answer(len(answers), prompt, pieces))
