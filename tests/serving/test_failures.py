@@ -29,7 +29,7 @@ from rope_patch.serving.sampling import Sampling  # noqa: E402
 from rope_patch.serving.server import Server  # noqa: E402
 from rope_patch.serving.text import Text  # noqa: E402
 
-LIMIT, NEW, POISON, SEED = 512, 20, 1999, 666
+LIMIT, NEW, POISON, SEED = 512, 12, 1999, 666
 GOOD = ["import os\n", "def value(x):\n    return x", "class A:\n", "# a comment", "for i in range(3):\n"]
 BAD = {"prompt": [5, 6, POISON], "max_tokens": NEW, "stop": ["poison"], "seed": SEED, "temperature": 1, "logprobs": 3}
 
@@ -207,13 +207,12 @@ def test_a_handler_of_transformers_that_fails(served, monkeypatch):
     failed_alone(status, answer, False)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("failure", [Failure, SystemExit])
 def test_a_step_that_fails_once_fails_nobody(served, failure):
     """SystemExit ends the thread of Transformers without a word to its requests."""
-    started = threading.Event()
 
     def several(ids):
-        started.set()
         return ids.shape[1] == len(GOOD) + 1 and first()  # all of them decode
 
     first = once()
@@ -241,7 +240,7 @@ def test_an_interrupted_draw_goes_on_as_it_would_have(served):
     body = {"prompt": GOOD[0], "temperature": 1.5, "seed": 3, "logprobs": 2}
     expected = json.loads(post(served.address, **body, max_tokens=NEW)[1])["choices"][0]
     calls = iter(range(10**6))
-    with failing_forward(served.model, lambda ids: next(calls) == 9):
+    with failing_forward(served.model, lambda ids: next(calls) == 6):
         found = json.loads(post(served.address, **body, max_tokens=NEW)[1])["choices"][0]
     assert found["text"] == expected["text"]
     assert found["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
