@@ -251,7 +251,7 @@ def test_a_body_that_is_no_request_is_a_400_with_the_reason(client, body):
 
 
 def test_an_unknown_model_is_a_404(client, folder):
-    with pytest.raises(openai.NotFoundError, match="only .* is served"):
+    with pytest.raises(openai.NotFoundError, match=r"only .* is served"):
         complete(client, "a", model="gpt-4")
     assert client.models.list().data[0].id == folder.name  # and not where it lies
     assert complete(client, PROMPTS[1], model=str(folder)).model == folder.name
