@@ -77,7 +77,7 @@ def main(options: Options) -> None:
     if not hasattr(model, "init_continuous_batching"):
         raise EvaluationError(f"{type(model).__name__} is not served by continuous batching of Transformers")
     checkpoint = read_stack(model).checkpoint
-    trained = checkpoint.training_length
+    trained = checkpoint.max_length
     models: dict[int | None, Any] = {None: model}
     schemes = {} if options.factors or options.scheme else recorded_factors(find_record(model))
     if schemes:
@@ -134,12 +134,13 @@ def longest_text(handle: Any, checkpoint: Any) -> int:
     reaches = []
     groups = [group for stack, plan in handle.mounted for group in plan.by_layer or ((stack, plan),)]
     for stack, plan in groups:
-        parts = [part for part in plan.scheme.resolve(stack.checkpoint).parts() if takes_target(type(part))]
+        counted = stack.checkpoint.under(plan.scheme)
+        parts = [part for part in plan.scheme.resolve(counted).parts() if takes_target(type(part))]
         # a field that was set limits the length, and not only what a scheme could do at most
         if any(getattr(part, name) is not None for part in parts for name in filled_for(type(part), "auto")):
-            reaches.append(max(reach_of(part, stack.checkpoint) for part in parts))
+            reaches.append(max(reach_of(part, counted) for part in parts))
     longest = min(reaches, default=LONGEST)
-    return longest if longest < LONGEST else 4 * int(checkpoint.training_length)
+    return longest if longest < LONGEST else 4 * int(checkpoint.max_length)
 
 
 def reach_of(part: Any, checkpoint: Any) -> int:

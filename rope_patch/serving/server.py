@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from rope_patch.data.special_tokens import ids_to_continue
 from rope_patch.serving import limits, requests
 from rope_patch.serving.answers import FAILED, Answer, Chats, Completions, Format, json_of
 from rope_patch.serving.batch import Batch, BatchEnded
@@ -208,7 +209,7 @@ class Server:
         """The answers that a request wants, before they begin: n to each prompt."""
         n, admitted = asked.n or 1, []
         for place, given in enumerate(prompts):
-            prompt = self.tokenizer(given).input_ids if isinstance(given, str) else given
+            prompt = ids_to_continue(self.tokenizer, given) if isinstance(given, str) else given
             name = f"prompt {place}" if len(prompts) > 1 else "the prompt"
             admitted.append((prompt, *self.admit(asked, prompt, new_tokens, name)))
         limits.check_answers([new for _, _, new in admitted for _ in range(n)], asked.alternatives)

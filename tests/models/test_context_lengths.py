@@ -32,6 +32,8 @@ from rope_patch.saving.doctor import diagnose
 from rope_patch.saving.export import describe_serving
 from rope_patch.saving.loading import default_checkpoint, trained_length
 from rope_patch.schemes.reach import spelled
+from rope_patch.serving.factors import schemes_by_factor
+from tests.recipes import load_recipe
 
 _SIZES = {
     **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16},
@@ -440,3 +442,27 @@ def test_export_says_where_a_scheme_shortens_the_checkpoint(tmp_path, capsys):
 def test_a_scheme_is_spelled_as_it_is_typed():
     for spec in ("yarn:factor=4", "rerope:window=128+logn", "yarn:target=8192", "layers:[rest=logn]", "dca"):
         assert spelled(get_scheme(spec)) == spec or spec.startswith("layers")
+
+
+@pytest.mark.parametrize(
+    ("spec", "longest"),
+    [
+        (None, 131072),
+        ("rerope:target=auto", 4 * 131072),  # no limit of its own
+        ("self_extend:target=262144", 131072 // 2 * 3 + 131072 // 2),  # (L - W) G + W
+        ("yarn:factor=2", 16384),
+        ("yarn:target=262144", 262144),
+    ],
+)
+def test_a_server_announces_what_a_scheme_reaches_on_it(spec, longest):
+    model = build("llama-3.1")
+    checkpoint = read_stack(model).checkpoint
+    handle = None if spec is None else patch(model, spec)
+    assert load_recipe("serve").longest_text(handle, checkpoint) == longest
+
+
+def test_factors_for_requests_count_from_the_length_of_today():
+    checkpoint = read_stack(build("llama-3.1")).checkpoint
+    found = schemes_by_factor("self_extend:target=auto", [2, 4], [checkpoint])
+    assert {factor: scheme.window for factor, scheme in found.items()} == {2: 65536, 4: 65536}
+    assert schemes_by_factor("yarn:target=auto", [2], [checkpoint])[2].factor == 32
