@@ -224,13 +224,16 @@ class Attention:
 
 
 def written(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write new keys and values, `(tokens, kv_heads, head_dim)`, to slots `(tokens,)` of a cache as of `Attention`."""
+    """Write new keys and values, `(tokens, kv_heads, head_dim)`, to slots `(tokens,)` of a cache as of `Attention`. A
+    slot below 0 is that of a token which fills up the batch: it is not written.
+    """
     kv_heads, _, size, head_dim = cache.shape[1:]
     library, new, width = kernel(), len(slots), cache.element_size()
     if library is None:
-        block, offset = slots // size, slots % size
-        cache[block, :, 0, offset] = key[:new].to(cache.dtype)
-        cache[block, :, 1, offset] = value[:new].to(cache.dtype)
+        kept = slots >= 0
+        block, offset = slots[kept] // size, slots[kept] % size
+        cache[block, :, 0, offset] = key[:new][kept].to(cache.dtype)
+        cache[block, :, 1, offset] = value[:new][kept].to(cache.dtype)
         return
     key, value = (x.to(cache.dtype) for x in (key, value))
     key, value = (x if x.stride()[1:] == (head_dim, 1) else x.contiguous() for x in (key, value))

@@ -181,6 +181,37 @@ def test_a_cache_in_half_precision_is_read_as_it_is(dtype):
         torch.testing.assert_close(output.float(), expected[-count:], atol=eps, rtol=eps)
 
 
+@pytest.mark.parametrize("count", [1, 2], ids=["a new token", "a prompt"])
+@pytest.mark.parametrize("dtype", paged_attention.DTYPES, ids=str)
+def test_outputs_are_rounded_to_the_nearest_number(dtype, count):
+    """The mean of two values is exact in float32. Half of the pairs are neighbours, whose mean lies between them."""
+    state, _model = layer_under("rerope:window=24")
+    head_dim = 2 * state.layer.rotary.inv_freq.shape[-1]
+    cache = torch.zeros(1, KV_HEADS, 2, SIZE, head_dim, dtype=dtype)
+    first = torch.randn(KV_HEADS, head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    other = torch.where(torch.arange(head_dim) % 2 == 0, first.nextafter(torch.full_like(first, 9)), first.flip(-1))
+    cache[0, :, 1, 0], cache[0, :, 1, 1] = first, other
+    query = torch.zeros(count, HEADS, head_dim, dtype=dtype)  # all scores are equal
+    batch, output = Batch(torch.tensor([0, count]), torch.tensor([2]), torch.tensor([[0]])), torch.empty_like(query)
+    Attention(state, HEADS, (KV_HEADS, SIZE, head_dim), 0.2).attend(batch, query, cache, output)
+    mean = ((first.float() + other.float()) / 2).to(dtype).repeat_interleave(HEADS // KV_HEADS, dim=0)
+    assert torch.equal(output[-1], mean)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "without a compiler"])
+def test_tokens_without_a_slot_are_not_written(compiled, monkeypatch):
+    """Engines fill a batch up with tokens in slot -1."""
+    if not compiled:
+        monkeypatch.setattr(paged_attention, "kernel", lambda: None)
+    around = torch.zeros(5, KV_HEADS, 2, SIZE, 32)
+    keys, values = torch.randn(2, 6, KV_HEADS, 32)
+    written(around[1:4], keys, values, torch.tensor([-1, 40, -1, 0, 5, -1]))
+    expected = torch.zeros_like(around)
+    for token, (block, offset) in {1: (3, 8), 3: (1, 0), 4: (1, 5)}.items():
+        expected[block, :, 0, offset], expected[block, :, 1, offset] = keys[token], values[token]
+    assert torch.equal(around, expected)
+
+
 @pytest.mark.parametrize(
     "spec",
     [
