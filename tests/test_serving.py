@@ -40,6 +40,10 @@ SIZES = {
     "num_key_value_heads": 1,
     "max_position_embeddings": TRAINING_LENGTH,
 }
+LEFT_BY_TRAINERS = {
+    *("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "rng_state_0.pth"),
+    *("trainer_state.json", "training_args.bin", "optimizer.bin"),
+}
 ONES = f"[{','.join(['1'] * 8)}]"
 DOUBLES = f"[{','.join(['2.5'] * 8)}]"
 
@@ -51,7 +55,8 @@ def checkpoint(tmp_path_factory):
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    (folder / "optimizer.pt").write_text("left by a trainer")
+    for name in LEFT_BY_TRAINERS:
+        (folder / name).write_text("left by a trainer")
     (folder / "checkpoint-5").mkdir()
     return folder
 
@@ -136,12 +141,31 @@ def test_all_that_is_not_positional_stays_in_the_config(checkpoint):
 def test_files_are_taken_along_as_they_are(link, checkpoint, tmp_path):
     export_checkpoint(checkpoint, tmp_path / "new" / "out", "pi:factor=2", link=link)
     names = {file.name for file in (tmp_path / "new" / "out").iterdir()}
-    kept = {file.name for file in checkpoint.iterdir()} - {"optimizer.pt", "checkpoint-5"}
+    kept = {file.name for file in checkpoint.iterdir()} - LEFT_BY_TRAINERS - {"checkpoint-5"}
     assert names == kept
     weights = tmp_path / "new" / "out" / "model.safetensors"
     assert weights.read_bytes() == (checkpoint / "model.safetensors").read_bytes()
     assert weights.samefile(checkpoint / "model.safetensors") == link
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["out"], "something was left aside"
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_files_of_the_hubs_cache_are_files_in_the_export(link, checkpoint, tmp_path):
+    """The cache has relative links, `snapshots/<commit>/<file>`, to `blobs/<hash>`."""
+    repository = tmp_path / "hub" / "models--owner--name"
+    blobs, snapshot = repository / "blobs", repository / "snapshots" / "0123abc"
+    for folder in (blobs, snapshot):
+        folder.mkdir(parents=True)
+    for file in filter(lambda file: file.is_file(), checkpoint.iterdir()):
+        (blobs / f"hash of {file.name}").write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/hash of {file.name}")
+    export_checkpoint(snapshot, tmp_path / "deeper" / "down" / "out", "pi:factor=2", link=link)
+    for file in (tmp_path / "deeper" / "down" / "out").iterdir():
+        assert file.is_file(), file.name
+        assert not file.is_symlink(), file.name
+    weights = tmp_path / "deeper" / "down" / "out" / "model.safetensors"
+    assert weights.read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+    assert weights.samefile(blobs / "hash of model.safetensors") == link
 
 
 def test_a_checkpoint_saved_under_a_scheme_is_exported_under_it(checkpoint, tmp_path):

@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 from rope_patch import patch
 from rope_patch.attention import chunked, decode, oracle
+from rope_patch.attention.slot_plan import EVERY, SlotPlan, SlotRows, SlotRun
 from tests.families import TRAINING_LENGTH, build
 from tests.models import t5_families
 from tests.runs import assert_close, cached_logits, left_padded, positions_of, tokens
@@ -25,6 +26,7 @@ SPECS = [
     "t5:per_layer=true",
     "fox",
     "dca:chunk_size=9,local_window=2+alibi",
+    "dca:chunk_size=9,local_window=2+fox:horizon=4,initial_std=0.3",
 ]
 SEVERAL = [spec for spec in SPECS if "xpos" not in spec]
 """Those whose blocks of queries are scored like one."""
@@ -113,6 +115,20 @@ def test_half_precision_keeps_scores_in_float32(spec, sizes):
         patch(model, spec)
         found.append(steps(model, (47, 40), lambda: None, sizes)[0].float())
     assert_close(*found, tolerance=0.03 * float(found[1].abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scores_that_half_precision_does_not_hold_are_kept_in_float32(dtype):
+    """Differences of 1/8 between scores of 200,000, which float16 has no number for. All states are exact."""
+    query, key = torch.full((1, 2, 1, 16), 256.0), torch.full((1, 1, 6, 16), 200.0)
+    query[..., 0], key[..., 0] = 1, torch.arange(6)
+    value = torch.randn(1, 1, 6, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    runs = tuple(SlotRun(0, slots, None, None, None) for slots in (slice(0, 4), slice(4, 6)))
+    plan = SlotPlan(lambda queries: (queries,), (SlotRows(EVERY, runs),))
+    found = plan.attend(query.to(dtype), key.to(dtype), value, 0.125)
+    expected = (query.double() @ key.double().mT * 0.125).softmax(-1) @ value.double()
+    assert found.dtype == dtype
+    assert_close(found.double(), expected, 4 * torch.finfo(dtype).eps)
 
 
 @torch.no_grad()

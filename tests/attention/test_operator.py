@@ -55,6 +55,30 @@ def test_a_graph_scores_by_segments(monkeypatch):
     assert taken == ["forward", "backward"]
 
 
+def test_branches_with_the_same_states_have_no_gradient_of_chance(monkeypatch):
+    """All of it is that of the first; PyTorch fills what is not written with NaN here."""
+    inputs, kept = of_groups("self_extend:group_size=4,window=7")
+    near, far = inputs.branches
+    inputs = inputs.with_branches((near, dataclasses.replace(far, query=near.query, key=near.key)))
+    grad = torch.randn(2, 4, 45, 16, generator=torch.Generator().manual_seed(1)) * kept[:, None, :, None]
+
+    def gradients(attend, inputs):
+        leaves = [x.detach().clone().requires_grad_() for x in (inputs.value, near.query, near.key)]
+        value, query, key = (leaf.to(inputs.value.dtype) for leaf in leaves)
+        branches = tuple(dataclasses.replace(branch, query=query, key=key) for branch in inputs.branches)
+        attend(dataclasses.replace(inputs, value=value, branches=branches)).backward(grad.to(value.dtype))
+        return [leaf.grad for leaf in leaves]
+
+    expected = gradients(lambda x: oracle.attend(x)[0], in_double(inputs))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        found = gradients(lambda x: operator.attend(x, None, "segmented"), inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() / other.norm() < 1e-5
+
+
 def test_a_decay_is_applied_in_blocks():
     inputs, kept = of_groups("", dtype=torch.float64)
     decay = Decay(half_split(16), torch.linspace(0.01, 0.2, 8))

@@ -107,6 +107,11 @@ def test_keys_taken_out_of_the_middle_are_keys_that_nobody_sees(llama, spec, how
         assert_close(go_on(llama, cache, torch.arange(START, STOP)[None]), expected[:, START:], 4e-5)
 
 
+def of_channels(*slots):
+    """An index with the slot of each channel, `(2, 2, slots, 4)`, alike in all rows and heads."""
+    return torch.tensor(slots).expand(2, 2, -1, -1)
+
+
 SELECTED = {
     "slots": (lambda keys: keys[:, :, 1:3], [1, 2]),
     "slots out of order": (lambda keys: keys[:, :, [3, 0]], [3, 0]),
@@ -117,6 +122,10 @@ SELECTED = {
     "one channel": (lambda keys: keys[:, :, :4, 0], None),
     "some channels": (lambda keys: keys[..., 1:3], None),
     "heads": (lambda keys: keys.repeat_interleave(2, dim=1), None),
+    "slots by gather": (lambda keys: keys.gather(2, of_channels([2, 2, 2, 2], [0, 0, 0, 0])), [[2, 0]] * 2),
+    "slots by take_along_dim": (lambda keys: keys.take_along_dim(of_channels([2, 2, 2, 2]), dim=2), [[2]] * 2),
+    "other slots in each channel": (lambda keys: keys.gather(2, of_channels([2, 0, 1, 3], [0, 0, 1, 1])), None),
+    "another slot in the last channel": (lambda keys: keys.take_along_dim(of_channels([1, 1, 1, 2]), dim=2), None),
 }
 
 

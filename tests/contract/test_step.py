@@ -304,6 +304,87 @@ def test_a_token_behind_a_gap_is_noticed_after_tokens_that_went_on(spec):
     assert_close(*found)
 
 
+ROWS_APART = {
+    "one row skips": (0, [[20, 20], [21, 21], [22, 26], [23, 27], [24, 28]]),
+    "rows begin elsewhere": (5, [[20, 25], [21, 26], [22, 27], [23, 28]]),
+}
+
+
+@pytest.mark.parametrize("how", ROWS_APART)
+@pytest.mark.parametrize("spec", ["rerope:window=6", "dca:chunk_size=9,local_window=2", "alibi"])
+@torch.no_grad()
+def test_rows_at_different_positions_are_those_of_one_forward(spec, how):
+    later, steps = ROWS_APART[how]
+    positions = torch.cat([torch.arange(20) + torch.tensor([[0], [later]]), torch.tensor(steps).T], dim=1)
+    ids, model, cache = tokens(positions.shape[1], rows=2), build("llama"), DynamicCache()
+    with patch(model, spec):
+        one_text = torch.ones_like(ids)  # and no packed documents
+        expected = model(ids, attention_mask=one_text, position_ids=positions, use_cache=False).logits
+        found = [
+            model(ids[:, part], past_key_values=cache, position_ids=positions[:, part]).logits
+            for part in (slice(0, 20), *(slice(n, n + 1) for n in range(20, ids.shape[1])))
+        ]
+    assert_close(torch.cat(found, dim=1), expected)
+
+
+@pytest.mark.parametrize("evicting", [0, 1], ids=["the first", "the second"])
+@pytest.mark.parametrize("spec", ["rerope:window=6", "alibi"])
+@torch.no_grad()
+def test_a_layer_that_keeps_fewer_keys_than_another_looks_for_itself(spec, evicting):
+    found = []
+    for attention in ("auto", "oracle"):
+        model, cache, logits = build("llama"), DynamicCache(), []
+        with patch(model, spec, attention=attention):
+            model(tokens(20), past_key_values=cache)
+            layer = cache.layers[evicting]
+            layer.keys, layer.values = layer.keys[:, :, 3:], layer.values[:, :, 3:]
+            for step in range(3):
+                places = torch.tensor([[20 + step]])
+                logits.append(model(tokens(1, seed=step), past_key_values=cache, position_ids=places).logits)
+        found.append(torch.cat(logits))
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("spec", ["rerope:window=6", "alibi"])
+@torch.no_grad()
+def test_a_layer_with_a_scale_of_its_own_makes_its_own_plan(spec):
+    found = []
+    for attention in ("auto", "oracle"):
+        model, cache, logits = build("llama"), DynamicCache(), []
+        model.model.layers[1].self_attn.scaling *= 3
+        with patch(model, spec, attention=attention):
+            for step in range(3):
+                logits.append(model(tokens(20 if step == 0 else 1, seed=step), past_key_values=cache).logits[:, -1])
+        found.append(torch.stack(logits))
+    assert_close(*found)
+
+
+@torch.no_grad()
+def test_a_plan_is_for_states_of_one_form_and_for_one_mask():
+    """Modules may still change the mask between their hook and their attention."""
+    model, cache = build("llama"), DynamicCache()
+    with patch(model, "rerope:window=6") as handle:
+        for length in (20, 1):
+            model(tokens(length, rows=2), past_key_values=cache)
+        ((step,),) = [state.forward_cache.steps.values() for state in handle.layer_states[:1]]
+        scaling, (query, key, value) = step.inputs.scaling, (torch.randn(shape) for shape in step.form[1:])
+        assert step.attend(None, scaling, {}, query, key, value).shape == query.shape
+        for mask, scale, kwargs, states in (
+            (torch.ones(2, 1, 1, 21, dtype=torch.bool), scaling, {}, (query, key, value)),
+            (None, 2 * scaling, {}, (query, key, value)),
+            (None, scaling, {"softcap": 5.0}, (query, key, value)),
+            (None, scaling, {"s_aux": torch.zeros(4)}, (query, key, value)),
+            (None, scaling, {}, (query.double(), key.double(), value.double())),
+            (None, scaling, {}, (query[:1], key[:1], value[:1])),
+            (None, scaling, {}, (query, key[:, :, 1:], value[:, :, 1:])),
+            (None, scaling, {}, (query, key[:, :1], value[:, :1])),
+            (None, scaling, {}, (query, key, value[..., :8])),
+        ):
+            assert step.attend(mask, scale, kwargs, *states) is None
+        with torch.enable_grad():
+            assert step.attend(None, scaling, {}, query, key, value) is None
+
+
 def test_tables_from_inference_mode_serve_tokens_with_gradients():
     model, found = build("llama"), []
     with patch(model, "rerope:window=6"):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rope_patch.evaluation.effective_length import effective_length
+from rope_patch.evaluation.effective_length import effective_length, variance_of
 
 from .retrieval_rows import row
 
@@ -54,6 +54,17 @@ def test_few_questions_leave_a_range_and_many_do_not():
     assert (many.low, many.length, many.high) == (256, 256, 256)
     assert str(few) == "256 tokens (256 to 512 within two errors)"
     assert str(many) == "256 tokens"
+
+
+@pytest.mark.parametrize("shares", [[0.5], [0.9, 0.4], [1.0, 0.0, 0.25, 0.75]])
+@pytest.mark.parametrize("trials", [4, 100])
+def test_the_variance_of_a_mean_is_that_of_independent_cells(shares, trials):
+    """Of shares with two right and two wrong answers more each; what is drawn varies so, but for those four."""
+    variance = variance_of([row(trials=trials, accuracy=share) for share in shares])
+    each = [(share * trials + 2) / (trials + 4) for share in shares]
+    assert variance == pytest.approx(sum(p * (1 - p) for p in each) / (trials + 4) / len(shares) ** 2)
+    drawn = np.random.default_rng(0).binomial(trials + 4, each, (4000, len(shares))) / (trials + 4)
+    assert variance == pytest.approx(drawn.mean(axis=1).var(), rel=0.1)
 
 
 def test_scores_of_ruler_are_a_mean_over_tasks():

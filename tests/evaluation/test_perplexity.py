@@ -171,6 +171,17 @@ def test_an_interrupted_run_goes_on_where_it_stopped(model, tokenizer, tmp_path,
     assert calls == []
 
 
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_pass_of_which_some_rows_were_lost_has_all_of_them_again(lost, model, tokenizer, tmp_path):
+    settings, path = {"protocol": "by_position"}, tmp_path / "rows.jsonl"
+    whole = measure(model, tokenizer, documents(70), ["plain"], [8, 16, 32], Rows(path), **settings)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:lost] + lines[lost + 1 :]))
+    again = measure(model, tokenizer, documents(70), ["plain"], [8, 16, 32], Rows(path), **settings)
+    assert [(row.length, row.nll) for row in again] == [(row.length, row.nll) for row in whole]
+    assert sorted(row.length for row in Rows(path).rows) == [8, 16, 32]
+
+
 def test_other_weights_texts_targets_or_dtype_are_measured_anew(model, tokenizer, tmp_path):
     results = Rows(tmp_path / "rows.jsonl")
 

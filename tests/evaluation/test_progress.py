@@ -15,6 +15,8 @@ import pytest
 
 from rope_patch.evaluation.progress import Progress
 from rope_patch.evaluation.row import Rows
+from rope_patch.evaluation.run import run
+from rope_patch.evaluation.tasks.task import Cell, Task
 
 from .conftest import byte_tokenizer, documents, measure, tiny_llama
 
@@ -77,6 +79,26 @@ def test_measurements_that_follow_count(clock):
 
 def measured(results=None):
     return measure(tiny_llama(), byte_tokenizer(), documents(45, 50), ["plain", "window"], [16, 32], results=results)
+
+
+class Sharing(Task):
+    """Two cells with an item in common."""
+
+    name = "sharing"
+
+    def cells(self, length):
+        common = [0] * 60
+        return [Cell([{"prompts": str(own)}], [common, [0] * own]) for own in (40, 7)]
+
+    def score(self, model, item):
+        return 1.0
+
+
+def test_the_speed_of_a_cell_is_that_of_what_was_read_for_it(monkeypatch):
+    ticks = iter(range(100))
+    monkeypatch.setattr("rope_patch.evaluation.run.time", SimpleNamespace(perf_counter=lambda: 2.0 * next(ticks)))
+    rows = run(tiny_llama(), Sharing(), ["plain"], [16])
+    assert [(row.seconds, row.tokens_per_second) for row in rows] == [(2.0, 50.0), (2.0, 3.5)]
 
 
 def test_a_line_for_each_row_that_is_measured_and_none_for_others(tmp_path, monkeypatch, capsys):

@@ -9,10 +9,12 @@ import pytest
 
 from rope_patch.evaluation.standard_errors import (
     TAIL,
+    best_of_seeds,
     contrast,
     error_of_neighbours,
     is_below,
     loss_error,
+    noise_of,
     paired_difference,
     standard_error,
     student,
@@ -58,6 +60,47 @@ def test_an_error_of_neighbours_is_its_definition_in_two_windows():
     assert error_of_neighbours([3.0] * 9) == pytest.approx(0, abs=1e-12)
     for values in ([], [1.0], [1.0, math.nan, 2.0], [1.0, math.inf, 2.0]):
         assert error_of_neighbours(values) is None
+
+
+@pytest.mark.parametrize(
+    ("windows", "freedom"), [(2, 1), (3, 2), (4, 2), (7, 2), (8, 2), (11, 2), (12, 3), (16, 4), (40, 10)]
+)
+def test_an_error_of_neighbours_has_a_quarter_of_the_windows_as_degrees_of_freedom(windows, freedom):
+    """Its definition as loops, and how many of its errors the best of several tries may be off."""
+    x, squares, seen = series(windows, 0.3, texts=1)[0].tolist(), 0.0, 0.0
+    for j in range(1, freedom + 1):
+        b = (2 / windows) ** 0.5 * sum(x[i] * math.cos(math.pi * j * (i + 0.5) / windows) for i in range(windows))
+        squares += b**2
+        seen += 0.67**2 / (1 - 0.66 * math.cos(math.pi * j / windows) + 0.33**2)
+    expected = student(TAIL, freedom) / 2 * (squares / (windows * seen)) ** 0.5
+    assert error_of_neighbours(x) == pytest.approx(expected)
+    of_one = row(documents=1, windows=windows + 1, nll_by_document=x)
+    assert noise_of(of_one) == 2
+    assert noise_of(of_one, 6) == pytest.approx(2 * student(TAIL / 6, freedom) / student(TAIL, freedom))
+
+
+@pytest.mark.parametrize("tries", [1, 6])
+@pytest.mark.parametrize("documents", [2, 3, 8, 12, 40])
+def test_documents_have_one_degree_of_freedom_less_than_there_are(documents, tries):
+    of_documents = row(documents=documents, nll_by_document=[2.0] * documents)
+    assert noise_of(of_documents, tries) == pytest.approx(student(TAIL / tries, documents - 1))
+
+
+def of_seeds(name, losses, length=512):
+    return [{"encoding": name, "length": length, "seed": seed, "nll": nll} for seed, nll in enumerate(losses)]
+
+
+@pytest.mark.parametrize(
+    ("others", "errors", "best"), [(1, 4.4, {}), (1, 4.7, {512: "a"}), (2, 4.7, {}), (2, 6.6, {512: "a"})]
+)
+def test_the_best_of_three_seeds_is_so_by_two_degrees_of_freedom(others, errors, best):
+    """Student's t beyond which 2.28 % lie is 4.53, and 6.50 for the better of two; with three degrees 3.31 and 4.31."""
+    spread = 3**0.5 / errors  # the mean of the differences is 1, and their error 1 / errors
+    better = of_seeds("a", [1.0, 1.0 + spread, 1.0 - spread])
+    worse = [row for number in range(others) for row in of_seeds(f"b{number}", [2.0, 2.0, 2.0])]
+    assert best_of_seeds(better + worse) == best
+    failed = [{**row, "nll": nll} for row, nll in zip(of_seeds("c", [0.0, 0.0]), (None, math.nan), strict=True)]
+    assert best_of_seeds(worse + failed + better) == best
 
 
 @pytest.mark.parametrize(

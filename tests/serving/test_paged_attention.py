@@ -113,6 +113,20 @@ def test_a_batch_is_the_attention_of_each_request_alone(spec, counts):
     check(state, 2 * state.layer.rotary.inv_freq.shape[-1], counts=counts)
 
 
+@pytest.mark.parametrize("count", [1, 24], ids=["a new token", "a prompt"])
+def test_sinks_may_be_far_above_and_below_all_scores(count):
+    state, _model = layer_under("rerope:window=24")
+    head_dim = 2 * state.layer.rotary.inv_freq.shape[-1]
+    cache, table, plain = cached(state, head_dim)
+    row = LENGTHS.index(24)
+    sinks, query = torch.tensor([150.0, -150.0, 9.0, 0.7]), torch.randn(count, HEADS, head_dim)
+    batch, output = Batch(torch.tensor([0, count]), torch.tensor([24]), table[row, None]), torch.empty_like(query)
+    attention = Attention(state, HEADS, (KV_HEADS, SIZE, head_dim), head_dim**-0.5)
+    attention.attend(batch, turned(state, query, torch.arange(24 - count, 24)), cache, output, sinks)
+    expected = alone(state, query, *plain[row], 0.0, sinks)
+    torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("heads", [2, 6, 10, 16])
 @pytest.mark.parametrize("head_dim", [16, 80, 96, 128])
 @pytest.mark.parametrize("spec", ["rerope:window=24", "alibi"])
