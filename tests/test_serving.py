@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -409,6 +410,9 @@ def test_frequencies_that_all_layers_learned_are_lists(scheme, shard, checkpoint
     export_checkpoint(tmp_path / "trained", tmp_path / "out", length=64)
     plain, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), "other programs refuse parameters that they do not know"
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors, safe_open(tmp_path / "trained" / file.name, "pt") as before:
+            assert tensors.metadata() == before.metadata() == {"format": "pt"}  # which older programs ask for
     torch.testing.assert_close(logits(plain), expected, rtol=0, atol=2e-6)
     assert not torch.allclose(logits(loaded(checkpoint)), expected, rtol=0, atol=1e-5)
 

@@ -71,7 +71,9 @@ def test_one_query_after_rows_of_any_length(spec, lengths, only_by_slices, monke
     assert_close(*steps(model, lengths, only_by_slices, [1, 1, 1]))
 
 
-@pytest.mark.parametrize("spec", ["dynamic_ntk:factor=2", "dynamic_yarn:factor=2"])
+@pytest.mark.parametrize(
+    "spec", ["dynamic_ntk:factor=2", "dynamic_yarn:factor=2", "dynamic_yarn:factor=2+dca:chunk_size=9,local_window=2"]
+)
 @torch.no_grad()
 def test_keys_that_turn_anew_at_every_length_do_so_a_few_at_a_time(spec, monkeypatch):
     monkeypatch.setattr(decode, "BLOCK", 5 * 4 * 64)

@@ -265,6 +265,18 @@ def test_a_learned_slope_that_rises_or_is_flat_has_no_reach():
         assert (one.double() - other.double()).norm() / other.double().norm() < 1e-5
 
 
+@pytest.mark.parametrize("largest", [0.0, 1.0, 20.0, 300.0])
+@pytest.mark.parametrize("slope", [0.5, 6.0])
+def test_keys_beyond_the_reach_weigh_nothing_even_if_they_alone_suit_the_query(slope, largest):
+    """The query's own key has the lowest product and all the others have the highest."""
+    slots = 2000
+    term = KeyTerm(-slope * torch.arange(slots, dtype=torch.float64).expand(1, 1, slots))
+    (reach,) = term.reaches(torch.tensor([largest]))
+    beyond = [2 * largest - slope * distance for distance in range(reach, slots)]  # above the query's own score
+    assert sum(math.exp(max(-700, score)) for score in beyond) <= 2.0**-32
+    assert reach == slots or slots * math.exp(2 * largest - slope * (reach - 1)) > 2.0**-32  # and no farther
+
+
 def test_states_that_are_not_finite_end_no_reach():
     term = KeyTerm(-torch.arange(9.0, dtype=torch.float64).expand(1, 3, 9) * 30)
     assert term.reaches(torch.tensor([1.0, math.inf, math.nan])) == [1, 9, 9]

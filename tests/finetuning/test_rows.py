@@ -131,6 +131,14 @@ def test_chunks_keep_their_order_and_their_own_positions(chunks):
         assert len(chunks_of(positions)) <= chunks
 
 
+@pytest.mark.parametrize("middle", ["uniform", "gaussian"])
+def test_positions_of_the_same_rows_follow_the_seed(middle):
+    rows = [{"input_ids": list(range(start, start + 60))} for start in range(10)]
+    one, again, other = (PoSECollator(240, seed=seed, middle=middle)(rows)["position_ids"] for seed in (0, 0, 1))
+    assert torch.equal(one, again)
+    assert ((one != other).any(dim=1)).sum() >= 8
+
+
 def test_the_middle_of_cream_is_drawn_around_the_middle_of_the_target():
     centres, heads = [], []
     for seed in range(1000):

@@ -32,6 +32,13 @@ def test_tokens_behind_a_cache_have_the_last_slots_of_a_mask(name):
     assert tokens_seen(kwargs).tolist() == [[True, False, True]]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_behind_a_cache_have_the_last_columns_of_a_mask(name):
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 1, 1]])  # pads before, behind and between
+    kwargs = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "attention_mask": mask, name: filled(5)}
+    assert tokens_seen(kwargs).tolist() == [[True, True, False], [False, True, True]]
+
+
 def test_of_an_encoder_and_a_decoder_the_decoder_keeps_the_texts():
     own = filled(4)
     assert cache_in({"cache": EncoderDecoderCache(own, filled(9))}) is own

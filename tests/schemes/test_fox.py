@@ -171,6 +171,23 @@ def test_a_long_text_is_summed_in_float64():
     np.testing.assert_allclose(found.numpy(), np.cumsum(added.double().numpy(), axis=1).swapaxes(1, 2), rtol=1e-13)
 
 
+@pytest.mark.parametrize("step", [1, 3])
+def test_pads_between_prompt_and_answer_forget_nothing(llama, step):
+    prompts, answers = [tokens(14, seed=1), tokens(9, seed=2)], tokens(3, rows=2, seed=3)
+    ids = torch.cat(
+        [torch.stack([torch.nn.functional.pad(one[0], (0, 14 - one.shape[1])) for one in prompts]), answers], 1
+    )
+    positions = positions_of(mask := (ids > 0).long())
+    with patch(llama, CASES[0]), torch.no_grad():
+        expected = [logits(llama, torch.cat([one, answers[i, None]], 1))[:, -3:] for i, one in enumerate(prompts)]
+        cache, found = DynamicCache(config=llama.config), []
+        for stop in (14, *range(14 + step, 18, step)):
+            part = slice(cache.get_seq_length(), stop)
+            given = {"attention_mask": mask[:, :stop], "position_ids": positions[:, part]}
+            found.append(llama(ids[:, part], past_key_values=cache, **given).logits)
+    assert_close(torch.cat(found[1:], dim=1), torch.cat(expected))
+
+
 @pytest.mark.parametrize("drafts", [{"prompt_lookup_num_tokens": 4}, {"assistant_early_exit": 1}])
 def test_rejected_drafts_leave_no_sums(llama, drafts):
     ids = tokens(14).repeat(1, 2)

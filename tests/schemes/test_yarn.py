@@ -55,16 +55,18 @@ DEFINITIONS = {
     ],
     ids=lambda fields: ",".join(fields),
 )
-@pytest.mark.parametrize("trained", [256, 4096])
-def test_frequencies_are_those_of_transformers_bit_for_bit(fields, trained):
+@pytest.mark.parametrize(
+    ("trained", "base"), [(256, 10000.0), (4096, 10000.0), (131072, 10000.0), (4096, 100.0), (8192, 5e5)]
+)
+def test_frequencies_are_those_of_transformers_bit_for_bit(fields, trained, base):
     parameters = {
         "rope_type": "yarn",
-        "rope_theta": 10000.0,
+        "rope_theta": base,
         "original_max_position_embeddings": trained,
         **fields,
     }
     expected, scaling = ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig(head_dim=64, rope_parameters=parameters), "cpu")
-    found = YaRN(**fields).frequencies(RotarySpec(64, 10000.0, trained))
+    found = YaRN(**fields).frequencies(RotarySpec(64, base, trained))
     assert torch.equal(found.inv_freq, expected)
     assert found.attention_scaling == scaling
 
