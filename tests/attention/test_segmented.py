@@ -251,6 +251,15 @@ def test_keys_beyond_the_reach_of_a_head_weigh_nothing(spec, q_length, rows, mon
         assert (one.double() - other).norm() / other.norm() < 1e-5
 
 
+@pytest.mark.parametrize("spec", [STEEP, STEEP + "+window:window=20", STEEP + SUMS])
+def test_pads_behind_a_text_see_its_end_though_it_is_beyond_the_reach(spec):
+    """A reach counts from the last token of the text: the pads are up to 25 tokens behind it."""
+    inputs, _ = inputs_of(spec, [[0] * 20 + [-1] * 25, [0] * 45], 45, 45, torch.float32)
+    expected = oracle.attend(in_double(inputs))[0]
+    assert expected[0, :, 20:].abs().amax(dim=(1, 2)).min() > 0.1
+    torch.testing.assert_close(run_segmented(inputs).double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_learned_slope_that_rises_or_is_flat_has_no_reach():
     slopes = torch.tensor([3.0, -0.5, 0.0, 6.0], requires_grad=True)
     inputs, kept = inputs_of("alibi", ROWS, 45, 45, torch.float32)

@@ -327,17 +327,18 @@ def test_rows_at_different_positions_are_those_of_one_forward(spec, how):
     assert_close(torch.cat(found, dim=1), expected)
 
 
+@pytest.mark.parametrize("kept", [slice(3, None), slice(17)], ids=["the newest", "the oldest"])
 @pytest.mark.parametrize("evicting", [0, 1], ids=["the first", "the second"])
 @pytest.mark.parametrize("spec", ["rerope:window=6", "alibi"])
 @torch.no_grad()
-def test_a_layer_that_keeps_fewer_keys_than_another_looks_for_itself(spec, evicting):
+def test_a_layer_that_keeps_fewer_keys_than_another_looks_for_itself(spec, evicting, kept):
     found = []
     for attention in ("auto", "oracle"):
         model, cache, logits = build("llama"), DynamicCache(), []
         with patch(model, spec, attention=attention):
             model(tokens(20), past_key_values=cache)
             layer = cache.layers[evicting]
-            layer.keys, layer.values = layer.keys[:, :, 3:], layer.values[:, :, 3:]
+            layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
             for step in range(3):
                 places = torch.tensor([[20 + step]])
                 logits.append(model(tokens(1, seed=step), past_key_values=cache, position_ids=places).logits)
@@ -347,7 +348,7 @@ def test_a_layer_that_keeps_fewer_keys_than_another_looks_for_itself(spec, evict
 
 @pytest.mark.parametrize("spec", ["rerope:window=6", "alibi"])
 @torch.no_grad()
-def test_a_layer_with_a_scale_of_its_own_makes_its_own_plan(spec):
+def test_a_layer_with_a_scale_of_its_own_is_scored_under_it(spec):
     found = []
     for attention in ("auto", "oracle"):
         model, cache, logits = build("llama"), DynamicCache(), []
@@ -369,18 +370,17 @@ def test_a_plan_is_for_states_of_one_form_and_for_one_mask():
         ((step,),) = [state.forward_cache.steps.values() for state in handle.layer_states[:1]]
         scaling, (query, key, value) = step.inputs.scaling, (torch.randn(shape) for shape in step.form[1:])
         assert step.attend(None, scaling, {}, query, key, value).shape == query.shape
-        for mask, scale, kwargs, states in (
-            (torch.ones(2, 1, 1, 21, dtype=torch.bool), scaling, {}, (query, key, value)),
-            (None, 2 * scaling, {}, (query, key, value)),
-            (None, scaling, {"softcap": 5.0}, (query, key, value)),
-            (None, scaling, {"s_aux": torch.zeros(4)}, (query, key, value)),
-            (None, scaling, {}, (query.double(), key.double(), value.double())),
-            (None, scaling, {}, (query[:1], key[:1], value[:1])),
-            (None, scaling, {}, (query, key[:, :, 1:], value[:, :, 1:])),
-            (None, scaling, {}, (query, key[:, :1], value[:, :1])),
-            (None, scaling, {}, (query, key, value[..., :8])),
+        for mask, kwargs, states in (
+            (torch.ones(2, 1, 1, 21, dtype=torch.bool), {}, (query, key, value)),
+            (None, {"softcap": 5.0}, (query, key, value)),
+            (None, {"s_aux": torch.zeros(4)}, (query, key, value)),
+            (None, {}, (query.double(), key.double(), value.double())),
+            (None, {}, (query[:1], key[:1], value[:1])),
+            (None, {}, (query, key[:, :, 1:], value[:, :, 1:])),
+            (None, {}, (query, key[:, :1], value[:, :1])),
+            (None, {}, (query, key, value[..., :8])),
         ):
-            assert step.attend(mask, scale, kwargs, *states) is None
+            assert step.attend(mask, scaling, kwargs, *states) is None
         with torch.enable_grad():
             assert step.attend(None, scaling, {}, query, key, value) is None
 
