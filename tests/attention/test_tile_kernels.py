@@ -151,11 +151,13 @@ def test_products_in_bfloat16_are_the_oracle_up_to_their_rounding(spec, rows, q_
     assert (found.double() - expected).norm() / expected.norm() < 6e-3
 
 
-def test_products_in_bfloat16_add_regions_in_float32():
-    """Means of 256, 1 and 1 of three regions, whose sum bfloat16 has a number for, but none for 257."""
+@pytest.mark.parametrize("means", [(256, 1, 1), (1, 256, 1), (1, 1, 256)])
+def test_products_in_bfloat16_add_regions_in_float32(means):
+    """The shares of three regions, whose sum bfloat16 has a number for, but none for the sum of two."""
     inputs, _ = inputs_of("dca:chunk_size=10,local_window=2", [[0] * 32], 1, 32, torch.bfloat16)
     branches = tuple(Branch(b.region, torch.zeros_like(b.query), b.key) for b in inputs.branches)  # equal weights
-    value = torch.tensor([512.0] * 16 + [4.0] * 16)[:, None].expand_as(inputs.value).bfloat16()
+    earlier, previous, own = ([mean * 32 / keys] * keys for mean, keys in zip(means, (16, 8, 8), strict=True))
+    value = torch.tensor(earlier + previous + own)[:, None].expand_as(inputs.value).bfloat16()
     spans = find_spans(inputs.query_positions, None, inputs.groups, inputs.query_start, 1)
     found = products.attend(dataclasses.replace(inputs, branches=branches, value=value), spans)
     assert found.unique().tolist() == [258]
