@@ -9,6 +9,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 from rope_patch import CachedKeys, UnsupportedModel, UnsupportedPositions, native_scheme, patch, unpatch
 from rope_patch.attention.slot_plan import SlotPlan
+from rope_patch.models.cached_keys import positions_in
 from tests.cases import ALL, CASES
 from tests.families import GENERIC, TRAINING_LENGTH, build, from_config
 from tests.runs import assert_close, cached_logits, generated, left_padded, logits, positions_of, tokens
@@ -172,6 +173,15 @@ def test_layers_may_keep_keys_of_their_own(spec):
     for layer, places in zip(cache.layers, kept, strict=True):
         layer.keys, layer.values = layer.keys[:, :, places], layer.values[:, :, places]
     assert_close(go_on(deep, cache, positions), found)
+
+
+@pytest.mark.parametrize("start", [8, 7, 3])
+def test_the_keys_that_a_window_keeps_are_the_newest(start):
+    cache = DynamicCache()
+    cache.update(torch.zeros(2, 1, 8, 4), torch.zeros(2, 1, 8, 4), 0)
+    cache.layers[0].keys = CachedKeys.of(cache.layers[0].keys, torch.arange(10, 18) + torch.tensor([[0], [5]]))
+    found = positions_in(cache, 0, start, "the first layer")
+    assert found.tolist() == [list(range(18 - start, 18)), list(range(23 - start, 23))]
 
 
 @pytest.mark.parametrize("spec", ["shaw:max_distance=6", "urpe:max_distance=12", "xpos:scale_base=8"])

@@ -67,6 +67,15 @@ def test_the_variance_of_a_mean_is_that_of_independent_cells(shares, trials):
     assert variance == pytest.approx(drawn.mean(axis=1).var(), rel=0.1)
 
 
+@pytest.mark.parametrize(("score", "low"), [(0.634, 256), (0.64, 512)])
+def test_a_range_allows_for_both_errors(score, low):
+    """Of a score at 512 and of 0.85 of the 0.6 at 256: two errors are 0.128."""
+    assert (
+        effective_length([row(length=256, trials=96, accuracy=0.6), row(length=512, trials=96, accuracy=score)]).low
+        == low
+    )
+
+
 def test_scores_of_ruler_are_a_mean_over_tasks():
     def of_task(task, length, score):
         return row(task=task, length=length, depth=None, trials=None, accuracy=None, score=score, scores=[score] * 50)

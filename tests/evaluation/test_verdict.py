@@ -197,6 +197,18 @@ def test_answers_beyond_l_are_compared_with_the_best_reference(shares, trials, k
     assert words in verdict.sentence
 
 
+@pytest.mark.parametrize(
+    ("known", "schemes", "kind"), [(0.34, 1, "better"), (0.35, 1, "noise"), (0.34, 2, "noise"), (0.32, 2, "better")]
+)
+def test_a_gain_in_answers_allows_for_both_errors_and_for_every_try(known, schemes, kind):
+    """At two lengths the better of one scheme may be 2.28 errors above by chance, and that of two schemes 2.53. The
+    error of 50 % of 96 answers and of about 34 % is 0.069.
+    """
+    reference = {256: 1.0, 512: known, 1024: 0.1}
+    lines = {f"rerope:window={n + 1}": {256: 1.0, 512: 0.5, 1024: 0.1} for n in range(schemes)}
+    assert runs(of_answers(answered({"plain": reference, "window": reference, **lines}, 96))) == kind
+
+
 def test_answers_of_references_alone_or_within_l_compare_nothing():
     shares = {256: 1.0, 1024: 0.5}
     for rows in (answered({"plain": shares}), answered({"rerope": shares}), answered({"plain": {256: 1.0}})):
