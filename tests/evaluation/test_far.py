@@ -10,7 +10,8 @@ import torch
 
 from rope_patch import patch
 from rope_patch.errors import EvaluationError
-from rope_patch.evaluation.protocols.chosen import repeats_far
+from rope_patch.evaluation.protocols.chosen import Chosen, repeats_far
+from rope_patch.evaluation.protocols.protocol import Context
 from rope_patch.evaluation.row import Rows
 from tests.evaluation.conftest import TRAINING_LENGTH, measure
 
@@ -98,3 +99,36 @@ def test_other_lengths_are_other_tokens_and_a_run_resumes(model, tokenizer, tmp_
 def test_lengths_within_l_are_refused(model, tokenizer):
     with pytest.raises(EvaluationError, match=r"length 16: protocol 'far' needs .* training length of 16"):
         go(model, tokenizer, lengths=(16,))
+
+
+class Given(Chosen):
+    """Chosen tokens are those of the masks that it is given."""
+
+    def __init__(self, masks):
+        self.masks = masks
+
+    def chosen(self, window):
+        return self.masks[window]
+
+
+@pytest.mark.parametrize(("documents", "each"), [(8, 1), (8, 2), (9, 5), (1, 6), (2, 16)])
+def test_blocks_are_linear_in_the_sums_of_their_chosen_tokens(documents, each):
+    """nll + (s - nll n) B / sum n, for each of 8 or more documents, or for each window of fewer."""
+    generator = torch.Generator().manual_seed(0)
+    losses, masks = torch.rand(2, documents * each, 10, generator=generator).double()
+    masks = masks > 0.7
+    items = [Context(n, f"document {n // each}", torch.arange(11), 0, 10) for n in range(len(losses))]
+    row = Given(masks).row({}, items, list(losses))
+    size = each if documents >= 8 else 1
+    number = len(losses) // size
+    count, nll = int(masks.sum()), losses[masks].mean().item()
+    expected = []
+    for start in range(0, len(losses), size):
+        chosen = losses[start : start + size][masks[start : start + size]]
+        expected.append(nll + (chosen.sum().item() - nll * len(chosen)) * number / count)
+    assert row["nll_by_document"] == pytest.approx(expected, abs=2e-6)
+    assert row["nll"] == pytest.approx(nll)
+    assert (row["chosen_share"], row["others_nll"]) == (
+        count / masks.numel(),
+        pytest.approx(losses[~masks].mean().item()),
+    )

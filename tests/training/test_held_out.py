@@ -115,3 +115,10 @@ def test_halves_read_no_more_documents_than_are_wanted():
 def test_a_text_with_room_for_one_half_is_refused_by_its_size():
     with pytest.raises(EvaluationError, match="each needs 20 tokens; the only document long enough has 39"):
         halves([{"name": "a", "input_ids": [1] * 39}, {"name": "b", "input_ids": [1] * 19}], None, 20)
+
+
+def test_a_document_of_exactly_two_halves_is_cut_and_a_shorter_one_is_not():
+    first, second = halves([{"name": "one", "input_ids": list(range(20))}], None, 10)
+    assert [row["input_ids"] for row in first + second] == [list(range(10)), list(range(10, 20))]
+    with pytest.raises(EvaluationError, match="the text is too short"):
+        halves([{"name": "one", "input_ids": list(range(19))}], None, 10)
