@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 import rope_patch
 from rope_patch.errors import EvaluationError
+from rope_patch.training import long_ce
 from rope_patch.training.adapters import make_trainable
 from rope_patch.training.chunked_loss import chunked_loss
 from rope_patch.training.long_ce import LongCE
@@ -135,3 +136,9 @@ def test_short_contexts_of_the_recipe():
         LongCE.beyond(4096, 4096)
     with pytest.raises(EvaluationError, match="step=0 is not allowed"):
         LongCE(4, 0)
+
+
+def test_positions_of_a_short_context_begin_anew_and_so_do_those_of_the_documents_in_it():
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]])
+    found = long_ce._part("position_ids", positions, slice(3, 10), 10)
+    assert found.tolist() == [[0, 1, 2, 3, 0, 1, 2], list(range(7))]
