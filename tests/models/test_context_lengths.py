@@ -466,3 +466,9 @@ def test_factors_for_requests_count_from_the_length_of_today():
     found = schemes_by_factor("self_extend:target=auto", [2, 4], [checkpoint])
     assert {factor: scheme.window for factor, scheme in found.items()} == {2: 65536, 4: 65536}
     assert schemes_by_factor("yarn:target=auto", [2], [checkpoint])[2].factor == 32
+
+
+@pytest.mark.parametrize("name", EXTENDED)
+def test_frequencies_that_reach_todays_length_exactly_shorten_nothing(name):
+    *_, today = CONFIGS[name]
+    assert not any("already reads" in said for said in scheme_on(name, f"ntk:target={today}")[1])
