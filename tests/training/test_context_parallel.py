@@ -154,7 +154,7 @@ def test_on_two_processes():
     checks = [("scheme_is_exact", spec, KINDS[i % 5]) for i, spec in enumerate(USUAL)]
     checks += [("scheme_is_exact", spec, KINDS[-i], "ulysses") for i, spec in enumerate(BY_HEADS)]
     checks += [*of_families(FAMILIES[:3]), ("encoder",), ("checkpointing",), ("adapters",), ("longce",)]
-    checks += [("scheme_is_exact", CASES[name], "left") for name in ("dynamic_ntk", "logn")] 
+    checks += [("scheme_is_exact", CASES[name], "left") for name in ("dynamic_ntk", "logn")]
     checks += [("scheme_is_exact", CASES["dynamic_ntk"], "right"), ("refusals",)]
     assert run_many(2, in_group, checks) == [0, 0]
 
