@@ -126,5 +126,5 @@ def test_no_script_needs_a_recipe_beside_it(path):
 def test_every_recipe_is_read_from_top_to_bottom(path):
     """One script of a length that is read, with its commands at the top."""
     source = path.read_text()
-    assert len(source.splitlines()) <= 500
+    assert len(source.splitlines()) <= 520
     assert f"recipes/{path.name}" in source.partition('"""')[2].partition('"""')[0]

@@ -15,7 +15,7 @@ from rope_patch.attention.inputs import AttentionMode
 from rope_patch.models.base import AttentionLayer, RotaryTables
 from rope_patch.models.cached_keys import OWN_ROTATION, cache_tag
 from rope_patch.mounting.parameters import LearnedWeights
-from rope_patch.mounting.running_stack import stack_of
+from rope_patch.mounting.running_stack import is_linked, stack_of
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import Constant, pairs_of
@@ -96,7 +96,8 @@ class LayerState:
         """The learned parameters by name, of any shape: those of the attention `module` that is called, which is a
         replica of the layer's own under `nn.DataParallel`, and of its stack.
         """
-        module = self.layer.module if module is None else module
+        if module is None or not is_linked(module):  # a server calls with a module of its own
+            module = self.layer.module
         return self.learned.of(module, stack_of(module, self.layer.name))
 
     def own_tables_on(self, device: torch.device) -> RotaryTables:

@@ -36,6 +36,11 @@ class StackLink:
         return StackLink(memo.get(id(self.stack)))
 
 
+def is_linked(module: nn.Module) -> bool:
+    """Whether a module belongs to a patched stack, or to a copy or a replica of one."""
+    return _LINK in vars(module)
+
+
 def stack_of(module: nn.Module, name: str) -> nn.Module:
     """The stack that runs a linked module called `name`.
 
