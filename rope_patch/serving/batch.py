@@ -164,7 +164,7 @@ class Batch:
         """
         manager, outputs = self.manager, asyncio.Queue[Any]()
         self._inside[name] = outputs
-        known, finished = 0, False
+        known, finished, interrupted = 0, False, False
         try:
             manager.register_result_handler(name, outputs.put_nowait)
             taken = manager.add_request(
@@ -174,7 +174,7 @@ class Batch:
                 self._failed.set()
             while not finished:
                 output = await outputs.get()
-                if isinstance(output, Interrupted):
+                if interrupted := isinstance(output, Interrupted):
                     raise output
                 if output.error is not None:  # the watch puts an interruption into all queues
                     self._failed.set()
@@ -190,6 +190,10 @@ class Batch:
                 del self._inside[name]
             if not finished:
                 manager.cancel_request(name)
+            if name in self._suspects and not (finished or interrupted):
+                # given up while a step may be at work on it: if that fails, nobody else may be in the batch
+                self._running.clear()
+                self._failed.set()
             with manager.output_router._lock:  # Transformers forgets handlers of finished requests only
                 manager.output_router.result_handlers.pop(name, None)
 

@@ -168,6 +168,18 @@ def test_a_model_that_fails_on_one_prompt(served, n, stream):
     failed_alone(status, answer, stream)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_given_up_while_the_model_still_fails_on_it(served, stream):
+    """The first answer fails alone, and the others of its request leave while a step is at work on the next of them."""
+
+    def slowly(ids):
+        return bool((ids == POISON).any()) and not time.sleep(0.3)
+
+    with failing_forward(served.model, slowly):
+        status, answer = beside_good_ones(served, **BAD, n=3, stream=stream)
+    failed_alone(status, answer, stream)
+
+
 def failed_alone(status, answer, stream):
     """A 500, or a stream that ends with an error; neither tells what the exception says."""
     if stream:
