@@ -102,7 +102,7 @@ def _biased(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
     """Attention under a bias as the engine computes it: on a GPU by the fused kernel."""
     (branch,) = inputs.branches
     call = Fused(branch.query, branch.key, (ALL_PAIRS,), (None,), (None,))
-    if inputs.value.is_cuda and support.applies(inputs, call):
+    if inputs.value.is_cuda and not support.unsupported(inputs, call):
         return launch.attend(inputs, call)
     return paths.attend(inputs, "auto", lambda _: spans)
 

@@ -14,6 +14,7 @@ from rope_patch.errors import (
     UnsupportedModel,
     UnsupportedPositions,
 )
+from rope_patch.explaining import explain
 from rope_patch.models.baichuan import register_baichuan
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.models.rope_parameters import export_rope_parameters, native_scheme

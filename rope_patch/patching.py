@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch.attention.inputs import AttentionMode
+from rope_patch.attention.table import FORCED
 from rope_patch.errors import (
     AlreadyPatched,
     InvalidField,
@@ -130,8 +132,11 @@ def patch(
         *schemes: names (`"yarn"`, `"rerope:window=512+logn"`), scheme objects, or `rope_parameters` of Transformers
             (`{"rope_type": "yarn", "factor": 4.0}`); several are composed.
         mount: `"auto"`, or `"late"` to rotate inside attention whatever the scheme, the slow and literal way.
-        attention: `"auto"`, `"oracle"` for the dense definition, `"chunked"` for the same with linear memory,
-            `"segmented"` for flash per region even where products of bfloat16 are faster, `"fused"` for Triton's.
+        attention: `"auto"` for the fastest exact executor; `"oracle"`, `"chunked"`, `"segmented"` or `"fused"` to
+            prefer the dense definition, the same in blocks, flash per region, or Triton's kernel; or the name of an
+            executor (`"merged"`, `"joined"`, ...), which is forced: a call that it cannot compute raises an error with
+            the reason. The environment variable `ROPE_PATCH_ATTENTION` stands in for `"auto"`. `explain` shows what is
+            taken.
         **fields: the scheme's fields, with exactly one name. `target`, a length in tokens, may stand beside several:
             it fills the fields that are left open, so that the scheme reaches that length on this model. `"auto"` fills
             those that follow from the model alone.
@@ -157,8 +162,7 @@ def patch(
         others = [f"'{each}'" for each in (model, *schemes) if not isinstance(each, nn.Module)] or ["SCHEME"]
         others += [f"{name}={value!r}" for name, value in fields.items()]
         raise UnsupportedModel(f"the model comes first: write patch(model, {', '.join(others)})")
-    if attention not in get_args(AttentionMode):
-        raise InvalidField(f"attention={attention!r}: {did_you_mean(str(attention), get_args(AttentionMode))}")
+    attention = _asked_attention(attention)
     model = loaded(model)
     with torch.device("cpu"):  # whatever the default is, as within `with torch.device("meta")`
         scheme = _requested(model, schemes, fields)
@@ -170,10 +174,24 @@ def patch(
         return _mount(model, scheme, mounted, mount, attention)
 
 
+def _asked_attention(attention: str) -> AttentionMode:
+    """The word for `attention`, which the environment may give where `patch` is given none.
+
+    Raises:
+        InvalidField: it is none of the allowed words.
+    """
+    name, words = "attention", get_args(AttentionMode)
+    if attention == "auto" and (forced := os.environ.get(FORCED)):
+        name, attention = FORCED, forced
+    if attention not in words:
+        raise InvalidField(f"{name}={attention!r}: {did_you_mean(str(attention), words)}")
+    return cast(AttentionMode, attention)
+
+
 def mount_scheme(model: nn.Module, scheme: Scheme) -> PatchHandle:
     """`patch` without its warning, for a model that was trained under the scheme, is to be, or is measured."""
     with torch.device("cpu"):
-        return _mount(model, *_planned(model, scheme, "auto"), "auto", "auto")
+        return _mount(model, *_planned(model, scheme, "auto"), "auto", _asked_attention("auto"))
 
 
 def loaded(model: nn.Module | PatchHandle) -> nn.Module:

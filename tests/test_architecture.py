@@ -28,7 +28,7 @@ FLOORS = [
     {"mounting"},
     {"patching"},
     {"sharing"},
-    {"saving", "description"},
+    {"saving", "description", "explaining"},
     {"api", "data"},
     {"evaluation", "serving"},
     {"training"},

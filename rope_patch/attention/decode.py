@@ -6,14 +6,14 @@ Keys are rotated only where the region differs from the rotation in the cache: t
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
 import torch
 
 from rope_patch.attention.call import EVERY, Call
 from rope_patch.attention.decay import Decay
-from rope_patch.attention.inputs import AttentionInputs, AttentionMode, wide
+from rope_patch.attention.inputs import AttentionInputs, wide
+from rope_patch.attention.problem import NOT_PRODUCTS, Problem
 from rope_patch.attention.slot_plan import SlotPlan, SlotRows, SlotRun
 from rope_patch.schemes.slots import Region
 
@@ -22,25 +22,34 @@ SMALL = 2**18  # or up to this many pairs per row: one dense block is then faste
 BLOCK = 2**21  # bytes of keys that are rotated and scored at once, while they are in the processor's cache
 
 
-def applies(inputs: AttentionInputs, call: Call, mode: AttentionMode, decay: Decay | None) -> bool:
-    """Whether a call, with branches not yet rotated, is a decoding step that `attend` can compute."""
-    one = inputs.q_length == 1
-    return (
-        mode in ("auto", "segmented")
-        and not inputs.scattered
-        and inputs.fits_kernels
-        and (inputs.mask is None or inputs.mask.dtype == torch.bool)
-        and not call.differentiable
-        and (one or (mode == "auto" and decay is None and _is_block(inputs, call)))
-        and (decay is None or not (torch.compiler.is_compiling() or inputs.by_head))
-        and not _may_see_nothing(inputs, call)
-    )
+def supports(problem: Problem) -> str:
+    """Why `attend` cannot compute a call; empty if it can: for a few queries behind the keys of a cache."""
+    inputs, call, decay = problem.inputs, problem.call, problem.decay
+    if call is None:
+        return "its states are rotated already"
+    if inputs.scattered:
+        return "keys of the cache have gaps between their positions"
+    if not inputs.fits_kernels:
+        return NOT_PRODUCTS
+    if inputs.mask is not None and inputs.mask.dtype != torch.bool:
+        return "the mask is added to the scores"
+    if call.differentiable:
+        return "gradients are wanted"
+    if inputs.q_length > 1 and (decay is not None or problem.compiling):
+        return "there are several queries" + (", and scores decay" if decay is not None else " in a compiled model")
+    if inputs.q_length > 1 and not _is_block(inputs, call):
+        return "there are many queries, or they do not follow keys of a cache one by one"
+    if decay is not None and (problem.compiling or inputs.by_head):
+        return "scores decay" + (" in a compiled model" if problem.compiling else ", and heads keep different keys")
+    if not problem.compiling and _may_see_nothing(inputs, call):
+        return "the bias hides a token from itself, so that a query may see no key"
+    return ""
 
 
 def _may_see_nothing(inputs: AttentionInputs, call: Call) -> bool:
     """Whether a bias hides a token from itself, so that a query may see no key."""
     bias = inputs.bias
-    if bias is None or bias.linear or torch.compiler.is_compiling():
+    if bias is None or bias.linear:
         return False
     values = bias.values(0, int(inputs.query_start) + inputs.q_length)  # those that `_added` reads
     return bool(call.forward_cache.derived("hides itself", lambda: bool(values[:, 0].isneginf().any()), bias))
@@ -48,7 +57,7 @@ def _may_see_nothing(inputs: AttentionInputs, call: Call) -> bool:
 
 def _is_block(inputs: AttentionInputs, call: Call) -> bool:
     """Whether several queries at consecutive positions follow keys of a cache."""
-    if torch.compiler.is_compiling() or not inputs.causal:
+    if not inputs.causal:
         return False
     few = inputs.q_length <= QUERIES or inputs.q_length * inputs.kv_length <= SMALL
     if not few or inputs.q_length >= inputs.kv_length:
@@ -91,8 +100,8 @@ def _runs(inputs: AttentionInputs, call: Call, decay: Decay | None, rows: slice,
     """Oldest slots first, as far as regions allow."""
     slot, last = int(inputs.query_start), inputs.q_length - 1
     for index, region in sorted(enumerate(call.regions), key=lambda indexed: -indexed[1].start):
-        seen = slots_of(region, slot, position)
-        oldest, newest = seen.start, slots_of(region, slot + last, position + last).stop if last else seen.stop
+        seen = region.slots(slot, position)
+        oldest, newest = seen.start, region.slots(slot + last, position + last).stop if last else seen.stop
         step = max(1, newest - oldest)
         if call.keys.is_cpu and (decay is not None or call.rotates_keys(region)):
             # rotated keys are computed a few at a time
@@ -198,7 +207,7 @@ def attend_in_graph(inputs: AttentionInputs, call: Call) -> torch.Tensor:
         if inputs.mask is not None:
             seen = seen & inputs.mask[..., slots]
         rows = wide(call.query(region)).unflatten(1, (value.shape[1], -1))[:, :, :, 0]  # of each kv head
-        products = rows @ wide(call.key(region, slots)).mT * inputs.scaling
+        products = rows @ wide(call.key(region, slots, EVERY)).mT * inputs.scaling
         if inputs.bias is not None:
             term = inputs.bias.function((m - n)[:, 0]).transpose(0, 1)
             products = products + term.unflatten(1, (value.shape[1], -1))
@@ -212,13 +221,3 @@ def attend_in_graph(inputs: AttentionInputs, call: Call) -> torch.Tensor:
     weights = weights.split([x.shape[-1] for x in scores], dim=-1)
     out = sum(weight @ wide(part) for weight, part in zip(weights, values, strict=True))
     return out.to(value.dtype).flatten(1, 2)[:, :, None]
-
-
-def slots_of(region: Region, slot: int, position: int) -> slice:
-    """The slots of a region, up to the query at this `slot` and `position`."""
-    behind = slot - position  # slot of a key minus its position
-    here = position // region.chunk
-    newest = (here - int(max(0, region.start)) + 1) * region.chunk - 1
-    oldest = -behind if region.stop == math.inf else (here - int(region.stop) + 1) * region.chunk
-    stop = min(newest, position, region.keys_below - 1) + 1
-    return slice(max(0, oldest + behind), max(0, int(stop) + behind))

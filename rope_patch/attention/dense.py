@@ -5,26 +5,31 @@ from __future__ import annotations
 import torch
 
 from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.problem import NOT_PRODUCTS, Problem
 
 
-def applies(inputs: AttentionInputs) -> bool:
-    """Whether scores are those of one rotation plus a bias, in a dtype precise enough for the bias."""
-    return (
-        inputs.bias is not None
-        and inputs.running_bias is None
-        and inputs.fits_kernels
-        and len(inputs.branches) == 1
-        and inputs.branches[0].region is None
-        and inputs.branches[0].key.shape[1] == inputs.branches[0].query.shape[1]
-        and inputs.value.dtype in (torch.float32, torch.float64)
-    )
+def supports(problem: Problem) -> str:
+    """Why `attend` cannot compute a call; empty for one rotation plus a bias, in a dtype that holds the bias."""
+    inputs = problem.inputs
+    if inputs.bias is None or inputs.running_bias is not None:
+        return "it is for a bias by distance"
+    if not inputs.fits_kernels:
+        return NOT_PRODUCTS
+    if inputs.value.dtype not in (torch.float32, torch.float64):
+        return f"{inputs.value.dtype} would round the bias"
+    branches = problem.rotated().inputs.branches
+    if len(branches) > 1 or branches[0].region is not None:
+        return "it is for one region"
+    if branches[0].key.shape[1] != branches[0].query.shape[1]:
+        return "heads share keys"
+    return ""
 
 
 def attend(inputs: AttentionInputs) -> torch.Tensor:
     """Output of `oracle.attend`, `(batch, heads, q_len, value_dim)`, bit for bit as T5 computes it under `sdpa`."""
     (branch,) = inputs.branches
     m, n = inputs.query_positions[:, :, None], inputs.key_positions[:, None, :]
-    assert inputs.bias is not None  # for the type checker: see `applies`
+    assert inputs.bias is not None  # for the type checker: see `supports`
     mask = inputs.bias.function(m - n).transpose(0, 1).to(inputs.value.dtype)
     seen = inputs.visible() if inputs.mask is None else inputs.mask
     if seen is not None:

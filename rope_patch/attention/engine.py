@@ -1,82 +1,139 @@
-"""Choose how to score: the fastest path that is exact for the inputs."""
+"""The one table that chooses how a call is scored: executors in the order in which they are asked, for each device."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import cast
+
 import torch
 
-from rope_patch.attention import decode, operator, oracle, paths
+from rope_patch.attention import decode, operator, paths
 from rope_patch.attention.call import Call
 from rope_patch.attention.decay import attend_with_decay
 from rope_patch.attention.fused import launch, support
-from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
+from rope_patch.attention.inputs import AttentionInputs, AttentionMode
+from rope_patch.attention.problem import Output, Problem
+from rope_patch.attention.table import Executor, Row, choose
 from rope_patch.attention.tile_kernels import FlashCUDA, kernel_for
-from rope_patch.schemes.slots import ALL_PAIRS, Region
 
 
 def score(
-    inputs: AttentionInputs, call: Call, mode: AttentionMode = "auto"
+    inputs: AttentionInputs,
+    call: Call,
+    mode: AttentionMode = "auto",
+    watch: Callable[[str, Problem], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of a whole call, decoding steps included. The branches of `inputs` are filled in here.
 
+    Args:
+        watch: is told the name of the executor, and the problem after it was computed.
+
     Returns:
-        output `(batch, heads, q_len, value_dim)`, and under the mode `oracle` the weights
+        output `(batch, heads, q_len, value_dim)`, and under the modes `oracle` and `reference` the weights
         `(batch, heads, q_len, kv_len)`.
+
+    Raises:
+        UnsupportedModel: the executor that `mode` names cannot compute the call; the message says why.
     """
-    decay = call.decay()
-    if decay is None and (output := _by_one_kernel(inputs, call, mode)) is not None:
-        return output, None
-    if mode == "fused":
-        mode = "auto"
-    if decode.applies(inputs, call, mode, decay):
-        if torch.compiler.is_compiling():
-            return decode.attend_in_graph(inputs, call), None
-        return decode.attend(inputs, call, decay), None
-    biased = decay is not None or inputs.bias is not None or inputs.running_bias is not None
-    in_blocks = mode != "oracle" and call.queries.is_cpu and not biased and not torch.compiler.is_compiling()
-    inputs = inputs.with_branches(tuple(_branch(inputs, call, region, in_blocks) for region in call.regions))
-    if torch.compiler.is_compiling() and operator.applies(inputs, decay, mode):
-        return operator.attend(inputs, decay, mode), None
-
-    def attend_block(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return oracle.attend(inputs) if mode == "oracle" else (paths.attend(inputs, mode, call.spans), None)
-
-    return attend_block(inputs) if decay is None else attend_with_decay(inputs, decay, attend_block)
+    problem = Problem(inputs, mode, call, call.spans)
+    if mode == "fused" and FUSED.supports(problem):
+        problem = dataclasses.replace(problem, mode="auto")
+    executor = choose(rows_for(problem), problem)
+    output = executor.attend(problem)
+    if watch is not None:
+        watch(executor.name, problem)
+    return output
 
 
-def _by_one_kernel(inputs: AttentionInputs, call: Call, mode: AttentionMode) -> torch.Tensor | None:
-    """Output of the fused kernel for all regions; None if it does not apply, or if a path known to be fast does: flash
-    per region, or the CPU paths. On an H100, flash per region is faster but for regions of many chunks without
-    gradients, and a plan of slots takes less time to start for a few tokens (docs/benchmarks.md).
+def rows_for(problem: Problem) -> tuple[Row, ...]:
+    """The table for the device of a problem."""
+    return TABLE.get(problem.inputs.value.device.type, ROWS)
+
+
+def _one_by_one(problem: Problem) -> Output:
+    inputs, call = problem.inputs, cast(Call, problem.call)
+    if problem.compiling:
+        return decode.attend_in_graph(inputs, call), None
+    return decode.attend(inputs, call, problem.decay), None
+
+
+def _runs(problem: Problem) -> int:
+    call = cast(Call, problem.call)
+    return len(call.regions) if call.plan is None else sum(len(some.runs) for some in call.plan.by_rows)
+
+
+def _as_operator(problem: Problem) -> Output:
+    return operator.attend(problem.rotated().inputs, problem.decay, problem.mode), None
+
+
+def _without_decay(problem: Problem) -> str:
+    return "scores do not decay" if problem.decay is None else ""
+
+
+def _by_blocks(problem: Problem) -> Output:
+    decay, mode, spans = problem.decay, problem.mode, problem.find_spans
+    assert decay is not None  # for the type checker: see `_without_decay`
+
+    def attend(block: AttentionInputs) -> Output:
+        inner = Problem(block, mode, None, spans)
+        return choose(paths.ROWS, inner).attend(inner)
+
+    return attend_with_decay(problem.rotated().inputs, decay, attend)
+
+
+FUSED = Executor(
+    "fused",
+    "one Triton kernel for all regions",
+    support.supports,
+    lambda problem: (launch.attend(problem.inputs, problem.fused()), None),
+    lambda problem: len(cast(Call, problem.call).regions),
+)
+JOINED = Executor("joined", "runs of slots side by side, one softmax", decode.supports, _one_by_one, _runs)
+GRAPH = Executor("graph", "one operator of a compiled model, which chooses inside", operator.supports, _as_operator)
+DECAYED = Executor("decayed", "blocks of queries, between which scores decay", _without_decay, _by_blocks)
+
+
+def _without_flash(problem: Problem) -> str:
+    """Why a plan of slots is not the fastest for a few tokens on a GPU: without flash, one kernel is."""
+    flash = problem.compiling or _is_flash(problem)
+    return "" if flash else "flash does not compute these states, so that one kernel for all regions starts faster"
+
+
+def _with_flash(problem: Problem) -> str:
+    """Why one kernel for all regions is not the fastest on a GPU: flash per region is, but for regions of many chunks
+    without gradients, and for one token without a plan (docs/benchmarks.md, on an H100).
     """
-    queries, biased = call.queries, inputs.bias is not None or inputs.running_bias is not None
-    if mode == "auto" and queries.is_cuda:
-        flash = isinstance(kernel_for(queries, inputs.value, masked=biased), FlashCUDA) and inputs.fits_kernels
-        in_chunks = any(region.chunk > 1 for region in call.regions) and not torch.is_grad_enabled()
-        wanted = not flash or ((inputs.q_length == 1 or in_chunks) and not decode.applies(inputs, call, mode, None))
-    else:
-        wanted = mode == "fused"
-    if not wanted or torch.compiler.is_compiling():
-        return None
-    given = call.fused(not inputs.scattered and (inputs.q_length == 1 or _in_order(inputs, call)))
-    return launch.attend(inputs, given) if support.applies(inputs, given) else None
+    in_chunks = any(region.chunk > 1 for region in cast(Call, problem.call).regions)
+    without_gradients = in_chunks and not torch.is_grad_enabled()
+    if problem.compiling or problem.inputs.q_length == 1 or without_gradients or not _is_flash(problem):
+        return ""
+    return "flash for each region is faster on this GPU"
 
 
-def _in_order(inputs: AttentionInputs, call: Call) -> bool:
-    """Whether every distance of a visible pair is that of its slots."""
-    spans = call.spans(inputs)
-    return spans is not None and not any(span.skips(int(inputs.query_start)) for span in spans)
+def _is_flash(problem: Problem) -> bool:
+    queries, value = cast(Call, problem.call).queries, problem.inputs.value
+    return problem.inputs.fits_kernels and isinstance(kernel_for(queries, value, masked=problem.biased), FlashCUDA)
 
 
-def _branch(inputs: AttentionInputs, call: Call, region: Region, later: bool) -> Branch:
-    """Queries and keys of one region, starting at the oldest key that a query may see there. Queries that are rotated
-    `later` bring their rotation.
-    """
-    if region == ALL_PAIRS:
-        return Branch(None, call.query(region), call.key(region))
-    first, in_order = 0, isinstance(inputs.query_start, int) and not inputs.scattered
-    if in_order and region.translation_invariant and not torch.compiler.is_compiling():
-        oldest = decode.slots_of(region, int(inputs.query_start), int(inputs.query_start)).start
-        first = min(oldest, inputs.kv_length)  # a text may be too short for a region
-    turn = call.query_turn(region) if later else None
-    query = call.query(region) if turn is None else call.queries
-    return Branch(region, query, call.key(region, slice(first, None)), first, turn)
+def _for_gpus(problem: Problem) -> str:
+    return "it is for GPUs; attention='fused' prefers it"
+
+
+_EVERYWHERE = (
+    Row(GRAPH, modes=("chunked", "segmented", "fused", "merged", "products", "block")),
+    Row(DECAYED, modes=("oracle", "reference", "chunked", "segmented", "fused", "merged", "products", "block")),
+    *paths.ROWS,
+)
+ROWS = (Row(FUSED, _for_gpus), Row(JOINED, modes=("segmented",)), *_EVERYWHERE)
+"""The order where nothing else is said."""
+
+TABLE: dict[str, tuple[Row, ...]] = {
+    "cuda": (
+        Row(JOINED, _without_flash),
+        Row(FUSED, _with_flash),
+        Row(JOINED, modes=("segmented",)),
+        *_EVERYWHERE,
+    ),
+}
+"""The order on a type of device."""

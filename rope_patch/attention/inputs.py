@@ -14,8 +14,13 @@ from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Pairs, Region
 from rope_patch.typing import Weights
 
-AttentionMode = Literal["auto", "oracle", "chunked", "segmented", "fused"]
-"""How to score: `auto` takes the fastest exact path, the others force one."""
+# fmt: off
+AttentionMode = Literal[
+    "auto", "oracle", "chunked", "segmented", "fused", "reference", "joined", "merged", "products", "block", "graph"
+]
+# fmt: on
+"""How to score: `auto` takes the fastest exact executor. `oracle`, `chunked`, `segmented` and `fused` prefer one and
+take another where it does not apply; the names of executors force one."""
 
 
 AHEAD = 16  # tables are computed for so many tokens more

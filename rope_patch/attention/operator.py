@@ -16,6 +16,7 @@ from rope_patch.attention import paths, segmented
 from rope_patch.attention.bias import DiagonalTerm, KeyTerm, TileBias, has_terms, tile_bias
 from rope_patch.attention.decay import Decay, attend_with_decay
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch, wide
+from rope_patch.attention.problem import NOT_PRODUCTS, Problem
 from rope_patch.attention.spans import MOST_SPANS_PER_ROW, Span, find_spans, spans_of
 from rope_patch.attention.tile_kernels import Merged
 from rope_patch.schemes.slots import ALL_PAIRS, Region
@@ -89,10 +90,11 @@ class _Arguments(NamedTuple):
         )
 
     def segments(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
-        """See `paths.segments`; None also under a decay, which has spans for each block."""
+        """The spans if the call is scored region by region; None also under a decay, which has spans for each block."""
         if self.rate is not None:
             return None
-        return paths.segments(inputs, self.mode, lambda _: _decoded(self.spans, self.causal))
+        problem = Problem(inputs, self.mode, None, lambda _: _decoded(self.spans, self.causal))
+        return None if paths.REGIONS.reason(problem) else problem.spans()
 
     def attend(self, inputs: AttentionInputs) -> torch.Tensor:
         """The output as in eager mode."""
@@ -112,13 +114,22 @@ class _Arguments(NamedTuple):
         return [self.value, *self.states, *([self.source] if self.learns and self.source is not None else [])]
 
 
-def applies(inputs: AttentionInputs, decay: Decay | None, mode: AttentionMode) -> bool:
-    """Whether the operator can compute a call. It knows no maps of regions, by which a decay counts, and no gradient
-    flows into a mask.
+def supports(problem: Problem) -> str:
+    """Why the operator cannot compute a call; empty if it can. It knows no maps of regions, by which a decay counts,
+    and no gradient flows into a mask.
     """
-    counts = decay is None or all(branch.region is None for branch in inputs.branches)
-    differentiable = inputs.mask is not None and inputs.mask.requires_grad
-    return mode != "oracle" and counts and inputs.fits_kernels and has_terms(inputs) and not differentiable
+    inputs = problem.inputs
+    if not problem.compiling:
+        return "it is for compiled models"
+    if not inputs.fits_kernels:
+        return NOT_PRODUCTS
+    if not has_terms(inputs):
+        return "running sums stand beside a bias that is not linear, or tokens see later keys"
+    if inputs.mask is not None and inputs.mask.requires_grad:
+        return "the mask wants a gradient"
+    if problem.decay is not None and any(branch.region is not None for branch in problem.rotated().inputs.branches):
+        return "scores decay by the positions of a region"
+    return ""
 
 
 def attend(inputs: AttentionInputs, decay: Decay | None, mode: AttentionMode) -> torch.Tensor:

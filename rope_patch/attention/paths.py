@@ -1,45 +1,74 @@
-"""The paths for rotated states: which of them is the fastest that is exact for a call."""
+"""The executors of rotated states, in order: the last part of the table of `engine`."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
 from rope_patch.attention import chunked, decode, dense, oracle, products, segmented
-from rope_patch.attention.bias import has_terms
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode
-from rope_patch.attention.spans import Span
+from rope_patch.attention.problem import Output, Problem, Spans
+from rope_patch.attention.table import Executor, Row, choose
 
-Spans = Callable[[AttentionInputs], "tuple[Span, ...] | None"]
+
+def _large(problem: Problem) -> str:
+    return "" if problem.pairs <= decode.SMALL else "the call is large: it would hold all pairs"
+
+
+def _small(problem: Problem) -> str:
+    """One dense block is faster than finding tiles: for a share of `decode.SMALL`, where tiles are many."""
+    return "the call is small: one block is faster" if problem.pairs <= decode.SMALL // 16 else ""
+
+
+def _tiles(problem: Problem) -> int:
+    return segmented.count(problem.by_spans().inputs, problem.spans() or ())
+
+
+def _by_blocks(problem: Problem) -> Output:
+    return chunked.attend(problem.rotated().inputs.turned()), None
+
+
+BLOCK = Executor(
+    "block",
+    "PyTorch's attention with a mask of all pairs",
+    dense.supports,
+    lambda problem: (dense.attend(problem.rotated().inputs), None),
+)
+PRODUCTS = Executor(
+    "products",
+    "this processor's own matrix products, a block of queries against all keys that it sees",
+    products.supports,
+    lambda problem: (products.attend(problem.by_spans().inputs, problem.spans() or ()), None),
+    _tiles,
+)
+MERGED = Executor(
+    "merged",
+    "a kernel with log-sum-exp for each piece of a region, merged",
+    segmented.supports,
+    lambda problem: (segmented.attend(problem.by_spans().inputs, problem.spans() or ()), None),
+    _tiles,
+)
+CHUNKED = Executor("chunked", "the definition in blocks of queries", lambda problem: "", _by_blocks)
+REFERENCE = Executor(
+    "reference",
+    "the definition, with all scores in memory",
+    lambda problem: "",
+    lambda problem: oracle.attend(problem.rotated().inputs),
+)
+
+REGIONS = Row(MERGED, _small, modes=("segmented",))
+
+ROWS = (
+    Row(BLOCK, _large),
+    Row(PRODUCTS, _small),
+    REGIONS,
+    Row(CHUNKED, modes=("segmented",)),
+    Row(REFERENCE, modes=("oracle",)),
+)
 
 
 def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.Tensor:
-    """Output `(batch, heads, q_len, value_dim)`; `spans` finds the spans of a call, or None, and is called only when
-    they help.
+    """Output `(batch, heads, q_len, value_dim)` of rotated states; `spans` finds the spans of a call, or None, and is
+    called only where they help.
     """
-    if mode == "oracle":
-        return oracle.attend(inputs)[0]
-    if mode == "auto" and inputs.q_length * inputs.kv_length <= decode.SMALL and dense.applies(inputs):
-        return dense.attend(inputs)
-    in_spans = segments(inputs, mode, spans)
-    if in_spans is None:
-        return chunked.attend(inputs.turned())
-    if mode == "auto" and products.applies(inputs):
-        return products.attend(inputs, in_spans)
-    return segmented.attend(inputs, in_spans)
-
-
-def segments(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> tuple[Span, ...] | None:
-    """The spans of a call if its regions are scored one by one; None if blocks of queries are."""
-    in_order = not inputs.scattered and (inputs.causal or inputs.q_length == inputs.kv_length)
-    geometric = in_order and inputs.fits_kernels and has_terms(inputs)
-    if mode == "chunked" or not geometric or torch.compiler.is_compiling():
-        return None
-    in_spans = spans(inputs) if mode == "segmented" or not _is_small(inputs) else None
-    return in_spans if in_spans is not None and segmented.applies(inputs, in_spans) else None
-
-
-def _is_small(inputs: AttentionInputs) -> bool:
-    """Whether one dense block is faster than finding tiles: a share of `decode.SMALL`, where tiles are many."""
-    return inputs.q_length * inputs.kv_length <= decode.SMALL // 16
+    problem = Problem(inputs, mode, None, spans)
+    return choose(ROWS, problem).attend(problem)[0]

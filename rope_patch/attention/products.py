@@ -15,7 +15,9 @@ from typing import Any, cast
 
 import torch
 
+from rope_patch.attention import segmented
 from rope_patch.attention.inputs import AttentionInputs, wide
+from rope_patch.attention.problem import Problem
 from rope_patch.attention.segmented import Block, HeadGroup, Piece, blocks_of, head_groups
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tile_kernels import Dense
@@ -28,18 +30,24 @@ MOST_THREADS = 4
 """Blocks for more threads would hide too many keys in float32."""
 
 
-def applies(inputs: AttentionInputs) -> bool:
-    """Whether this is faster than flash for a call to which `segmented` applies, and exact enough: without gradients
-    and without a bias, which would be rounded with the scores.
+def supports(problem: Problem) -> str:
+    """Why a call is left to flash; empty for one that `segmented` supports and that this processor's products score
+    faster and exactly enough: without gradients, and without a bias, which would be rounded with the scores.
     """
-    states = [inputs.value, *(state for branch in inputs.branches for state in (branch.query, branch.key))]
-    wanted = torch.is_grad_enabled() and any(state.requires_grad for state in states)
-    if wanted or inputs.bias is not None or inputs.running_bias is not None:
-        return False
-    if any(not state.is_cpu or state.dtype != inputs.value.dtype for state in states):
-        return False
-    multiplies = multiplies_bfloat16() if inputs.value.dtype == torch.bfloat16 else multiplies_float32()
-    return multiplies and inputs.value.dtype in (torch.bfloat16, torch.float32)
+    value, states = problem.inputs.value, problem.rotated().states()
+    if problem.compiling:
+        return "a compiler traces the call"
+    if problem.biased:
+        return "products would round the bias with the scores"
+    if torch.is_grad_enabled() and any(state.requires_grad for state in states):
+        return "gradients are wanted"
+    if any(not state.is_cpu for state in states):
+        return "it is for processors"
+    if value.dtype not in (torch.bfloat16, torch.float32) or any(state.dtype != value.dtype for state in states):
+        return "it is for states that are all bfloat16, or all float32"
+    if not (multiplies_bfloat16() if value.dtype == torch.bfloat16 else multiplies_float32()):
+        return f"this processor's own products of {value.dtype} are not faster than flash, or are rounded"
+    return segmented.supports(problem)
 
 
 def multiplies_float32() -> bool:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from rope_patch.attention import chunked
-from rope_patch.attention.bias import KeyTerm, TileBias, tile_bias
+from rope_patch.attention.bias import KeyTerm, TileBias, has_terms, tile_bias
 from rope_patch.attention.inputs import AttentionInputs, Branch, wide
 from rope_patch.attention.merging import merge, summed
+from rope_patch.attention.problem import NOT_PRODUCTS, Problem
 from rope_patch.attention.rotation import Rotation
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tile_kernels import Biased, Kernel, Merged, Work, kernel_for
@@ -42,14 +43,30 @@ larger blocks, so that they are mapped and faulted in again at every call.
 """
 
 
-def applies(inputs: AttentionInputs, spans: tuple[Span, ...]) -> bool:
-    """Whether every region keeps its shape inside the windows of the spans, and every bias where positions skip."""
-    biased = inputs.bias is not None or inputs.running_bias is not None
-    if biased and any(span.skips(int(inputs.query_start)) for span in spans):
-        return False
-    regions = [branch.region for branch in inputs.branches if branch.region is not None]
-    plain = all(span.window == math.inf for span in spans) and inputs.causal
-    return plain or all(region.translation_invariant for region in regions)
+def supports(problem: Problem) -> str:
+    """Why a call is not scored region by region; empty if it is made of spans, in which every region and every bias
+    keep their shape.
+    """
+    inputs = problem.inputs
+    if problem.compiling:
+        return "a compiler traces the call, so that its spans are not known"
+    if inputs.scattered:
+        return "keys of the cache have gaps between their positions"
+    if not (inputs.causal or inputs.q_length == inputs.kv_length or inputs.q_length == 1):
+        return "queries behind cached keys see later keys"
+    if not inputs.fits_kernels:
+        return NOT_PRODUCTS
+    if not has_terms(inputs):
+        return "running sums stand beside a bias that is not linear, or tokens see later keys"
+    if (spans := problem.spans()) is None:
+        return "the mask or the positions are not made of spans: runs of tokens that follow one by one"
+    if problem.biased and any(span.skips(int(inputs.query_start)) for span in spans):
+        return "positions skip, and a bias counts them"
+    regions = [branch.region for branch in problem.rotated().inputs.branches if branch.region is not None]
+    plain = all(span.window == math.inf for span in spans) and (inputs.causal or inputs.q_length == 1)
+    if not (plain or all(region.translation_invariant for region in regions)):
+        return "regions by chunk, or of first tokens, are cut by a window or see later keys"
+    return ""
 
 
 class _Segmented(torch.autograd.Function):
@@ -83,6 +100,11 @@ class _Segmented(torch.autograd.Function):
         of_bias = torch.zeros_like(ctx.bias.source) if ctx.needs_input_grad[3] else None
         gradients = backward(inputs, ctx.spans, ctx.bias, Merged(out, lse, grad), of_bias)
         return (None, None, None, of_bias, *gradients)
+
+
+def count(inputs: AttentionInputs, spans: tuple[Span, ...]) -> int:
+    """The number of tiles that `attend` scores, those of all groups of heads."""
+    return sum(len(block.pieces) for _, blocks in _by_heads(inputs, spans, tile_bias(inputs)) for _, block in blocks)
 
 
 def forward(

@@ -70,8 +70,9 @@ class CachedKeys(torch.Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        followed = func in _MOVES_POSITIONS and isinstance(result, torch.Tensor) and not isinstance(result, cls)
-        if not followed or torch.compiler.is_compiling():  # in a graph keys are only added to, see `remember`
+        if torch.compiler.is_compiling():  # in a graph keys are only added to, see `remember`
+            return result
+        if func not in _MOVES_POSITIONS or not isinstance(result, torch.Tensor) or isinstance(result, cls):
             return result
         with torch._C.DisableTorchFunctionSubclass():
             positions = _moved_positions(func, args, kwargs, result)
@@ -86,7 +87,8 @@ class CachedKeys(torch.Tensor):
 
 
 def _names(*names: str) -> set[Any]:
-    return {function for name in names for owner in (torch, torch.Tensor) if (function := getattr(owner, name, None))}
+    found = (getattr(owner, name, None) for name in names for owner in (torch, torch.Tensor))
+    return {function for function in found if callable(function)}  # `torch.cpu` and `torch.cuda` are modules
 
 
 _GATHERING = _names("gather", "take_along_dim")

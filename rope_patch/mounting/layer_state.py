@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from rope_patch.attention.forward_cache import StackForwardCache
 from rope_patch.attention.inputs import AttentionMode
+from rope_patch.attention.problem import Problem
 from rope_patch.models.base import AttentionLayer, RotaryTables
 from rope_patch.models.cached_keys import OWN_ROTATION, cache_tag
 from rope_patch.mounting.parameters import LearnedWeights
@@ -27,6 +29,10 @@ Rotation = Literal["module", "own", "late", "anchored"]
 """Where queries and keys are rotated: in the attention module, by the model's tables or by the scheme's own; in the
 attention function; or in both. In the last case the module uses the positions of the farthest region, which the cache
 keeps, and the function adds the difference."""
+
+
+Watch = Callable[[str, "Problem | None"], None]
+"""Is told the name of an executor, or of the attention that was there before, and the problem if there was one."""
 
 
 @dataclass(eq=False)
@@ -51,6 +57,7 @@ class LayerState:
         own_tables: those by which the attention module rotates, if other layers share the model's; their module is a
             copy, which does not move with the model.
         scores: whether the attention function scores, instead of delegating to the one before.
+        watch: is told how each call of the layer is computed, while `explain` runs.
     """
 
     scheme: Scheme
@@ -63,6 +70,7 @@ class LayerState:
     config: Any
     num_layers: int
     own_tables: RotaryTables | None = None
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
         slots = self.scheme.slots

@@ -54,7 +54,7 @@ class RotatedCall(Call):
             return self.queries
         if self._turns_by_matrix:
             return self._one_query[self.regions.index(region)]
-        return self._rotated(self.queries, self.late.position_ids, region.query_map, place=("q",))
+        return self._rotated(self.queries, self.late.position_ids, region.query_map, ("q",), EVERY)
 
     def query_turn(self, region: Region) -> Rotation | None:
         late, like = self.late, self.queries
@@ -217,7 +217,7 @@ class RotatedCall(Call):
         positions: torch.Tensor,
         position_map: PositionMap,
         place: tuple[Any, ...] | None,
-        rows: slice = EVERY,
+        rows: slice,
     ) -> torch.Tensor:
         """R_f(phi(positions)) x, of some `rows` of the batch."""
         rotation = self._rotation(positions, position_map, place, rows, x)

@@ -65,6 +65,8 @@ def late_attention(
     if call.step is not None and not dropout:
         output = call.step.attend(attention_mask, scaling, kwargs, scaled, key, value)
         if output is not None:
+            if state.watch is not None:
+                state.watch(engine.JOINED.name, None)
             return output.transpose(1, 2).contiguous(), None
     masks = CallMasks(call, attention_mask, query.shape[2], key.shape[2])
     implementation, follows_length = state.config._attn_implementation, state.scheme.length_dependent
@@ -84,6 +86,8 @@ def late_attention(
         if implementation == "eager" and eager is None:
             raise UnsupportedModel(f"{type(module).__module__} has no eager_attention_forward")
         previous = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+        if state.watch is not None:
+            state.watch(implementation, None)
         return previous(module, *states, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
 
     if torch.is_autocast_enabled(query.device.type):  # as for `scaled_dot_product_attention`
@@ -92,7 +96,7 @@ def late_attention(
     rotated = RotatedCall(scaled, key, call.forward_cache, call, learned)
     inputs = _inputs(rotated, masks, query, value, scaling, dropout, kwargs)
     mode = "oracle" if implementation in ("eager", "paged|eager") else state.attention
-    output, weights = engine.score(inputs, rotated, mode)
+    output, weights = engine.score(inputs, rotated, mode, state.watch)
     if rotated.plan is not None and not learned:
         keep_step(rotated, inputs, attention_mask)
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(scaled.dtype)

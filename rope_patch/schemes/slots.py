@@ -220,6 +220,15 @@ class Region:
         distance = m - n if unit == 1 else m.div(unit, rounding_mode=mode) - n.div(unit, rounding_mode=mode)
         return (distance >= self.start) & (distance < self.stop) & (n < self.keys_below)
 
+    def slots(self, slot: int, position: int) -> slice:
+        """The slots of its keys for the query at this `slot` and `position`, if distance is a difference of slots."""
+        behind = slot - position  # slot of a key minus its position
+        here = position // self.chunk
+        newest = (here - int(max(0, self.start)) + 1) * self.chunk - 1
+        oldest = -behind if self.stop == math.inf else (here - int(self.stop) + 1) * self.chunk
+        stop = min(newest, position, self.keys_below - 1) + 1
+        return slice(max(0, oldest + behind), max(0, int(stop) + behind))
+
     def within(self, window: float) -> Region:
         """The pairs of this region that are closer than `window` tokens."""
         return self if self.stop <= window else dataclasses.replace(self, stop=window)

@@ -12,6 +12,7 @@ from rope_patch.attention.inputs import DistanceBias
 from rope_patch.attention.spans import find_spans
 from rope_patch.attention.tile_kernels import Dense, FlashCPU
 from rope_patch.attention.tiles import in_rows, tiles_of
+from tests.attention.problems import supports
 from tests.attention.test_segmented import gradients_of, in_double, inputs_of, pairs_of, region, run_segmented
 
 ROWS = {
@@ -72,8 +73,8 @@ def test_output_and_gradients_are_those_of_the_oracle_in_float64(spec, rows, dty
 def test_regions_that_depend_on_more_than_distance_are_for_one_direction(causal, spec):
     inputs, _ = inputs_of(spec, ROWS["plain"], 45, 45, torch.float32, causal=causal)
     spans = find_spans(inputs.query_positions, None, inputs.groups, 0, 2, causal)
-    assert segmented.applies(inputs, spans) == causal
-    assert not segmented.applies(inputs, tuple(dataclasses.replace(span, window=20) for span in spans))
+    assert supports(segmented, inputs, spans) == causal
+    assert not supports(segmented, inputs, tuple(dataclasses.replace(span, window=20) for span in spans))
 
 
 @pytest.mark.parametrize("causal", [True, False])

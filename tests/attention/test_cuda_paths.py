@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from rope_patch import get_scheme
-from rope_patch.attention import decode, engine, tile_kernels
-from rope_patch.attention.fused import launch, support
+from rope_patch.attention import engine, tile_kernels
+from rope_patch.attention.call import Call
+from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
+from rope_patch.attention.problem import Problem
+from rope_patch.attention.table import choose
 from rope_patch.attention.tile_kernels import CuDNN, Dense, FlashCUDA, Merged, Work
 from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.slots import ALL_PAIRS
@@ -118,11 +121,16 @@ def test_what_the_fused_kernel_scores(regions, queries, kernel, changes, planned
         (), torch.randn(1, 2, 30, 8), positions[:, -queries:], positions, None, True, 30 - queries, 1
     )
     inputs = dataclasses.replace(inputs, **changes)
-    on_gpu = SimpleNamespace(is_cuda=True)
-    call = SimpleNamespace(queries=on_gpu, regions=regions, fused=lambda in_order: None, spans=lambda inputs: None)
+    call = Call(torch.randn(1, 4, queries, 8), torch.randn(1, 2, 30, 8), ForwardCache())
+    monkeypatch.setattr(Call, "regions", regions)
+    monkeypatch.setattr(Call, "spans", lambda self, inputs: None)
     monkeypatch.setattr(engine, "kernel_for", lambda *_, masked: kernel)
-    monkeypatch.setattr(decode, "applies", lambda *_: planned)
-    monkeypatch.setattr(support, "applies", lambda *_: True)
-    monkeypatch.setattr(launch, "attend", lambda *_: "fused")
+    yes, no = (lambda problem: ""), (lambda problem: "it was told so")
+    rows = {
+        executor: dataclasses.replace(executor, supports=yes if does else no)
+        for executor, does in ((engine.JOINED, planned), (engine.FUSED, True))
+    }
+    table = [dataclasses.replace(row, executor=rows.get(row.executor, row.executor)) for row in engine.TABLE["cuda"]]
     with torch.set_grad_enabled(gradients):
-        assert engine._by_one_kernel(inputs, call, "auto") == ("fused" if fused else None)
+        taken = choose(table, Problem(inputs, "auto", call, call.spans))
+    assert (taken.name == "fused") == fused

@@ -6,18 +6,14 @@ import pytest
 import torch
 
 from rope_patch.attention import chunked, dense, oracle, paths, segmented
-from rope_patch.attention.spans import find_spans
+from tests.attention.problems import spans_of, supports
 from tests.attention.test_segmented import ROWS, gradients_of, inputs_of
 
 SPECS = ["rerope:window=6", "alibi"]
 
 
 def attend(inputs, mode="segmented"):
-    def spans(inputs):
-        rows = len(inputs.value)
-        return find_spans(inputs.query_positions, inputs.mask, inputs.groups, inputs.query_start, rows, inputs.causal)
-
-    return paths.attend(inputs, mode, spans)
+    return paths.attend(inputs, mode, spans_of)
 
 
 @pytest.fixture
@@ -77,7 +73,7 @@ def test_a_small_call_under_a_bias_is_the_definition(kind, causal):
     masks = {"boolean": seen, "additive": torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)}
     mask, groups = masks.get(kind), inputs.groups if kind == "groups" else None
     inputs = dataclasses.replace(inputs, branches=(branch,), mask=mask, groups=groups)
-    assert dense.applies(inputs)
+    assert supports(dense, inputs)
     kept = kept if kind == "groups" else torch.ones_like(kept)
     expected = oracle.attend(inputs)[0] * kept[:, None, :, None]
     torch.testing.assert_close(attend(inputs, "auto") * kept[:, None, :, None], expected, atol=1e-5, rtol=1e-5)

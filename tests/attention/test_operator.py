@@ -9,6 +9,7 @@ from torch import library
 from rope_patch.attention import operator, oracle, segmented
 from rope_patch.attention.decay import Decay
 from rope_patch.schemes.tools.rotary import half_split
+from tests.attention.problems import supports
 from tests.attention.test_segmented import ROWS, SUMS, gradients_of, in_double, inputs_of
 
 SPECS = ["", "rerope:window=6", "dca:chunk_size=9,local_window=2", "alibi", "sandwich:embedding_dim=16,base=100", SUMS]
@@ -115,10 +116,11 @@ def test_shapes_without_values_are_those_with_them(spec, dtype, monkeypatch):
 
 def test_what_the_operator_cannot_compute_stays_in_the_graph():
     inputs, _ = of_groups("alibi")
-    assert operator.applies(inputs, None, "auto")
+    assert supports(operator, inputs, compiling=True)
     mask = torch.zeros(1, 1, 45, 45, requires_grad=True)
-    assert not operator.applies(dataclasses.replace(inputs, mask=mask), None, "auto")
-    assert not operator.applies(dataclasses.replace(inputs, softcap=5.0), None, "auto")
-    assert not operator.applies(inputs, None, "oracle")
+    assert not supports(operator, dataclasses.replace(inputs, mask=mask), compiling=True)
+    assert not supports(operator, dataclasses.replace(inputs, softcap=5.0), compiling=True)
+    assert not supports(operator, inputs)  # eagerly
     decay = Decay(half_split(16), torch.linspace(0.01, 0.2, 8))
-    assert not operator.applies(of_groups("rerope:window=6")[0], decay, "auto")  # it counts by the maps of regions
+    by_region, _ = of_groups("rerope:window=6")  # a decay counts by the maps of regions
+    assert not supports(operator, by_region, decay=decay, compiling=True)

@@ -19,6 +19,7 @@ from rope_patch.attention.tiles import Tile, in_rows, tiles_of
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import Identity
 from rope_patch.schemes.tools.rotary import half_split
+from tests.attention.problems import supports
 
 BOUND = st.one_of(st.integers(-3, 40), st.just(math.inf))
 
@@ -186,7 +187,7 @@ def gradients_of(attend, inputs, kept, grad):
 def run_segmented(inputs):
     rows = len(inputs.groups)
     spans = find_spans(inputs.query_positions, None, inputs.groups, inputs.query_start, rows, inputs.causal)
-    assert segmented.applies(inputs, spans)
+    assert supports(segmented, inputs, spans)
     return segmented.attend(inputs, spans)
 
 
@@ -372,4 +373,4 @@ def test_a_span_with_a_window_is_a_band_of_every_region():
     expected = oracle.attend(dataclasses.replace(inputs, mask=mask, groups=None))[0]
     torch.testing.assert_close(segmented.attend(inputs, (span,)), expected)
     chunks, _ = inputs_of("dca:chunk_size=9,local_window=2", [[0] * 45], 45, 45)
-    assert not segmented.applies(chunks, (span,))
+    assert not supports(segmented, chunks, (span,))

@@ -12,6 +12,7 @@ from rope_patch import patch
 from rope_patch.attention import chunked, decay, oracle, products, segmented
 from rope_patch.attention.spans import MOST_SPANS_PER_ROW, find_spans
 from rope_patch.attention.tile_kernels import Dense, FlashCPU
+from tests.attention.problems import supports
 from tests.attention.test_segmented import gradients_of, in_double, inputs_of, run_segmented
 from tests.runs import assert_close, assert_same_gradients, logits, tokens
 
@@ -114,7 +115,7 @@ def test_keys_of_both_directions_are_no_spans_where_positions_skip():
 def test_a_bias_is_scored_by_blocks_where_positions_skip(spec):
     inputs, _ = inputs_of(spec, [[0] * 45], 45, 45)
     call = skipping(inputs, [20], [9])
-    assert not segmented.applies(call, find_spans(call.query_positions, None, call.groups, 0, 1))
+    assert not supports(segmented, call, find_spans(call.query_positions, None, call.groups, 0, 1))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from rope_patch.attention.inputs import Branch
 from rope_patch.attention.spans import Span, find_spans
 from rope_patch.attention.tile_kernels import Dense, FlashCPU, Merged, Work
 from rope_patch.attention.tiles import Tile, tiles_of
+from tests.attention.problems import supports
 from tests.attention.test_bidirectional import bias_of
 from tests.attention.test_segmented import (
     ROWS,
@@ -182,15 +183,15 @@ def test_products_serve_float32_where_they_are_exact_and_fast(monkeypatch):
     try:
         for number, expected in ((products.MOST_THREADS, True), (products.MOST_THREADS + 1, False)):
             torch.set_num_threads(number)
-            assert products.applies(inputs) is expected
+            assert supports(products, inputs) is expected
     finally:
         torch.set_num_threads(threads)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
-    assert not products.applies(inputs)
+    assert not supports(products, inputs)
     monkeypatch.undo()
     for other in ({"avx512_f": True, "cpu_name": "Intel(R) Xeon(R)"}, {"cpu_name": "AMD EPYC"}, {}):
         monkeypatch.setattr(products, "_capabilities", lambda other=other: other)
-        assert not products.applies(inputs)
+        assert not supports(products, inputs)
 
 
 def test_an_operator_that_changed_is_not_used(monkeypatch):
@@ -208,15 +209,15 @@ def test_products_see_both_ways():
 def test_products_serve_bfloat16_without_gradient_or_bias_where_the_processor_has_them(monkeypatch):
     inputs, _ = inputs_of("rerope:window=6", ROWS, 45, 45, torch.bfloat16)
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
-    assert products.applies(inputs)
+    assert supports(products, inputs)
     for bias in ("alibi", SUMS):
-        assert not products.applies(inputs_of(bias, ROWS, 45, 45, torch.bfloat16)[0])
+        assert not supports(products, inputs_of(bias, ROWS, 45, 45, torch.bfloat16)[0])
     learned = dataclasses.replace(inputs, value=inputs.value.clone().requires_grad_())
-    assert not products.applies(learned)
+    assert not supports(products, learned)
     with torch.no_grad():
-        assert products.applies(learned)
+        assert supports(products, learned)
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
-    assert not products.applies(inputs)
+    assert not supports(products, inputs)
 
 
 @pytest.mark.parametrize(

@@ -11,29 +11,48 @@ from rope_patch.attention.call import Fused
 from rope_patch.attention.fused import compiles
 from rope_patch.attention.fused.launch import attend, is_slope
 from rope_patch.attention.inputs import AttentionInputs, Branch
+from rope_patch.attention.problem import Problem
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import Identity
 
 
-def applies(inputs: AttentionInputs, call: Fused) -> bool:
-    """Whether the kernels support a call, and equalled the oracle when they were tried."""
-    queries, value = call.queries, inputs.value
+def supports(problem: Problem) -> str:
+    """Why the kernels cannot compute a call; empty if they can, and equalled the definition when they were tried."""
+    if problem.compiling:
+        return "a compiled model calls one operator"
+    if problem.call is None:
+        return "its states are rotated already"
+    if problem.decay is not None:
+        return "scores decay"
+    if not compiles(problem.inputs.value.device):
+        return "Triton is not installed, or does not compile for this device"
+    return unsupported(problem.inputs, problem.fused())
+
+
+def unsupported(inputs: AttentionInputs, call: Fused) -> str:
+    """Why the kernels cannot compute a call; empty if they can."""
+    queries, value, mask = call.queries, inputs.value, inputs.mask
     tables = [x for table in (*call.query_tables, *call.key_tables) if table is not None for x in table]
     one_query = inputs.q_length == 1
-    return (
-        queries.dtype == call.keys.dtype == value.dtype
-        and queries.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and max(queries.shape[-1], value.shape[-1]) <= 256
-        and inputs.content is None
-        and inputs.dropout == 0.0
-        and inputs.key_positions.ndim == 2
-        and (inputs.mask is None or (one_query and inputs.mask.dtype == torch.bool and inputs.mask.shape[1] == 1))
-        and (inputs.causal or one_query or inputs.q_length == inputs.kv_length)
-        and (inputs.bias is None or call.in_order or is_slope(inputs, inputs.bias))
-        and not any(x.requires_grad for x in tables)
-        and not torch.compiler.is_compiling()
-        and agrees(queries.device, queries.dtype, queries.shape[-1], value.shape[-1], torch.is_grad_enabled())
-    )
+    if not queries.dtype == call.keys.dtype == value.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return "states differ in dtype, or have one that it does not compute"
+    if max(queries.shape[-1], value.shape[-1]) > 256:
+        return "heads are wider than 256"
+    if inputs.content is not None or inputs.dropout != 0.0:
+        return "scores have a term by content, or dropout"
+    if inputs.key_positions.ndim != 2:
+        return "heads keep different keys"
+    if not (mask is None or (one_query and mask.dtype == torch.bool and mask.shape[1] == 1)):
+        return "there is a mask for each pair"
+    if not (inputs.causal or one_query or inputs.q_length == inputs.kv_length):
+        return "queries behind cached keys see later keys"
+    if not (inputs.bias is None or call.in_order or is_slope(inputs, inputs.bias)):
+        return "positions skip, and a bias counts them"
+    if any(x.requires_grad for x in tables):
+        return "the rotation wants a gradient"
+    if not agrees(queries.device, queries.dtype, queries.shape[-1], value.shape[-1], torch.is_grad_enabled()):
+        return "it differed from the definition when it was tried, or does not run on this device"
+    return ""
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,0 +1,93 @@
+"""How an executor is chosen: rows in the order in which they are asked, and the reason of each that was not taken.
+
+An executor is one file that computes a `Problem`. Its `supports` returns an empty string, or why it cannot. A row says
+where it stands in the order, and what else has to hold before it is preferred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rope_patch.attention.problem import Output, Problem
+from rope_patch.errors import UnsupportedModel
+
+
+@dataclass(frozen=True)
+class Executor:
+    """A way to compute a call.
+
+    Attributes:
+        name: as `patch(model, attention=...)` and `ROPE_PATCH_ATTENTION` force it.
+        what: what it does, in a few words.
+        supports: why it cannot compute a problem; empty if it can. It reads no value on a device.
+        attend: computes it.
+        pieces: the number of pieces that it scores a problem in, after `attend`.
+    """
+
+    name: str
+    what: str
+    supports: Callable[[Problem], str]
+    attend: Callable[[Problem], Output]
+    pieces: Callable[[Problem], int] = lambda problem: len(problem.rotated().inputs.branches)
+
+
+def _never(problem: Problem) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A place in the order of executors.
+
+    Attributes:
+        unless: why another executor is preferred, though this one could compute the problem; only asked under `auto`.
+        modes: the words for which the row is asked; `auto` and the executor's own name anyway.
+    """
+
+    executor: Executor
+    unless: Callable[[Problem], str] = _never
+    modes: tuple[str, ...] = ()
+
+    def serves(self, mode: str) -> bool:
+        """Whether the row is asked under a word for `attention`."""
+        return mode in ("auto", self.executor.name, *self.modes)
+
+    def reason(self, problem: Problem) -> str:
+        """Why the row is not taken; empty if it can be."""
+        if not self.serves(problem.mode):
+            return f"attention={problem.mode!r} is asked for"
+        return (self.unless(problem) if problem.mode == "auto" else "") or self.executor.supports(problem)
+
+
+def choose(rows: Sequence[Row], problem: Problem) -> Executor:
+    """The executor of the first row that can be taken.
+
+    Raises:
+        UnsupportedModel: none can; the message has the reasons of those that were asked for by name.
+    """
+    for row in rows:
+        if row.serves(problem.mode) and not row.reason(problem):
+            return row.executor
+    rows = [row for row in rows if row.serves(problem.mode)]
+    rows = [row for row in rows if row.executor.name == problem.mode] or rows
+    asked = [f"{row.executor.name}: {row.reason(problem)}" for row in rows]
+    raise UnsupportedModel(f"attention={problem.mode!r} cannot compute this call: {'; '.join(dict.fromkeys(asked))}")
+
+
+def explained(rows: Sequence[Row], problem: Problem) -> list[tuple[Executor, str]]:
+    """Every executor with the reason why it was not taken; empty for the one that was."""
+    taken = choose(rows, problem)
+    reasons: dict[str, tuple[Executor, str]] = {}
+    for row in rows:
+        executor = row.executor
+        if executor is taken:
+            reasons[executor.name] = executor, ""
+        elif executor.name not in reasons:
+            reason = executor.supports(problem) or row.reason(problem) or f"{taken.name} comes before it"
+            reasons[executor.name] = executor, reason
+    return list(reasons.values())
+
+
+FORCED = "ROPE_PATCH_ATTENTION"
+"""The environment variable that names an executor for every patch without one of its own."""

@@ -1,0 +1,170 @@
+"""Which executor scores each layer of a patched model, in how many pieces, and why the others do not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from rope_patch.attention.engine import rows_for
+from rope_patch.attention.problem import Problem
+from rope_patch.attention.table import explained
+from rope_patch.description import Description, Rows
+from rope_patch.errors import NotPatched, UnsupportedModel, counted
+from rope_patch.mounting.layer_state import LayerState
+from rope_patch.patching import PatchHandle, find_handles, loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """How one layer was computed in one situation.
+
+    Attributes:
+        taken: the name of the executor, or the attention that was there before.
+        pieces: that the executor scored; 0 if it repeats the plan of another layer, or is not one of this library.
+        others: the name of every other executor, and why it was not taken.
+    """
+
+    taken: str
+    pieces: int = 0
+    others: tuple[tuple[str, str], ...] = ()
+
+
+Accounts = dict[int, Account]
+
+
+def explain(model: nn.Module | PatchHandle, input_ids: torch.Tensor, **inputs: Any) -> Description:
+    """A table that says for a prefill, a decoded token, a training step and a compiled call, layer by layer: which
+    executor scores it, in how many pieces, and why each other one was not taken.
+
+    It runs the model on `input_ids` three times: without gradients, then on one more token behind the cache, then with
+    gradients. What a compiled model would take is looked up in the same table, without compiling it.
+
+    Args:
+        model: patched, or a handle.
+        input_ids: `(batch, length)`; the table depends on the length, the batch and the mask.
+        **inputs: of the model's forward, such as `attention_mask`, or `decoder_input_ids` of an encoder with a decoder.
+
+    Returns:
+        the table as text; `Description.tables` has a list of rows for each situation.
+
+    Raises:
+        NotPatched: the model carries no scheme.
+
+    Example:
+        >>> print(rope_patch.explain(model, input_ids))
+    """
+    model = loaded(model)
+    handles = find_handles(model)
+    if not handles:
+        raise NotPatched(f"{type(model).__name__} carries no scheme, so that its own attention scores every layer")
+    training, states = model.training, [state for handle in handles for state in handle.layer_states]
+    model.eval()
+    found: dict[str, Accounts] = {}
+    with_cache, without = ({"use_cache": keeps} if _keeps_cache(model) else {} for keeps in (True, False))
+    try:
+        with _watching(states) as (eager, compiled), torch.no_grad():
+            output = model(input_ids, **with_cache, **inputs)
+        found |= {"prefill": eager, "prefill, compiled": compiled}
+        if getattr(output, "past_key_values", None) is not None:
+            with _watching(states) as (eager, compiled), torch.no_grad():
+                model(**_next_token(model, input_ids, output, inputs), **with_cache)
+            found |= {"decoded token": eager, "decoded token, compiled": compiled}
+        with _watching(states) as (eager, _), torch.enable_grad():
+            model(input_ids, **without, **inputs)
+        found |= {"training step": eager}
+    finally:
+        model.train(training)
+    return Description.of([_rows(situation, handles, accounts) for situation, accounts in found.items()])
+
+
+@contextmanager
+def _watching(states: list[LayerState]) -> Iterator[tuple[Accounts, Accounts]]:
+    """Collect how each layer is computed, and how it would be in a compiled model."""
+    eager: Accounts = {}
+    compiled: Accounts = {}
+    by_kind: dict[Any, Account] = {}
+
+    def watch(state: LayerState, taken: str, problem: Problem | None) -> None:
+        index = state.layer.index
+        if problem is not None:
+            eager[index] = _account(problem)
+            by_kind[id(state.forward_cache), state.kind] = _account(dataclasses.replace(problem, compiling=True))
+        else:
+            eager[index] = Account(taken)
+        # a layer that repeats a plan is scored as the layer that made it, and a compiled model has no plans
+        compiled[index] = by_kind.get((id(state.forward_cache), state.kind), eager[index])
+
+    for state in states:
+        state.watch = partial(watch, state)
+    try:
+        yield eager, compiled
+    finally:
+        for state in states:
+            state.watch = None
+
+
+def _account(problem: Problem) -> Account:
+    try:
+        asked = explained(rows_for(problem), problem)
+    except UnsupportedModel as error:
+        return Account(f"refused: {error}")
+    taken = next(executor for executor, reason in asked if not reason)
+    return Account(
+        taken.name, taken.pieces(problem), tuple((executor.name, reason) for executor, reason in asked if reason)
+    )
+
+
+def _keeps_cache(model: nn.Module) -> bool:
+    return hasattr(cast(Any, model).config, "use_cache")
+
+
+def _next_token(model: nn.Module, input_ids: torch.Tensor, output: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of one more token behind a cache; which token it is does not matter."""
+    token, past = input_ids[:, -1:], output.past_key_values
+    mask, others = inputs.get("attention_mask"), {key: value for key, value in inputs.items() if "decoder" not in key}
+    if getattr(cast(Any, model).config, "is_encoder_decoder", False):
+        encoded = (output.encoder_last_hidden_state,)
+        return {**others, "decoder_input_ids": token, "encoder_outputs": encoded, "past_key_values": past}
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        others["attention_mask"] = torch.cat([mask, mask[:, -1:]], dim=1)
+    if "position_ids" in others:
+        others["position_ids"] = others["position_ids"][..., -1:] + 1
+    return {**others, "input_ids": token, "past_key_values": past}
+
+
+def _rows(situation: str, handles: tuple[PatchHandle, ...], accounts: Accounts) -> Rows:
+    rows: list[tuple[str, str]] = [(situation, "")]
+    together: dict[Account, list[int]] = {}
+    for index, account in sorted(accounts.items()):
+        together.setdefault(account, []).append(index)
+    for account, indices in together.items():
+        how = counted(account.pieces, "piece") if account.pieces else "the attention that was there before"
+        if not account.pieces and account.taken == "joined":
+            how = "by the plan of an earlier layer"
+        rows.append((_listed(indices), f"{account.taken}: {how}"))
+        rows += [(f"  not {name}", reason) for name, reason in account.others]
+    for handle in handles:
+        for stack, plan in handle.mounted:
+            own = [layer.index for layer in plan.touched(stack) if layer.index not in accounts]
+            if own:
+                rows.append((_listed(own), f"{stack.config._attn_implementation}: the model's own attention"))
+            rows += [(_listed([index]), f"left alone: {reason}") for index, reason in plan.left_alone.items()]
+    return rows
+
+
+def _listed(indices: list[int]) -> str:
+    """Layers by number, with runs as `0-3`."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    spelled = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"layer{'s' * (len(indices) > 1)} {', '.join(spelled)}"

@@ -1,0 +1,193 @@
+"""`explain` says what is run, and a forced executor is run, or refused with the reason that it gives."""
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+
+import rope_patch
+from rope_patch import InvalidField, NotPatched, UnsupportedModel, explain, patch
+from rope_patch.attention import engine, paths
+from rope_patch.attention.table import Row
+from rope_patch.cli import main
+from tests.families import build
+from tests.models.t5_families import build as build_t5
+
+LENGTH = 560  # beyond one dense block
+
+
+def ids(batch=1, length=LENGTH):
+    return torch.randint(3, 60, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def situations(description):
+    return {rows[0][0]: rows[1:] for rows in description.tables}
+
+
+def taken(rows):
+    """The executor of each group of layers."""
+    return [value.partition(":")[0] for name, value in rows if name.startswith("layer")]
+
+
+EXPECTED = {
+    # prefill, compiled, decoded token, compiled, training step; products are a matter of the processor
+    "rerope:window=16": ({"merged", "products"}, {"graph"}, {"joined"}, {"joined"}, {"merged"}),
+    "self_extend:group_size=4,window=16": ({"merged", "products"}, {"graph"}, {"joined"}, {"joined"}, {"merged"}),
+    "alibi": ({"merged"}, {"graph"}, {"joined"}, {"joined"}, {"merged"}),
+    "xpos": ({"decayed"}, {"graph"}, {"joined"}, {"graph"}, {"decayed"}),
+    "rope+shaw": ({"chunked"},) * 5,
+    "logn": ({"sdpa"},) * 5,
+    "yarn:factor=4": ({"sdpa"},) * 5,
+}
+NAMES = ("prefill", "prefill, compiled", "decoded token", "decoded token, compiled", "training step")
+
+
+@pytest.mark.parametrize("spec", EXPECTED)
+def test_every_situation_names_its_executor(spec):
+    model = build("llama")
+    patch(model, spec)
+    found = situations(explain(model, ids()))
+    assert tuple(found) == NAMES
+    for name, expected in zip(NAMES, EXPECTED[spec], strict=True):
+        assert set(taken(found[name])) <= expected, (name, found[name])
+
+
+@pytest.mark.parametrize("spec", ["rerope:window=16", "alibi", "rope+shaw", "xpos"])
+def test_it_names_what_runs(spec, monkeypatch):
+    run = []
+    rows = {}
+    for row in {*engine.ROWS, *paths.ROWS}:
+
+        def attend(problem, row=row):
+            run.append(row.executor.name)
+            return row.executor.attend(problem)
+
+        rows[row] = Row(mock.Mock(wraps=row.executor), row.unless, row.modes)
+        rows[row].executor.configure_mock(name=row.executor.name, attend=attend)
+    monkeypatch.setattr(engine, "ROWS", tuple(rows[row] for row in engine.ROWS))
+    model = build("llama")
+    patch(model, spec)
+    with torch.no_grad():
+        model(ids())
+    monkeypatch.undo()
+    (said,) = set(taken(situations(explain(model, ids()))["prefill"]))
+    assert set(run) - {"merged" if said == "decayed" else ""} == {said}
+
+
+def test_every_other_executor_has_a_reason_and_there_is_one_line_for_each():
+    model = build("llama")
+    patch(model, "rerope:window=16")
+    for rows in situations(explain(model, ids(2), attention_mask=torch.ones(2, LENGTH).long())).values():
+        reasons = {
+            name.strip().removeprefix("not "): reason for name, reason in rows if name.strip().startswith("not ")
+        }
+        names = {row.executor.name for row in engine.ROWS}
+        assert reasons.keys() | set(taken(rows)) == names
+        assert all(reason.strip() for reason in reasons.values())
+
+
+def test_the_model_is_left_as_it_was():
+    model = build("llama").train()
+    patch(model, "rerope:window=16")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    explain(model, ids())
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(state.watch is None for state in rope_patch.patching.find_handle(model).layer_states)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_layers_that_are_left_alone_and_layers_of_their_own():
+    model = build("gemma3")
+    patch(model, "layers:[full_attention=rerope:window=8+logn;rest=none]")
+    said = str(explain(model, ids(length=40)))
+    assert "left alone: selected as none" in said
+    assert "layers 1, 3" in said
+
+
+def test_padded_rows_and_an_encoder_with_a_decoder():
+    model = build("llama")
+    patch(model, "rerope:window=16")
+    mask = torch.ones(3, LENGTH).long()
+    mask[1, :70] = 0
+    assert "merged" in explain(model, ids(3), attention_mask=mask) or "products" in explain(
+        model, ids(3), attention_mask=mask
+    )
+    whole = build_t5("t5")
+    patch(whole, "t5+logn")
+    said = explain(whole, ids(length=20), decoder_input_ids=ids(length=9))
+    assert {rows[0][0] for rows in said.tables} >= {"prefill", "decoded token"}
+
+
+def test_an_unpatched_model_has_nothing_to_explain():
+    with pytest.raises(NotPatched, match="carries no scheme"):
+        explain(build("llama"), ids())
+
+
+# --- forcing one ---
+
+
+@pytest.mark.parametrize("name", ["merged", "reference", "chunked"])
+@pytest.mark.parametrize("spec", ["rerope:window=16", "alibi", "dca:chunk_size=24,local_window=8"])
+def test_a_forced_executor_is_run_and_equals_the_definition(name, spec):
+    model, expected = build("llama"), build("llama")
+    patch(model, spec, attention=name)
+    patch(expected, spec, attention="oracle")
+    texts = ids(2, 90)
+    mask = torch.ones_like(texts)
+    mask[1, :20] = 0
+    with torch.no_grad():
+        for given in ({"attention_mask": mask}, {}):
+            theirs, ours = (each(texts, **given).logits for each in (expected, model))
+            torch.testing.assert_close(ours[mask.bool()], theirs[mask.bool()], atol=2e-4, rtol=2e-4)
+        token = texts[:, -1:]
+        steps = [each(token, past_key_values=each(texts, use_cache=True).past_key_values) for each in (expected, model)]
+        torch.testing.assert_close(steps[1].logits, steps[0].logits, atol=2e-4, rtol=2e-4)
+    assert set(taken(situations(explain(model, texts))["prefill"])) == {name}
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "reason"),
+    [
+        ("rope+shaw", "merged", "term by content"),
+        ("rerope:window=16", "joined", "many queries"),
+        ("rerope:window=16", "block", "bias by distance"),
+        ("rerope:window=16", "graph", "compiled models"),
+        ("alibi", "products", "round the bias"),
+    ],
+)
+def test_an_executor_that_does_not_apply_is_refused_with_its_reason(spec, name, reason):
+    model = build("llama")
+    patch(model, spec, attention=name)
+    refusal = rf"attention='{name}' cannot compute this call: {name}: .*{reason}"
+    with torch.no_grad(), pytest.raises(UnsupportedModel, match=refusal):
+        model(ids())
+
+
+def test_the_environment_forces_one_where_nothing_is_said(monkeypatch):
+    monkeypatch.setenv("ROPE_PATCH_ATTENTION", "reference")
+    model, other = build("llama"), build("llama")
+    patch(model, "rerope:window=16")
+    patch(other, "rerope:window=16", attention="chunked")
+    assert set(taken(situations(explain(model, ids()))["prefill"])) == {"reference"}
+    assert set(taken(situations(explain(other, ids()))["prefill"])) == {"chunked"}
+    monkeypatch.setenv("ROPE_PATCH_ATTENTION", "fastest")
+    with pytest.raises(InvalidField, match=r"ROPE_PATCH_ATTENTION='fastest'.*merged"):
+        patch(build("llama"), "rerope:window=16")
+
+
+@pytest.mark.parametrize("word", ["auto", "oracle", "chunked", "segmented", "fused"])
+def test_the_published_words_fall_back_as_before(word):
+    model = build("llama")
+    patch(model, "rope+shaw", attention=word)
+    with torch.no_grad():
+        model(ids(length=40), use_cache=True)
+
+
+def test_describe_prints_it(capsys):
+    assert main(["describe", "--scheme", "rerope:window=16", "--attention", "600"]) == 0
+    assert "not fused" in capsys.readouterr().out
+    assert main(["describe", "--scheme", "rerope:window=16", "--attention", "600", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["attention"]) == 5
+    assert main(["describe", "--attention", "0", "--scheme", "dca"]) == 2
