@@ -66,7 +66,7 @@ class Problem:
         return self.inputs.bias is not None or self.inputs.running_bias is not None
 
     def rotated(self) -> Problem:
-        """The same call with queries and keys rotated for each region."""
+        """The problem with queries and keys rotated for each region."""
         if self.call is None:
             return self
         if self._rotated is None:

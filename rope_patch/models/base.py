@@ -147,7 +147,7 @@ class AttentionLayer:
 
     @property
     def cache_index(self) -> int:
-        """Its index in a cache: `layer_idx`, which changes when layers before it are removed."""
+        """The index of the layer in a cache: the current `layer_idx`, which changes when earlier layers are removed."""
         now = getattr(self.module, "layer_idx", None)
         return self.index if now is None else cast(int, now)
 

@@ -43,7 +43,7 @@ class Checkpoint:
     native: Any = None
 
     def under(self, scheme: Any) -> Checkpoint:  # schemes are built on this module, so their type is not known here
-        """The same checkpoint as `scheme` counts on it.
+        """The checkpoint as `scheme` counts on it: with L as the length that it builds on.
 
         A scheme that keeps the checkpoint's own frequencies counts from what they read today, so its L is
         `max_length`. Frequencies that stand in their place undo the checkpoint's own scaling, so their L is the

@@ -46,7 +46,7 @@ class Known(BaseModel):
 
 
 class StreamOptions(Known):
-    """What a stream has beside the text."""
+    """The fields of a stream beside its text."""
 
     include_usage: bool | None = None
 

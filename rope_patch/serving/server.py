@@ -163,7 +163,7 @@ class Server:
         return self.begin("response", limits.read_json(body))
 
     async def read(self, request: Request, work: Callable[[bytes], T], prompts: int) -> T:
-        """What `work` makes of the body of a request, in a thread.
+        """Run `work` on the body of a request, in a thread, and return its result.
 
         Args:
             prompts: how many a body may have.

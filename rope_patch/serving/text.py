@@ -16,7 +16,7 @@ class Text:
         self.stopped = False
 
     def add(self, ids: Sequence[int], *, last: bool) -> str:
-        """What is new in the text of `ids`, all tokens so far."""
+        """Return the part of the text of `ids`, all tokens so far, that is new."""
         # decoded with the tokens before, since many tokenizers write a space between tokens and not at the start
         before = self._decode(ids[self._settled : self._read])
         both = self._decode(ids[self._settled :])
