@@ -55,7 +55,7 @@ def tables_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def warned(action) -> list[str]:
-    """What is said on frequencies that were rounded."""
+    """The warning for frequencies that were rounded."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RopePatchWarning)
         action()
@@ -221,7 +221,7 @@ def test_a_model_that_was_cast_before_is_restored_bit_for_bit(spec):
 
 
 def test_a_table_that_was_rounded_and_widened_again():
-    """It is known by its values, and not refused as foreign."""
+    """A rounded table is known by its values, and not refused as foreign."""
     for dtype in HALF:
         model = build().to(dtype).float()
         assert read_stack(model).rotary[0].as_declared

@@ -1,4 +1,4 @@
-"""What a tokenizer puts in front of texts and behind them is told apart, wherever tokens are put together."""
+"""Special tokens in front of texts are told from those behind them, wherever tokens are put together."""
 
 from __future__ import annotations
 
