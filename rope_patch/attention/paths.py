@@ -35,7 +35,7 @@ BLOCK = Executor(
 )
 PRODUCTS = Executor(
     "products",
-    "this processor's own matrix products, a block of queries against all keys that it sees",
+    "the processor's products of bfloat16 matrices, a block of queries against all keys that it sees",
     products.supports,
     lambda problem: (products.attend(problem.by_spans().inputs, problem.spans() or ()), None),
     _tiles,

@@ -1,8 +1,7 @@
-"""The processor's own matrix products: a block of queries against all keys that it sees.
+"""The processor's products of bfloat16 matrices: a block of queries against all keys that it sees.
 
-oneDNN multiplies bfloat16, and float32 about twice as fast on AMD's processors as the library behind flash. Scores of
-bfloat16 are rounded before their softmax, which is float32: the error of the output is about twice that of flash, a
-quarter of the step between two bfloat16 numbers.
+Scores are rounded to bfloat16 before their softmax, which is float32: the error of the output is about twice that of
+flash, a quarter of the step between two bfloat16 numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -22,12 +21,6 @@ from rope_patch.attention.segmented import Block, HeadGroup, Piece, blocks_of, h
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tile_kernels import Dense
 from rope_patch.attention.tiles import Tile
-
-ROWS = 128
-"""Queries of a block in float32, for each thread: more of them hide more keys, fewer make its products slow."""
-
-MOST_THREADS = 4
-"""Blocks for more threads would hide too many keys in float32."""
 
 
 def supports(problem: Problem) -> str:
@@ -43,44 +36,18 @@ def supports(problem: Problem) -> str:
         return "gradients are wanted"
     if any(not state.is_cpu for state in states):
         return "it is for processors"
-    if value.dtype not in (torch.bfloat16, torch.float32) or any(state.dtype != value.dtype for state in states):
-        return "it is for states that are all bfloat16, or all float32"
-    if not (multiplies_bfloat16() if value.dtype == torch.bfloat16 else multiplies_float32()):
-        return f"this processor's own products of {value.dtype} are not faster than flash, or are rounded"
+    if any(state.dtype != torch.bfloat16 for state in (value, *states)):
+        return "it is for states that are all bfloat16"
+    if not multiplies_bfloat16():
+        return "this processor has no instructions for products of bfloat16 matrices"
     return segmented.supports(problem)
-
-
-def multiplies_float32() -> bool:
-    """Whether oneDNN multiplies float32 matrices without rounding them, and in wider registers than MKL does."""
-    few, exact = torch.get_num_threads() <= MOST_THREADS, torch.get_float32_matmul_precision() == "highest"
-    wide = "AMD" in _capabilities().get("cpu_name", "") and _capabilities().get("avx512_f", False)
-    return few and exact and bool(wide) and _agrees()
-
-
-@functools.cache
-def _agrees() -> bool:
-    """Whether the operator, which may change, is there and computes what it should."""
-    a, b = torch.arange(12.0).view(3, 4), torch.arange(20.0).view(5, 4)
-    try:
-        return torch.equal(_linear(a, b), a @ b.T)
-    except (AttributeError, RuntimeError):
-        return False
-
-
-def _linear(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a b^T by oneDNN."""
-    return cast(torch.Tensor, torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], ""))
 
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
     """Whether the processor has instructions for products of bfloat16 matrices."""
-    return any(_capabilities().get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
-@functools.cache
-def _capabilities() -> dict[str, Any]:
-    return cast(dict[str, Any], getattr(torch.cpu, "get_capabilities", dict)())
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
@@ -88,8 +55,7 @@ def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
     query, value = inputs.branches[0].query, inputs.value
     batch, heads, length = query.shape[:3]
     out = value.new_zeros(batch, length, heads, value.shape[-1]).transpose(1, 2)
-    rows = Dense.rows if value.dtype == torch.bfloat16 else ROWS * torch.get_num_threads()
-    blocks = blocks_of(spans, inputs.branches, Dense(rows), None)
+    blocks = blocks_of(spans, inputs.branches, Dense(Dense.rows), None)
     groups = list(head_groups(query, value, value.shape[2]))
     # one buffer for all blocks: a large temporary is mapped and faulted in again at every call
     room = value.new_empty(max((math.prod(_shape(block, groups[0], batch)) for block in blocks), default=0))
@@ -122,7 +88,8 @@ def _fill(
         k = keys[piece.branch][block.rows, :, slots].flatten(0, 1)
         q = branch.queries(block.rows, group.heads, piece.queries).reshape(len(k), -1, k.shape[-1])
         if piece.queries == block.queries:
-            _multiply(q, k, inputs.scaling, _per_kv_head(scores, len(k))[..., columns])
+            place = _per_kv_head(scores, len(k))[..., columns]
+            torch.baddbmm(place, q, k.mT, beta=0, alpha=inputs.scaling, out=place)
         else:
             here.fill_(-torch.inf)
             here = here[:, :, piece.queries.start - block.queries.start : piece.queries.stop - block.queries.start]
@@ -137,20 +104,10 @@ def _mean(weights: torch.Tensor, block: Block, values: torch.Tensor) -> torch.Te
     weights_of = _per_kv_head(weights, values.shape[0] * values.shape[1])
     out = None
     for piece, columns in _columns(block):
-        part = weights_of.new_empty(*weights_of.shape[:2], values.shape[-1])
-        _multiply(weights_of[..., columns], values[:, :, piece.keys].flatten(0, 1).mT, 1.0, part)
+        part = torch.bmm(weights_of[..., columns], values[:, :, piece.keys].flatten(0, 1))
         out = part if out is None else wide(out).add_(part)
     assert out is not None  # for the type checker: a block has a tile
     return out.view(*weights.shape[:3], -1)
-
-
-def _multiply(a: torch.Tensor, b: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """out = scale a b^T for each of a number of matrices, `(number, rows, depth)` and `(number, columns, depth)`."""
-    if a.dtype == torch.bfloat16:
-        torch.baddbmm(out, a, b.mT, beta=0, alpha=scale, out=out)
-        return
-    for one, other, into in zip(a, b, out, strict=True):
-        torch.mul(_linear(one, other), scale, out=into)
 
 
 def _columns(block: Block) -> Iterator[tuple[Piece, slice]]:
