@@ -14,7 +14,7 @@ from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.attention.inputs import AttentionInputs
 from rope_patch.attention.rotation import Rotation
-from rope_patch.attention.slot_plan import EVERY, Rotate, SlotPlan
+from rope_patch.attention.slot_plan import Rotate, SlotPlan
 from rope_patch.attention.spans import Span
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 
@@ -92,7 +92,7 @@ class Call:
         """What turns `queries` into `query`, for a path that rotates a few at a time; None if nothing does."""
         return None
 
-    def key(self, region: Region, slots: slice | torch.Tensor = EVERY, rows: slice = EVERY) -> torch.Tensor:
+    def key(self, region: Region, slots: slice | torch.Tensor, rows: slice) -> torch.Tensor:
         """The keys of some `slots` and `rows` rotated for a region, `(batch, kv_heads, slots, head_dim)`."""
         return self.keys[rows, :, slots]
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import torch
 
-from rope_patch.attention.call import EVERY, Call
+from rope_patch.attention.call import Call
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.inputs import AttentionInputs, wide
 from rope_patch.attention.problem import NOT_PRODUCTS, Problem
-from rope_patch.attention.slot_plan import SlotPlan, SlotRows, SlotRun
+from rope_patch.attention.slot_plan import EVERY, SlotPlan, SlotRows, SlotRun
 from rope_patch.schemes.slots import Region
 
 QUERIES = 32  # up to this many are scored like one, at any cache length; tiles are for more

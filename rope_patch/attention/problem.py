@@ -9,9 +9,10 @@ from typing import cast
 
 import torch
 
-from rope_patch.attention.call import EVERY, Call, Fused
+from rope_patch.attention.call import Call, Fused
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
+from rope_patch.attention.slot_plan import EVERY
 from rope_patch.attention.spans import Span
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import torch
 
-from rope_patch.attention.call import EVERY, Call, Fused, Tables
+from rope_patch.attention.call import Call, Fused, Tables
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward_cache import wants_gradient
 from rope_patch.attention.rotation import Rotation, rotate
-from rope_patch.attention.slot_plan import Rotate, part
+from rope_patch.attention.slot_plan import EVERY, Rotate, part
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.layer_state import UNROTATED
 from rope_patch.schemes.slots import ALL_PAIRS, Region
@@ -66,7 +66,7 @@ class RotatedCall(Call):
     @property
     def _turns_by_matrix(self) -> bool:
         """Whether the only query is rotated for all regions by one product."""
-        return self.queries.shape[2] == 1 and bool(self.late.state.regions) and not torch.compiler.is_compiling()
+        return self.queries.shape[2] == 1 and len(self.late.state.regions) > 0 and not torch.compiler.is_compiling()
 
     @functools.cached_property
     def _one_query(self) -> tuple[torch.Tensor, ...]:
@@ -92,7 +92,7 @@ class RotatedCall(Call):
             if by_pair:
                 pairs = len(self.layout.first)
                 moved = [x if x.ndim == 3 else x[..., None].expand(*x.shape, pairs) for x in moved]
-            cos, sin = self._computed(torch.stack(moved, dim=1), queries.dtype, by_pair)
+            cos, sin = self._computed(torch.stack(moved, dim=1), queries.dtype, by_pair, EVERY)
             matrix = self.layout.matrix(self.layout.wide(cos, queries.shape[-1]), sin)
             return (matrix.permute(0, 2, 3, 1, 4).flatten(3)[:, None],)
 
@@ -123,7 +123,7 @@ class RotatedCall(Call):
         key = place, self.late.anchor, frequencies.attention_scaling, source.device
         return ahead.rows(key, source, first, stop, compute)
 
-    def key(self, region: Region, slots: slice | torch.Tensor = EVERY, rows: slice = EVERY) -> torch.Tensor:
+    def key(self, region: Region, slots: slice | torch.Tensor, rows: slice) -> torch.Tensor:
         if not self.rotates_keys(region):
             return super().key(region, slots, rows)
         if not isinstance(slots, slice) or slots.stop is not None or rows != EVERY:
@@ -146,7 +146,7 @@ class RotatedCall(Call):
         else:
             place, behind = ("k", key_map, self.late.state.tables, keys.dtype), position - int(self.late.start)
             span = behind + slots.start, behind + slots.stop
-            cos, sin = self._ahead(place, *span, lambda positions: self._made(positions, key_map, keys))
+            cos, sin = self._ahead(place, *span, lambda positions: self._made(positions, key_map, keys, EVERY))
 
         def of(some: slice) -> Rotate:
             run = slice(some.start - slots.start, some.stop - slots.start)
@@ -183,7 +183,7 @@ class RotatedCall(Call):
 
             def compute() -> Tables:
                 cos, sin = self._computed(
-                    self._remaining(positions, position_map), self.queries.dtype, _has_pairs(position_map)
+                    self._remaining(positions, position_map), self.queries.dtype, _has_pairs(position_map), EVERY
                 )
                 return layout.wide(cos, head_dim), layout.signed(sin, head_dim)
 
@@ -247,7 +247,7 @@ class RotatedCall(Call):
         module, unless every token rotates all cached keys again, which no module does.
         """
         state = self.late.state
-        return bool(state.regions) or (state.scheme.length_dependent and self.queries.shape[2] == 1)
+        return len(state.regions) > 0 or (state.scheme.length_dependent and self.queries.shape[2] == 1)
 
     def _tables(
         self,
@@ -266,9 +266,7 @@ class RotatedCall(Call):
             return tables()
         return cast(Tables, self._shared((place, position_map, self.late.state.tables, like.dtype), tables))
 
-    def _made(
-        self, positions: torch.Tensor, position_map: PositionMap, like: torch.Tensor, rows: slice = EVERY
-    ) -> Tables:
+    def _made(self, positions: torch.Tensor, position_map: PositionMap, like: torch.Tensor, rows: slice) -> Tables:
         """The tables that rotate states `like`. For regions, cos is `wide`."""
         moved = self._remaining(positions, position_map)
         cos, sin = self._computed(moved, like.dtype, _has_pairs(position_map), rows)
@@ -282,7 +280,7 @@ class RotatedCall(Call):
         done = anchor(positions)
         return position_map(positions) - (done[..., None] if _has_pairs(position_map) else done)
 
-    def _computed(self, moved: torch.Tensor, dtype: torch.dtype, by_pair: bool, rows: slice = EVERY) -> Tables:
+    def _computed(self, moved: torch.Tensor, dtype: torch.dtype, by_pair: bool, rows: slice) -> Tables:
         frequencies = self.late.frequencies(self.learned)
         inv_freq, scaling = frequencies.inv_freq, frequencies.attention_scaling
         if inv_freq.ndim == 2 and len(inv_freq) > 1:  # each row of the batch has its own

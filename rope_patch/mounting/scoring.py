@@ -11,9 +11,9 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import engine
-from rope_patch.attention.call import EVERY
 from rope_patch.attention.inputs import AttentionInputs, Content
 from rope_patch.attention.masks import Groups, keys_seen, read_mask, shows_later_keys
+from rope_patch.attention.slot_plan import EVERY
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.base import is_causal
 from rope_patch.models.cached_keys import CachedKeys
@@ -81,7 +81,7 @@ def late_attention(
         call.looks_ahead = _looks_ahead(call, masks, is_causal(module, kwargs.get("is_causal")))
     if not scores:
         rotated = RotatedCall(scaled, key, call.forward_cache, call, learned)
-        states = rotated.query(ALL_PAIRS), rotated.key(ALL_PAIRS), value
+        states = rotated.query(ALL_PAIRS), rotated.key(ALL_PAIRS, EVERY, EVERY), value
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if implementation == "eager" and eager is None:
             raise UnsupportedModel(f"{type(module).__module__} has no eager_attention_forward")

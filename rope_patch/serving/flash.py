@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 
 from rope_patch.attention.forward_cache import ForwardCache
+from rope_patch.attention.slot_plan import EVERY
 from rope_patch.models.base import RotaryTables
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.layer_state import UNROTATED, LayerState
@@ -126,7 +127,7 @@ def attend(
     parts = [
         flash(
             rows(rotated.query(near)),
-            rows(rotated.key(near)),
+            rows(rotated.key(near, EVERY, EVERY)),
             values.contiguous(),
             max_seqlen_k=batch.longest,
             cu_seqlens_k=batch.near_start,

@@ -14,6 +14,7 @@ from transformers import StaticCache
 
 from rope_patch import Compose, Scheme, describe, get_scheme, patch
 from rope_patch.attention import chunked, decode, engine
+from rope_patch.attention.slot_plan import EVERY
 from rope_patch.description import rotated_distance
 from rope_patch.schemes import Region
 from rope_patch.schemes.base import Source
@@ -274,7 +275,7 @@ def test_the_tables_of_the_fused_kernel_rotate_alike(llama, scheme, monkeypatch)
     assert len(call.regions) == 2
     for region, of_query, of_key in zip(call.regions, fused.query_tables, fused.key_tables, strict=True):
         assert_close(rotated(call.queries, of_query), call.query(region))
-        assert_close(rotated(call.keys, of_key), call.key(region))
+        assert_close(rotated(call.keys, of_key), call.key(region, EVERY, EVERY))
 
 
 def test_it_is_described(llama):
