@@ -12,6 +12,7 @@ import pytest
 import rope_patch
 from rope_patch import list_schemes
 from rope_patch.schemes import scheme_class
+from tests.floors import floor_of
 
 PACKAGE = Path(rope_patch.__file__).parent
 ROOT = PACKAGE.parent
@@ -19,22 +20,6 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-
-FLOORS = [
-    {"errors", "json_files", "shipped", "typing", "version"},
-    {"schemes"},
-    {"attention"},
-    {"models"},
-    {"mounting"},
-    {"patching"},
-    {"sharing"},
-    {"saving", "description", "explaining"},
-    {"api", "data"},
-    {"evaluation", "serving"},
-    {"training"},
-    {"cli"},
-]
-"""Parts of the package from the ground up; none imports from a floor above it."""
 
 TRANSFORMERS = {"models", "mounting", "saving", "patching", "evaluation", "serving", "training"}
 """Parts that may import Transformers."""
@@ -56,13 +41,6 @@ def imports_of(path: Path) -> set[str]:
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= (inner & MODULES.keys()) or {node.module}
     return found
-
-
-def floor_of(module: str) -> int:
-    part = module.split(".")[1]
-    found = [index for index, floor in enumerate(FLOORS) if part in floor]
-    assert found, f"{module} belongs to no layer"
-    return found[0]
 
 
 def scheme_files() -> list[str]:
