@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
@@ -74,8 +75,8 @@ def _name(frame: FrameType) -> str:
 
 @contextlib.contextmanager
 def recorded(is_given: Callable[[Any], bool] | None = None) -> Iterator[Calls]:
-    """Record the calls of this thread; `is_given` looks at each argument."""
-    calls, before = Calls(), sys.getprofile()
+    """Record the calls of this thread and of those that it starts; `is_given` looks at each argument."""
+    calls, before = Calls(), (sys.getprofile(), threading.getprofile())
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
         # a generator is entered once for each of its items
@@ -87,11 +88,13 @@ def recorded(is_given: Callable[[Any], bool] | None = None) -> Iterator[Calls]:
         given = is_given is not None and any(map(is_given, arguments_of(frame)))
         calls.entered.append(Call(function, caller, function_of(above), given))
 
+    threading.setprofile(look)
     sys.setprofile(look)
     try:
         yield calls
     finally:
-        sys.setprofile(before)
+        sys.setprofile(before[0])
+        threading.setprofile(before[1])
 
 
 def arguments_of(frame: FrameType) -> list[Any]:
