@@ -31,7 +31,7 @@ def attend(inputs: AttentionInputs) -> torch.Tensor:
     m, n = inputs.query_positions[:, :, None], inputs.key_positions[:, None, :]
     assert inputs.bias is not None  # for the type checker: see `supports`
     mask = inputs.bias.function(m - n).transpose(0, 1).to(inputs.value.dtype)
-    seen = inputs.visible() if inputs.mask is None else inputs.mask
+    seen = inputs.visible()
     if seen is not None:
         lowest = torch.finfo(mask.dtype).min
         if seen.dtype != torch.bool:

@@ -3,47 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import cast
 
 import torch
 
 from rope_patch.attention import decode, operator, paths
-from rope_patch.attention.call import Call
 from rope_patch.attention.decay import attend_with_decay
 from rope_patch.attention.fused import launch, support
-from rope_patch.attention.inputs import AttentionInputs, AttentionMode
+from rope_patch.attention.inputs import AttentionInputs
 from rope_patch.attention.problem import Output, Problem
+from rope_patch.attention.spans import spans_of
 from rope_patch.attention.table import Executor, Row, choose
 from rope_patch.attention.tile_kernels import FlashCUDA, kernel_for
+from rope_patch.attention.turner import Turner
 
 
-def score(
-    inputs: AttentionInputs,
-    call: Call,
-    mode: AttentionMode = "auto",
-    watch: Callable[[str, Problem], None] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of a whole call, decoding steps included. The branches of `inputs` are filled in here.
-
-    Args:
-        watch: is told the name of the executor, and the problem after it was computed.
+def score(problem: Problem) -> Output:
+    """Attention of a whole call, decoding steps included. The problem keeps the name of the executor that was taken.
 
     Returns:
         output `(batch, heads, q_len, value_dim)`, and under the modes `oracle` and `reference` the weights
         `(batch, heads, q_len, kv_len)`.
 
     Raises:
-        UnsupportedModel: the executor that `mode` names cannot compute the call; the message says why.
+        UnsupportedModel: the executor that the problem's mode names cannot compute the call; the message says why.
     """
-    problem = Problem(inputs, mode, call, call.spans)
-    if mode == "fused" and FUSED.supports(problem):
-        problem = dataclasses.replace(problem, mode="auto")
+    if problem.mode == "fused" and FUSED.supports(problem):
+        problem.mode = "auto"
     executor = choose(rows_for(problem), problem)
-    output = executor.attend(problem)
-    if watch is not None:
-        watch(executor.name, problem)
-    return output
+    problem.taken = executor.name
+    return executor.attend(problem)
 
 
 def rows_for(problem: Problem) -> tuple[Row, ...]:
@@ -52,15 +41,12 @@ def rows_for(problem: Problem) -> tuple[Row, ...]:
 
 
 def _one_by_one(problem: Problem) -> Output:
-    inputs, call = problem.inputs, cast(Call, problem.call)
-    if problem.compiling:
-        return decode.attend_in_graph(inputs, call), None
-    return decode.attend(inputs, call, problem.decay), None
+    return (decode.attend_in_graph if problem.compiling else decode.attend)(problem), None
 
 
 def _runs(problem: Problem) -> int:
-    call = cast(Call, problem.call)
-    return len(call.regions) if call.plan is None else sum(len(some.runs) for some in call.plan.by_rows)
+    regions = cast(Turner, problem.turner).regions
+    return len(regions) if problem.plan is None else sum(len(some.runs) for some in problem.plan.by_rows)
 
 
 def _as_operator(problem: Problem) -> Output:
@@ -72,11 +58,11 @@ def _without_decay(problem: Problem) -> str:
 
 
 def _by_blocks(problem: Problem) -> Output:
-    decay, mode, spans = problem.decay, problem.mode, problem.find_spans
+    decay, mode, spans = problem.decay, problem.mode, spans_of
     assert decay is not None  # for the type checker: see `_without_decay`
 
     def attend(block: AttentionInputs) -> Output:
-        inner = Problem(block, mode, None, spans)
+        inner = Problem(block, mode, spans)
         return choose(paths.ROWS, inner).attend(inner)
 
     return attend_with_decay(problem.rotated().inputs, decay, attend)
@@ -87,7 +73,7 @@ FUSED = Executor(
     "one Triton kernel for all regions",
     support.supports,
     lambda problem: (launch.attend(problem.inputs, problem.fused()), None),
-    lambda problem: len(cast(Call, problem.call).regions),
+    lambda problem: len(cast(Turner, problem.turner).regions),
 )
 JOINED = Executor("joined", "runs of slots side by side, one softmax", decode.supports, _one_by_one, _runs)
 GRAPH = Executor("graph", "one operator of a compiled model, which chooses inside", operator.supports, _as_operator)
@@ -104,7 +90,7 @@ def _with_flash(problem: Problem) -> str:
     """Why one kernel for all regions is not the fastest on a GPU: flash per region is, but for regions of many chunks
     without gradients, and for one token without a plan (docs/benchmarks.md, on an H100).
     """
-    in_chunks = any(region.chunk > 1 for region in cast(Call, problem.call).regions)
+    in_chunks = any(region.chunk > 1 for region in cast(Turner, problem.turner).regions)
     without_gradients = in_chunks and not torch.is_grad_enabled()
     if problem.compiling or problem.inputs.q_length == 1 or without_gradients or not _is_flash(problem):
         return ""
@@ -112,8 +98,8 @@ def _with_flash(problem: Problem) -> str:
 
 
 def _is_flash(problem: Problem) -> bool:
-    queries, value = cast(Call, problem.call).queries, problem.inputs.value
-    return problem.inputs.fits_kernels and isinstance(kernel_for(queries, value, masked=problem.biased), FlashCUDA)
+    query, value = cast(torch.Tensor, problem.query), problem.inputs.value
+    return problem.inputs.fits_kernels and isinstance(kernel_for(query, value, masked=problem.biased), FlashCUDA)
 
 
 def _for_gpus(problem: Problem) -> str:

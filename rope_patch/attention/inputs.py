@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from rope_patch.attention.rotation import Rotation
+from rope_patch.attention.visibility import Visibility
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Pairs, Region
 from rope_patch.typing import Weights
@@ -21,9 +22,6 @@ AttentionMode = Literal[
 # fmt: on
 """How to score: `auto` takes the fastest exact executor. `oracle`, `chunked`, `segmented` and `fused` prefer one and
 take another where it does not apply; the names of executors force one."""
-
-
-AHEAD = 16  # tables are computed for so many tokens more
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -72,22 +70,10 @@ class DistanceBias:
     function: Callable[[torch.Tensor], torch.Tensor]
     linear: bool = False
     table: Callable[[int, int], torch.Tensor] | None = None
-    _falling: list[torch.Tensor] = field(default_factory=list, compare=False)
 
     def values(self, low: int, high: int) -> torch.Tensor:
         """b(low) to b(high - 1), `(heads, high - low)`."""
         return self.function(torch.arange(low, high)) if self.table is None else self.table(low, high)
-
-    def falling(self, high: int, low: int, device: torch.device) -> torch.Tensor:
-        """b(high) to b(low), `(heads, high - low + 1)`, without a gradient: a part of a table that serves later tokens
-        too.
-        """
-        if not self._falling:
-            self._falling[:] = [self.values(0, high + 1).flip(-1)]
-        elif self._falling[0].shape[-1] <= high:
-            self._falling[:] = [self.function(torch.arange(high + AHEAD, -1, -1, device=device))]
-        table = self._falling[0]
-        return table.narrow(-1, table.shape[-1] - 1 - high, high - low + 1)
 
     @property
     def learned(self) -> bool:
@@ -236,20 +222,15 @@ class AttentionInputs:
         """The same call with rotated queries."""
         return self.with_branches(tuple(branch.turned() for branch in self.branches))
 
+    @property
+    def visibility(self) -> Visibility:
+        """Which keys the queries may see."""
+        lengths = self.q_length, self.kv_length
+        return Visibility(self.mask, self.groups, self.causal, self.query_start, *lengths)
+
     def visible(self) -> torch.Tensor | None:
-        """Boolean `(batch or 1, 1, q_len, kv_len)` by slot and group, without the mask; None for all pairs."""
-        device = self.value.device
-        queries = torch.arange(self.q_length, device=device) + self.query_start
-        causal = None
-        if self.causal and self.kv_length > 1:
-            causal = (torch.arange(self.kv_length, device=device) <= queries[:, None])[None, None]
-        if self.mask is not None or self.groups is None:
-            return None if self.mask is not None else causal
-        of_keys = self.groups[:, None, None, :]
-        of_queries = self.groups[:, None, queries, None]
-        # a pad sees every token before it, as in Transformers
-        same = ((of_queries == of_keys) | (of_queries < 0)) & (of_keys >= 0)
-        return same if causal is None else causal & same
+        """Boolean `(batch or 1, 1, q_len, kv_len)` by slot and group, or the mask; None for all pairs."""
+        return self.visibility.pairs(self.value.device)
 
     def rows(self, start: int, stop: int) -> AttentionInputs:
         """The same call for the queries `start` to `stop`, without keys that none of them can see."""

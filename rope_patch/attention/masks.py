@@ -67,18 +67,18 @@ def read_mask(
     q_length: int,
     kv_length: int,
     query_start: int | torch.Tensor,
-    config: Any,
+    implementation: str,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """A materialised mask `(batch or 1, heads or 1, q_len, kv_len)`, boolean or additive, and groups
     `(batch or 1, kv_len)`; one of them, or both, is None.
 
     `sdpa` and `eager` masks are materialised. A flash mask is `(batch, kv_len)`, true on tokens, or None for packed
-    documents whose positions restart; causality is implied in both. The model's `config` determines which kind it is.
+    documents whose positions restart; causality is implied in both. The model's attention `implementation` says which kind
+    it is.
 
     Raises:
         UnsupportedPositions: the mask has another form, such as a FlexAttention block mask, or one of integers.
     """
-    implementation = config._attn_implementation
     if mask is None:
         packed = "flash" in implementation and kv_length == q_length > 1
         return None, groups_of_documents(position_ids) if packed else None

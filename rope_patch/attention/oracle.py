@@ -66,7 +66,7 @@ def _scores(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]
     if inputs.softcap is not None:
         scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
 
-    seen = inputs.visible() if inputs.mask is None else inputs.mask
+    seen = inputs.visible()
     added = None
     if seen is not None and seen.dtype != torch.bool:
         added, seen = seen, attended(seen)

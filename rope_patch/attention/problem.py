@@ -9,12 +9,13 @@ from typing import cast
 
 import torch
 
-from rope_patch.attention.call import Call, Fused
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
-from rope_patch.attention.slot_plan import EVERY
+from rope_patch.attention.slot_plan import SlotPlan
 from rope_patch.attention.spans import Span
+from rope_patch.attention.turner import Fused, Turner
 from rope_patch.schemes.slots import ALL_PAIRS, Region
+from rope_patch.typing import PositionMap
 
 Output = tuple[torch.Tensor, "torch.Tensor | None"]
 """Output `(batch, heads, q_len, value_dim)`, and the weights `(batch, heads, q_len, kv_len)` where they were kept."""
@@ -32,21 +33,30 @@ class Problem:
     """A call of attention.
 
     Attributes:
-        inputs: without branches where `call` rotates the states.
+        inputs: without branches where `turner` rotates the states.
         mode: the executor that you asked for, or `auto`.
-        call: queries and keys, and how they are rotated; None if the branches of `inputs` are rotated already.
         find_spans: the spans of some inputs, or None; called only where they help.
+        query, key: as they arrived, `(batch, heads or kv_heads, length, head_dim)`; None if the branches of `inputs` are
+            rotated already.
+        turner: how they are rotated.
+        decay: how scores decay with distance; None if they do not.
         compiling: whether a compiler traces the call, so that values are not known.
+        taken: the name of the executor, once it was scored.
+        plan: how a few queries were scored, if they were.
     """
 
     inputs: AttentionInputs
     mode: AttentionMode
-    call: Call | None
     find_spans: Spans
+    query: torch.Tensor | None = None
+    key: torch.Tensor | None = None
+    turner: Turner | None = None
+    decay: Decay | None = None
     compiling: bool = field(default_factory=torch.compiler.is_compiling)
+    taken: str = field(default="", init=False)
+    plan: SlotPlan | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.decay: Decay | None = None if self.call is None else self.call.decay()
         self._rotated: Problem | None = None
         self._spans: object = _UNKNOWN
         self._fused: Fused | None = None
@@ -66,24 +76,27 @@ class Problem:
         """Whether scores have a bias by distance or by running sums."""
         return self.inputs.bias is not None or self.inputs.running_bias is not None
 
+    @property
+    def differentiable(self) -> bool:
+        """Whether a gradient must flow into queries, or into the parameters of a rotation or bias."""
+        turner, query = cast(Turner, self.turner), cast(torch.Tensor, self.query)
+        return torch.is_grad_enabled() and any(x.requires_grad for x in (query, *turner.learned))
+
     def rotated(self) -> Problem:
         """The problem with queries and keys rotated for each region."""
-        if self.call is None:
+        if self.turner is None:
             return self
         if self._rotated is None:
-            later = self.mode not in ("oracle", "reference") and self.decay is None
-            later = later and self.call.queries.is_cpu and not (self.biased or self.compiling)
-            branches = tuple(self._branch(self.call, region, later) for region in self.call.regions)
-            inputs = self.inputs.with_branches(branches)
-            self._rotated = dataclasses.replace(self, inputs=inputs, call=None)
+            inputs = self.inputs.with_branches(self._branches(self.turner))
+            self._rotated = dataclasses.replace(self, inputs=inputs, query=None, key=None, turner=None)
         return self._rotated
 
     def fused(self) -> Fused:
         """Queries and keys as they arrived, and their rotation in each region, for a kernel that scores all regions."""
         if self._fused is None:
-            call, inputs = cast(Call, self.call), self.inputs
+            turner, inputs = cast(Turner, self.turner), self.inputs
             in_order = not inputs.scattered and (inputs.q_length == 1 or self._in_order())
-            self._fused = call.fused(in_order)
+            self._fused = turner.fused(cast(torch.Tensor, self.query), cast(torch.Tensor, self.key), in_order)
         return self._fused
 
     def _in_order(self) -> bool:
@@ -110,17 +123,31 @@ class Problem:
             self._spans = self.find_spans(dataclasses.replace(self.inputs, causal=True) if one else self.inputs)
         return self._spans  # type: ignore[return-value]
 
-    def _branch(self, call: Call, region: Region, later: bool) -> Branch:
-        """Queries and keys of one region, starting at the oldest key that a query may see there. Queries that are
-        rotated `later` bring their rotation.
+    def _branches(self, turner: Turner) -> tuple[Branch, ...]:
+        """Queries and keys of each region, with keys from the oldest that a query may see there. Queries that are
+        rotated a few at a time bring their rotation.
         """
-        inputs = self.inputs
-        if region == ALL_PAIRS:
-            return Branch(None, call.query(region), call.key(region, EVERY, EVERY))
-        first, in_order = 0, isinstance(inputs.query_start, int) and not inputs.scattered
-        if in_order and region.translation_invariant and not self.compiling:
-            oldest = region.slots(int(inputs.query_start), int(inputs.query_start)).start
-            first = min(oldest, inputs.kv_length)  # a text may be too short for a region
-        turn = call.query_turn(region) if later else None
-        query = call.query(region) if turn is None else call.queries
-        return Branch(region, query, call.key(region, slice(first, None), EVERY), first, turn)
+        inputs, (query, key) = self.inputs, cast(tuple[torch.Tensor, torch.Tensor], (self.query, self.key))
+        later = self.mode not in ("oracle", "reference") and self.decay is None
+        later = later and query.is_cpu and not (self.biased or self.compiling)
+        keys: dict[tuple[PositionMap, int], torch.Tensor] = {}  # regions with the same rotation share them
+        branches = []
+        for region in turner.regions:
+            turn = turner.later(region, query) if later and region != ALL_PAIRS else None
+            first = self._oldest(region)
+            if (region.key_map, first) not in keys:
+                own = key[:, :, first:] if first else key
+                slots = slice(first, None) if first else None
+                keys[region.key_map, first] = turner.turn(own, region, "key", slots)
+            rotated = turner.turn(query, region, "query") if turn is None else query
+            within = None if region == ALL_PAIRS else region
+            branches.append(Branch(within, rotated, keys[region.key_map, first], first, turn))
+        return tuple(branches)
+
+    def _oldest(self, region: Region) -> int:
+        """The oldest slot whose key a query may see in a region."""
+        start = self.inputs.query_start
+        known = isinstance(start, int) and not (self.inputs.scattered or self.compiling)
+        if region == ALL_PAIRS or not known or not region.translation_invariant:
+            return 0
+        return min(region.slots(int(start), int(start)).start, self.inputs.kv_length)  # a text may be shorter

@@ -61,10 +61,23 @@ class Span:
 
 
 def spans_of(inputs: AttentionInputs) -> tuple[Span, ...] | None:
-    """See `find_spans`; heads keep the same keys."""
-    start, rows = int(inputs.query_start), inputs.value.shape[0]
-    past = inputs.key_positions[:, :start] if start else None
-    return find_spans(inputs.query_positions, inputs.mask, inputs.groups, start, rows, inputs.causal, past)
+    """The spans of a call whose heads keep the same keys, see `find_spans`."""
+    positions, sees = (inputs.query_positions, inputs.key_positions), (inputs.mask, inputs.groups)
+    return spans_between(*positions, *sees, int(inputs.query_start), len(inputs.value), inputs.causal)
+
+
+def spans_between(
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    mask: torch.Tensor | None,
+    groups: torch.Tensor | None,
+    query_start: int,
+    batch_size: int,
+    causal: bool,
+) -> tuple[Span, ...] | None:
+    """`find_spans`, with the positions of all keys, `(batch or 1, kv_len)`."""
+    past = key_positions[:, :query_start] if query_start else None
+    return find_spans(query_positions, mask, groups, query_start, batch_size, causal, past)
 
 
 def find_spans(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.generation.continuous_batching import PagedAttentionCache
 
-from rope_patch.attention.forward_cache import ForwardCache
+from rope_patch.attention.forward import Forward
 from rope_patch.errors import UnsupportedPositions
 
 ARGUMENTS = (
@@ -44,7 +44,7 @@ class Request:
     queries: slice
     keys: slice
     position_ids: torch.Tensor
-    forward_cache: ForwardCache = field(default_factory=ForwardCache)
+    forward: Forward = field(default_factory=Forward)
 
     @property
     def kv_length(self) -> int:
@@ -60,13 +60,13 @@ class Request:
         """`(1, 1, q_len, kv_len)`, true on the keys within a sliding `window`; None, for causal, without a window."""
         if window is None:
             return None
+        return self.forward.shared(_seen_in_window)(self.start, self.kv_length, window, self.position_ids.device)
 
-        def seen() -> torch.Tensor:
-            m = torch.arange(self.start, self.kv_length, device=self.position_ids.device)[:, None]
-            distance = m - torch.arange(self.kv_length, device=m.device)
-            return ((distance >= 0) & (distance < window))[None, None]
 
-        return cast(torch.Tensor, self.forward_cache.once(("window", window), seen))
+def _seen_in_window(start: int, kv_length: int, window: int, device: torch.device) -> torch.Tensor:
+    m = torch.arange(start, kv_length, device=device)[:, None]
+    distance = m - torch.arange(kv_length, device=device)
+    return ((distance >= 0) & (distance < window))[None, None]
 
 
 def attend_by_request(
@@ -77,7 +77,7 @@ def attend_by_request(
     value: torch.Tensor,
     *,
     position_ids: torch.Tensor,
-    forward_cache: ForwardCache,
+    forward: Forward,
     cache: PagedAttentionCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -103,7 +103,7 @@ def attend_by_request(
     if cache is not None:
         key, value, key_bounds = _update(cache, cast(Any, module).layer_idx, key, value, kwargs)
     bounds = kwargs["cu_seq_lens_q"], key_bounds
-    requests = forward_cache.derived("requests", lambda: requests_of(position_ids, *bounds), *bounds)
+    requests = forward.shared(requests_of)(position_ids, *bounds)
     others = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
     output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     for request in requests:

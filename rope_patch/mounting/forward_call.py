@@ -9,18 +9,17 @@ from typing import Any, cast
 import torch
 from transformers import Cache
 
-from rope_patch.attention.forward_cache import ForwardCache
+from rope_patch.attention.decay import Decay
+from rope_patch.attention.forward import Forward
 from rope_patch.attention.masks import keys_seen, read_mask
+from rope_patch.attention.turner import Turner
 from rope_patch.models.cached_keys import is_static, positions_in, positions_in_graph, remember
 from rope_patch.models.paged import Request
-from rope_patch.mounting.layer_state import LayerState
+from rope_patch.mounting.layer_state import FrequencySource, LayerState
+from rope_patch.schemes.slots import ALL_PAIRS
 from rope_patch.schemes.tools.positions import follow_on, joined, key_positions
-from rope_patch.typing import Frequencies, PositionMap, Weights
-
-_NEXT = "_rope_patch_next"
-"""Attribute of the positions in a cache that are known to be consecutive, and alike in all rows: the one that follows.
-A step that goes on need not read them."""
-
+from rope_patch.schemes.tools.rotary import RotaryLayout
+from rope_patch.typing import NO_WEIGHTS, Frequencies, PositionMap, Weights
 
 @dataclass(eq=False)
 class ForwardCall:
@@ -44,13 +43,12 @@ class ForwardCall:
         is_request: whether it is one request in a row of continuous batching, or one run of a row that processes share.
         heads: which of the layer's query heads arrive; None for all.
         row_lengths: `lengths` of rows of which only a part arrives.
-        counted: whether the stack itself counted the positions, from the number of cached tokens.
         rotation: the tables by which the module rotates; None for those of the model.
-        step: the `mounting.step.Step` of an earlier layer with the same positions; None if this layer looks for itself.
+        step: the `mounting.step.Step` of an earlier layer that saw the same; None if this layer looks for itself.
     """
 
     state: LayerState
-    forward_cache: ForwardCache
+    forward: Forward
     states: torch.Tensor
     position_ids: torch.Tensor
     query_start: int | torch.Tensor | None
@@ -66,7 +64,6 @@ class ForwardCall:
     is_request: bool = False
     heads: slice | None = None
     row_lengths: torch.Tensor | None = None
-    counted: bool = False
     rotation: Any = None
     step: Any = None
 
@@ -80,15 +77,8 @@ class ForwardCall:
         """Length of each row in tokens, without pads on either side, `(batch or 1,)`."""
         if self.row_lengths is not None:
             return self.row_lengths
-        positions = None if self.tokens is None else self.key_positions(self.tokens.shape[-1])
-        if positions is None or positions.ndim == 3:
-            return self.position_ids.amax(dim=-1) + 1
-        return torch.where(cast(torch.Tensor, self.tokens), positions, 0).amax(dim=-1) + 1
-
-    @property
-    def shareable(self) -> bool:
-        """Whether layers can share key positions; a static cache counts in a separate tensor per layer."""
-        return not isinstance(self.query_start, torch.Tensor)
+        keys = None if self.tokens is None else self.key_positions(self.tokens.shape[-1])
+        return self.forward.shared(_lengths)(self.position_ids, self.tokens, keys)
 
     def num_heads(self, query: torch.Tensor) -> int:
         """The number of the layer's query heads, of which `query` `(batch, heads, q_len, head_dim)` has all or some."""
@@ -104,7 +94,7 @@ class ForwardCall:
         """The part of this call for one request in a row of continuous batching."""
         return dataclasses.replace(
             self,
-            forward_cache=request.forward_cache,
+            forward=request.forward,
             states=self.states[:, request.queries],
             position_ids=request.position_ids,
             query_start=request.start,
@@ -112,48 +102,55 @@ class ForwardCall:
             is_request=True,
         )
 
-    def frequencies(self, learned: Weights, own: bool = False) -> Frequencies:
-        """f of the layer for the rows of this call, with its `learned` parameters; of the scheme alone, with its decay,
-        if `own`.
-        """
-        state, device = self.state, self.position_ids.device
+    def turner(self, kv_length: int, learned: Weights) -> Turner:
+        """The rotations of the queries and of `kv_length` keys, with the layer's `learned` parameters."""
+        state, frequencies, layout = self.state, None, None
+        if state.rotates:
+            frequencies, layout = self._frequencies(learned), state.layer.layout
+        regions = state.both_ways if self.looks_ahead else state.regions
+        # a token that rotates all cached keys again does what no module does
+        again = state.scheme.length_dependent and self.position_ids.shape[1] == 1
+        return Turner(
+            self.forward,
+            self.position_ids,
+            self.key_positions(kv_length),
+            regions or (ALL_PAIRS,),
+            layout,
+            frequencies,
+            self.anchor,
+            exact=len(regions) == 0 and not again,
+            learned=tuple(learned.values()),
+            shares=not state.scheme.learned_frequencies,
+        )
+
+    def _frequencies(self, learned: Weights) -> Frequencies:
+        """f of the layer for the rows of this call."""
+        lengths = self.lengths if self.state.scheme.length_dependent else None
+        device, source = self.position_ids.device, self.state.source
+        if self.state.scheme.learned_frequencies:
+            return source.frequencies(lengths, learned, device, self.anchor is not None)
+        return self.forward.shared(FrequencySource.frequencies)(
+            source, lengths, NO_WEIGHTS, device, self.anchor is not None
+        )
+
+    def decay(self, learned: Weights) -> Decay | None:
+        """How scores of the layer decay with distance; None if they do not."""
+        state = self.state
+        if not state.decays:
+            return None
         lengths = self.lengths if state.scheme.length_dependent else None
-        if own:
-            return state.own_frequencies(lengths, learned, device)
-        return state.frequencies_of(lengths, learned, device, anchored=self.anchor is not None)
+        own = state.source.of_scheme(lengths, learned, self.position_ids.device)
+        return Decay(cast(RotaryLayout, state.layer.layout), cast(torch.Tensor, own.decay))
 
     def key_positions(self, kv_length: int) -> torch.Tensor:
         """`(batch or 1, kv_len)`, or `(batch, kv_heads, kv_len)` if heads keep different keys; shared by the layers of
         one forward if possible.
         """
-        start, past, place = self.query_start, self.past, ("keys", kv_length)
-
-        def counted() -> torch.Tensor:
-            return key_positions(self.position_ids, kv_length, start)
-
+        start, past, shared = self.query_start, self.past, self.forward.shared
         if past is not None and kv_length == past.shape[-1] + self.position_ids.shape[-1]:
-            return self.all_positions()
-        if self.scattered:
-            past = cast(torch.Tensor, past)
-            return self.forward_cache.derived(place, lambda: joined(past, counted()[:, past.shape[-1] :]), past)
-        return self.forward_cache.once((*place, start), counted) if self.shareable else counted()
-
-    def all_positions(self) -> torch.Tensor:
-        """`past` and the positions of the new tokens, in the shape of `past`; one tensor for layers that share it."""
-        past = self.past
-
-        def compute() -> torch.Tensor:
-            following = self._following()
-            from_zero = following == self.kv_length and self.position_ids.dtype == torch.long
-            if following is not None and from_zero:
-                positions = self.state.forward_cache.ahead.counted(following, self.position_ids.device)
-            else:
-                positions = self.position_ids if past is None else joined(past, self.position_ids)
-            if following is not None:
-                setattr(positions, _NEXT, following)
-            return positions
-
-        return cast(torch.Tensor, self.forward_cache.derived("all", compute, past))
+            return shared(joined)(past, self.position_ids)
+        counted = shared(key_positions)(self.position_ids, kv_length, start)
+        return shared(_completed)(past, counted) if self.scattered and past is not None else counted
 
     def look_back(self, cache: Cache, mask: Any) -> None:
         """Set what follows from a cache, not yet updated: the number of keys, and the positions of cached ones. `mask`
@@ -161,37 +158,19 @@ class ForwardCall:
         """
         state, index, q_length = self.state, self.state.layer.cache_index, self.states.shape[1]
         self.cache, self.kv_length = cache, cache.get_mask_sizes(q_length, index)[0]
-        kv_length = self.kv_length
         is_first = isinstance(self.start, int) and self.start == 0
         if not state.follows_positions or (is_first and not is_static(cache, index)):
             return
-
-        def look() -> torch.Tensor | None:
-            if not isinstance(mask, torch.Tensor):
-                return None  # the module chooses its own mask; all keys count as visible
-            return keys_seen(*read_mask(mask, self.position_ids, q_length, kv_length, self.start, state.config))
-
-        self.seen = self.forward_cache.derived(("seen", kv_length), look, mask)
+        if isinstance(mask, torch.Tensor):  # else the module chooses its own mask; all keys count as visible
+            sizes = q_length, self.kv_length, self.start, state.config._attn_implementation
+            self.seen = self.forward.shared(_keys_seen)(mask, self.position_ids, *sizes)
         if is_first:
             return
         if torch.compiler.is_compiling():
             self._look_back_in_graph(cache)
             return
-        start = int(self.start)
-        if start == 0:
-            return
-        past = positions_in(cache, index, start, state.layer.name)
-        self.past = past = self.forward_cache.same(("past", start), past)
-        if self.goes_on():
-            return
-        self.scattered = self.forward_cache.derived(
-            ("scattered", start), lambda: not bool(follow_on(past, self.position_ids, self.seen)), past
-        )
-
-    def goes_on(self) -> bool:
-        """Whether every query follows known consecutive positions of cached keys."""
-        following = getattr(self.past, _NEXT, None)
-        return following is not None and set(self._first_positions(cast(torch.Tensor, self.past))) == {following}
+        self.past = self.forward.earlier(positions_in(cache, index, int(self.start), state.layer.name))
+        self.scattered = self.forward.shared(_are_scattered)(self.past, self.position_ids, self.seen)
 
     def _look_back_in_graph(self, cache: Cache) -> None:
         """`look_back` without access to values: the graph asserts that positions have no gap."""
@@ -210,36 +189,48 @@ class ForwardCall:
         """Store positions on the keys in the cache after its update."""
         if self.cache is None or not self.state.follows_positions:
             return
-        shared, index = self.forward_cache, self.state.layer.cache_index
-        static = is_static(self.cache, index)
+        static = is_static(self.cache, self.state.layer.cache_index)
         if static and torch.compiler.is_compiling():
             return
-        positions, in_order = self.all_positions(), True
+        positions, in_order = self.position_ids, True
+        if self.past is not None:
+            positions = self.forward.shared(joined)(self.past, positions)
         if static:
-            in_order = shared.derived("in order", lambda: self._in_order(positions), positions)
-        remember(self.cache, index, positions, in_order)
+            in_order = self.forward.shared(_ends_in_order)(positions, self.seen)
+        remember(self.cache, self.state.layer.cache_index, positions, in_order)
 
-    def _first_positions(self, past: torch.Tensor) -> list[int]:
-        """Position of the first query after `past` in each row, read only if the stack did not count it."""
-        start = past.shape[-1]
-        counted = self.counted and getattr(past, _NEXT, None) == start
-        read = self.position_ids[:, 0].tolist
-        return cast(list[int], self.forward_cache.once("first positions", lambda: [start] if counted else read()))
 
-    def _following(self) -> int | None:
-        """The position after the last query, if all up to it are known to be consecutive, and alike in all rows."""
-        past, length = self.past, self.position_ids.shape[1]
-        start, known = (0, 0) if past is None else (past.shape[-1], getattr(past, _NEXT, None))
-        if self.counted and known == start:
-            return start + length
-        if torch.compiler.is_compiling() or length > 1 or past is None or self.scattered or self.seen is not None:
-            return None
-        first = self._first_positions(past)
-        return first[0] + 1 if len(set(first)) == 1 else None
+def _lengths(
+    position_ids: torch.Tensor, tokens: torch.Tensor | None, key_positions: torch.Tensor | None
+) -> torch.Tensor:
+    if tokens is None or key_positions is None or key_positions.ndim == 3:
+        return position_ids.amax(dim=-1) + 1
+    return torch.where(tokens, key_positions, 0).amax(dim=-1) + 1
 
-    def _in_order(self, positions: torch.Tensor) -> bool:
-        """Whether, in every row, the next token is expected one position after the last slot."""
-        if positions.ndim == 3:
-            return False
-        ends_in_tokens = self.seen is None or bool(self.seen[:, positions.shape[-1] - 1].all())
-        return ends_in_tokens and bool(follow_on(positions, positions[:, -1:] + 1, self.seen))
+
+def _completed(past: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """The positions `past` of the first keys, followed by those that were `counted` for all keys."""
+    return joined(past, counted[:, past.shape[-1] :])
+
+
+def _keys_seen(
+    mask: torch.Tensor,
+    position_ids: torch.Tensor,
+    q_length: int,
+    kv_length: int,
+    start: int | torch.Tensor,
+    implementation: str,
+) -> torch.Tensor | None:
+    return keys_seen(*read_mask(mask, position_ids, q_length, kv_length, start, implementation))
+
+
+def _are_scattered(past: torch.Tensor, position_ids: torch.Tensor, seen: torch.Tensor | None) -> bool:
+    return not bool(follow_on(past, position_ids, seen))
+
+
+def _ends_in_order(positions: torch.Tensor, seen: torch.Tensor | None) -> bool:
+    """Whether, in every row, the next token is expected one position after the last slot."""
+    if positions.ndim == 3:
+        return False
+    ends_in_tokens = seen is None or bool(seen[:, positions.shape[-1] - 1].all())
+    return ends_in_tokens and bool(follow_on(positions, positions[:, -1:] + 1, seen))

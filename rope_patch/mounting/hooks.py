@@ -10,20 +10,21 @@ from torch import nn
 from transformers import QuantizedCache
 from transformers.generation.continuous_batching import PagedAttentionCache
 
-from rope_patch.attention.forward_cache import StackForwardCache
+from rope_patch.attention.forward import StackForwards
 from rope_patch.attention.masks import Groups, groups_of_documents, groups_of_pads
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.arguments import Arguments, by_name, cache_in, check_tokens, slot_positions, tokens_of
-from rope_patch.models.base import AttentionLayer, is_causal
+from rope_patch.models.base import AttentionLayer, RotaryTables, is_causal
 from rope_patch.models.cached_keys import CACHE_TAG, tag_cache
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.identity_table import IdentityTable
-from rope_patch.mounting.layer_state import UNROTATED, LayerState
+from rope_patch.mounting.layer_state import LayerState
 from rope_patch.mounting.registration import Registration, scores_here
 from rope_patch.mounting.running_bias import contributions
 from rope_patch.mounting.running_stack import StackLink, stack_of
 from rope_patch.mounting.stack_positions import PASSED
-from rope_patch.schemes.tools.positions import query_start
+from rope_patch.schemes.tools.positions import UNROTATED, Identity, query_start
+from rope_patch.typing import PositionMap
 
 LONG = 64  # from this many tokens on, `IdentityTable` saves more than it costs
 
@@ -37,7 +38,7 @@ class StackHook:
         counts: whether this hook must count slots, because the stack has no positions.
     """
 
-    forward_caches: tuple[StackForwardCache, ...]
+    forwards: tuple[StackForwards, ...]
     scorers: tuple[nn.Module, ...]
     counts: bool = False
 
@@ -48,9 +49,8 @@ class StackHook:
         changed = {}
         if self.counts and kwargs.get("position_ids") is None and tokens_of(kwargs) is not None:
             changed["position_ids"] = slot_positions(kwargs)
-        for forward_cache in () if torch.compiler.is_compiling() else self.forward_caches:
-            forward_cache.forget()
-            forward_cache.counted = kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None
+        for forwards in () if torch.compiler.is_compiling() else self.forwards:
+            forwards.forget()
         if self._reads_groups(cast(Any, module.config), kwargs):
             causal = is_causal(self.scorers[0], kwargs.get("is_causal"))
             groups = groups_of_row(kwargs, cast(Any, module.config), causal)
@@ -142,19 +142,13 @@ class LayerHook:
         return (), kwargs
 
     def _follow(self, kwargs: dict[str, Any]) -> ForwardCall | None:
-        """The call for a decoded token, if it follows from what a layer of this kind saw, of this token or the last."""
-        if torch.compiler.is_compiling():
-            return None
-        step = None if PASSED in kwargs else self.state.forward_cache.steps.get(self.state.kind)
+        """The call for a decoded token, if it follows from what a layer of this kind saw."""
+        state = self.state
+        forward = None if torch.compiler.is_compiling() else state.forwards.current(kwargs.get("position_ids"))
+        step = None if forward is None or PASSED in kwargs else forward.steps.get(state.kind)
         if step is None:
             return None
-        call = step.followed_by(
-            self.state,
-            cache_in(kwargs),
-            kwargs["hidden_states"],
-            kwargs.get("position_ids"),
-            kwargs.get("attention_mask"),
-        )
+        call = step.followed_by(state, cache_in(kwargs), kwargs["hidden_states"], kwargs.get("attention_mask"))
         if call is not None and call.rotation is None:
             call.rotation = self._rotation(call, kwargs)
         return call
@@ -168,11 +162,12 @@ class LayerHook:
         if isinstance(cache, QuantizedCache):
             raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
         start = None if cache is None else query_start(cache, index, hidden.shape[1])
+        if isinstance(start, torch.Tensor) and not torch.compiler.is_compiling():
+            start = int(start)  # of a static cache, read once
         position_ids = self._positions(kwargs, start)
         anchor = state.anchor_for(keeps_keys=paged or cache is not None)
-        call = ForwardCall(state, state.forward_cache.of(position_ids), hidden, position_ids, start, anchor)
+        call = ForwardCall(state, state.forwards.of(position_ids), hidden, position_ids, start, anchor)
         if cache is not None:
-            call.counted = state.forward_cache.counted and not torch.compiler.is_compiling()
             call.look_back(cache, kwargs.get("attention_mask"))
         if "running_bias" in state.methods:
             added = state.scheme.running_bias(hidden, state.weights(module))
@@ -183,16 +178,14 @@ class LayerHook:
 
     def _rotation(self, call: ForwardCall, kwargs: dict[str, Any]) -> Any:
         """The tables by which the module rotates; None for those of the model."""
-        state, anchor, hidden, caches = self.state, call.anchor, call.states, call.forward_cache
+        state, anchor, hidden, shared = self.state, call.anchor, call.states, call.forward.shared
         if state.rotates and state.layer.rotary is not None:
-            tables, rotary = kwargs["position_embeddings"], state.layer.rotary
             if anchor in (None, UNROTATED):
-                return caches.derived("identity", lambda: _identity(tables, hidden.device.type), tables)
-            place = "anchor", state.tables, anchor, hidden.dtype
-            return caches.once(place, lambda: rotary.compute(anchor(call.position_ids), like=hidden))
+                return shared(_identity)(kwargs["position_embeddings"], hidden.device.type)
+            like = hidden.dtype, hidden.device
+            return shared(_tables_at)(state.layer.rotary, anchor, call.position_ids, *like)
         if (own := state.own_tables) is not None:
-            key = "own", id(own.module), hidden.dtype
-            return caches.once(key, lambda: state.own_tables_on(hidden.device).compute(call.position_ids, hidden))
+            return shared(_tables_at)(own.on(hidden.device), IDENTITY, call.position_ids, hidden.dtype, hidden.device)
         return None
 
     def _check_paged(self, module: nn.Module, cache: PagedAttentionCache) -> None:
@@ -230,6 +223,16 @@ class LayerHook:
                 f"{layer.name}: position_ids of shape {tuple(position_ids.shape)}; (batch, length) is allowed"
             )
         return cast(torch.Tensor, position_ids)
+
+
+IDENTITY = Identity()
+
+
+def _tables_at(
+    rotary: RotaryTables, position_map: PositionMap, position_ids: torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """The tables of a rotary module at mapped positions."""
+    return rotary.compute(position_map(position_ids), like=torch.empty(0, dtype=dtype, device=device))
 
 
 def _identity(tables: Any, device_type: str) -> Any:

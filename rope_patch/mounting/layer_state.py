@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
-from rope_patch.attention.forward_cache import StackForwardCache
+from rope_patch.attention.forward import StackForwards
 from rope_patch.attention.inputs import AttentionMode
 from rope_patch.attention.problem import Problem
 from rope_patch.models.base import AttentionLayer, RotaryTables
@@ -20,10 +20,8 @@ from rope_patch.mounting.parameters import LearnedWeights
 from rope_patch.mounting.running_stack import is_linked, stack_of
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Region
-from rope_patch.schemes.tools.positions import Constant, pairs_of
-from rope_patch.typing import Frequencies, Lengths, PositionMap, Weights
-
-UNROTATED = Constant(0)  # the position of states without rotation
+from rope_patch.schemes.tools.positions import UNROTATED, pairs_of
+from rope_patch.typing import Frequencies, Lengths, PositionMap, RotarySpec, Weights
 
 Rotation = Literal["module", "own", "late", "anchored"]
 """Where queries and keys are rotated: in the attention module, by the model's tables or by the scheme's own; in the
@@ -35,6 +33,64 @@ Watch = Callable[[str, "Problem | None"], None]
 """Is told the name of an executor, or of the attention that was there before, and the problem if there was one."""
 
 
+@dataclass(frozen=True)
+class OwnTables:
+    """A scheme's own rotary tables, whose module is a copy that does not move with the model."""
+
+    tables: RotaryTables
+    by_device: dict[torch.device, RotaryTables] = field(default_factory=dict, compare=False, repr=False)
+
+    def on(self, device: torch.device) -> RotaryTables:
+        """The tables on a device. Replicas on several devices run at once, so none moves what another reads."""
+        if torch.compiler.is_compiling():
+            return self.by_device.get(device, self.tables)
+        if device not in self.by_device:
+            module = copy.deepcopy(self.tables.module).to(device)
+            self.by_device[device] = dataclasses.replace(self.tables, module=module)
+        return self.by_device[device]
+
+
+@dataclass(frozen=True)
+class FrequencySource:
+    """Where the frequencies of a layer come from; layers with the same tables have equal sources.
+
+    Attributes:
+        scheme: of the layer.
+        rotary: the model's tables; None for a layer without any.
+        spec: the facts that the scheme reads.
+        late: whether the scheme's frequencies are read, instead of those in the model's tables.
+        static: the scheme's frequencies on each device, if they depend on nothing.
+    """
+
+    scheme: Scheme = field(compare=False)
+    rotary: RotaryTables | None
+    spec: RotarySpec
+    late: bool
+    static: dict[torch.device, Frequencies] = field(default_factory=dict, compare=False, repr=False)
+
+    def frequencies(self, lengths: Lengths, weights: Weights, device: torch.device, anchored: bool) -> Frequencies:
+        """f of the layer, with arguments as of `of_scheme`. If queries and keys are `anchored`, the model's own factor
+        was already applied to them.
+        """
+        if self.late:
+            return self.of_scheme(lengths, weights, device)
+        rotary = cast(RotaryTables, self.rotary)
+        # a replica of the model is on another device
+        return Frequencies(rotary.inv_freq.to(device), 1.0 if anchored else rotary.attention_scaling)
+
+    def of_scheme(self, lengths: Lengths, weights: Weights, device: torch.device) -> Frequencies:
+        """f of the scheme itself on a `device`, with its decay and learned `weights`, for rows of these `lengths`."""
+        depends = lengths is not None or len(weights) > 0 or torch.compiler.is_compiling()
+        if not depends and device in self.static:  # copied to a device once
+            return self.static[device]
+        own = self.scheme.frequencies_on(self.spec, lengths, weights)
+        decay = None if own.decay is None else own.decay.to(device)
+        own = dataclasses.replace(own, inv_freq=own.inv_freq.to(device), decay=decay)
+        if not depends:
+            self.static[device] = own
+        return own
+
+
 @dataclass(eq=False)
 class LayerState:
     """One layer under a scheme, as plain data that is copied and pickled with the model.
@@ -44,7 +100,7 @@ class LayerState:
         frequencies: `late` if the scheme's frequencies are computed in the attention function, `model` if the model's
             tables are read.
         learned: names of its learned parameters.
-        forward_cache: what it shares with the other layers of its group.
+        forwards: the forward that it shares with the other layers of its group.
         config: the model's config, with its current attention implementation.
         num_layers: number of the stack's layers that keep keys in a cache.
         cache_tag: marks a cache with the writer of its keys; one for all layers of a stack.
@@ -53,9 +109,9 @@ class LayerState:
         kept: the rotation of the keys in the cache, as text.
         rotates: whether queries and keys are rotated in the attention function.
         tables: names the rotary tables, which layers may share.
+        source: where their frequencies come from.
         kind: layers of one group and kind differ only in states and weights.
-        own_tables: those by which the attention module rotates, if other layers share the model's; their module is a
-            copy, which does not move with the model.
+        own_tables: the tables by which the attention module rotates, if other layers share the model's.
         scores: whether the attention function scores, instead of delegating to the one before.
         watch: is told how each call of the layer is computed, while `explain` runs.
     """
@@ -66,10 +122,10 @@ class LayerState:
     frequencies: Literal["model", "late"]
     learned: LearnedWeights
     attention: AttentionMode
-    forward_cache: StackForwardCache
+    forwards: StackForwards
     config: Any
     num_layers: int
-    own_tables: RotaryTables | None = None
+    own_tables: OwnTables | None = None
     watch: Watch | None = None
 
     def __post_init__(self) -> None:
@@ -89,8 +145,7 @@ class LayerState:
         rotary = self.layer.rotary
         self.tables = None if rotary is None else (rotary.layer_type, id(rotary.module))
         self.kind = self.tables, self.layer.sliding_window
-        self._static: dict[torch.device, Frequencies] = {}
-        self._own: dict[torch.device, RotaryTables] = {}
+        self.source = FrequencySource(self.scheme, rotary, self.layer.spec, self.frequencies == "late")
         # properties that every call needs
         self.methods, self.decays, self.scales = self.scheme.methods, self.scheme.decays, "query_scale" in slots
         self.scores = bool(slots & {"segments", "bias", "values"}) or self.decays or self.attention != "auto"
@@ -108,41 +163,8 @@ class LayerState:
             module = self.layer.module
         return self.learned.of(module, stack_of(module, self.layer.name))
 
-    def own_tables_on(self, device: torch.device) -> RotaryTables:
-        """`own_tables` on a device. Replicas on several devices run at once, so none moves what another reads."""
-        own = cast(RotaryTables, self.own_tables)
-        if torch.compiler.is_compiling():
-            return self._own.get(device, own)
-        if device not in self._own:
-            self._own[device] = dataclasses.replace(own, module=copy.deepcopy(own.module).to(device))
-        return self._own[device]
-
     def anchor_for(self, keeps_keys: bool) -> PositionMap | None:
         """The rotation that the module should apply. Without a cache, no rotation is the least work."""
         if self.anchor is None or (keeps_keys and self.anchor != UNROTATED):
             return self.anchor
         return UNROTATED if cast(RotaryTables, self.layer.rotary).attention_scaling == 1 else None
-
-    def frequencies_of(self, lengths: Lengths, weights: Weights, device: torch.device, anchored: bool) -> Frequencies:
-        """f of this layer, with arguments as of `own_frequencies`. If queries and keys are `anchored`, the model's own
-        factor was already applied to them.
-        """
-        if self.frequencies == "late":
-            return self.own_frequencies(lengths, weights, device)
-        rotary = cast(RotaryTables, self.layer.rotary)
-        # a replica of the model is on another device
-        return Frequencies(rotary.inv_freq.to(device), 1.0 if anchored else rotary.attention_scaling)
-
-    def own_frequencies(self, lengths: Lengths, weights: Weights, device: torch.device) -> Frequencies:
-        """f of the scheme itself on a `device`, with its decay and learned `weights`, for rows of these `lengths`."""
-
-        def compute() -> Frequencies:
-            own = self.scheme.frequencies_on(self.layer.spec, lengths, weights)
-            decay = None if own.decay is None else own.decay.to(device)
-            return dataclasses.replace(own, inv_freq=own.inv_freq.to(device), decay=decay)
-
-        if lengths is not None or weights or torch.compiler.is_compiling():
-            return compute()
-        if device not in self._static:  # copied to a device once
-            self._static[device] = compute()
-        return self._static[device]

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 from torch import nn
 
-from rope_patch.attention.forward_cache import StackForwardCache
+from rope_patch.attention.forward import StackForwards
 from rope_patch.attention.inputs import AttentionMode
 from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
@@ -392,8 +392,8 @@ def _install_hooks(stack: Stack, states: Sequence[LayerState], changes: Changes)
     scorers = tuple(state.layer.module for state in states)
     if not (reads_groups and any(state.scores for state in states)) or others_take_masks(stack.module, scorers):
         scorers = ()
-    forward_caches = {id(state.forward_cache): state.forward_cache for state in states}
-    changes.hook(stack.module, StackHook(tuple(forward_caches.values()), scorers, not stack.has_positions))
+    forwards = {id(state.forwards): state.forwards for state in states}
+    changes.hook(stack.module, StackHook(tuple(forwards.values()), scorers, not stack.has_positions))
     registration = Registration()
     changes.log(stack.module, registration)
     for state in states:
@@ -430,7 +430,7 @@ def _install_layers(
     for layer in touched:
         for name, value in plan.numbers.get(layer.index, {}).items():
             changes.set(layer.module, name, value)
-    forward_cache, states = StackForwardCache(), []
+    forwards, states = StackForwards(), []
     own = _own_tables(plan, stack, touched) if plan.rotation == "own" else {}
     for layer in touched:
         config = cast(Any, getattr(layer.module, "config", stack.config))  # tables alone need none of the layer
@@ -446,7 +446,7 @@ def _install_layers(
                 frequencies=plan.frequencies,
                 learned=weights[layer.name],
                 attention=attention,
-                forward_cache=forward_cache,
+                forwards=forwards,
                 config=config,
                 num_layers=max(each.index for each in (*stack.layers, *stack.others)) + 1,
                 own_tables=own.get(layer.rotary),
@@ -455,15 +455,15 @@ def _install_layers(
     return states
 
 
-def _own_tables(plan: Plan, stack: Stack, layers: Sequence[AttentionLayer]) -> dict[RotaryTables | None, RotaryTables]:
+def _own_tables(plan: Plan, stack: Stack, layers: Sequence[AttentionLayer]) -> dict[RotaryTables | None, OwnTables]:
     """The scheme's tables for layers that share the model's with others: in copies of the rotary modules."""
     copies = {}
     for rotary in {cast(RotaryTables, layer.rotary) for layer in layers}:
         copied = dataclasses.replace(rotary, module=copy.deepcopy(rotary.module))
         tables = KeptTables(copied.module, plan.scheme, stack.checkpoint.max_length)
         _install_rotary(plan, copied, stack, tables, Changes())
-        copies[rotary] = copied
-    return cast(dict["RotaryTables | None", RotaryTables], copies)
+        copies[rotary] = OwnTables(copied)
+    return cast("dict[RotaryTables | None, OwnTables]", copies)
 
 
 def _install_rotary(plan: Plan, rotary: RotaryTables, stack: Stack, kept: KeptTables, changes: Changes) -> None:

@@ -17,12 +17,11 @@ from typing import Any, cast
 
 import torch
 
-from rope_patch.attention.forward_cache import ForwardCache
-from rope_patch.attention.slot_plan import EVERY
+from rope_patch.attention.forward import Forward
 from rope_patch.models.base import RotaryTables
 from rope_patch.mounting.forward_call import ForwardCall
-from rope_patch.mounting.layer_state import UNROTATED, LayerState
-from rope_patch.mounting.rotated_call import RotatedCall
+from rope_patch.mounting.layer_state import LayerState
+from rope_patch.schemes.tools.positions import UNROTATED
 from rope_patch.mounting.scoring import scaled_query
 
 Flash = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -63,7 +62,7 @@ class Batch:
     offsets: torch.Tensor
     near_start: torch.Tensor
     longest: int
-    forward_cache: ForwardCache
+    forward: Forward
 
     @classmethod
     def of(cls, metadata: Any, window: int, block_size: int) -> Batch:
@@ -80,7 +79,7 @@ class Batch:
             offsets=near % block_size,
             near_start=near_start.int(),
             longest=min(metadata.max_seq_len, metadata.max_query_len + window - 1),
-            forward_cache=ForwardCache(),
+            forward=Forward(),
         )
 
 
@@ -110,8 +109,8 @@ def attend(
     window, head_dim = int(near.stop), query.shape[-1]
     keys, values = kv_cache[batch.blocks, :, batch.offsets].split(head_dim, dim=-1)
     queries = query.transpose(0, 1)[None]
-    call = ForwardCall(state, batch.forward_cache, queries, batch.position_ids, 0, past=batch.near, scattered=True)
-    rotated = RotatedCall(scaled_query(call, queries, {}), keys.transpose(0, 1)[None], batch.forward_cache, call, {})
+    call = ForwardCall(state, batch.forward, queries, batch.position_ids, 0, past=batch.near, scattered=True)
+    turner, queries = call.turner(len(batch.blocks), {}), scaled_query(call, queries, {})
 
     def rows(states: torch.Tensor) -> torch.Tensor:
         return states[0].transpose(0, 1).contiguous()
@@ -126,8 +125,8 @@ def attend(
     }
     parts = [
         flash(
-            rows(rotated.query(near)),
-            rows(rotated.key(near, EVERY, EVERY)),
+            rows(turner.turn(queries, near, "query")),
+            rows(turner.turn(keys.transpose(0, 1)[None], near, "key")),
             values.contiguous(),
             max_seqlen_k=batch.longest,
             cu_seqlens_k=batch.near_start,
@@ -139,7 +138,7 @@ def attend(
         key_cache, value_cache = kv_cache.transpose(1, 2).split(head_dim, dim=-1)
         parts.append(
             flash(
-                rows(rotated.query(far)),
+                rows(turner.turn(queries, far, "query")),
                 key_cache,
                 value_cache,
                 max_seqlen_k=metadata.max_seq_len - window,

@@ -43,7 +43,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from rope_patch.attention.forward_cache import ForwardCache
+from rope_patch.attention.forward import Forward
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.paged import Request
 from rope_patch.mounting.forward_call import ForwardCall
@@ -211,7 +211,7 @@ class Scored:
             state = self.states[by_request[row]]
             call = ForwardCall(
                 state,
-                request.forward_cache,
+                request.forward,
                 states=queries,  # no scheme that is served here reads the module's input
                 position_ids=request.position_ids,
                 query_start=request.start,
@@ -265,7 +265,7 @@ class Impl(Scored, CPUAttentionBackendImpl):
     def _attention(self, state: LayerState, cache: torch.Tensor) -> paged_attention.Attention:
         """One for all layers that it computes alike."""
         softcap, sizes = self.logits_soft_cap or 0.0, (cache.shape[1], *cache.shape[3:])
-        key = (state.forward_cache, state.tables, self.num_heads, sizes, self.scale, softcap)
+        key = (state.forwards, state.tables, self.num_heads, sizes, self.scale, softcap)
         known = cast(Served, self.served).attention
         if key not in known:
             known[key] = paged_attention.Attention(state, self.num_heads, sizes, self.scale, softcap)
@@ -370,7 +370,7 @@ _CAUSAL = _Causal()
 
 def once(metadata: Any, state: LayerState | None, compute: Callable[[], R]) -> R:
     """What layers share in a forward: all of them without a `state`; else those of its group under one scheme."""
-    shared, key = vars(metadata).setdefault("rope_patch", {}), state and state.forward_cache
+    shared, key = vars(metadata).setdefault("rope_patch", {}), state and state.forwards
     if key not in shared:
         shared[key] = compute()
     return cast(R, shared[key])
@@ -383,6 +383,6 @@ def requests_of(metadata: Any, block_size: int) -> list[tuple[int, Request, torc
         queries = slice(begins[row], begins[row + 1])
         start = length - (queries.stop - queries.start)
         positions = torch.arange(start, length, device=metadata.seq_lens.device)[None]
-        request = Request(queries, slice(0, length), positions, ForwardCache())
+        request = Request(queries, slice(0, length), positions, Forward())
         requests.append((row, request, metadata.block_table[row, : -(-length // block_size)].long()))
     return requests

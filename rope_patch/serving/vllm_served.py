@@ -21,7 +21,8 @@ from vllm.platforms import current_platform
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.base import RotaryTables
 from rope_patch.models.config import length_today, restore_native
-from rope_patch.mounting.layer_state import UNROTATED, LayerState
+from rope_patch.mounting.layer_state import LayerState
+from rope_patch.schemes.tools.positions import UNROTATED
 from rope_patch.mounting.saved import RECORD
 from rope_patch.patching import patch
 from rope_patch.saving.readers import refused_by_vllm
@@ -89,7 +90,7 @@ class Tables:
 def _shared_frequencies(states: States) -> Frequencies | None:
     """Those of all layers; None if layers differ."""
     cpu = torch.device("cpu")
-    found = [state.frequencies_of(None, {}, cpu, anchored=False) for state in states.values()]
+    found = [state.source.frequencies(None, {}, cpu, anchored=False) for state in states.values()]
     first = found[0]
     same = (torch.equal(one.inv_freq, first.inv_freq) for one in found)
     return first if all(same) and len({float(one.attention_scaling) for one in found}) == 1 else None

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 import rope_patch
 from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.mounting.forward_call import ForwardCall
-from rope_patch.mounting.layer_state import UNROTATED
+from rope_patch.schemes.tools.positions import UNROTATED
 from rope_patch.mounting.scoring import late_attention
 from rope_patch.saving.loading import default_checkpoint
 from rope_patch.schemes.tools.rotary import rotation_tables
@@ -34,7 +34,7 @@ def anchored(state, x, positions):
     anchor = anchor_of(state)
     if anchor == UNROTATED:
         return x
-    frequencies = state.own_frequencies(None, {}, x.device)
+    frequencies = state.source.of_scheme(None, {}, x.device)
     cos, sin = rotation_tables(anchor(positions)[None], frequencies.inv_freq, 1.0, x.dtype)
     return state.layer.layout.rotate(x.transpose(0, 1)[None], cos, sin)[0].transpose(0, 1)
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rope_patch.attention.call import Fused, Tables
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
+from rope_patch.attention.turner import Fused, Tables
 
 
 class Blocks(NamedTuple):

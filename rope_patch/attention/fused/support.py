@@ -7,11 +7,11 @@ import functools
 import torch
 
 from rope_patch.attention import oracle
-from rope_patch.attention.call import Fused
 from rope_patch.attention.fused import compiles
 from rope_patch.attention.fused.launch import attend, is_slope
 from rope_patch.attention.inputs import AttentionInputs, Branch
 from rope_patch.attention.problem import Problem
+from rope_patch.attention.turner import Fused
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import Identity
 
@@ -20,7 +20,7 @@ def supports(problem: Problem) -> str:
     """Why the kernels cannot compute a call; empty if they can, and equalled the definition when they were tried."""
     if problem.compiling:
         return "a compiled model calls one operator"
-    if problem.call is None:
+    if problem.turner is None:
         return "its states are rotated already"
     if problem.decay is not None:
         return "scores decay"

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from rope_patch.attention import engine
-from rope_patch.attention.call import Call
-from rope_patch.attention.forward_cache import ForwardCache
-from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.forward import Forward
+from rope_patch.attention.inputs import AttentionInputs, AttentionMode
 from rope_patch.attention.masks import keys_seen, read_mask
+from rope_patch.attention.problem import Problem
+from rope_patch.attention.turner import Turner
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.models.paged import Request, attend_by_request, is_paged
@@ -30,7 +31,7 @@ def alibi_attention_forward(
     position_ids: torch.Tensor | None = None,
     start: int | torch.Tensor = 0,
     positions: torch.Tensor | None = None,
-    shared: ForwardCache | None = None,
+    shared: Forward | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """softmax(q k^T scaling - slope_h (m - n)) v.
@@ -48,7 +49,7 @@ def alibi_attention_forward(
     Raises:
         UnsupportedPositions: the masks of the attention implementation are not supported.
     """
-    forward_cache = ForwardCache() if shared is None else shared
+    forward = Forward() if shared is None else shared
     if is_paged(kwargs):
 
         def attend(request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: Any) -> torch.Tensor:
@@ -56,11 +57,11 @@ def alibi_attention_forward(
                 **others,
                 "position_ids": request.position_ids,
                 "start": request.start,
-                "shared": request.forward_cache,
+                "shared": request.forward,
             }
             return alibi_attention_forward(module, q, k, v, None, scaling, **others)[0]
 
-        row = {"position_ids": position_ids, "forward_cache": forward_cache}
+        row = {"position_ids": position_ids, "forward": forward}
         return attend_by_request(attend, module, query, key, value, **{**kwargs, **row})
     implementation = cast(Any, module.config)._attn_implementation.removeprefix("paged|")
     flash = "flash" in implementation
@@ -72,13 +73,14 @@ def alibi_attention_forward(
     q_length, kv_length = query.shape[2], key.shape[2]
     if position_ids is None:
         position_ids = (torch.arange(q_length, device=query.device) + start)[None]
-    mask, groups = read_mask(attention_mask, position_ids, q_length, kv_length, start, module.config)
-    of_keys, scattered = key_positions(position_ids, kv_length, start), False
+    sizes = q_length, kv_length, start, cast(Any, module.config)._attn_implementation
+    mask, groups = forward.shared(read_mask)(attention_mask, position_ids, *sizes)
+    of_keys, scattered = forward.shared(key_positions)(position_ids, kv_length, start), False
     if positions is not None and (length := positions.shape[-1] - q_length):
         seen, past = keys_seen(mask, groups), positions[..., :length]
-        scattered = forward_cache.derived("scattered", lambda: not bool(follow_on(past, position_ids, seen)), positions)
+        scattered = not bool(follow_on(past, position_ids, seen))
         of_keys = joined(past, of_keys[:, length:]) if scattered else of_keys
-    bias = forward_cache.bias(ALiBi(), query)
+    bias = forward.bias(ALiBi(), query)
     inputs = AttentionInputs(
         branches=(),
         value=value,
@@ -94,6 +96,7 @@ def alibi_attention_forward(
         # in half precision
         bias=dataclasses.replace(bias, linear=bias.linear and torch.finfo(query.dtype).bits < 32),
     )
-    call = Call(query, key.plain() if isinstance(key, CachedKeys) else key, forward_cache)  # of a static cache
-    output, weights = engine.score(inputs, call, mode="oracle" if implementation == "eager" else "auto")
+    key = key.plain() if isinstance(key, CachedKeys) else key  # of a static cache
+    turner, mode = Turner(forward, position_ids, of_keys), "oracle" if implementation == "eager" else "auto"
+    output, weights = engine.score(Problem(inputs, cast(AttentionMode, mode), forward.spans, query, key, turner))
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)

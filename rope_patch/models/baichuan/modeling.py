@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from rope_patch.attention.forward_cache import ForwardCache
+from rope_patch.attention.forward import Forward
 from rope_patch.attention.inputs import wide
 from rope_patch.models.arguments import cache_in
 from rope_patch.models.baichuan.alibi import alibi_attention_forward
@@ -70,7 +70,7 @@ class BaichuanAttention(LlamaAttention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`(batch, length, hidden)` to the same, and the attention weights if the attention function returns them;
-        `position_embeddings` are cos and sin, `(batch or 1, length, head_dim)`, or a `ForwardCache` without rotation.
+        `position_embeddings` are cos and sin, `(batch or 1, length, head_dim)`, or a `Forward` without rotation.
         """
         cache = cache_in(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if value is not cache}
@@ -133,16 +133,16 @@ class BaichuanModel(BaichuanPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(BaichuanDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = _forward_cache_instead_of_tables if config.uses_alibi else LlamaRotaryEmbedding(config=config)
+        self.rotary_emb = _forward_instead_of_tables if config.uses_alibi else LlamaRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()
 
     forward = LlamaModel.forward
 
 
-def _forward_cache_instead_of_tables(hidden_states: torch.Tensor, position_ids: torch.Tensor) -> ForwardCache:
+def _forward_instead_of_tables(hidden_states: torch.Tensor, position_ids: torch.Tensor) -> Forward:
     """The values shared by the layers of one forward, for a stack without rotation."""
-    return ForwardCache()
+    return Forward()
 
 
 class NormHead(nn.Linear):

@@ -97,6 +97,10 @@ class Constant:
         return torch.full_like(positions, self.value, dtype=torch.float32)
 
 
+UNROTATED = Constant(0)
+"""The position of states without rotation."""
+
+
 @dataclass(frozen=True)
 class Interpolated:
     """phi(m) = m / `factor` + `shift`."""

@@ -1,0 +1,133 @@
+"""One forward of a stack: what its layers share, each value computed once."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+
+from rope_patch.attention.inputs import AttentionInputs, DistanceBias
+from rope_patch.attention.spans import Span, spans_between
+from rope_patch.schemes.base import Scheme
+from rope_patch.typing import NO_WEIGHTS, Weights
+
+Arguments = ParamSpec("Arguments")
+Value = TypeVar("Value")
+
+
+def wants_gradient(weights: Weights) -> bool:
+    """Whether a gradient must flow into learned parameters."""
+    return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values())
+
+
+class Forward:
+    """One forward of the layers of a stack, which see the same mask and the same positions.
+
+    Attributes:
+        steps: how a layer of each kind scored one query, see `mounting.step`.
+    """
+
+    def __init__(self) -> None:
+        self.steps: dict[Any, Any] = {}
+        self._functions: dict[Any, Any] = {}
+        self._pasts: list[torch.Tensor] = []
+
+    def shared(self, compute: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
+        """A function that computes once in this forward for the same arguments.
+
+        Tensors are the same if they are one object, which the forward keeps alive; numbers, data classes and tuples if
+        they are equal. While compiling nothing is remembered: the compiler itself shares equal expressions, and a graph
+        must not depend on an object.
+
+        Example:
+            >>> positions = forward.shared(key_positions)(position_ids, kv_length, start)
+        """
+        if torch.compiler.is_compiling():
+            return compute
+        if compute not in self._functions:
+            self._functions[compute] = functools.cache(compute)
+        return cast("Callable[Arguments, Value]", self._functions[compute])
+
+    def earlier(self, past: torch.Tensor) -> torch.Tensor:
+        """The tensor of an earlier layer if it equals the positions `past` of this layer's cached keys, of any shape, so
+        that layers also share what is computed from it.
+        """
+        for known in self._pasts:
+            if known is past or (known.shape == past.shape and torch.equal(known, past)):
+                return known
+        self._pasts.append(past)
+        return past
+
+    def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
+        """The spans of a call, found once for the layers that see the same."""
+        positions, sees = (inputs.query_positions, inputs.key_positions), (inputs.mask, inputs.groups)
+        return self.shared(spans_between)(*positions, *sees, int(inputs.query_start), len(inputs.value), inputs.causal)
+
+    def bias(
+        self,
+        scheme: Scheme,
+        like: torch.Tensor,
+        weights: Weights = NO_WEIGHTS,
+        num_heads: int | None = None,
+        some: slice | None = None,
+    ) -> DistanceBias:
+        """The bias of a scheme for queries `like` `(batch, heads, q_len, head_dim)`: one object for all layers with
+        the same `weights`, which computes its values once. If `like` has only `some` heads, `num_heads` counts all.
+        """
+        bounds = None if some is None else (some.start, some.stop)
+        heads, named = num_heads or like.shape[1], tuple(weights.items())
+        return self.shared(_distance_bias)(self, scheme, heads, bounds, named, like.device)
+
+
+def _distance_bias(
+    forward: Forward,
+    scheme: Scheme,
+    heads: int,
+    some: tuple[int, int] | None,
+    named: tuple[tuple[str, torch.Tensor], ...],
+    device: torch.device,
+) -> DistanceBias:
+    weights = dict(named)
+
+    def bias(distance: torch.Tensor) -> torch.Tensor:
+        values = scheme.bias(distance, heads, weights)
+        return values if some is None or len(values) == 1 else values[slice(*some)]
+
+    def values(low: int, high: int) -> torch.Tensor:
+        return bias(torch.arange(low, high, device=device))
+
+    def table(low: int, high: int) -> torch.Tensor:
+        # each layer needs a graph of its own where weights learn, since backward may free it
+        return values(low, high) if wants_gradient(weights) else forward.shared(values)(low, high)
+
+    return DistanceBias(bias, scheme.linear, table)
+
+
+class StackForwards(threading.local):
+    """The `Forward` in which a stack is now. Each thread has its own, so that several threads can run one model."""
+
+    def __init__(self) -> None:
+        self._position_ids: torch.Tensor | None = None
+        self._forward = Forward()
+
+    def forget(self) -> None:
+        """Start a forward."""
+        self._position_ids, self._forward = None, Forward()
+
+    def of(self, position_ids: torch.Tensor) -> Forward:
+        """The forward with this positions tensor (by identity), `(batch or 1, length)`."""
+        if torch.compiler.is_compiling():
+            return Forward()
+        if self._position_ids is not position_ids:
+            self._position_ids, self._forward = position_ids, Forward()
+        return self._forward
+
+    def current(self, position_ids: Any) -> Forward | None:
+        """The forward with this positions tensor, if a layer has begun it."""
+        return self._forward if position_ids is not None and self._position_ids is position_ids else None
+
+    def __reduce__(self) -> tuple[type[StackForwards], tuple[()]]:
+        return StackForwards, ()  # a copy of a model remembers nothing

@@ -1,0 +1,302 @@
+"""How queries and keys are rotated for each region, as data: positions, frequencies, and the rotation they have already."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Optional, Union, cast
+
+import torch
+
+from rope_patch.attention.forward import Forward
+from rope_patch.attention.rotation import Rotation, rotate
+from rope_patch.attention.slot_plan import EVERY, Rotate, part
+from rope_patch.schemes.slots import ALL_PAIRS, Region
+from rope_patch.schemes.tools.positions import UNROTATED, pairs_of
+from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
+from rope_patch.typing import Frequencies, PositionMap
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+"""Cosine and sine."""
+
+Side = Literal["query", "key"]
+
+Bounds = Optional[tuple[Optional[int], Optional[int]]]
+"""A slice in a form that has a hash; None for everything."""
+
+Slots = Union[slice, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Queries and keys as they arrived, and their rotation in each region, for the fused kernel.
+
+    The rotation is x cos + x[partner] sin with full-width tables. The sine carries the sign; a dimension without
+    rotation has cosine 1 and sine 0.
+
+    Attributes:
+        queries, keys: `(batch, heads or kv_heads, length, head_dim)`. A query scale is folded into the queries, or into
+            their tables.
+        regions: disjoint.
+        query_tables, key_tables: cos and sin for each region, in shapes that expand to that of the queries or keys;
+            None without rotation.
+        partner: integer, `(head_dim,)`, its own inverse; None without rotation.
+        in_order: whether every visible key has the same distance from its query in positions and in slots. If False,
+            every region scans all keys.
+        window: in slots, of sliding-window attention; infinite without a window.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    regions: tuple[Region, ...]
+    query_tables: tuple[Tables | None, ...]
+    key_tables: tuple[Tables | None, ...]
+    partner: torch.Tensor | None = None
+    in_order: bool = True
+    window: float = math.inf
+
+    def past(self) -> Fused:
+        """The call without the regions whose keys all come after the query."""
+        seen = [region.stop > 0 for region in self.regions]
+        return dataclasses.replace(
+            self,
+            regions=tuple(itertools.compress(self.regions, seen)),
+            query_tables=tuple(itertools.compress(self.query_tables, seen)),
+            key_tables=tuple(itertools.compress(self.key_tables, seen)),
+        )
+
+
+@dataclass(eq=False)
+class Turner:
+    """The rotations of one call. It holds no states, so that layers with the same positions can share what it computes.
+
+    Attributes:
+        forward: what the layers of this forward share.
+        query_positions, key_positions: integer, `(batch or 1, q_len)` and `(batch or 1, kv_len)`; the latter `(batch,
+            kv_heads, kv_len)` if heads keep different keys.
+        regions: disjoint.
+        layout: how dimensions are paired; None if nothing is rotated here.
+        frequencies: f of the layer, for the rows of this call; None without a layout.
+        anchor: the position map by which states are rotated already, `UNROTATED` for no rotation; None if they lack
+            the attention factor too.
+        exact: whether to rotate bit for bit as attention modules do, instead of with the fewest kernels.
+        learned: the learned parameters of the layer, in any shape; layers share no tables if frequencies are among
+            them.
+        shares: whether other layers have the same frequencies.
+    """
+
+    forward: Forward
+    query_positions: torch.Tensor
+    key_positions: torch.Tensor
+    regions: tuple[Region, ...] = (ALL_PAIRS,)
+    layout: RotaryLayout | None = None
+    frequencies: Frequencies | None = None
+    anchor: PositionMap | None = None
+    exact: bool = False
+    learned: tuple[torch.Tensor, ...] = ()
+    shares: bool = True
+
+    def rotates(self, position_map: PositionMap) -> bool:
+        """Whether states still lack the rotation of a map."""
+        return self.layout is not None and position_map != self.anchor
+
+    def turn(
+        self, x: torch.Tensor, region: Region, side: Side, slots: Slots | None = None, rows: slice | None = None
+    ) -> torch.Tensor:
+        """R_f(phi(positions)) x: queries or keys `(batch, heads or kv_heads, length, head_dim)`, of all rows and slots
+        or of these, rotated for a region.
+        """
+        position_map = region.query_map if side == "query" else region.key_map
+        if not self.rotates(position_map):
+            return x
+        return self._apply(*self._tables(position_map, side, x, slots, rows))(x)
+
+    def later(self, region: Region, like: torch.Tensor) -> Rotation | None:
+        """What `turn` does to queries `like`, for an executor that rotates a few at a time; None if nothing does, or if
+        a gradient flows into it.
+        """
+        if self.exact or not self.rotates(region.query_map):
+            return None
+        cos, sin = self._tables(region.query_map, "query", like)
+        learns = cos.requires_grad or sin.requires_grad
+        return None if learns else Rotation(cast(RotaryLayout, self.layout), cos, sin)
+
+    def of_queries(self, like: torch.Tensor) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+        """`turn` for every region, as a function of queries of the dtype and shape of `like`."""
+        if self.layout is None:
+            number = len(self.regions)
+            return lambda queries: (queries,) * number
+        if like.shape[2] == 1 and self.regions != (ALL_PAIRS,):
+            maps = tuple(region.query_map for region in self.regions)
+            compute = self.forward.shared(_matrices) if self.shares else _matrices
+            width = like.shape[-1]
+            matrices = compute(
+                self.query_positions, maps, self.anchor, self.frequencies, self.layout, like.dtype, width
+            )
+            return functools.partial(_product, matrices=matrices)
+        each = [
+            self._apply(*self._tables(region.query_map, "query", like)) if self.rotates(region.query_map) else None
+            for region in self.regions
+        ]
+        return lambda queries: tuple(queries if turn is None else turn(queries) for turn in each)
+
+    def of_keys(
+        self, region: Region, like: torch.Tensor, slots: slice, rows: slice
+    ) -> Callable[[slice], Rotate] | None:
+        """`turn` for the keys of some rows, as a function for each run of slots among `slots`; None if nothing is left
+        to rotate.
+        """
+        if not self.rotates(region.key_map):
+            return None
+        cos, sin = self._tables(region.key_map, "key", like, slots, rows)
+
+        def of(some: slice) -> Rotate:
+            run = slice(some.start - slots.start, some.stop - slots.start)
+            return self._apply(part(cos, run), part(sin, run))
+
+        return of
+
+    def fused(self, queries: torch.Tensor, keys: torch.Tensor, in_order: bool) -> Fused:
+        """The call for the fused kernel; `in_order` if distance is a difference of slots."""
+        if self.layout is None:
+            nothing = (None,) * len(self.regions)
+            return Fused(queries, keys, self.regions, nothing, nothing, in_order=in_order)
+        width, layout = queries.shape[-1], self.layout
+        compute = self.forward.shared(_full_tables) if self.shares else _full_tables
+
+        def tables(positions: torch.Tensor, position_map: PositionMap) -> Tables | None:
+            if not self.rotates(position_map):
+                return None
+            frequencies = cast(Frequencies, self.frequencies)
+            return compute(positions, position_map, self.anchor, frequencies, layout, queries.dtype, width)
+
+        return Fused(
+            queries,
+            keys,
+            self.regions,
+            query_tables=tuple(tables(self.query_positions, region.query_map) for region in self.regions),
+            key_tables=tuple(tables(self.key_positions, region.key_map) for region in self.regions),
+            partner=_partners(layout, width, queries.device),
+            in_order=in_order,
+        )
+
+    def _apply(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotate:
+        """The rotation of states by these tables."""
+        layout = cast(RotaryLayout, self.layout)
+        return functools.partial(layout.rotate if self.exact else functools.partial(rotate, layout), cos=cos, sin=sin)
+
+    def _tables(
+        self,
+        position_map: PositionMap,
+        side: Side,
+        like: torch.Tensor,
+        slots: Slots | None = None,
+        rows: slice | None = None,
+    ) -> Tables:
+        """cos and sin that rotate states `like`."""
+        positions = self.query_positions if side == "query" else self.key_positions
+        compute = self.forward.shared(_tables) if self.shares else _tables
+        place = slots if isinstance(slots, torch.Tensor) else _bounds(slots)
+        layout = None if self.exact else self.layout
+        frequencies = cast(Frequencies, self.frequencies)
+        return compute(
+            positions, place, _bounds(rows), position_map, self.anchor, frequencies, layout, like.dtype, like.shape[-1]
+        )
+
+
+def _bounds(some: slice | None) -> Bounds:
+    return None if some is None or some == EVERY else (some.start, some.stop)
+
+
+def _tables(
+    positions: torch.Tensor,
+    slots: Bounds | torch.Tensor,
+    rows: Bounds,
+    position_map: PositionMap,
+    anchor: PositionMap | None,
+    frequencies: Frequencies,
+    layout: RotaryLayout | None,
+    dtype: torch.dtype,
+    width: int,
+) -> Tables:
+    """The tables for the positions in some rows and slots; with a `layout`, cos is `wide`."""
+    if rows is not None and len(positions) > 1:
+        positions = positions[slice(*rows)]
+    if slots is not None:
+        positions = positions[..., slice(*slots) if isinstance(slots, tuple) else slots]
+    moved = _remaining(positions, position_map, anchor)
+    cos, sin = _computed(moved, frequencies, dtype, pairs_of(position_map) is not None, rows)
+    return cos if layout is None else layout.wide(cos, width), sin
+
+
+def _full_tables(
+    positions: torch.Tensor,
+    position_map: PositionMap,
+    anchor: PositionMap | None,
+    frequencies: Frequencies,
+    layout: RotaryLayout,
+    dtype: torch.dtype,
+    width: int,
+) -> Tables:
+    """The tables with both cos and sin for every dimension."""
+    moved = _remaining(positions, position_map, anchor)
+    cos, sin = _computed(moved, frequencies, dtype, pairs_of(position_map) is not None)
+    return layout.wide(cos, width), layout.signed(sin, width)
+
+
+def _matrices(
+    positions: torch.Tensor,
+    maps: tuple[PositionMap, ...],
+    anchor: PositionMap | None,
+    frequencies: Frequencies,
+    layout: RotaryLayout,
+    dtype: torch.dtype,
+    width: int,
+) -> torch.Tensor:
+    """All rotations of one query at `positions` `(batch or 1, 1)`: `(head_dim, regions * head_dim)`, with a batch axis
+    if rows differ.
+    """
+    moved = [_remaining(positions, position_map, anchor) for position_map in maps]
+    by_pair = any(x.ndim == 3 for x in moved)
+    if by_pair:
+        pairs = len(layout.first)
+        moved = [x if x.ndim == 3 else x[..., None].expand(*x.shape, pairs) for x in moved]
+    cos, sin = _computed(torch.stack(moved, dim=1), frequencies, dtype, by_pair)
+    matrix = layout.matrix(layout.wide(cos, width), sin)[:, :, 0].transpose(1, 2).flatten(2)
+    return matrix if len(matrix) > 1 else matrix[0]
+
+
+def _remaining(positions: torch.Tensor, position_map: PositionMap, anchor: PositionMap | None) -> torch.Tensor:
+    """The remaining rotation of states at these positions, with d/2 as a last axis if the map has pairs."""
+    if anchor in (None, UNROTATED):
+        return position_map(positions)
+    done = cast(PositionMap, anchor)(positions)
+    return position_map(positions) - (done if pairs_of(position_map) is None else done[..., None])
+
+
+def _computed(
+    moved: torch.Tensor, frequencies: Frequencies, dtype: torch.dtype, by_pair: bool, rows: Bounds = None
+) -> Tables:
+    """cos and sin, `(batch or 1, heads or 1, length, d/2)`, of some rows, each of which may have its own frequencies."""
+    inv_freq, scaling = frequencies.inv_freq, frequencies.attention_scaling
+    if rows is not None and inv_freq.ndim == 2 and len(inv_freq) > 1:
+        inv_freq = inv_freq[slice(*rows)]
+        scaling = scaling[slice(*rows)] if isinstance(scaling, torch.Tensor) else scaling
+    return rotation_tables(moved, inv_freq, scaling, dtype, by_pair)
+
+
+@functools.lru_cache(maxsize=16)
+def _partners(layout: RotaryLayout, head_dim: int, device: torch.device) -> torch.Tensor:
+    """`RotaryLayout.partners` on a device, copied once."""
+    return torch.tensor(layout.partners(head_dim), device=device)
+
+
+def _product(query: torch.Tensor, matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The only query, `(batch, heads, 1, head_dim)`, under each of the rotations of `_matrices`."""
+    batch, heads, _, head_dim = query.shape
+    rotated = query.reshape(-1, head_dim) @ matrices if matrices.ndim == 2 else query[:, :, 0] @ matrices
+    return rotated.view(batch, heads, 1, -1).split(head_dim, dim=-1)
