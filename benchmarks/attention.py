@@ -14,10 +14,10 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from benchmarks.comparison import Shape, Side
 from benchmarks.dense import two_matrices
 from rope_patch.attention import paths
-from rope_patch.attention.call import Fused
 from rope_patch.attention.fused import launch, support
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
 from rope_patch.attention.spans import Span
+from rope_patch.attention.turner import Fused
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.registry import as_scheme
 from rope_patch.schemes.slots import ALL_PAIRS, Checkpoint

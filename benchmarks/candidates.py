@@ -10,9 +10,9 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from benchmarks import attention
 from benchmarks.comparison import Shape, Side
-from rope_patch.attention.call import Fused
 from rope_patch.attention.fused import launch
 from rope_patch.attention.inputs import AttentionInputs, Branch
+from rope_patch.attention.turner import Fused
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 
 

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 
 from rope_patch import get_scheme
-from rope_patch.attention.call import Fused
 from rope_patch.attention.fused import launch
 from rope_patch.attention.fused.launch import Blocks
 from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.turner import Fused
 from rope_patch.schemes.slots import ALL_PAIRS
 
 SHARED = {"sm_80": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}

@@ -94,11 +94,11 @@ def _watching(states: list[LayerState]) -> Iterator[tuple[Accounts, Accounts]]:
         index = state.layer.index
         if problem is not None:
             eager[index] = _account(problem)
-            by_kind[id(state.forward_cache), state.kind] = _account(dataclasses.replace(problem, compiling=True))
+            by_kind[id(state.forwards), state.kind] = _account(dataclasses.replace(problem, compiling=True))
         else:
             eager[index] = Account(taken)
         # a layer that repeats a plan is scored as the layer that made it, and a compiled model has no plans
-        compiled[index] = by_kind.get((id(state.forward_cache), state.kind), eager[index])
+        compiled[index] = by_kind.get((id(state.forwards), state.kind), eager[index])
 
     for state in states:
         state.watch = partial(watch, state)

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Sequence
-from typing import Any, cast, get_args
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch.attention.inputs import AttentionMode
-from rope_patch.attention.table import FORCED
+from rope_patch.attention.table import asked_attention
+from rope_patch.context_parallel.support import reason_not_to_share
 from rope_patch.errors import (
     AlreadyPatched,
-    InvalidField,
     MissingField,
     NotPatched,
     UnsupportedModel,
-    did_you_mean,
     warn,
 )
 from rope_patch.models.base import Stack
 from rope_patch.models.find_stacks import check_loaded, find_around, find_enclosing, find_stacks, read_stacks
 from rope_patch.models.paged import forget_managers
 from rope_patch.models.rope_parameters import scheme_of_parameters, stated_length, stated_parameters
-from rope_patch.mounting.layer_state import LayerState
-from rope_patch.mounting.plan import Mount, Plan, install, plan_mounts
-from rope_patch.mounting.row_sharing import reason_not_to_share
+from rope_patch.mounting.handle import HANDLE, Mounted, PatchHandle, find_handle, find_handles
+from rope_patch.mounting.plan import Mount, install, plan_mounts
 from rope_patch.mounting.saved import Notice, install_saving
 from rope_patch.mounting.scheme_warnings import scheme_warning
 from rope_patch.mounting.undo import Changes
@@ -36,86 +33,6 @@ from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.reach import spelled
 from rope_patch.schemes.registry import as_scheme, scheme_from_dict
 from rope_patch.schemes.target import advise, reached
-
-Mounted = tuple[tuple[Stack, Plan], ...]
-
-_HANDLE = "_rope_patch_handle"
-
-_IN_PLACE = "`patch` returns a handle, and the model is patched in place: use the model itself, or handle.model{}"
-
-
-class PatchHandle:
-    """A model under a scheme. As a context manager it takes the scheme back on leaving the block.
-
-    Attributes:
-        model: the patched model.
-        scheme: the scheme as it was asked for, with the fields that a target fills.
-        mounted: the parts of the model that it was mounted on, as they were read before, and where it went in each.
-        layer_states: every layer that it changed, with what its calls read.
-
-    Args:
-        changes: what `remove` takes back.
-        settings: `mount` and `attention`, as of `patch`.
-    """
-
-    def __init__(
-        self, model: nn.Module, scheme: Scheme, mounted: Mounted, changes: Changes, settings: tuple[str, str]
-    ) -> None:
-        self.model = model
-        self.scheme = scheme
-        self.mounted = mounted
-        self.layer_states: tuple[LayerState, ...] = ()
-        self._changes = changes
-        self._settings = settings
-
-    @property
-    def stack(self) -> Stack:
-        """The only part of the model, or its encoder."""
-        return self.mounted[0][0]
-
-    @property
-    def plan(self) -> Plan:
-        """Where the scheme went in `stack`."""
-        return self.mounted[0][1]
-
-    @property
-    def _is_mounted(self) -> bool:
-        return vars(self.stack.module).get(_HANDLE) is self
-
-    def remove(self) -> None:
-        """Restore the model bit for bit.
-
-        Raises:
-            NotPatched: when this handle was removed already.
-        """
-        if not self._is_mounted:
-            raise NotPatched(f"{type(self.model).__name__} does not carry {self.scheme} any more")
-        forget_managers([*find_enclosing(self.model), *self.model.modules()])
-        self._changes.undo()
-
-    def __enter__(self) -> PatchHandle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_mounted:
-            self.remove()
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__") and hasattr(vars(self).get("model"), name):
-            raise AttributeError(_IN_PLACE.format(f".{name}"))
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        """Refused: the model is called.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(_IN_PLACE.format("(...)"))
-
-    def __repr__(self) -> str:
-        state = f"under {self.scheme}, mounted {self.plan.mounts()}" if self._is_mounted else f"without {self.scheme}"
-        return f"<{type(self.model).__name__} {state}>"
 
 
 def patch(
@@ -162,7 +79,7 @@ def patch(
         others = [f"'{each}'" for each in (model, *schemes) if not isinstance(each, nn.Module)] or ["SCHEME"]
         others += [f"{name}={value!r}" for name, value in fields.items()]
         raise UnsupportedModel(f"the model comes first: write patch(model, {', '.join(others)})")
-    attention = _asked_attention(attention)
+    attention = asked_attention(attention)
     model = loaded(model)
     with torch.device("cpu"):  # whatever the default is, as within `with torch.device("meta")`
         scheme = _requested(model, schemes, fields)
@@ -174,24 +91,10 @@ def patch(
         return _mount(model, scheme, mounted, mount, attention)
 
 
-def _asked_attention(attention: str) -> AttentionMode:
-    """The word for `attention`, which the environment may give where `patch` is given none.
-
-    Raises:
-        InvalidField: it is none of the allowed words.
-    """
-    name, words = "attention", get_args(AttentionMode)
-    if attention == "auto" and (forced := os.environ.get(FORCED)):
-        name, attention = FORCED, forced
-    if attention not in words:
-        raise InvalidField(f"{name}={attention!r}: {did_you_mean(str(attention), words)}")
-    return cast(AttentionMode, attention)
-
-
 def mount_scheme(model: nn.Module, scheme: Scheme) -> PatchHandle:
     """`patch` without its warning, for a model that was trained under the scheme, is to be, or is measured."""
     with torch.device("cpu"):
-        return _mount(model, *_planned(model, scheme, "auto"), "auto", _asked_attention("auto"))
+        return _mount(model, *_planned(model, scheme, "auto"), "auto", asked_attention("auto"))
 
 
 def loaded(model: nn.Module | PatchHandle) -> nn.Module:
@@ -267,7 +170,7 @@ def _mount(model: nn.Module, scheme: Scheme, mounted: Mounted, mount: Mount, att
         notice = _name_in_config(holders, scheme, mounted, changes)
         for stack, plan in mounted:
             handle.layer_states += install(plan, stack, attention, changes)
-            changes.set(stack.module, _HANDLE, handle)
+            changes.set(stack.module, HANDLE, handle)
         for module, its_stack in rotary.items():
             changes.keep_filled(module, its_stack)
         install_saving([*find_around(model), *model.modules()], notice, changes)
@@ -302,17 +205,6 @@ def unpatch(model: nn.Module | PatchHandle) -> PatchHandle:
     for handle in handles:
         handle.remove()
     return handles[0]
-
-
-def find_handle(model: nn.Module) -> PatchHandle | None:
-    """The handle of a patched model, also from inside or outside a wrapper around it; None where there is none."""
-    return next(iter(find_handles(model)), None)
-
-
-def find_handles(model: nn.Module) -> tuple[PatchHandle, ...]:
-    """All of them: an encoder and a decoder may carry a scheme each."""
-    handles = [vars(module)[_HANDLE] for module in model.modules() if _HANDLE in vars(module)]
-    return tuple(dict.fromkeys(handles))
 
 
 def find_record(model: Any) -> Any:

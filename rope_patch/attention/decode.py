@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Optional, cast
+from typing import Any, cast
 
 import torch
 
@@ -164,7 +164,7 @@ def _decayed(
     return decay.factor(-(distance if len(distance) == 1 else distance[first_row:last_row]), like)
 
 
-Place = tuple[int, int, Optional[int], Optional[int]]
+Place = tuple[int, int, Any, Any]
 """First slot, the slot after the last, and likewise the rows of the batch."""
 
 
@@ -249,7 +249,9 @@ def attend_in_graph(problem: Problem) -> torch.Tensor:
         seen = (exists & region.contains(m, n))[:, :, None]
         if inputs.mask is not None:
             seen = seen & inputs.mask[..., slots]
-        rows = wide(turner.turn(query, region, "query")).unflatten(1, (value.shape[1], -1))[:, :, :, 0]  # of each kv head
+        rows = wide(turner.turn(query, region, "query")).unflatten(1, (value.shape[1], -1))[
+            :, :, :, 0
+        ]  # of each kv head
         products = rows @ wide(turner.turn(key[:, :, slots], region, "key", slots)).mT * inputs.scaling
         if inputs.bias is not None:
             term = inputs.bias.function((m - n)[:, 0]).transpose(0, 1)

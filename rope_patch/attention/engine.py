@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import cast
 
 import torch
@@ -12,7 +11,6 @@ from rope_patch.attention.decay import attend_with_decay
 from rope_patch.attention.fused import launch, support
 from rope_patch.attention.inputs import AttentionInputs
 from rope_patch.attention.problem import Output, Problem
-from rope_patch.attention.spans import spans_of
 from rope_patch.attention.table import Executor, Row, choose
 from rope_patch.attention.tile_kernels import FlashCUDA, kernel_for
 from rope_patch.attention.turner import Turner
@@ -58,11 +56,11 @@ def _without_decay(problem: Problem) -> str:
 
 
 def _by_blocks(problem: Problem) -> Output:
-    decay, mode, spans = problem.decay, problem.mode, spans_of
+    decay, mode = problem.decay, problem.mode
     assert decay is not None  # for the type checker: see `_without_decay`
 
     def attend(block: AttentionInputs) -> Output:
-        inner = Problem(block, mode, spans)
+        inner = Problem(block, mode)
         return choose(paths.ROWS, inner).attend(inner)
 
     return attend_with_decay(problem.rotated().inputs, decay, attend)

@@ -52,8 +52,8 @@ class Forward:
         return cast("Callable[Arguments, Value]", self._functions[compute])
 
     def earlier(self, past: torch.Tensor) -> torch.Tensor:
-        """The tensor of an earlier layer if it equals the positions `past` of this layer's cached keys, of any shape, so
-        that layers also share what is computed from it.
+        """The tensor of an earlier layer if it equals the positions `past` of this layer's cached keys, of any shape:
+        layers then also share what is computed from it.
         """
         for known in self._pasts:
             if known is past or (known.shape == past.shape and torch.equal(known, past)):
@@ -79,12 +79,13 @@ class Forward:
         """
         bounds = None if some is None else (some.start, some.stop)
         heads, named = num_heads or like.shape[1], tuple(weights.items())
-        return self.shared(_distance_bias)(self, scheme, heads, bounds, named, like.device)
+        return self.shared(_distance_bias)(self, scheme.bias, scheme.linear, heads, bounds, named, like.device)
 
 
 def _distance_bias(
     forward: Forward,
-    scheme: Scheme,
+    compute: Callable[..., torch.Tensor],
+    linear: bool,
     heads: int,
     some: tuple[int, int] | None,
     named: tuple[tuple[str, torch.Tensor], ...],
@@ -93,7 +94,7 @@ def _distance_bias(
     weights = dict(named)
 
     def bias(distance: torch.Tensor) -> torch.Tensor:
-        values = scheme.bias(distance, heads, weights)
+        values = compute(distance, heads, weights)
         return values if some is None or len(values) == 1 else values[slice(*some)]
 
     def values(low: int, high: int) -> torch.Tensor:
@@ -103,7 +104,7 @@ def _distance_bias(
         # each layer needs a graph of its own where weights learn, since backward may free it
         return values(low, high) if wants_gradient(weights) else forward.shared(values)(low, high)
 
-    return DistanceBias(bias, scheme.linear, table)
+    return DistanceBias(bias, linear, table)
 
 
 class StackForwards(threading.local):

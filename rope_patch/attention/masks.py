@@ -73,8 +73,7 @@ def read_mask(
     `(batch or 1, kv_len)`; one of them, or both, is None.
 
     `sdpa` and `eager` masks are materialised. A flash mask is `(batch, kv_len)`, true on tokens, or None for packed
-    documents whose positions restart; causality is implied in both. The model's attention `implementation` says which kind
-    it is.
+    documents whose positions restart; causality is implied in both. The attention `implementation` says which it is.
 
     Raises:
         UnsupportedPositions: the mask has another form, such as a FlexAttention block mask, or one of integers.

@@ -93,7 +93,7 @@ class _Arguments(NamedTuple):
         """The spans if the call is scored region by region; None also under a decay, which has spans for each block."""
         if self.rate is not None:
             return None
-        problem = Problem(inputs, self.mode, lambda _: _decoded(self.spans, self.causal))
+        problem = Problem(inputs, self.mode, find_spans=lambda _: _decoded(self.spans, self.causal))
         return None if paths.REGIONS.reason(problem) else problem.spans()
 
     def attend(self, inputs: AttentionInputs) -> torch.Tensor:

@@ -70,5 +70,5 @@ def attend(inputs: AttentionInputs, mode: AttentionMode, spans: Spans) -> torch.
     """Output `(batch, heads, q_len, value_dim)` of rotated states; `spans` finds the spans of a call, or None, and is
     called only where they help.
     """
-    problem = Problem(inputs, mode, spans)
+    problem = Problem(inputs, mode, find_spans=spans)
     return choose(ROWS, problem).attend(problem)[0]

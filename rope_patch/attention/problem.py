@@ -12,7 +12,7 @@ import torch
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
 from rope_patch.attention.slot_plan import SlotPlan
-from rope_patch.attention.spans import Span
+from rope_patch.attention.spans import Span, spans_of
 from rope_patch.attention.turner import Fused, Turner
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.typing import PositionMap
@@ -35,28 +35,30 @@ class Problem:
     Attributes:
         inputs: without branches where `turner` rotates the states.
         mode: the executor that you asked for, or `auto`.
-        find_spans: the spans of some inputs, or None; called only where they help.
-        query, key: as they arrived, `(batch, heads or kv_heads, length, head_dim)`; None if the branches of `inputs` are
-            rotated already.
+        query, key: as they arrived, `(batch, heads or kv_heads, length, head_dim)`; None if the branches of `inputs`
+            are rotated already.
         turner: how they are rotated.
         decay: how scores decay with distance; None if they do not.
+        find_spans: the spans of some inputs, or None; called only where they help. By default layers share them.
         compiling: whether a compiler traces the call, so that values are not known.
         taken: the name of the executor, once it was scored.
         plan: how a few queries were scored, if they were.
     """
 
     inputs: AttentionInputs
-    mode: AttentionMode
-    find_spans: Spans
+    mode: AttentionMode = "auto"
     query: torch.Tensor | None = None
     key: torch.Tensor | None = None
     turner: Turner | None = None
     decay: Decay | None = None
+    find_spans: Spans | None = None
     compiling: bool = field(default_factory=torch.compiler.is_compiling)
     taken: str = field(default="", init=False)
     plan: SlotPlan | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        if self.find_spans is None:
+            self.find_spans = spans_of if self.turner is None else self.turner.forward.spans
         self._rotated: Problem | None = None
         self._spans: object = _UNKNOWN
         self._fused: Fused | None = None
@@ -120,14 +122,15 @@ class Problem:
         """The runs of tokens in which distance is a difference of slots; None if the call is not made of such runs."""
         if self._spans is _UNKNOWN:
             one = self.inputs.q_length == 1 and not self.inputs.causal
-            self._spans = self.find_spans(dataclasses.replace(self.inputs, causal=True) if one else self.inputs)
+            inputs = dataclasses.replace(self.inputs, causal=True) if one else self.inputs
+            self._spans = cast(Spans, self.find_spans)(inputs)
         return self._spans  # type: ignore[return-value]
 
     def _branches(self, turner: Turner) -> tuple[Branch, ...]:
         """Queries and keys of each region, with keys from the oldest that a query may see there. Queries that are
         rotated a few at a time bring their rotation.
         """
-        inputs, (query, key) = self.inputs, cast(tuple[torch.Tensor, torch.Tensor], (self.query, self.key))
+        query, key = cast(tuple[torch.Tensor, torch.Tensor], (self.query, self.key))
         later = self.mode not in ("oracle", "reference") and self.decay is None
         later = later and query.is_cpu and not (self.biased or self.compiling)
         keys: dict[tuple[PositionMap, int], torch.Tensor] = {}  # regions with the same rotation share them

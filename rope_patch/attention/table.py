@@ -6,11 +6,14 @@ where it stands in the order, and what else has to hold before it is preferred.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast, get_args
 
+from rope_patch.attention.inputs import AttentionMode
 from rope_patch.attention.problem import Output, Problem
-from rope_patch.errors import UnsupportedModel
+from rope_patch.errors import InvalidField, UnsupportedModel, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -91,3 +94,17 @@ def explained(rows: Sequence[Row], problem: Problem) -> list[tuple[Executor, str
 
 FORCED = "ROPE_PATCH_ATTENTION"
 """The environment variable that names an executor for every patch without one of its own."""
+
+
+def asked_attention(attention: str) -> AttentionMode:
+    """The word for `attention`, which the environment may give where `patch` is given none.
+
+    Raises:
+        InvalidField: it is none of the allowed words.
+    """
+    name, words = "attention", get_args(AttentionMode)
+    if attention == "auto" and (forced := os.environ.get(FORCED)):
+        name, attention = FORCED, forced
+    if attention not in words:
+        raise InvalidField(f"{name}={attention!r}: {did_you_mean(str(attention), words)}")
+    return cast(AttentionMode, attention)

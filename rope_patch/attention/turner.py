@@ -1,4 +1,4 @@
-"""How queries and keys are rotated for each region, as data: positions, frequencies, and the rotation they have already."""
+"""How queries and keys are rotated for each region, as data: positions, frequencies, and the rotation they have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Optional, Union, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -25,10 +25,8 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 Side = Literal["query", "key"]
 
-Bounds = Optional[tuple[Optional[int], Optional[int]]]
-"""A slice in a form that has a hash; None for everything."""
-
-Slots = Union[slice, torch.Tensor]
+Bounds = tuple[Any, Any]
+"""Start and stop of a slice, which has no hash itself."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,12 @@ class Turner:
         return self.layout is not None and position_map != self.anchor
 
     def turn(
-        self, x: torch.Tensor, region: Region, side: Side, slots: Slots | None = None, rows: slice | None = None
+        self,
+        x: torch.Tensor,
+        region: Region,
+        side: Side,
+        slots: slice | torch.Tensor | None = None,
+        rows: slice | None = None,
     ) -> torch.Tensor:
         """R_f(phi(positions)) x: queries or keys `(batch, heads or kv_heads, length, head_dim)`, of all rows and slots
         or of these, rotated for a region.
@@ -135,7 +138,13 @@ class Turner:
             compute = self.forward.shared(_matrices) if self.shares else _matrices
             width = like.shape[-1]
             matrices = compute(
-                self.query_positions, maps, self.anchor, self.frequencies, self.layout, like.dtype, width
+                self.query_positions,
+                maps,
+                self.anchor,
+                cast(Frequencies, self.frequencies),
+                self.layout,
+                like.dtype,
+                width,
             )
             return functools.partial(_product, matrices=matrices)
         each = [
@@ -194,7 +203,7 @@ class Turner:
         position_map: PositionMap,
         side: Side,
         like: torch.Tensor,
-        slots: Slots | None = None,
+        slots: slice | torch.Tensor | None = None,
         rows: slice | None = None,
     ) -> Tables:
         """cos and sin that rotate states `like`."""
@@ -208,14 +217,14 @@ class Turner:
         )
 
 
-def _bounds(some: slice | None) -> Bounds:
+def _bounds(some: slice | None) -> Bounds | None:
     return None if some is None or some == EVERY else (some.start, some.stop)
 
 
 def _tables(
     positions: torch.Tensor,
-    slots: Bounds | torch.Tensor,
-    rows: Bounds,
+    slots: Bounds | torch.Tensor | None,
+    rows: Bounds | None,
     position_map: PositionMap,
     anchor: PositionMap | None,
     frequencies: Frequencies,
@@ -272,16 +281,16 @@ def _matrices(
 
 def _remaining(positions: torch.Tensor, position_map: PositionMap, anchor: PositionMap | None) -> torch.Tensor:
     """The remaining rotation of states at these positions, with d/2 as a last axis if the map has pairs."""
-    if anchor in (None, UNROTATED):
+    if anchor is None or anchor == UNROTATED:
         return position_map(positions)
-    done = cast(PositionMap, anchor)(positions)
+    done = anchor(positions)
     return position_map(positions) - (done if pairs_of(position_map) is None else done[..., None])
 
 
 def _computed(
-    moved: torch.Tensor, frequencies: Frequencies, dtype: torch.dtype, by_pair: bool, rows: Bounds = None
+    moved: torch.Tensor, frequencies: Frequencies, dtype: torch.dtype, by_pair: bool, rows: Bounds | None = None
 ) -> Tables:
-    """cos and sin, `(batch or 1, heads or 1, length, d/2)`, of some rows, each of which may have its own frequencies."""
+    """cos and sin, `(batch or 1, heads or 1, length, d/2)`, of some rows, which may have their own frequencies."""
     inv_freq, scaling = frequencies.inv_freq, frequencies.attention_scaling
     if rows is not None and inv_freq.ndim == 2 and len(inv_freq) > 1:
         inv_freq = inv_freq[slice(*rows)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rope_patch.context_parallel.block import sharing_of
 from rope_patch.errors import EvaluationError
 from rope_patch.models.head import find_language_model, head_alone
-from rope_patch.sharing import sharing_of
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.distributed import fsdp
 
-from rope_patch.sharing import context_parallel, mesh_of, sharing_of
+from rope_patch.context_parallel.block import context_parallel, mesh_of, sharing_of
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

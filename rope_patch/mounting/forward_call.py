@@ -19,7 +19,8 @@ from rope_patch.mounting.layer_state import FrequencySource, LayerState
 from rope_patch.schemes.slots import ALL_PAIRS
 from rope_patch.schemes.tools.positions import follow_on, joined, key_positions
 from rope_patch.schemes.tools.rotary import RotaryLayout
-from rope_patch.typing import NO_WEIGHTS, Frequencies, PositionMap, Weights
+from rope_patch.typing import Frequencies, PositionMap, Weights
+
 
 @dataclass(eq=False)
 class ForwardCall:
@@ -128,10 +129,8 @@ class ForwardCall:
         lengths = self.lengths if self.state.scheme.length_dependent else None
         device, source = self.position_ids.device, self.state.source
         if self.state.scheme.learned_frequencies:
-            return source.frequencies(lengths, learned, device, self.anchor is not None)
-        return self.forward.shared(FrequencySource.frequencies)(
-            source, lengths, NO_WEIGHTS, device, self.anchor is not None
-        )
+            return source.frequencies(lengths, device, self.anchor is not None, learned)
+        return self.forward.shared(FrequencySource.frequencies)(source, lengths, device, self.anchor is not None)
 
     def decay(self, learned: Weights) -> Decay | None:
         """How scores of the layer decay with distance; None if they do not."""
@@ -139,7 +138,7 @@ class ForwardCall:
         if not state.decays:
             return None
         lengths = self.lengths if state.scheme.length_dependent else None
-        own = state.source.of_scheme(lengths, learned, self.position_ids.device)
+        own = state.source.of_scheme(lengths, self.position_ids.device, learned)
         return Decay(cast(RotaryLayout, state.layer.layout), cast(torch.Tensor, own.decay))
 
     def key_positions(self, kv_length: int) -> torch.Tensor:

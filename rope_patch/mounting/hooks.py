@@ -229,7 +229,11 @@ IDENTITY = Identity()
 
 
 def _tables_at(
-    rotary: RotaryTables, position_map: PositionMap, position_ids: torch.Tensor, dtype: torch.dtype, device: torch.device
+    rotary: RotaryTables,
+    position_map: PositionMap,
+    position_ids: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Any:
     """The tables of a rotary module at mapped positions."""
     return rotary.compute(position_map(position_ids), like=torch.empty(0, dtype=dtype, device=device))

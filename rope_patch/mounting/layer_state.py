@@ -21,7 +21,7 @@ from rope_patch.mounting.running_stack import is_linked, stack_of
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import UNROTATED, pairs_of
-from rope_patch.typing import Frequencies, Lengths, PositionMap, RotarySpec, Weights
+from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, PositionMap, RotarySpec, Weights
 
 Rotation = Literal["module", "own", "late", "anchored"]
 """Where queries and keys are rotated: in the attention module, by the model's tables or by the scheme's own; in the
@@ -68,17 +68,19 @@ class FrequencySource:
     late: bool
     static: dict[torch.device, Frequencies] = field(default_factory=dict, compare=False, repr=False)
 
-    def frequencies(self, lengths: Lengths, weights: Weights, device: torch.device, anchored: bool) -> Frequencies:
+    def frequencies(
+        self, lengths: Lengths, device: torch.device, anchored: bool, weights: Weights = NO_WEIGHTS
+    ) -> Frequencies:
         """f of the layer, with arguments as of `of_scheme`. If queries and keys are `anchored`, the model's own factor
         was already applied to them.
         """
         if self.late:
-            return self.of_scheme(lengths, weights, device)
+            return self.of_scheme(lengths, device, weights)
         rotary = cast(RotaryTables, self.rotary)
         # a replica of the model is on another device
         return Frequencies(rotary.inv_freq.to(device), 1.0 if anchored else rotary.attention_scaling)
 
-    def of_scheme(self, lengths: Lengths, weights: Weights, device: torch.device) -> Frequencies:
+    def of_scheme(self, lengths: Lengths, device: torch.device, weights: Weights = NO_WEIGHTS) -> Frequencies:
         """f of the scheme itself on a `device`, with its decay and learned `weights`, for rows of these `lengths`."""
         depends = lengths is not None or len(weights) > 0 or torch.compiler.is_compiling()
         if not depends and device in self.static:  # copied to a device once

@@ -25,10 +25,11 @@ from rope_patch.models.rope_parameters import entry_of, rebuilt_numbers
 from rope_patch.mounting.entry import install_entry, install_table
 from rope_patch.mounting.hooks import LayerHook, StackHook, TagHook
 from rope_patch.mounting.kept_tables import KeptTables
-from rope_patch.mounting.layer_state import LayerState, Rotation
+from rope_patch.mounting.layer_state import LayerState, OwnTables, Rotation
 from rope_patch.mounting.parameters import install_parameters
 from rope_patch.mounting.registration import IMPLEMENTATION, Registration
 from rope_patch.mounting.running_stack import StackLink, link_modules, watch_layers
+from rope_patch.mounting.scoring import late_attention
 from rope_patch.mounting.stack_positions import CountTokens, pass_positions
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
@@ -394,7 +395,7 @@ def _install_hooks(stack: Stack, states: Sequence[LayerState], changes: Changes)
         scorers = ()
     forwards = {id(state.forwards): state.forwards for state in states}
     changes.hook(stack.module, StackHook(tuple(forwards.values()), scorers, not stack.has_positions))
-    registration = Registration()
+    registration = Registration(IMPLEMENTATION, late_attention)
     changes.log(stack.module, registration)
     for state in states:
         changes.hook(state.layer.module, LayerHook(state, registration))

@@ -1,34 +1,37 @@
-"""The name of the attention function in Transformers, which is registered while a patched model needs it."""
+"""The names of attention functions in Transformers, each registered while a model needs it."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_patch.mounting.scoring import late_attention
-from rope_patch.mounting.shared_row import shared_attention
-
-IMPLEMENTATION = "rope_patch"  # the name; no other name changes but `SHARED`
-SHARED = "rope_patch_shared"  # the name where several processes share a row
+IMPLEMENTATION = "rope_patch"  # under a scheme
+SHARED = "rope_patch_shared"  # where several processes share a row
+NAMES = (IMPLEMENTATION, SHARED)  # no other name changes
 
 _users: weakref.WeakSet[Registration] = weakref.WeakSet()
 _registering = threading.RLock()  # reentrant: a thread that holds it may collect a user as garbage
 
 
 class Registration:
-    """A user of the name: the hooks of a stack. The name is registered with the first user and removed with the last,
+    """A user of a name: the hooks of a stack. The name is registered with its first user and removed with its last,
     also if a patched model is collected as garbage. A copy of a model is another user.
+
+    Args:
+        name: one of `NAMES`.
+        function: the attention function that it names.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self.function = name, function
         with _registering:
             _users.add(self)
-            ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] = late_attention
-            ALL_ATTENTION_FUNCTIONS[SHARED] = shared_attention
+            ALL_ATTENTION_FUNCTIONS[name] = function
         weakref.finalize(self, _forget_unused).atexit = False
 
     def restore(self) -> None:
@@ -37,17 +40,18 @@ class Registration:
             _users.discard(self)
             _forget_unused()
 
-    def __reduce__(self) -> tuple[type[Registration], tuple[()]]:
-        return Registration, ()
+    def __reduce__(self) -> tuple[type[Registration], tuple[str, Callable[..., Any]]]:
+        return Registration, (self.name, self.function)
 
 
 def _forget_unused() -> None:
     with _registering:
-        # `list`, because the length of a weak set may still include dead members
-        if not list(_users) and IMPLEMENTATION in ALL_ATTENTION_FUNCTIONS._local_mapping:
-            del ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION], ALL_ATTENTION_FUNCTIONS[SHARED]
+        used = {user.name for user in list(_users)}  # a list, because the set may lose members meanwhile
+        for name in NAMES:
+            if name not in used and name in ALL_ATTENTION_FUNCTIONS._local_mapping:
+                del ALL_ATTENTION_FUNCTIONS[name]
 
 
 def scores_here(module: nn.Module) -> bool:
     """Whether an attention module calls a registered function."""
-    return cast(Any, module.config)._attn_implementation in (IMPLEMENTATION, SHARED)
+    return cast(Any, module.config)._attn_implementation in NAMES

@@ -13,18 +13,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rope_patch.attention import engine
 from rope_patch.attention.inputs import AttentionInputs, Content
 from rope_patch.attention.masks import Groups, keys_seen, read_mask, shows_later_keys
+from rope_patch.attention.problem import Problem
 from rope_patch.attention.slot_plan import EVERY
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.models.base import is_causal
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.models.paged import Request, attend_by_request, is_paged
 from rope_patch.mounting.forward_call import ForwardCall
-from rope_patch.mounting.rotated_call import RotatedCall
 from rope_patch.mounting.running_bias import running_sums
 from rope_patch.mounting.step import keep_step
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import ALL_PAIRS
-from rope_patch.typing import Weights
+from rope_patch.typing import NO_WEIGHTS, Weights
 
 
 def late_attention(
@@ -68,20 +68,25 @@ def late_attention(
             if state.watch is not None:
                 state.watch(engine.JOINED.name, None)
             return output.transpose(1, 2).contiguous(), None
-    masks = CallMasks(call, attention_mask, query.shape[2], key.shape[2])
     implementation, follows_length = state.config._attn_implementation, state.scheme.length_dependent
-    if follows_length and masks.readable:
-        call.tokens = masks.seen()
+    readable = attention_mask is None or isinstance(attention_mask, torch.Tensor)  # another form is left alone
+    mask = groups = None
     # if every step rotates the keys of a whole cache, they are rotated and scored a few at a time
     scores = state.scores or call.is_request or isinstance(attention_mask, Groups)
     scores = scores or (follows_length and query.shape[2] == 1 and implementation == "sdpa")
+    looks = query.shape[2] > 1 and (scores or state.scheme.causal_only)
+    if scores or (readable and (follows_length or looks)):
+        sizes = query.shape[2], key.shape[2], call.start, implementation
+        mask, groups = call.forward.shared(read_mask)(attention_mask, call.position_ids, *sizes)
+    if follows_length and readable:
+        call.tokens = call.forward.shared(keys_seen)(mask, groups)
     if (scores or follows_length) and not torch.compiler.is_compiling():
         _refuse_part_of_a_row(state.scheme, implementation)
-    if query.shape[2] > 1 and masks.readable and (scores or state.scheme.causal_only):
-        call.looks_ahead = _looks_ahead(call, masks, is_causal(module, kwargs.get("is_causal")))
+    if looks and readable:
+        call.looks_ahead = _looks_ahead(call, mask, is_causal(module, kwargs.get("is_causal")))
     if not scores:
-        rotated = RotatedCall(scaled, key, call.forward_cache, call, learned)
-        states = rotated.query(ALL_PAIRS), rotated.key(ALL_PAIRS, EVERY, EVERY), value
+        turner = call.turner(key.shape[2], learned)
+        states = turner.turn(scaled, ALL_PAIRS, "query"), turner.turn(key, ALL_PAIRS, "key"), value
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if implementation == "eager" and eager is None:
             raise UnsupportedModel(f"{type(module).__module__} has no eager_attention_forward")
@@ -93,12 +98,31 @@ def late_attention(
     if torch.is_autocast_enabled(query.device.type):  # as for `scaled_dot_product_attention`
         dtype = torch.get_autocast_dtype(query.device.type)
         scaled, key, value, query = (x.to(dtype) for x in (scaled, key, value, query))
-    rotated = RotatedCall(scaled, key, call.forward_cache, call, learned)
-    inputs = _inputs(rotated, masks, query, value, scaling, dropout, kwargs)
+    turner = call.turner(key.shape[2], learned)
+    inputs = AttentionInputs(
+        branches=(),
+        value=value,
+        query_positions=call.position_ids,
+        key_positions=turner.key_positions,
+        mask=mask,
+        groups=groups,
+        # one query without a mask is a decoding step and sees every key
+        causal=query.shape[2] > 1 and not call.looks_ahead,
+        query_start=call.start,
+        scattered=call.scattered,
+        scaling=scaling,
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+        dropout=dropout,
+        **_terms(call, query, scaled, key, learned, mask, groups),
+    )
     mode = "oracle" if implementation in ("eager", "paged|eager") else state.attention
-    output, weights = engine.score(inputs, rotated, mode, state.watch)
-    if rotated.plan is not None and not learned:
-        keep_step(rotated, inputs, attention_mask)
+    problem = Problem(inputs, mode, scaled, key, turner, call.decay(learned))
+    output, weights = engine.score(problem)
+    if state.watch is not None:
+        state.watch(problem.taken, problem)
+    if problem.plan is not None and not learned:
+        keep_step(call, problem, attention_mask)
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(scaled.dtype)
 
 
@@ -131,7 +155,7 @@ def _attend_by_request(
         mask, part = request.mask(call.state.layer.sliding_window), call.of_request(request)
         return late_attention(module, q, k, v, mask, scaling, dropout, part, **others)[0]
 
-    row = {"position_ids": call.position_ids, "forward_cache": call.forward_cache}
+    row = {"position_ids": call.position_ids, "forward": call.forward}
     return attend_by_request(attend, module, query, key, value, **{**kwargs, **row})
 
 
@@ -152,53 +176,34 @@ def scaled_query(call: ForwardCall, query: torch.Tensor, learned: Weights) -> to
     if not call.state.scales:
         return query
 
-    def scale() -> torch.Tensor:
-        positions, heads = call.position_ids.clamp(min=0), call.num_heads(query)
-        factors = call.state.scheme.query_scale(positions, heads, learned)
-        if call.heads is not None and len(factors) > 1:
-            factors = factors[call.heads]
-        return factors.transpose(0, 1)[..., None].to(query.dtype)
-
-    place = "query scale", query.shape[1], query.dtype
-    return query * (scale() if learned else call.forward_cache.once(place, scale))
+    heads = None if call.heads is None else (call.heads.start, call.heads.stop)
+    arguments = call.state.scheme.query_scale, call.position_ids, call.num_heads(query), heads, query.dtype
+    if learned:
+        return query * _query_factors(*arguments, learned)
+    return query * call.forward.shared(_query_factors)(*arguments)
 
 
-class CallMasks:
-    """The mask of a call, and what follows from it. Layers share the mask, and therefore all that depends on it.
-
-    Attributes:
-        mask: as Transformers passes it.
-        readable: whether it has a form that can be read; another form is left to the attention that was there before.
-    """
-
-    def __init__(self, call: ForwardCall, mask: Any, q_length: int, kv_length: int) -> None:
-        self.mask = mask
-        self.readable = mask is None or isinstance(mask, torch.Tensor)
-        self._call = call
-        self._place = q_length, kv_length, call.start
-
-    def read(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The mask in the two forms of `read_mask`: one for each pair, `(batch or 1, heads or 1, q_len, kv_len)`, or a
-        group for each key, `(batch or 1, kv_len)`.
-        """
-        call = self._call
-        return self._shared("mask", lambda: read_mask(self.mask, call.position_ids, *self._place, call.state.config))
-
-    def seen(self) -> torch.Tensor | None:
-        """`keys_seen` of the mask, `(batch or 1, kv_len)`."""
-        return self._shared("seen", lambda: keys_seen(*self.read()))
-
-    def _shared(self, what: str, compute: Callable[[], Any]) -> Any:
-        call = self._call
-        return call.forward_cache.derived((what, *self._place), compute, self.mask) if call.shareable else compute()
+def _query_factors(
+    scale: Callable[..., torch.Tensor],
+    position_ids: torch.Tensor,
+    num_heads: int,
+    heads: tuple[int, int] | None,
+    dtype: torch.dtype,
+    learned: Weights = NO_WEIGHTS,
+) -> torch.Tensor:
+    """The scheme's scale of each position, `(batch or 1, heads or 1, q_len, 1)`, for some of the `num_heads`."""
+    factors = scale(position_ids.clamp(min=0), num_heads, learned)
+    if heads is not None and len(factors) > 1:
+        factors = factors[slice(*heads)]
+    return factors.transpose(0, 1)[..., None].to(dtype)
 
 
-def _looks_ahead(call: ForwardCall, masks: CallMasks, causal: bool) -> bool:
+def _looks_ahead(call: ForwardCall, mask: torch.Tensor | None, causal: bool) -> bool:
     """Whether some query of a call may see keys after it: by a materialised mask or, without one, unless it is
     `causal`. A compiled graph trusts a causal model and asserts it where it matters. Refused if the scheme has no
     meaning for such keys.
     """
-    state, mask = call.state, masks.read()[0]
+    state = call.state
     if mask is None or (torch.compiler.is_compiling() and not causal):
         ahead = not causal
     elif torch.compiler.is_compiling():
@@ -207,7 +212,7 @@ def _looks_ahead(call: ForwardCall, masks: CallMasks, causal: bool) -> bool:
             torch._assert_async(hidden, "rope_patch: the mask shows keys after the query; run eagerly")
         return False
     else:
-        ahead = call.forward_cache.derived("ahead", lambda: bool(shows_later_keys(mask, call.start)), masks.mask)
+        ahead = call.forward.shared(_shows_later_keys)(mask, call.start)
     if ahead and state.scheme.causal_only:
         raise UnsupportedPositions(
             f"{state.scheme} is undefined for keys after the query, which this call shows; pass a causal mask"
@@ -215,41 +220,29 @@ def _looks_ahead(call: ForwardCall, masks: CallMasks, causal: bool) -> bool:
     return ahead
 
 
-def _inputs(
-    rotated: RotatedCall,
-    masks: CallMasks,
+def _shows_later_keys(mask: torch.Tensor, start: int | torch.Tensor) -> bool:
+    return bool(shows_later_keys(mask, start))
+
+
+def _terms(
+    call: ForwardCall,
     projected: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-    dropout: float,
-    kwargs: dict[str, Any],
-) -> AttentionInputs:
-    """The inputs of the engine, whose branches it fills in itself; `projected` are the queries before their scale."""
-    call, query, key, learned = rotated.late, rotated.queries, rotated.keys, rotated.learned
-    scheme, methods = call.state.scheme, call.state.methods
-    mask, groups = masks.read()
-    by_content = methods & {"content_bias", "weight_factor", "relative_values"}
-    return AttentionInputs(
-        branches=(),
-        value=value,
-        query_positions=call.position_ids,
-        key_positions=call.key_positions(key.shape[2]),
-        mask=mask,
-        groups=groups,
-        # one query without a mask is a decoding step and sees every key
-        causal=query.shape[2] > 1 and not call.looks_ahead,
-        query_start=call.start,
-        scattered=call.scattered,
-        scaling=scaling,
-        running_bias=None if call.added is None else running_sums(call.added, masks.seen())[:, call.heads or EVERY],
-        bias=call.forward_cache.bias(scheme, query, learned, call.num_heads(query), call.heads)
-        if "bias" in methods
-        else None,
-        content=Content(scheme, learned, call.states, projected, key) if by_content else None,
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-        dropout=dropout,
-    )
+    query: torch.Tensor,
+    key: torch.Tensor,
+    learned: Weights,
+    mask: torch.Tensor | None,
+    groups: torch.Tensor | None,
+) -> dict[str, Any]:
+    """The scheme's terms in scores and values; `projected` are the queries before their scale."""
+    scheme, methods, terms = call.state.scheme, call.state.methods, dict[str, Any]()
+    if call.added is not None:
+        tokens = call.forward.shared(keys_seen)(mask, groups)
+        terms["running_bias"] = running_sums(call.added, tokens)[:, call.heads or EVERY]
+    if "bias" in methods:
+        terms["bias"] = call.forward.bias(scheme, query, learned, call.num_heads(query), call.heads)
+    if methods & {"content_bias", "weight_factor", "relative_values"}:
+        terms["content"] = Content(scheme, learned, call.states, projected, key)
+    return terms
 
 
 def _refuse_part_of_a_row(scheme: Scheme, implementation: str) -> None:

@@ -21,8 +21,8 @@ from rope_patch.attention.forward import Forward
 from rope_patch.models.base import RotaryTables
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.layer_state import LayerState
-from rope_patch.schemes.tools.positions import UNROTATED
 from rope_patch.mounting.scoring import scaled_query
+from rope_patch.schemes.tools.positions import UNROTATED
 
 Flash = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """vLLM's `flash_attn_varlen_func`, with paged keys and `return_softmax_lse`."""

@@ -21,8 +21,8 @@ from torch._inductor.codecache import CppCodeCache
 from rope_patch.errors import RopePatchWarning
 from rope_patch.models.base import RotaryTables
 from rope_patch.mounting.layer_state import LayerState
-from rope_patch.schemes.tools.positions import UNROTATED
 from rope_patch.schemes.slots import ALL_PAIRS, Region
+from rope_patch.schemes.tools.positions import UNROTATED
 from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
 from rope_patch.typing import PositionMap
 
@@ -56,7 +56,7 @@ def factor_of(state: LayerState) -> float:
     if not state.rotates:
         return 1.0
     if state.frequencies == "late":
-        return float(state.source.of_scheme(None, {}, torch.device("cpu")).attention_scaling)
+        return float(state.source.of_scheme(None, torch.device("cpu")).attention_scaling)
     return float(cast(RotaryTables, state.layer.rotary).attention_scaling)
 
 
@@ -152,7 +152,7 @@ class Attention:
     ) -> None:
         self._state, self._heads, self._scaling, self._positions = state, heads, scaling, 0
         self._regions, self._anchor = regions_of(state), cast(PositionMap, anchor_of(state))
-        frequencies = state.source.frequencies(None, {}, torch.device("cpu"), anchored=False) if state.rotates else None
+        frequencies = state.source.frequencies(None, torch.device("cpu"), anchored=False) if state.rotates else None
         self._inv_freq = torch.empty(0) if frequencies is None else frequencies.inv_freq
         layout = cast(RotaryLayout, state.layer.layout)
         adjacent = all(isinstance(half, slice) and half.step in (None, 1) for half in layout.halves)

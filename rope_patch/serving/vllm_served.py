@@ -22,13 +22,13 @@ from rope_patch.errors import UnsupportedModel
 from rope_patch.models.base import RotaryTables
 from rope_patch.models.config import length_today, restore_native
 from rope_patch.mounting.layer_state import LayerState
-from rope_patch.schemes.tools.positions import UNROTATED
 from rope_patch.mounting.saved import RECORD
 from rope_patch.patching import patch
 from rope_patch.saving.readers import refused_by_vllm
 from rope_patch.saving.resuming import recorded_factors
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.registry import scheme_from_dict
+from rope_patch.schemes.tools.positions import UNROTATED
 from rope_patch.serving.factors import Reaches, ignoring_idle
 from rope_patch.serving.paged_attention import Attention, anchor_of
 from rope_patch.typing import Frequencies
@@ -90,7 +90,7 @@ class Tables:
 def _shared_frequencies(states: States) -> Frequencies | None:
     """Those of all layers; None if layers differ."""
     cpu = torch.device("cpu")
-    found = [state.source.frequencies(None, {}, cpu, anchored=False) for state in states.values()]
+    found = [state.source.frequencies(None, cpu, anchored=False) for state in states.values()]
     first = found[0]
     same = (torch.equal(one.inv_freq, first.inv_freq) for one in found)
     return first if all(same) and len({float(one.attention_scaling) for one in found}) == 1 else None

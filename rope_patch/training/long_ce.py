@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from rope_patch.context_parallel.block import sharing_of
 from rope_patch.errors import EvaluationError
 from rope_patch.models.head import Head
-from rope_patch.sharing import sharing_of
 
 _MOST = 5.0  # gamma
 

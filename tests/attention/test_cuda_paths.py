@@ -8,14 +8,12 @@ import torch
 
 from rope_patch import get_scheme
 from rope_patch.attention import engine, tile_kernels
-from rope_patch.attention.call import Call
-from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
-from rope_patch.attention.problem import Problem
 from rope_patch.attention.table import choose
 from rope_patch.attention.tile_kernels import CuDNN, Dense, FlashCUDA, Merged, Work
 from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.slots import ALL_PAIRS
+from tests.attention.problems import whole
 
 BY_CUDNN, BY_FLASH = 3, 1
 LENGTH, DIM = 24, 16
@@ -121,9 +119,7 @@ def test_what_the_fused_kernel_scores(regions, queries, kernel, changes, planned
         (), torch.randn(1, 2, 30, 8), positions[:, -queries:], positions, None, True, 30 - queries, 1
     )
     inputs = dataclasses.replace(inputs, **changes)
-    call = Call(torch.randn(1, 4, queries, 8), torch.randn(1, 2, 30, 8), ForwardCache())
-    monkeypatch.setattr(Call, "regions", regions)
-    monkeypatch.setattr(Call, "spans", lambda self, inputs: None)
+    states = torch.randn(1, 4, queries, 8), torch.randn(1, 2, 30, 8)
     monkeypatch.setattr(engine, "kernel_for", lambda *_, masked: kernel)
     yes, no = (lambda problem: ""), (lambda problem: "it was told so")
     rows = {
@@ -132,5 +128,5 @@ def test_what_the_fused_kernel_scores(regions, queries, kernel, changes, planned
     }
     table = [dataclasses.replace(row, executor=rows.get(row.executor, row.executor)) for row in engine.TABLE["cuda"]]
     with torch.set_grad_enabled(gradients):
-        taken = choose(table, Problem(inputs, "auto", call, call.spans))
+        taken = choose(table, whole(inputs, *states, regions=regions, find_spans=lambda inputs: None))
     assert (taken.name == "fused") == fused

@@ -18,10 +18,10 @@ import torch
 import rope_patch
 from rope_patch import get_scheme, patch
 from rope_patch.attention import oracle
-from rope_patch.attention.call import Fused
 from rope_patch.attention.fused import launch, support
 from rope_patch.attention.fused.launch import Blocks
 from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
+from rope_patch.attention.turner import Fused
 from rope_patch.schemes.slots import ALL_PAIRS
 from tests.attention.test_segmented import ROWS, inputs_of
 from tests.families import build

@@ -12,11 +12,10 @@ from transformers import DynamicCache
 from rope_patch import Scheme, patch
 from rope_patch.attention import chunked, decode, engine
 from rope_patch.attention.bias import DiagonalTerm
-from rope_patch.attention.call import Call
-from rope_patch.attention.forward_cache import ForwardCache
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
 from rope_patch.attention.tile_kernels import Dense, FlashCPU, Work
 from rope_patch.attention.tiles import Tile
+from tests.attention.problems import whole
 from tests.families import build
 from tests.runs import left_padded, positions_of, tokens
 
@@ -93,12 +92,12 @@ def test_every_path_is_the_formula(bias, rows, q_length, dtype):
             continue
         inputs, states, seen, term = call_of(rows, bias, q_length, dtype, causal, kv_heads, masked)
         kept = (torch.tensor(ROWS[rows])[:, -q_length:] >= 0)[:, None, :, None]
-        found = engine.score(inputs, Call(*states[:2], ForwardCache()), mode)[0]
+        found = engine.score(whole(inputs, *states[:2], mode))[0]
         expected = formula([x.double() for x in states], term, seen) * kept
         torch.testing.assert_close(found.double() * kept, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
         toward = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype) * kept
         leaves, doubles = ([x.to(of).requires_grad_() for x in states] for of in (dtype, torch.float64))
-        found = engine.score(dataclasses.replace(inputs, value=leaves[2]), Call(*leaves[:2], ForwardCache()), mode)[0]
+        found = engine.score(whole(dataclasses.replace(inputs, value=leaves[2]), *leaves[:2], mode))[0]
         ours = torch.autograd.grad(found, leaves, toward)
         theirs = torch.autograd.grad(formula(doubles, term, seen), doubles, toward.double())
         for one, other in zip(ours, theirs, strict=True):
@@ -112,7 +111,7 @@ def test_a_small_call_by_the_attention_of_pytorch(bias):
             inputs, states, seen, term = call_of(rows, bias, LENGTH, torch.float32, True, 4, masked)
             kept = (torch.tensor(ROWS[rows]) >= 0)[:, None, :, None]
             leaves = [x.requires_grad_() for x in states]
-            found = engine.score(dataclasses.replace(inputs, value=leaves[2]), Call(*leaves[:2], ForwardCache()))[0]
+            found = engine.score(whole(dataclasses.replace(inputs, value=leaves[2]), *leaves[:2]))[0]
             torch.testing.assert_close(found * kept, formula(states, term, seen) * kept, atol=1e-5, rtol=1e-5)
             assert all(x.isfinite().all() for x in torch.autograd.grad((found * kept).sum(), leaves))
 
@@ -125,7 +124,7 @@ def test_one_query_in_a_graph(bias, length):
     inputs = dataclasses.replace(
         inputs, query_positions=torch.tensor([[length - 1]]), query_start=torch.tensor(length - 1), mask=seen
     )
-    found = decode.attend_in_graph(inputs, Call(*states[:2], ForwardCache()))
+    found = decode.attend_in_graph(whole(inputs, *states[:2]))
     expected = formula(states, bias(length - 1 - torch.arange(LENGTH))[:, None], seen & (torch.arange(LENGTH) < length))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 

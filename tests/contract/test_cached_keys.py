@@ -168,7 +168,7 @@ def test_layers_may_keep_keys_of_their_own(spec):
     positions = torch.arange(START, STOP)[None]
     found = go_on(deep, cache, positions)
     for state in handle.layer_states:  # the same where no layer shares anything with another
-        state.forward_cache = type(state.forward_cache)()
+        state.forwards = type(state.forwards)()
     cache = begun(deep)
     for layer, places in zip(cache.layers, kept, strict=True):
         layer.keys, layer.values = layer.keys[:, :, places], layer.values[:, :, places]

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch.attention.forward_cache import ForwardCache
+from rope_patch.attention.forward import Forward
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.scoring import late_attention
 from rope_patch.saving.loading import default_checkpoint
@@ -85,9 +85,7 @@ def test_two_calls_are_the_attention_of_each_request_alone(spec, softcap):
         keys, values = cache[table[row].long()].transpose(0, 1).flatten(1, 2)[None, :, :length].chunk(2, dim=-1)
         positions = torch.arange(length - len(own), length)[None]
         states = own.transpose(0, 1)[None]
-        call = ForwardCall(
-            state, ForwardCache(), states, positions, length - len(own), kv_length=length, is_request=True
-        )
+        call = ForwardCall(state, Forward(), states, positions, length - len(own), kv_length=length, is_request=True)
         module = torch.nn.Module()
         module.is_causal = True
         arguments = {"softcap": softcap or None, "rope_patch": call}

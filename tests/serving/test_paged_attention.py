@@ -9,11 +9,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import rope_patch
-from rope_patch.attention.forward_cache import ForwardCache
+from rope_patch.attention.forward import Forward
 from rope_patch.mounting.forward_call import ForwardCall
-from rope_patch.schemes.tools.positions import UNROTATED
 from rope_patch.mounting.scoring import late_attention
 from rope_patch.saving.loading import default_checkpoint
+from rope_patch.schemes.tools.positions import UNROTATED
 from rope_patch.schemes.tools.rotary import rotation_tables
 from rope_patch.serving import paged_attention
 from rope_patch.serving.paged_attention import Attention, Batch, anchor_of, held, written
@@ -34,7 +34,7 @@ def anchored(state, x, positions):
     anchor = anchor_of(state)
     if anchor == UNROTATED:
         return x
-    frequencies = state.source.of_scheme(None, {}, x.device)
+    frequencies = state.source.of_scheme(None, x.device)
     cos, sin = rotation_tables(anchor(positions)[None], frequencies.inv_freq, 1.0, x.dtype)
     return state.layer.layout.rotate(x.transpose(0, 1)[None], cos, sin)[0].transpose(0, 1)
 
@@ -62,7 +62,7 @@ def alone(state, query, keys, values, softcap, sinks):
     """The attention of the last tokens of a text, query `(tokens, heads, head_dim)`."""
     length, start = len(keys), len(keys) - len(query)
     states, positions = query.transpose(0, 1)[None], torch.arange(start, length)[None]
-    call = ForwardCall(state, ForwardCache(), states, positions, start, kv_length=length, is_request=True)
+    call = ForwardCall(state, Forward(), states, positions, start, kv_length=length, is_request=True)
     module = torch.nn.Module()
     module.is_causal = True
     arguments = {"softcap": softcap or None, "s_aux": sinks, "rope_patch": call}

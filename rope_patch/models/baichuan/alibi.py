@@ -98,5 +98,5 @@ def alibi_attention_forward(
     )
     key = key.plain() if isinstance(key, CachedKeys) else key  # of a static cache
     turner, mode = Turner(forward, position_ids, of_keys), "oracle" if implementation == "eager" else "auto"
-    output, weights = engine.score(Problem(inputs, cast(AttentionMode, mode), forward.spans, query, key, turner))
+    output, weights = engine.score(Problem(inputs, cast(AttentionMode, mode), query, key, turner))
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)

@@ -1,10 +1,9 @@
-"""Whether processes can share a row of a model, and the hooks that let them."""
+"""The hook that tells each process of a group the whole row before a stack runs, and its installation."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,7 +11,9 @@ import torch
 from torch import distributed, nn
 
 from rope_patch.attention.masks import groups_of_pads
-from rope_patch.attention.shares import Shares
+from rope_patch.context_parallel.attention import shared_attention
+from rope_patch.context_parallel.row import Backend, Row, RowMask
+from rope_patch.context_parallel.sharding import Sharding
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.arguments import (
     Arguments,
@@ -23,48 +24,10 @@ from rope_patch.models.arguments import (
     slot_positions,
     tokens_of,
 )
-from rope_patch.models.base import AttentionLayer, Stack, is_causal
+from rope_patch.models.base import Stack, is_causal
 from rope_patch.mounting.hooks import groups_of_row
-from rope_patch.mounting.plan import Plan, others_take_masks
 from rope_patch.mounting.registration import SHARED, Registration
-from rope_patch.mounting.shared_row import Backend, Row, RowMask
 from rope_patch.mounting.undo import Changes
-
-_KINDS = ("full_attention", "sliding_attention")
-
-
-def reason_not_to_share(stack: Stack, plan: Plan) -> str:
-    """Why processes cannot share a row of a stack under a plan; empty if they can."""
-    return next(_reasons(stack, plan, (*stack.layers, *stack.others)), "")
-
-
-def _reasons(stack: Stack, plan: Plan, layers: Sequence[AttentionLayer]) -> Iterator[str]:
-    family = type(stack.module).__name__
-    if plan.scheme.stateful:
-        yield f"{plan.scheme} carries a state from token to token, which the processes would compute one after another"
-    if stack.absolute is not None:
-        yield f"{family} reads its positions from a table at its input"
-    elif len(layers) != stack.config.num_hidden_layers or others_take_masks(
-        stack.module, [layer.module for layer in layers]
-    ):
-        yield f"{family} has layers other than attention, in which tokens meet as well"
-    for layer in layers:
-        if layer.unscored:
-            yield f"{layer.name}: {layer.unscored}"
-        if layer.kind not in _KINDS:
-            yield f"{layer.name} is of kind {layer.kind}; allowed: {', '.join(_KINDS)}"
-        if layer.sliding_window is not None and not is_causal(layer.module):
-            yield f"{layer.name} has a window in both directions"
-    if getattr(stack.config, "is_decoder", False) and getattr(stack.config, "is_encoder_decoder", False):
-        yield f"{family} also reads an encoder; share the rows of model.get_encoder()"
-    if stack.native is not None and stack.native.length_dependent and _reads_tables(stack, plan):
-        yield f"{stack.native} of the checkpoint follows the length of the row, which each process would misread"
-
-
-def _reads_tables(stack: Stack, plan: Plan) -> bool:
-    """Whether some layer rotates by tables that the model computes for the positions of a forward."""
-    own = {index for _, each in plan.by_layer or ((stack, plan),) if each.frequencies == "late" for index in each.late}
-    return not plan.rotary and any(layer.rotates and layer.index not in own for layer in stack.layers)
 
 
 @dataclass(eq=False)
@@ -99,11 +62,12 @@ class RowHook:
         for name, value in (("attention_mask", mask), ("position_ids", positions)):
             if value is not None and getattr(value, "ndim", None) != 2:
                 raise UnsupportedPositions(f"{name} of a row that processes share has two axes, (batch, tokens)")
-        shares = self._shares(tokens, mask, positions)
+        sharding = self._agreed_sharding(tokens, mask, positions)
         mask, positions = (
-            None if x is None else shares.gathered(x.long().expand(len(tokens), -1), dim=1) for x in (mask, positions)
+            None if x is None else sharding.all_gather(x.long().expand(len(tokens), -1), dim=1)
+            for x in (mask, positions)
         )
-        whole = {"input_ids": tokens.new_zeros(len(tokens), shares.length, dtype=torch.long), "attention_mask": mask}
+        whole = {"input_ids": tokens.new_zeros(len(tokens), sharding.length, dtype=torch.long), "attention_mask": mask}
         causal = is_causal(module, kwargs.get("is_causal"))
         groups = groups_of_row(
             {**whole, "position_ids": positions, "use_cache": False}, cast(Any, module).config, causal
@@ -118,37 +82,35 @@ class RowHook:
         lengths = torch.where(seen, positions, 0).amax(dim=-1) + 1
         if self.of_batch:
             lengths = (positions.amax() + 1).expand(len(positions))
-        row = Row(shares, self.backend, positions, groups, lengths, scattered=bool(jumps.any()))
-        changed: dict[str, Any] = {"position_ids": shares.own(positions, 1), "attention_mask": RowMask.of(row)}
+        row = Row(sharding, self.backend, positions, groups, lengths, scattered=bool(jumps.any()))
+        changed: dict[str, Any] = {"position_ids": sharding.shard(positions, 1), "attention_mask": RowMask.of(row)}
         if "use_cache" in inspect.signature(type(module).forward).parameters:
             changed["use_cache"] = False
         return (), {**kwargs, **changed}
 
-    def _shares(self, tokens: torch.Tensor, *optional: torch.Tensor | None) -> Shares:
-        """The shares of the row; what each process has is compared first."""
+    def _agreed_sharding(self, tokens: torch.Tensor, *optional: torch.Tensor | None) -> Sharding:
+        """The sharding of the row; what each process has is compared first."""
         number = distributed.get_world_size(self.group)
         mine = torch.tensor([tokens.shape[1], len(tokens), *(x is not None for x in optional)], device=tokens.device)
         every = mine.new_empty(number, len(mine))
         distributed.all_gather(list(every.unbind()), mine, group=self.group)
         lengths, *others = every.T.tolist()
-        shares = Shares.of(sum(lengths), self.group)
-        if lengths != [shares.tokens(rank) for rank in range(number)]:
+        sharding = Sharding.of_row(sum(lengths), self.group)
+        if lengths != [sharding.tokens(rank) for rank in range(number)]:
             raise UnsupportedPositions(f"the processes hold {lengths} tokens of a row; divide it with shard")
         if any(len(set(each)) > 1 for each in others):
             raise UnsupportedPositions(
                 "the processes that share a row pass different batches: "
                 + "; ".join(f"{rows} rows, mask {bool(m)}, positions {bool(p)}" for _, rows, m, p in every.tolist())
             )
-        return shares
+        return sharding
 
 
-def install_sharing(
-    stack: Stack, plan: Plan, group: Any, backend: Backend, changes: Changes, of_batch: bool = False
-) -> None:
+def install_sharing(stack: Stack, group: Any, backend: Backend, changes: Changes, of_batch: bool = False) -> None:
     """Let the processes of a group share the rows of a stack; `of_batch` as in `RowHook`."""
     counts = not stack.has_positions or not of_batch
     changes.hook(stack.module, RowHook(group, backend, counts, of_batch), first=True)
-    changes.log(stack.module, Registration())
+    changes.log(stack.module, Registration(SHARED, shared_attention))
     for layer in (*stack.layers, *stack.others):
         live = copy.copy(cast(Any, layer.module).config)
         live._attn_implementation_internal = SHARED

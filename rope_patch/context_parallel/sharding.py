@@ -19,7 +19,7 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Shares:
+class Sharding:
     """The division of `length` slots over the `number` of processes in a `group`, of which this one is `rank`.
 
     The row is cut into twice as many runs as there are processes. Process r holds the runs r and 2 number - 1 - r
@@ -33,8 +33,8 @@ class Shares:
     group: Any = None
 
     @classmethod
-    def of(cls, length: int, group: Any) -> Shares:
-        """The shares of this process and the others in a `group`; None for all processes."""
+    def of_row(cls, length: int, group: Any) -> Sharding:
+        """The sharding of a row of `length` slots, as this process of a `group` sees it; None for all processes."""
         return cls(length, distributed.get_world_size(group), distributed.get_rank(group), group)
 
     def runs(self, rank: int) -> tuple[slice, ...]:
@@ -62,11 +62,11 @@ class Shares:
                 places[run] = torch.arange(start, start := start + run.stop - run.start)
         return places
 
-    def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """The part of this process of `x`, `(..., length, ...)` with the row along `dim`."""
         return torch.cat([x.narrow(dim, run.start, run.stop - run.start) for run in self.runs(self.rank)], dim)
 
-    def gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """The whole row, `(..., length, ...)`, from the tokens of each process along `dim`; gradients are summed."""
         there = cast(Map, functools.partial(self._gather, dim=dim))
         return _Exchanged.apply(x, there, functools.partial(self._scatter_sum, dim=dim))

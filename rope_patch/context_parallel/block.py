@@ -9,7 +9,7 @@ the heads. Either way logits, loss and gradients are those of one process.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -17,16 +17,18 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rope_patch.attention.shares import Shares
+from rope_patch.attention.table import asked_attention
+from rope_patch.context_parallel.hook import RowHook, install_sharing
+from rope_patch.context_parallel.row import Backend
+from rope_patch.context_parallel.sharding import Sharding
+from rope_patch.context_parallel.support import reason_not_to_divide_heads, reason_not_to_share
 from rope_patch.errors import EvaluationError, UnsupportedModel, did_you_mean
 from rope_patch.models.base import Stack
 from rope_patch.models.find_stacks import read_stacks
-from rope_patch.mounting.plan import Plan
-from rope_patch.mounting.row_sharing import RowHook, install_sharing, reason_not_to_share
-from rope_patch.mounting.shared_row import Backend
+from rope_patch.mounting.handle import find_handles
+from rope_patch.mounting.plan import Plan, install, plan_mounts
 from rope_patch.mounting.undo import Changes
-from rope_patch.patching import find_handles, mount_scheme
-from rope_patch.schemes import NoPE, Scheme
+from rope_patch.schemes.rope import NoPE
 
 
 def shard(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor:
@@ -45,10 +47,10 @@ def shard(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor
     """
     if tensor.ndim <= dim:
         raise EvaluationError(f"a tensor of shape {tuple(tensor.shape)} has no tokens along dim={dim}")
-    shares = Shares.of(tensor.shape[dim], group)
-    if not all(map(shares.tokens, range(shares.number))):
-        raise EvaluationError(f"a row of {shares.length} tokens cannot be shared by {shares.number} processes")
-    return shares.own(tensor, dim)
+    sharding = Sharding.of_row(tensor.shape[dim], group)
+    if not all(map(sharding.tokens, range(sharding.number))):
+        raise EvaluationError(f"a row of {sharding.length} tokens cannot be shared by {sharding.number} processes")
+    return sharding.shard(tensor, dim)
 
 
 def mesh_of(sharing: int, device: str = "cpu") -> DeviceMesh:
@@ -99,7 +101,7 @@ class ContextParallel:
         """
         lengths = torch.tensor([tensor.shape[dim]], device=tensor.device)
         distributed.all_reduce(lengths, group=self.group)
-        return Shares.of(int(lengths), self.group).gathered(tensor, dim)
+        return Sharding.of_row(int(lengths), self.group).all_gather(tensor, dim)
 
 
 @contextmanager
@@ -135,47 +137,36 @@ def context_parallel(model: nn.Module, group: Any = None, backend: Backend = "ga
             raise UnsupportedModel(
                 f"processes cannot share a row: {type(prompt).__name__} puts its tokens before the part of each process"
             )
-    with ExitStack() as mounted:
-        is_patched = bool(find_handles(model))
-        parts = list(_parts(model, mounted))
-        mounted.callback((changes := Changes()).undo)
+    changes, is_patched = Changes(), bool(find_handles(model))
+    try:
+        with torch.device("cpu"):  # whatever the default is
+            parts = _parts(model, changes)
         for stack, plan in parts:
             reason = reason_not_to_share(stack, plan)
             if not reason and backend == "ulysses":
-                reason = _undivided_heads(stack, plan.scheme, distributed.get_world_size(group))
+                reason = reason_not_to_divide_heads(stack, plan.scheme, distributed.get_world_size(group))
             if reason:
                 raise UnsupportedModel(f"processes cannot share a row: {reason}")
-        for stack, plan in parts:
-            install_sharing(stack, plan, group, backend, changes, of_batch=not is_patched)
+        for stack, _ in parts:
+            install_sharing(stack, group, backend, changes, of_batch=not is_patched)
         yield ContextParallel(group)
+    finally:
+        changes.undo()
 
 
-def _parts(model: nn.Module, mounted: ExitStack) -> Iterator[tuple[Stack, Plan]]:
-    """The stacks of a model with their plans. Without a scheme, positions that the model computes for the tokens of a
-    forward are mounted as one.
+def _parts(model: nn.Module, changes: Changes) -> list[tuple[Stack, Plan]]:
+    """The stacks of a model with their plans: the handles' under a scheme, else the checkpoint's own positions."""
+    mounted = [part for handle in find_handles(model) for part in handle.mounted]
+    return mounted or [(stack, _native_plan(stack, changes)) for stack in read_stacks(model)]
+
+
+def _native_plan(stack: Stack, changes: Changes) -> Plan:
+    """The plan of a stack without a scheme. Positions that the model computes from all tokens of a forward are mounted,
+    because each process has only a part of the tokens.
     """
-    handles = find_handles(model)
-    if not handles:
-        stacks = read_stacks(model)
-        for native in dict.fromkeys(stack.native for stack in stacks if stack.native is not None):
-            own = [stack for stack in stacks if stack.native == native]
-            if native.length_dependent or not all(stack.rotary or stack.absolute for stack in own):
-                handles += (mounted.enter_context(mount_scheme(model, native)),)
-        if not handles:
-            yield from ((stack, Plan(stack.native or NoPE())) for stack in stacks)
-    for handle in handles:
-        yield from handle.mounted
-
-
-def _undivided_heads(stack: Stack, scheme: Scheme, number: int) -> str:
-    """Why the heads of a stack cannot be divided; empty if they can."""
-    if scheme.methods & {"content_bias", "weight_factor", "relative_values"}:
-        return f"{scheme} depends on the content of all heads; use backend='gather'"
-    for layer in stack.layers:
-        kv_heads = layer.heads.num // (getattr(layer.module, "num_key_value_groups", None) or 1)
-        if layer.heads.num % number or (kv_heads % number and number % kv_heads):
-            return (
-                f"{layer.name} has {layer.heads.num} heads and {kv_heads} of keys, which {number} processes cannot "
-                "divide; use backend='gather'"
-            )
-    return ""
+    native = stack.native
+    if native is None or (not native.length_dependent and (stack.rotary or stack.absolute)):
+        return Plan(native or NoPE())
+    plan = plan_mounts(native, stack)
+    install(plan, stack, asked_attention("auto"), changes)
+    return plan

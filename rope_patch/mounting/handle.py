@@ -1,0 +1,107 @@
+"""The handle that a patched model carries, and how to find it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from rope_patch.errors import NotPatched
+from rope_patch.models.base import Stack
+from rope_patch.models.find_stacks import find_enclosing
+from rope_patch.models.paged import forget_managers
+from rope_patch.mounting.layer_state import LayerState
+from rope_patch.mounting.plan import Plan
+from rope_patch.mounting.undo import Changes
+from rope_patch.schemes.base import Scheme
+
+Mounted = tuple[tuple[Stack, Plan], ...]
+
+HANDLE = "_rope_patch_handle"
+
+_IN_PLACE = "`patch` returns a handle, and the model is patched in place: use the model itself, or handle.model{}"
+
+
+class PatchHandle:
+    """A model under a scheme. As a context manager it takes the scheme back on leaving the block.
+
+    Attributes:
+        model: the patched model.
+        scheme: the scheme as it was asked for, with the fields that a target fills.
+        mounted: the parts of the model that it was mounted on, as they were read before, and where it went in each.
+        layer_states: every layer that it changed, with what its calls read.
+
+    Args:
+        changes: what `remove` takes back.
+        settings: `mount` and `attention`, as of `patch`.
+    """
+
+    def __init__(
+        self, model: nn.Module, scheme: Scheme, mounted: Mounted, changes: Changes, settings: tuple[str, str]
+    ) -> None:
+        self.model = model
+        self.scheme = scheme
+        self.mounted = mounted
+        self.layer_states: tuple[LayerState, ...] = ()
+        self._changes = changes
+        self._settings = settings
+
+    @property
+    def stack(self) -> Stack:
+        """The only part of the model, or its encoder."""
+        return self.mounted[0][0]
+
+    @property
+    def plan(self) -> Plan:
+        """Where the scheme went in `stack`."""
+        return self.mounted[0][1]
+
+    @property
+    def _is_mounted(self) -> bool:
+        return vars(self.stack.module).get(HANDLE) is self
+
+    def remove(self) -> None:
+        """Restore the model bit for bit.
+
+        Raises:
+            NotPatched: when this handle was removed already.
+        """
+        if not self._is_mounted:
+            raise NotPatched(f"{type(self.model).__name__} does not carry {self.scheme} any more")
+        forget_managers([*find_enclosing(self.model), *self.model.modules()])
+        self._changes.undo()
+
+    def __enter__(self) -> PatchHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_mounted:
+            self.remove()
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and hasattr(vars(self).get("model"), name):
+            raise AttributeError(_IN_PLACE.format(f".{name}"))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Refused: the model is called.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(_IN_PLACE.format("(...)"))
+
+    def __repr__(self) -> str:
+        state = f"under {self.scheme}, mounted {self.plan.mounts()}" if self._is_mounted else f"without {self.scheme}"
+        return f"<{type(self.model).__name__} {state}>"
+
+
+def find_handle(model: nn.Module) -> PatchHandle | None:
+    """The handle of a patched model, also from inside or outside a wrapper around it; None where there is none."""
+    return next(iter(find_handles(model)), None)
+
+
+def find_handles(model: nn.Module) -> tuple[PatchHandle, ...]:
+    """All of them: an encoder and a decoder may carry a scheme each."""
+    handles = [vars(module)[HANDLE] for module in model.modules() if HANDLE in vars(module)]
+    return tuple(dict.fromkeys(handles))
