@@ -237,6 +237,7 @@ def attend_in_graph(problem: Problem) -> torch.Tensor:
     """
     inputs, turner, (query, key) = problem.inputs, cast(Turner, problem.turner), _states(problem)
     value, m = inputs.value, inputs.query_positions[..., None]
+    visible = inputs.mask if inputs.groups is None else inputs.visible()
     every = torch.arange(inputs.kv_length, device=value.device)
     scores, values = [], []
     for region in turner.regions:
@@ -246,12 +247,12 @@ def attend_in_graph(problem: Problem) -> torch.Tensor:
             slots = inputs.query_start - first - torch.arange(int(width), device=value.device)
             exists, slots = slots >= 0, slots.clamp(min=0)
         n = m - (inputs.query_start - slots)
-        seen = (exists & region.contains(m, n))[:, :, None]
-        if inputs.mask is not None:
-            seen = seen & inputs.mask[..., slots]
-        rows = wide(turner.turn(query, region, "query")).unflatten(1, (value.shape[1], -1))[
-            :, :, :, 0
-        ]  # of each kv head
+        seen = (exists & region.contains(m, n))[:, None]
+        if visible is not None:
+            seen = seen & visible[..., slots]
+        seen = seen[:, :, 0].unflatten(1, (min(seen.shape[1], value.shape[1]), -1))
+        # the queries of each key head are rows of one product
+        rows = wide(turner.turn(query, region, "query")).unflatten(1, (value.shape[1], -1))[:, :, :, 0]
         products = rows @ wide(turner.turn(key[:, :, slots], region, "key", slots)).mT * inputs.scaling
         if inputs.bias is not None:
             term = inputs.bias.function((m - n)[:, 0]).transpose(0, 1)

@@ -48,7 +48,8 @@ def _runs(problem: Problem) -> int:
 
 
 def _as_operator(problem: Problem) -> Output:
-    return operator.attend(problem.rotated().inputs, problem.decay, problem.mode), None
+    mode = "auto" if problem.mode == "graph" else problem.mode  # inside it the table is asked anew
+    return operator.attend(problem.rotated().inputs, problem.decay, mode), None
 
 
 def _without_decay(problem: Problem) -> str:

@@ -5,6 +5,7 @@ The spans are an operator of their own: a compiler computes equal calls once, so
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch, 
 from rope_patch.attention.problem import NOT_PRODUCTS, Problem
 from rope_patch.attention.spans import MOST_SPANS_PER_ROW, Span, find_spans, spans_of
 from rope_patch.attention.tile_kernels import Merged
+from rope_patch.errors import UnsupportedPositions
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import Identity
 from rope_patch.schemes.tools.rotary import RotaryLayout
@@ -73,6 +75,7 @@ class _Arguments(NamedTuple):
             Region(Identity(), Identity(), start, stop, int(chunk), below) for start, stop, chunk, below in numbers
         ]
         pairs = zip(regions, self.states[::2], self.states[1::2], strict=True)
+        self._check_distances()
         bias, running_bias = (None, None) if self.bias is None else self.bias.as_inputs()
         return AttentionInputs(
             branches=tuple(Branch(None if region == ALL_PAIRS else region, q, k) for region, q, k in pairs),
@@ -88,6 +91,22 @@ class _Arguments(NamedTuple):
             groups=self.groups,
             scattered=self.scattered,
         )
+
+    def _check_distances(self) -> None:
+        """Refuse distances beyond the table of a bias, which counts slots, because a graph has one size.
+
+        Raises:
+            UnsupportedPositions: positions skip, and a bias that is no multiple of the distance counts them.
+        """
+        if not isinstance(self.bias, DiagonalTerm):
+            return
+        first = self.key_positions.flatten(1).amin(dim=-1)
+        farthest = int((self.positions.amax(dim=-1) - first).amax())
+        if farthest >= (known := self.value.shape[2]):
+            raise UnsupportedPositions(
+                f"positions skip: a distance is {farthest}, but a compiled model reads a bias for distances below the "
+                f"{known} slots of its keys; call the model without torch.compile"
+            )
 
     def segments(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
         """The spans if the call is scored region by region; None also under a decay, which has spans for each block."""
@@ -134,7 +153,9 @@ def supports(problem: Problem) -> str:
 
 def attend(inputs: AttentionInputs, decay: Decay | None, mode: AttentionMode) -> torch.Tensor:
     """Output `(batch, heads, q_len, value_dim)` of a call whose branches have all keys, while compiling."""
-    bias, start = tile_bias(inputs), inputs.query_start
+    if inputs.q_length == 1:  # it sees all keys up to its own, as the last query of a causal call does
+        inputs = dataclasses.replace(inputs, causal=True)
+    bias, start = _term(inputs), inputs.query_start
     if not isinstance(start, torch.Tensor):
         start = torch.full((), start)
     arguments = _Arguments(
@@ -159,6 +180,18 @@ def attend(inputs: AttentionInputs, decay: Decay | None, mode: AttentionMode) ->
     )
     gradient = arguments.gradient and any(tensor.requires_grad for tensor in arguments.differentiable)
     return _attend(*arguments._replace(gradient=gradient))[0].transpose(1, 2)
+
+
+def _term(inputs: AttentionInputs) -> TileBias | None:
+    """`tile_bias`, but a multiple of the distance counts positions: in a graph nobody knows whether they skip."""
+    bias = inputs.bias
+    if bias is None or not (bias.linear and inputs.causal):
+        return tile_bias(inputs)
+    none, one = bias.values(0, 2).double().unbind(dim=-1)
+    positions = inputs.key_positions if inputs.by_head else inputs.key_positions[:, None]
+    slopes = (one - none).view(1, positions.shape[1] if inputs.by_head else 1, -1, 1)
+    linear = (slopes * positions[:, :, None]).flatten(1, 2)
+    return KeyTerm(linear if inputs.running_bias is None else inputs.running_bias + linear)
 
 
 def _bounds(region: Region) -> tuple[float, ...]:

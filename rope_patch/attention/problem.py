@@ -153,4 +153,4 @@ class Problem:
         known = isinstance(start, int) and not (self.inputs.scattered or self.compiling)
         if region == ALL_PAIRS or not known or not region.translation_invariant:
             return 0
-        return min(region.slots(int(start), int(start)).start, self.inputs.kv_length)  # a text may be shorter
+        return min(region.slots(int(start), int(start)).start, int(start))  # positions of new tokens may skip

@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import library
 
+from rope_patch import UnsupportedPositions, patch
 from rope_patch.attention import operator, oracle, segmented
 from rope_patch.attention.decay import Decay
 from rope_patch.schemes.tools.rotary import half_split
 from tests.attention.problems import supports
 from tests.attention.test_segmented import ROWS, SUMS, gradients_of, in_double, inputs_of
+from tests.families import build
+from tests.runs import tokens
 
 SPECS = ["", "rerope:window=6", "dca:chunk_size=9,local_window=2", "alibi", "sandwich:embedding_dim=16,base=100", SUMS]
 
@@ -124,3 +127,25 @@ def test_what_the_operator_cannot_compute_stays_in_the_graph():
     decay = Decay(half_split(16), torch.linspace(0.01, 0.2, 8))
     by_region, _ = of_groups("rerope:window=6")  # a decay counts by the maps of regions
     assert not supports(operator, by_region, decay=decay, compiling=True)
+
+
+@pytest.mark.parametrize("spec", ["alibi", "rerope:window=6+alibi"])
+def test_a_compiled_model_counts_positions_that_skip(spec):
+    skipping = torch.cat([torch.arange(20), torch.arange(100, 120)])[None]
+    model = build("llama")
+    patch(model, spec)
+    given = {"input_ids": tokens(40), "position_ids": skipping, "attention_mask": torch.ones(1, 40).long()}
+    with torch.no_grad():
+        expected, found = (
+            each(**given, use_cache=False).logits for each in (model, torch.compile(model, backend="eager"))
+        )
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_compiled_model_refuses_distances_beyond_its_table_of_biases():
+    skipping = torch.cat([torch.arange(20), torch.arange(100, 120)])[None]
+    model = build("llama")
+    patch(model, "sandwich")
+    given = {"input_ids": tokens(40), "position_ids": skipping, "attention_mask": torch.ones(1, 40).long()}
+    with torch.no_grad(), pytest.raises(UnsupportedPositions, match=r"positions skip: a distance is 119, .* 40 slots"):
+        torch.compile(model, backend="eager")(**given, use_cache=False)
