@@ -54,9 +54,9 @@ def main(options: Options) -> None:
 
     from rope_patch import patch, unpatch
     from rope_patch.models.find_stacks import read_stack
-    from rope_patch.patching import find_handle, find_record
+    from rope_patch.models.record import Record
+    from rope_patch.patching import find_handle
     from rope_patch.saving.loading import load_model, load_tokenizer, quiet_transformers
-    from rope_patch.saving.resuming import recorded_factors
     from rope_patch.serving.batch import PAGE, Batch
     from rope_patch.serving.factors import Reaches, models_by_factor, schemes_by_factor
     from rope_patch.serving.sampling import Sampling
@@ -79,7 +79,8 @@ def main(options: Options) -> None:
     checkpoint = read_stack(model).checkpoint
     trained = checkpoint.max_length
     models: dict[int | None, Any] = {None: model}
-    schemes = {} if options.factors or options.scheme else recorded_factors(find_record(model))
+    record = None if options.factors or options.scheme else Record.find(model)
+    schemes = {} if record is None else record.per_request
     if schemes:
         unpatch(model)
     if options.factors:

@@ -15,15 +15,15 @@ from rope_patch.errors import InvalidField, RopePatchError, counted
 from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.config import BASE
 from rope_patch.models.find_stacks import find_stacks
+from rope_patch.models.record import Record
 from rope_patch.models.rope_parameters import native_scheme_of
 from rope_patch.mounting.layer_state import LayerState
 from rope_patch.mounting.parameters import LearnedWeights, inventory, path_of_table
 from rope_patch.mounting.plan import Plan
 from rope_patch.mounting.scheme_warnings import lost_positions, scheme_warning
-from rope_patch.patching import PatchHandle, find_handles, find_record, loaded
+from rope_patch.patching import PatchHandle, find_handles, loaded
 from rope_patch.schemes.base import TRAINING, Scheme
 from rope_patch.schemes.reach import scaling_of
-from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.schemes.rope import NoPE, RoPE
 from rope_patch.schemes.rules import rules_of
 from rope_patch.schemes.slots import Tokens
@@ -126,19 +126,17 @@ def _lengths(stack: Stack) -> str:
 
 def _unpatched(model: nn.Module, stack: Stack) -> str:
     """The state of a model that carries no scheme; its config may record one."""
-    record = find_record(model)
+    try:
+        record = Record.find(model)
+    except RopePatchError as error:
+        return f"not patched; its config records a scheme that cannot be read: {error}"
     if record is None:
         return "not patched; this is its native scheme"
-    try:
-        recorded = scheme_from_dict(record["scheme"])
-    except (RopePatchError, LookupError, TypeError):
-        return "not patched; its config records a scheme that cannot be read"
-    if "positions" in record:
-        return f"not patched; its table has the rows of {recorded}, which repatch(model) takes up"
-    own = getattr(stack.config, "rope_parameters", None)
-    if record.get("rope_parameters", own) != own:
-        return f"not patched; its config records {recorded}, which Transformers applies by itself"
-    return f"not patched; its config records {recorded}, which is not applied: use repatch(model)"
+    if record.positions is not None:
+        return f"not patched; its table has the rows of {record.scheme}, which repatch(model) takes up"
+    if record.is_stated(stack.config):
+        return f"not patched; its config records {record.scheme}, which Transformers applies by itself"
+    return f"not patched; its config records {record.scheme}, which is not applied: use repatch(model)"
 
 
 def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[LayerState]) -> Iterable[tuple[str, str]]:

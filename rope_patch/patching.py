@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from rope_patch.errors import (
     UnsupportedModel,
     warn,
 )
-from rope_patch.models.base import Stack
 from rope_patch.models.find_stacks import check_loaded, find_around, find_enclosing, find_stacks, read_stacks
 from rope_patch.models.paged import forget_managers
+from rope_patch.models.record import Record
 from rope_patch.models.rope_parameters import scheme_of_parameters, stated_length, stated_parameters
 from rope_patch.mounting.handle import HANDLE, Mounted, PatchHandle, find_handle, find_handles
 from rope_patch.mounting.plan import Mount, install, plan_mounts
@@ -31,7 +31,7 @@ from rope_patch.mounting.scheme_warnings import scheme_warning
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.reach import spelled
-from rope_patch.schemes.registry import as_scheme, scheme_from_dict
+from rope_patch.schemes.registry import as_scheme
 from rope_patch.schemes.target import advise, reached
 
 
@@ -85,7 +85,7 @@ def patch(
         scheme = _requested(model, schemes, fields)
         if (same := _same_patch(model, scheme, (mount, attention))) is not None:
             return same
-        scheme, mounted = _planned(model, scheme, mount)
+        scheme, mounted = _planned(model, scheme, mount, Record.find(model))
         if warning := scheme_warning(scheme, mounted):
             warn(warning, stacklevel=2)
         return _mount(model, scheme, mounted, mount, attention)
@@ -94,7 +94,15 @@ def patch(
 def mount_scheme(model: nn.Module, scheme: Scheme) -> PatchHandle:
     """`patch` without its warning, for a model that was trained under the scheme, is to be, or is measured."""
     with torch.device("cpu"):
-        return _mount(model, *_planned(model, scheme, "auto"), "auto", asked_attention("auto"))
+        planned = _planned(model, scheme, "auto", Record.find(model))
+        return _mount(model, *planned, "auto", asked_attention("auto"))
+
+
+def mount_record(model: nn.Module, record: Record) -> PatchHandle:
+    """Patch a model that was saved under a scheme, as it was saved; its config is again as before the patch."""
+    with torch.device("cpu"):
+        planned = _planned(model, record.scheme, "auto", None)
+        return _mount(model, *planned, "auto", asked_attention("auto"), record.per_request)
 
 
 def loaded(model: nn.Module | PatchHandle) -> nn.Module:
@@ -130,27 +138,40 @@ def _same_patch(model: nn.Module, scheme: Scheme, settings: tuple[str, str]) -> 
     return handle if is_all and reached(scheme, (stack.checkpoint for stack in stacks)) == handle.scheme else None
 
 
-def _planned(model: nn.Module, scheme: Scheme, mount: Mount) -> tuple[Scheme, Mounted]:
-    """The scheme with what a target fills, and where it goes in each part of a model that carries none."""
-    if (handle := find_handle(model)) is not None:
-        raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}; unpatch it before applying {scheme}")
-    if isinstance(record := find_record(model), dict) and "positions" in record:
-        raise AlreadyPatched(
-            f"{type(model).__name__} was saved with the table of {record.get('scheme')}; `repatch` takes it up"
-        )
+def _planned(model: nn.Module, scheme: Scheme, mount: Mount, record: Record | None) -> tuple[Scheme, Mounted]:
+    """The scheme with what a target fills, and where it goes in each part of a model that carries none.
+
+    Args:
+        record: in the model's config, which may still hold the values of the patch.
+    """
+    check_free(model, scheme)
+    if record is not None:
+        _check_record(record, model, scheme)
     stacks = read_stacks(model)
-    _check_unscaled(model, stacks[0], scheme)
     scheme = reached(scheme, (stack.checkpoint for stack in stacks))
     return scheme, tuple((stack, plan_mounts(scheme, stack, mount)) for stack in stacks)
 
 
-def _check_unscaled(model: nn.Module, stack: Stack, scheme: Scheme) -> None:
-    """Refuse a checkpoint that was saved under a scheme which Transformers has applied by itself: the config holds the
-    scheme's frequencies as if they were the checkpoint's own, so that another scheme would scale them again.
+def check_free(model: nn.Module, scheme: Scheme) -> None:
+    """Check that a model carries no scheme yet.
+
+    Raises:
+        AlreadyPatched: it does.
     """
-    record, own = find_record(model), getattr(stack.config, "rope_parameters", None)
-    if isinstance(record, dict) and record.get("rope_parameters", own) != own:
-        saved, typed = spelled(scheme_from_dict(record["scheme"])), spelled(scheme)
+    if (handle := find_handle(model)) is not None:
+        raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}; unpatch it before applying {scheme}")
+
+
+def _check_record(record: Record, model: nn.Module, scheme: Scheme) -> None:
+    """Refuse a checkpoint that was saved under a scheme which is still in it: in the rows of its table, or in a config
+    that holds the scheme's frequencies as if they were the checkpoint's own. Another scheme would scale them again.
+    """
+    if record.positions is not None:
+        raise AlreadyPatched(
+            f"{type(model).__name__} was saved with the table of {record.scheme}; `repatch` takes it up"
+        )
+    if record.is_stated(find_stacks(model)[0][1].config):
+        saved, typed = spelled(record.scheme), spelled(scheme)
         raise AlreadyPatched(
             f"{type(model).__name__} was saved under {saved}, which Transformers applies by itself, so {typed} would "
             f"scale it again. To keep {saved}, write repatch(model). For {typed} alone, write "
@@ -158,7 +179,14 @@ def _check_unscaled(model: nn.Module, stack: Stack, scheme: Scheme) -> None:
         )
 
 
-def _mount(model: nn.Module, scheme: Scheme, mounted: Mounted, mount: Mount, attention: AttentionMode) -> PatchHandle:
+def _mount(
+    model: nn.Module,
+    scheme: Scheme,
+    mounted: Mounted,
+    mount: Mount,
+    attention: AttentionMode,
+    per_request: Mapping[int, Scheme] | None = None,
+) -> PatchHandle:
     rotary = {tables.module: stack.module for stack, _ in mounted for tables in stack.rotary}
     holders = [*find_enclosing(model), *model.modules()]  # what is around a backbone is saved with a config of its own
     forget_managers(holders)
@@ -167,7 +195,7 @@ def _mount(model: nn.Module, scheme: Scheme, mounted: Mounted, mount: Mount, att
     try:
         for module, its_stack in rotary.items():  # while the configs are those of the checkpoint
             changes.fill_tables(module, its_stack)
-        notice = _name_in_config(holders, scheme, mounted, changes)
+        notice = _write_record(holders, scheme, mounted, per_request, changes)
         for stack, plan in mounted:
             handle.layer_states += install(plan, stack, attention, changes)
             changes.set(stack.module, HANDLE, handle)
@@ -207,43 +235,41 @@ def unpatch(model: nn.Module | PatchHandle) -> PatchHandle:
     return handles[0]
 
 
-def find_record(model: Any) -> Any:
-    """The record of a scheme in the config of a model that was patched or saved under it; None without one."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    configs = (vars(module).get("config") for module in modules)
-    records = (getattr(config, "rope_patch", None) for config in configs)
-    return next((record for record in records if record is not None), None)
-
-
-def _name_in_config(holders: Sequence[nn.Module], scheme: Scheme, mounted: Mounted, changes: Changes) -> Notice:
-    """Give these modules configs of their own (other models may share the ones they had) that name the scheme.
+def _write_record(
+    holders: Sequence[nn.Module],
+    scheme: Scheme,
+    mounted: Mounted,
+    per_request: Mapping[int, Scheme] | None,
+    changes: Changes,
+) -> Notice:
+    """Give these modules configs of their own (other models may share the ones they had) that record the scheme.
 
     Where `rope_parameters` can express the scheme, they and `max_position_embeddings` do, so that it survives without
     this library.
     """
     stack, plan = mounted[0]
-    native = copy.deepcopy(getattr(stack.config, "rope_parameters", None))
+    native, own = {}, copy.deepcopy(getattr(stack.config, "rope_parameters", None))
     is_static, has_rows = bool(plan.rotary) and not plan.late, plan.embedding == "rows"
     exported = stated_parameters(scheme, stack, plan.rotary) if is_static else None
     length = None if exported is None else stated_length(scheme, exported, stack.config)
-    record: dict[str, Any] = {"scheme": scheme.to_dict()}
-    if native is not None:
-        record["rope_parameters"] = native
+    if own is not None:
+        native["rope_parameters"] = own
     if length is not None:
-        record["max_position_embeddings"] = stack.config.max_position_embeddings
+        native["max_position_embeddings"] = stack.config.max_position_embeddings
+    left_alone = {}
     if exported is None and scheme.frequency_owner is not None and stack.rotary:
         # `rope_parameters` stay those of the layers that are left alone, so the record says where the scheme runs
-        kept = {layer.index: plan.left_alone[layer.index] for layer in stack.layers if layer.index in plan.left_alone}
-        record |= {"left_alone": {str(index): reason for index, reason in kept.items()}} if kept else {}
-    if has_rows:
-        record["positions"] = stack.training_length  # the weights hold the longer table
+        indices = [layer.index for layer in stack.layers if layer.index in plan.left_alone]
+        left_alone = {index: plan.left_alone[index] for index in indices}
+    positions = stack.training_length if has_rows else None  # the weights hold the longer table
+    record = Record(scheme, native, left_alone, positions, per_request or {})
     for config in changes.fork_configs(holders):
-        config.rope_patch = copy.deepcopy(record)
-    if native is not None:
-        stack.config.rope_parameters = native if exported is None else exported
+        record.write(config)
+    if exported is not None:
+        stack.config.rope_parameters = exported
     if length is not None:
         stack.config.max_position_embeddings = length
     changes.settle_configs()
     is_native = all(its_plan.is_native(each) for each, its_plan in mounted)
     is_stated = has_rows or exported is not None
-    return Notice(record, str(scheme), str(stack.native or "its own positions"), is_native, is_stated)
+    return Notice(record, str(stack.native or "its own positions"), is_native, is_stated)

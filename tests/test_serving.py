@@ -26,10 +26,10 @@ from transformers import (
 import rope_patch
 from rope_patch.cli import main
 from rope_patch.errors import AlreadyPatched, InvalidField, NotExpressible
+from rope_patch.models.record import Record
 from rope_patch.patching import find_handle
 from rope_patch.saving.export import describe_serving, export_checkpoint
 from rope_patch.saving.loading import default_checkpoint
-from rope_patch.saving.resuming import recorded_factors
 
 TRAINING_LENGTH = 16
 SIZES = {
@@ -441,12 +441,13 @@ def test_the_asked_readers_choose_the_form(checkpoint):
 def test_factors_for_requests_are_recorded_and_survive_loading_and_saving(tmp_path):
     words = ["export", default_checkpoint(), "--scheme", "yarn:target=auto", "--factors", "4,1,2"]
     main([*words, "--output", str(tmp_path / "many")])
-    record = AutoConfig.from_pretrained(tmp_path / "many").rope_patch
-    assert [(factor, scheme.factor) for factor, scheme in recorded_factors(record).items()] == [(1, 1), (2, 2), (4, 4)]
+    config = AutoConfig.from_pretrained(tmp_path / "many")
+    factors = Record.read(config).per_request
+    assert [(factor, scheme.factor) for factor, scheme in factors.items()] == [(1, 1), (2, 2), (4, 4)]
     model = rope_patch.from_pretrained(tmp_path / "many")
     assert find_handle(model).scheme.factor == 4
     model.save_pretrained(tmp_path / "again")
-    assert AutoConfig.from_pretrained(tmp_path / "again").rope_patch["per_request"] == record["per_request"]
+    assert AutoConfig.from_pretrained(tmp_path / "again").rope_patch["per_request"] == config.rope_patch["per_request"]
     main(["export", default_checkpoint(), "--scheme", "yarn:factor=4", "--output", str(tmp_path / "largest")])
     torch.testing.assert_close(logits(loaded(tmp_path / "many")), logits(loaded(tmp_path / "largest")), atol=0, rtol=0)
 
@@ -456,7 +457,7 @@ def test_factors_of_a_scheme_inside_attention_leave_the_config_to_the_checkpoint
     main([*words, "--output", str(tmp_path / "many")])
     config = AutoConfig.from_pretrained(tmp_path / "many")
     assert (config.rope_parameters["rope_type"], config.max_position_embeddings) == ("default", 1024)
-    assert list(recorded_factors(config.rope_patch)) == [1, 4]
+    assert list(Record.read(config).per_request) == [1, 4]
     assert rope_patch.from_pretrained(tmp_path / "many").config.max_position_embeddings == 256
 
 

@@ -24,13 +24,14 @@ from rope_patch.models.config import (
     checkpoint_of_config,
     config_of_layer,
     head_dim,
-    rope_entries,
     scheme_of_layer_type,
     training_length,
 )
 from rope_patch.models.module_state import EmptyTables, ModuleState
 from rope_patch.models.passed_tables import passed_tables
 from rope_patch.models.probe import ChangedAfterRotation, Measuring, follows_buffers, measure_fixed, measure_tables
+from rope_patch.models.record import RECORD
+from rope_patch.models.rope_entries import rope_entries
 from rope_patch.models.rounding import rounding_of
 
 
@@ -120,8 +121,7 @@ def _declared(tables: RotaryTables, config: Any) -> torch.Tensor | None:
     """The frequencies that a config describes, `(d/2,)`; None where they are unknown, because the tables may already be
     those of a scheme that the config records.
     """
-    recorded = getattr(config, "rope_patch", None) is not None
-    scheme = None if recorded else scheme_of_layer_type(config, tables.layer_type)
+    scheme = None if vars(config).get(RECORD) is not None else scheme_of_layer_type(config, tables.layer_type)
     if scheme is None:
         return None
     frequencies = scheme.resolve(checkpoint_of_config(config)).frequencies(tables.spec(training_length(config)))

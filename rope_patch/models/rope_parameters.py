@@ -14,19 +14,17 @@ from torch import nn
 from rope_patch.errors import InvalidField, NotExpressible, UnsupportedModel, did_you_mean
 from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.config import (
-    SCALING,
-    before_patch,
     checkpoint_of_config,
     config_of_layer,
     configs_of_type,
     head_dim,
     length_today,
-    rope_entries,
-    scheme_of_entry,
     scheme_of_layer_type,
     training_length,
 )
 from rope_patch.models.find_stacks import read_stacks
+from rope_patch.models.record import before_patch
+from rope_patch.models.rope_entries import SCALING, rope_entries, scheme_of_entry
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
 from rope_patch.schemes.ntk import AdjustedBase

@@ -15,16 +15,16 @@ from transformers.utils import CONFIG_NAME
 
 from rope_patch.errors import warn
 from rope_patch.models.find_stacks import instances_of
+from rope_patch.models.record import RECORD, Record
 from rope_patch.mounting.parameters import NAME
 from rope_patch.mounting.undo import Changes
 
-RECORD = "rope_patch"  # the key of the scheme in a config
 ADAPTERS = "adapter_config.json"  # the config of PEFT's adapters
 
 
 @dataclass
 class Notice:
-    """A scheme and the warnings about it, each of which is given once.
+    """The record of a scheme and the warnings about it, each of which is given once.
 
     Attributes:
         native: the scheme of the plain checkpoint, as text.
@@ -33,8 +33,7 @@ class Notice:
         warned: the classes of what was saved with a warning.
     """
 
-    record: dict[str, Any]
-    scheme: str
+    record: Record
     native: str
     is_native: bool
     is_stated: bool
@@ -86,7 +85,7 @@ class SaveModel:
             return ""
         return (
             f"plain Transformers (AutoModel, pipeline) reads {folder} under {self.notice.native}, without "
-            f"{self.notice.scheme}; rope_patch.from_pretrained({folder!r}) reads it under the scheme"
+            f"{self.notice.record.scheme}; rope_patch.from_pretrained({folder!r}) reads it under the scheme"
         )
 
 
@@ -109,23 +108,22 @@ class SaveAdapters(SaveModel):
         if self._is_recorded:
             file = folder / ADAPTERS
             settings = json.loads(file.read_text(encoding="utf-8"))
-            settings[RECORD] = {"scheme": self.notice.record["scheme"]}
+            Record(self.notice.record.scheme).write(settings)
             file.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
     def _lost(self, folder: str) -> str:
         if not self._is_recorded:
             return _part_warning(self.notice, folder)
         if self._drops:
-            return (
-                f"{folder} lacks what {self.notice.scheme} learns: patch before PEFT, with modules_to_save=[{NAME!r}]"
-            )
+            scheme = self.notice.record.scheme
+            return f"{folder} lacks what {scheme} learns: patch before PEFT, with modules_to_save=[{NAME!r}]"
         base = Path(self.owner.base_model_name_or_path or "", CONFIG_NAME)
-        recorded = json.loads(base.read_text(encoding="utf-8")).get(RECORD) if base.is_file() else None
-        if self.notice.is_stated and recorded and recorded["scheme"] == self.notice.record["scheme"]:
+        beneath = Record.read(json.loads(base.read_text(encoding="utf-8"))) if base.is_file() else None
+        if self.notice.is_stated and beneath is not None and beneath.scheme == self.notice.record.scheme:
             return ""
         return (
-            f"plain PEFT reads {folder} without {self.notice.scheme}; rope_patch.from_pretrained({folder!r}) patches "
-            "the base checkpoint, too"
+            f"plain PEFT reads {folder} without {self.notice.record.scheme}; rope_patch.from_pretrained({folder!r}) "
+            "patches the base checkpoint, too"
         )
 
 
@@ -186,8 +184,9 @@ def _replace(owner: Any, save: SaveModel, changes: Changes) -> None:
 
 def _is_recorded(model: PreTrainedModel) -> bool:
     """Whether the config of a model records a scheme."""
-    return getattr(model.config, RECORD, None) is not None
+    return vars(model.config).get(RECORD) is not None
 
 
 def _part_warning(notice: Notice, folder: str) -> str:
-    return f"{folder} does not record {notice.scheme}, which only a part of the model carries: patch that part again"
+    scheme = notice.record.scheme
+    return f"{folder} does not record {scheme}, which only a part of the model carries: patch that part again"

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rope_patch.models.config import as_computed, length_today
+from rope_patch.models.config import length_today
+from rope_patch.models.record import Record
+from rope_patch.models.rope_entries import as_computed
 from rope_patch.models.rope_parameters import entry_of
-from rope_patch.mounting.saved import RECORD
 from rope_patch.saving import readers
 from rope_patch.saving.checkpoint_kind import read_config
 from rope_patch.saving.loading import load_config
-from rope_patch.schemes.registry import scheme_from_dict
 
 READERS = tuple(reader.name for reader in readers.READERS)
 
@@ -64,12 +64,12 @@ def diagnose(folder: str | Path, keys: Iterable[str] = ()) -> list[Reading]:
     scaling: Any = fields.get("rope_scaling")  # which Transformers before 5 reads, and rope_theta at the top
     older = scaling if isinstance(scaling, dict) else {}
     older = {"rope_type": older.get("type", "default"), **older, "rope_theta": fields.get("rope_theta", 10000.0)}
-    record, written = fields.get(RECORD) or raw.get(RECORD), fields.get("rope_parameters")
+    record, written = Record.read(raw), fields.get("rope_parameters")
     kind, factor, longest = entry["rope_type"], entry.get("factor"), fields.get("max_position_embeddings")
 
     def lost(reader: readers.Reader, support: readers.Support) -> Iterator[str]:
-        if isinstance(record, dict) and record.get("rope_parameters", read) == read:
-            yield f"{scheme_from_dict(record.get('scheme', {}))}, which config.rope_patch records{reader.record}"
+        if record is not None and not record.is_stated(config):
+            yield f"{record.scheme}, which config.rope_patch records{reader.record}"
         stated = written if isinstance(written, dict) and "rope_type" in written else entry
         if reader.scaling_wins and _differ(stated, entry):
             yield f"rope_parameters ({_spelled(stated)}), because rope_scaling ({_spelled(older)}) wins"

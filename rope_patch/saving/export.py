@@ -20,9 +20,9 @@ from typing import Any, cast
 from transformers.utils import CONFIG_NAME
 
 from rope_patch.errors import AlreadyPatched, NotExpressible, UnsupportedModel, did_you_mean
-from rope_patch.models.config import checkpoint_of_config, restore_native, training_length
+from rope_patch.models.config import checkpoint_of_config, training_length
+from rope_patch.models.record import NATIVE, RECORD, Record
 from rope_patch.models.rope_parameters import entry_of, export_rope_parameters, stated_length
-from rope_patch.mounting.saved import RECORD
 from rope_patch.saving.checkpoint_kind import read_config
 from rope_patch.saving.loading import load_config
 from rope_patch.saving.own_files import check_weights, own_file
@@ -36,11 +36,10 @@ from rope_patch.saving.readers import (
     servers_of,
     supported,
 )
-from rope_patch.saving.resuming import PER_REQUEST
 from rope_patch.saving.trained import copy_without_learned, trained_weights
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.reach import shortened
-from rope_patch.schemes.registry import get_scheme, list_schemes, scheme_class, scheme_from_dict
+from rope_patch.schemes.registry import get_scheme, list_schemes, scheme_class
 from rope_patch.schemes.slots import Checkpoint
 from rope_patch.schemes.target import reached
 from rope_patch.typing import NO_WEIGHTS, Weights
@@ -118,13 +117,12 @@ def describe_serving(
     config = load_config(folder)
     nested = not getattr(config, "rope_parameters", None) and isinstance(raw.get("text_config"), dict)
     text = config.text_config if nested else config
-    record = raw.get(RECORD) or (raw["text_config"].get(RECORD) if nested else None)
-    record = record if isinstance(record, dict) else None
+    record = Record.read(raw)
     by_factor = by_factor or {}
     chosen = _scheme(folder, by_factor[max(by_factor)] if by_factor else scheme, record)
     spelled = scheme if isinstance(scheme, str) else str(chosen)
     if record is not None:
-        restore_native(text, copy.deepcopy(record))
+        record.restore(text)
     facts = checkpoint_of_config(text)
     _check_known(facts, spelled, text)
     chosen = reached(chosen, [facts])
@@ -150,12 +148,8 @@ def describe_serving(
     written = {**raw, "text_config": fields} if nested else fields
     written.pop(RECORD, None)
     if by_factor:
-        written[RECORD] = {
-            "scheme": chosen.to_dict(),
-            "rope_parameters": text.rope_parameters,
-            "max_position_embeddings": text.max_position_embeddings,
-            PER_REQUEST: {str(factor): each.to_dict() for factor, each in by_factor.items()},
-        }
+        native = {name: getattr(text, name) for name in NATIVE}
+        Record(chosen, native, per_request=by_factor).write(written)
     support = supported(parameters, architectures, length, chosen_readers)
     changed = {"text_config": changed} if nested else changed
     return Serving(chosen, trained, length, written, changed, support, warning=shortened(chosen, facts))
@@ -211,8 +205,8 @@ def export_checkpoint(
     return dataclasses.replace(serving, output=target)
 
 
-def _scheme(folder: Path, requested: str | Scheme | None, record: dict[str, Any] | None) -> Scheme:
-    saved = None if record is None else scheme_from_dict(record.get("scheme", {}))
+def _scheme(folder: Path, requested: str | Scheme | None, record: Record | None) -> Scheme:
+    saved = None if record is None else record.scheme
     if requested is None:
         if saved is None:
             raise NotExpressible(

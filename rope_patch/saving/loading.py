@@ -39,15 +39,15 @@ from rope_patch.errors import (
 )
 from rope_patch.models import t5
 from rope_patch.models.baichuan import register_baichuan
-from rope_patch.models.config import length_today, restore_native, wrong_field
-from rope_patch.mounting.saved import ADAPTERS, RECORD
-from rope_patch.patching import find_handle, mount_scheme, unpatch
+from rope_patch.models.config import length_today, wrong_field
+from rope_patch.models.record import RECORD, Record, forget_record
+from rope_patch.mounting.saved import ADAPTERS
+from rope_patch.patching import find_handle, mount_record, mount_scheme, unpatch
 from rope_patch.saving.checkpoint_kind import OPTIONAL, is_gguf, kind_of_checkpoint, read_json
 from rope_patch.saving.gguf import load_gguf, load_gguf_config, load_gguf_tokenizer
 from rope_patch.saving.own_files import check_weights
-from rope_patch.saving.resuming import checked_record, load_class, load_parameters, resume
+from rope_patch.saving.resuming import load_class, load_parameters, resume_rows
 from rope_patch.saving.trust import check_adapter, drop_implementations
-from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.shipped import recipes_folder
 
 _CLEAR = (RopePatchError, ImportError, MemoryError, torch.OutOfMemoryError)
@@ -57,6 +57,9 @@ _ONE_LINE = (NoCheckpoint, MissingPackage)
 """Those of the functions that commands call, which end in one line whatever is wrong."""
 
 _PLACES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+
+_PUBLISHED_PICKLED = "baichuan"
+"""The `model_type` of checkpoints that were published without safetensors."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -106,32 +109,19 @@ def _one_error(
             unknown = (f"unexpected keyword argument {name!r}" in str(error) for name in arguments)
             if isinstance(error, TypeError) and any(unknown):
                 raise
-            reason = wrong_field(_fields_of(path, _location(arguments))) or f"{type(error).__name__}: {reason}"
+            location = {name: arguments[name] for name in _PLACES if name in arguments}
+            reason = wrong_field(_read_fields(path, **location)) or f"{type(error).__name__}: {reason}"
         raise NoCheckpoint(f"{what}{str(path)!r} cannot be loaded: {reason}") from error
-
-
-def _location(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that say where the files are."""
-    return {name: arguments[name] for name in _PLACES if name in arguments}
-
-
-def _fields_of(path: str | Path, location: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a config that no class has read yet; empty if Transformers cannot find or read the file."""
-    with suppress(Exception):  # loading it raises a better error
-        return dict(PreTrainedConfig.get_config_dict(path, **location)[0])
-    return {}
 
 
 def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
     """What `from_pretrained` does, below the adapters that named the path."""
-    location = _location(kwargs)
+    location = {name: kwargs[name] for name in _PLACES if name in kwargs}
     if kind_of_checkpoint(path, **location) == "gguf":
         return load_gguf(path, **kwargs)
     if (adapters := cached_file(path, ADAPTERS, **OPTIONAL, **location)) is not None:
         return _with_adapters(path, Path(adapters), location, kwargs, above)
     kwargs |= {"trust_remote_code": False, "weights_only": True}
-    published_pickled = make_loadable(path, **location)
-    kwargs.setdefault("use_safetensors", None if published_pickled else True)
     config = kwargs.pop("config", None)
     if config is None:
         config, dropped = _read_config(path, **location)
@@ -144,17 +134,22 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
         # as in Transformers: arguments that are fields of the config change it
         fields = [key for key in kwargs if key in vars(config) and key not in ("dtype", "torch_dtype")]
         config.update({key: kwargs.pop(key) for key in fields})
+    else:
+        _read_fields(path, **location)
     check_weights(path, **location)
-    record = checked_record(vars(config).get(RECORD), config)
-    if record is not None and "positions" not in record:
-        for part in _nested(config):
-            vars(part).pop(RECORD, None)
+    kwargs.setdefault("use_safetensors", None if config.model_type == _PUBLISHED_PICKLED else True)
+    written_by = (getattr(transformers, name, None) for name in config.architectures or ())
+    classes = [cls for cls in written_by if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
+    cls: Any = (*classes, AutoModelForCausalLM)[0]
+    record = Record.read(config)
     if record is not None:
-        restore_native(config.get_text_config(), record)
+        record.restore(config.get_text_config())
+        if record.positions is None:
+            forget_record(config)
     try:
         if record is None:
-            return _class_of(config).from_pretrained(path, config=config, **kwargs)
-        model = load_class(_class_of(config), path, config=config, **kwargs)
+            return cls.from_pretrained(path, config=config, **kwargs)
+        model = load_class(cls, path, config=config, **kwargs)
     except OSError as error:  # for pickled weights, Transformers mentions an argument that the user never passed
         if all(cached_file(path, name, **OPTIONAL, **location) is None for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
             raise
@@ -162,17 +157,12 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
             f"{path} has no weights in safetensors; from_pretrained(..., use_safetensors=False) reads pickled ones if "
             "they are plain tensors"
         ) from error
-    resume(model, record)
+    if record.positions is None:
+        mount_record(model, record)
+    else:
+        resume_rows(model, record)
     load_parameters(model, path, **location)
     return model
-
-
-def _nested(config: Any) -> Iterator[Any]:
-    """A config and its nested configs, such as those of text and images."""
-    yield config
-    for value in vars(config).values():
-        if isinstance(value, PreTrainedConfig):
-            yield from _nested(value)
 
 
 def _config_of(path: str | Path, **location: Any) -> Any:
@@ -181,7 +171,8 @@ def _config_of(path: str | Path, **location: Any) -> Any:
 
 
 def _read_config(path: str | Path, **location: Any) -> tuple[Any, dict[str, Any]]:
-    """The config, and the implementations that it asked for and does not get."""
+    """The config of a checkpoint, and the implementations that it asked for and does not get."""
+    _read_fields(path, **location)
     try:
         config = AutoConfig.from_pretrained(path, **{**location, "trust_remote_code": False})
     except OSError as error:
@@ -221,48 +212,39 @@ def _with_adapters(
     elsewhere = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder")}
     if config is not None:
         elsewhere.setdefault("dtype", config.dtype)
-        settings.setdefault(RECORD, vars(config).get(RECORD))
     try:
-        record = checked_record(settings.get(RECORD), config)
+        record = Record.read(settings if RECORD in settings else config)
     except RopePatchError as error:
         raise type(error)(f"{adapters}: {error}") from error
     model = _load(base, elsewhere, (*above, adapters))
-    recorded = None if record is None else scheme_from_dict(record["scheme"])
-    carried = find_handle(model)
+    scheme, carried = None if record is None else record.scheme, find_handle(model)
+    says_which = RECORD in settings or config is not None
     # under the same scheme the checkpoint keeps its learned parameters
-    if RECORD in settings and recorded != (carried and carried.scheme):
+    if says_which and scheme != (carried and carried.scheme):
         if carried is not None:
             unpatch(model)
-        if recorded is not None:
-            mount_scheme(model, recorded)
+        if scheme is not None:
+            mount_scheme(model, scheme)
     with warnings.catch_warnings():  # PEFT's, that it does not know our key
         warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{RECORD}'\]")
         return PeftModel.from_pretrained(model, path, **location)
 
 
-def make_loadable(path: str | Path, **location: Any) -> bool:
-    """Register the classes of this library that a checkpoint needs; return whether it needs any. `location`: arguments
-    of `from_pretrained`, such as `revision`.
+def _read_fields(path: str | Path, **location: Any) -> dict[str, Any]:
+    """The fields of a checkpoint's config before any class reads them, with the classes of this library that it needs
+    registered; empty if Transformers cannot find or read the file.
 
     Raises:
         NoCheckpoint: Transformers would build layers without end.
     """
-    fields = _fields_of(path, location)
+    fields: dict[str, Any] = {}
+    with suppress(Exception):  # loading it raises a better error
+        fields |= PreTrainedConfig.get_config_dict(path, **location)[0]
     if wrong := wrong_field(fields, ("num_hidden_layers",)):
         raise NoCheckpoint(f"{str(path)!r} cannot be loaded: {wrong}")
-    if fields.get("model_type") != "baichuan":
-        return False
-    register_baichuan()
-    return True
-
-
-def _class_of(config: Any) -> Any:
-    """The class that wrote the checkpoint, if Transformers has it."""
-    for name in config.architectures or ():
-        cls = getattr(transformers, name, None)
-        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
-            return cls
-    return AutoModelForCausalLM
+    if fields.get("model_type") == _PUBLISHED_PICKLED:
+        register_baichuan()
+    return fields
 
 
 def default_checkpoint() -> str:
@@ -300,7 +282,7 @@ def load_tokenizer(path: str) -> Any:
     Raises:
         NoCheckpoint: there is none.
     """
-    return _read(path, "tokenizer", AutoTokenizer.from_pretrained, load_gguf_tokenizer)
+    return _read(path, "tokenizer", _tokenizer_of, load_gguf_tokenizer)
 
 
 def load_config(path: str | Path) -> Any:
@@ -368,8 +350,12 @@ def _read(path: str | Path, what: str, read: Callable[..., Any], read_gguf: Call
     with _one_error(path, {}, f"the {what} of ", _ONE_LINE):
         if kind_of_checkpoint(path) == "gguf":
             return read_gguf(path)
-        make_loadable(path, local_files_only=local)
-        return read(path, trust_remote_code=False, local_files_only=local)
+        return read(path, local_files_only=local)
+
+
+def _tokenizer_of(path: str | Path, **location: Any) -> Any:
+    _read_fields(path, **location)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **location)
 
 
 def _device(name: str) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from pathlib import Path
 from typing import Any, cast
@@ -13,22 +12,17 @@ from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from rope_patch.errors import InvalidField, NotPatched
+from rope_patch.errors import NotPatched
 from rope_patch.models import absolute
 from rope_patch.models.base import AbsoluteTable
-from rope_patch.models.config import check_computable, restore_native
 from rope_patch.models.find_stacks import find_stacks, read_stacks
+from rope_patch.models.record import Record, forget_record
 from rope_patch.mounting.entry import shorten
 from rope_patch.mounting.parameters import NAME, learned_parameters
 from rope_patch.mounting.plan import plan_mounts
-from rope_patch.patching import PatchHandle, find_handle, find_record, loaded, mount_scheme
+from rope_patch.patching import PatchHandle, check_free, find_handle, loaded, mount_record
 from rope_patch.saving.checkpoint_kind import OPTIONAL
 from rope_patch.saving.own_files import check_weights
-from rope_patch.schemes.base import Scheme
-from rope_patch.schemes.registry import scheme_from_dict
-
-PER_REQUEST = "per_request"
-"""The key, in the record of a scheme, of a scheme for each factor, from which a server chooses for each request."""
 
 
 def repatch(model: nn.Module | PatchHandle) -> PatchHandle:
@@ -41,84 +35,46 @@ def repatch(model: nn.Module | PatchHandle) -> PatchHandle:
     """
     model = loaded(model)
     config = cast(Any, find_stacks(model)[0][1].config)
-    record = checked_record(find_record(model), config)
+    record = Record.find(model)
     if record is None:
         raise NotPatched(f"the config of {type(model).__name__} has no `rope_patch`: it was not saved under a scheme")
-    replaced = restore_native(config, record)  # so that a base is not raised twice
+    replaced = Record(record.scheme, {name: getattr(config, name, None) for name in record.native})
+    record.restore(config)  # so that a base is not raised twice
     try:
-        handle = resume(model, record)
+        handle = mount_record(model, record) if record.positions is None else resume_rows(model, record)
     finally:
-        restore_native(config, replaced)
+        replaced.restore(config)
     if handle is None:
         raise NotPatched(
-            f"{type(model).__name__} was saved without the original rows, which {record['scheme']['name']} replaced"
+            f"{type(model).__name__} was saved without the original rows, which {record.scheme.name} replaced"
         )
     load_parameters(model, str(model.name_or_path))
     return handle
 
 
-def resume(model: nn.Module, record: dict[str, Any]) -> PatchHandle | None:
-    """Patch a loaded model with the scheme under which it was saved; None if its own positions were not saved.
+def resume_rows(model: nn.Module, record: Record) -> PatchHandle | None:
+    """Patch a model with the rows of its table of positions that it was saved with; None if its own were not saved.
 
     Raises:
         NotPatched: the record has another number of positions than the model can have.
+        AlreadyPatched: the model already has a scheme.
     """
-    scheme = scheme_from_dict(record["scheme"])
-    if "positions" not in record or find_handle(model) is not None:
-        handle = mount_scheme(model, scheme)
-        if PER_REQUEST in record:  # so that the model can be saved again
-            find_record(model)[PER_REQUEST] = record[PER_REQUEST]
-        return handle
-    capacity, has_table = record["positions"], find_stacks(model)[0][0] is absolute
-    if not has_table or type(capacity) is not int or capacity <= 0:
-        raise NotPatched(f"`rope_patch` has positions={capacity!r}, which is impossible for {type(model).__name__}")
+    scheme, capacity, has_table = record.scheme, cast(int, record.positions), find_stacks(model)[0][0] is absolute
+    check_free(model, scheme)
+    if not has_table:
+        raise NotPatched(f"`rope_patch` has positions={capacity}, which is impossible for {type(model).__name__}")
     if scheme.slots == {"embedding"} and scheme.is_table and not scheme.keeps_rows:
         return None
     stack = read_stacks(model)[0]
     table = cast(AbsoluteTable, stack.absolute)
     plan_mounts(scheme, stack)
     if capacity > table.capacity:
-        raise NotPatched(f"`rope_patch` has positions={capacity!r}, but {type(model).__name__} has {table.capacity}")
+        raise NotPatched(f"`rope_patch` has positions={capacity}, but {type(model).__name__} has {table.capacity}")
     saved = shorten(table, capacity)
-    del stack.config.rope_patch
-    handle = mount_scheme(model, scheme)
+    forget_record(stack.config)
+    handle = mount_record(model, record)
     table.rows.copy_(saved)  # as they were trained
     return handle
-
-
-def checked_record(record: Any, config: Any) -> dict[str, Any] | None:
-    """The record of a scheme in a config, if any, checked: a known scheme, and computable rotary parameters. That of
-    adapters may have no `config` beside it.
-
-    Raises:
-        InvalidField, UnknownScheme, UnsupportedModel: the record is invalid.
-    """
-    if record is None:
-        return None
-    if not isinstance(record, dict):
-        raise InvalidField(f"config.rope_patch={record!r} is not allowed; it must be a dict with a 'scheme'")
-    scheme_from_dict(record.get("scheme", {}))
-    recorded_factors(record)
-    length = record.get("max_position_embeddings", 1)
-    if type(length) is not int or length < 1:
-        raise InvalidField(f"`rope_patch` has max_position_embeddings={length!r}; it must be a length in tokens")
-    if "rope_parameters" in record and config is not None:
-        original = copy.copy(config)
-        vars(original)["rope_parameters"] = record["rope_parameters"]  # `setattr` could raise Transformers' own errors
-        check_computable(original)
-    return record
-
-
-def recorded_factors(record: Any) -> dict[int, Scheme]:
-    """The schemes by factor that a record has for requests, in ascending order; empty if it has none.
-
-    Raises:
-        InvalidField, UnknownScheme: they are invalid.
-    """
-    by_factor = (record or {}).get(PER_REQUEST, {})
-    if not isinstance(by_factor, dict) or not all(str(factor).isdecimal() and int(factor) > 0 for factor in by_factor):
-        raise InvalidField(f"`rope_patch` has {PER_REQUEST}={by_factor!r:.80}; it must be a scheme for each factor")
-    return {factor: scheme_from_dict(by_factor[str(factor)]) for factor in sorted(map(int, by_factor))}
 
 
 def load_class(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:

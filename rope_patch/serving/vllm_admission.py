@@ -22,7 +22,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from rope_patch.errors import UnsupportedModel
-from rope_patch.mounting.saved import RECORD
+from rope_patch.models.record import RECORD, Record
 from rope_patch.serving.factors import Reaches
 from rope_patch.serving.vllm_served import reaches_of, recorded_schemes, served_of
 
@@ -47,7 +47,7 @@ def _prepare(check: Callable[[VllmConfig], None], config: VllmConfig) -> None:
     """
     check(config)
     model = config.model_config
-    record = None if model is None else getattr(model.hf_config, RECORD, None)
+    record = None if model is None else Record.read(model.hf_config)
     if record is None:
         return
     processes = config.parallel_config.tensor_parallel_size
@@ -57,8 +57,8 @@ def _prepare(check: Callable[[VllmConfig], None], config: VllmConfig) -> None:
                 f"{scheme} in vLLM: a bias with --tensor-parallel-size {processes} is not supported; 1 is allowed"
             )
     hf_config, reaches = model.hf_config, reaches_of(model)
-    if reaches is not None and "rope_parameters" in record:
-        hf_config.rope_parameters = record["rope_parameters"]  # tables replace what follows from them
+    if reaches is not None and "rope_parameters" in record.native:
+        hf_config.rope_parameters = record.native["rope_parameters"]  # tables replace what follows from them
     if getattr(hf_config, "rope_parameters", None):
         # vLLM shares rotary modules of equal parameters, also between the engines of a process
         hf_config.rope_parameters = {**hf_config.rope_parameters, RECORD: model.model}

@@ -20,14 +20,12 @@ from vllm.platforms import current_platform
 
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.base import RotaryTables
-from rope_patch.models.config import length_today, restore_native
+from rope_patch.models.config import length_today
+from rope_patch.models.record import RECORD, Record, forget_record
 from rope_patch.mounting.layer_state import LayerState
-from rope_patch.mounting.saved import RECORD
 from rope_patch.patching import patch
 from rope_patch.saving.readers import refused_by_vllm
-from rope_patch.saving.resuming import recorded_factors
 from rope_patch.schemes.base import Scheme
-from rope_patch.schemes.registry import scheme_from_dict
 from rope_patch.schemes.tools.positions import UNROTATED
 from rope_patch.serving.factors import Reaches, ignoring_idle
 from rope_patch.serving.paged_attention import Attention, anchor_of
@@ -157,7 +155,7 @@ def served_of(config: VllmConfig) -> Served | None:
         UnsupportedModel: the scheme needs more than queries, keys and positions, or does not change all layers.
     """
     model = config.model_config
-    if getattr(model.hf_config, RECORD, None) is None:
+    if vars(model.hf_config).get(RECORD) is None:
         return None  # models without a record must not be read again
     if _SERVED not in vars(model):
         vars(model)[_SERVED] = _served(config)
@@ -187,31 +185,31 @@ def _served(config: VllmConfig) -> Served | None:
 
 def reaches_of(model: Any) -> Reaches | None:
     """How far the factors in the record of a vLLM model's config reach; None without factors."""
-    record = getattr(model.hf_config, RECORD, None)
-    if not isinstance(record, dict) or not (factors := recorded_factors(record)):
+    record = Record.read(model.hf_config)
+    if record is None or not record.per_request:
         return None
     config = AutoConfig.from_pretrained(model.model, revision=model.revision, trust_remote_code=False)
-    restore_native(config, record)
+    record.restore(config)
     trained = length_today(config)
-    limit = min(model.max_model_len, max(factors) * trained)
-    return Reaches(limit, {factor: min(limit, factor * trained) for factor in factors})
+    limit = min(model.max_model_len, max(record.per_request) * trained)
+    return Reaches(limit, {factor: min(limit, factor * trained) for factor in record.per_request})
 
 
-def recorded_schemes(record: Any) -> dict[int, Scheme]:
-    """The schemes in the record of a config by factor; without factors its only scheme, under 0."""
-    return recorded_factors(record) or {0: scheme_from_dict(record["scheme"])}
+def recorded_schemes(record: Record) -> Mapping[int, Scheme]:
+    """The schemes in a record by factor; without factors its only scheme, under 0."""
+    return record.per_request or {0: record.scheme}
 
 
 @functools.cache
 def _states_of(path: str, revision: str | None) -> list[States]:
     """The states of each recorded scheme; empty if vLLM's own positions suffice."""
     config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
-    record = getattr(config, RECORD, None)
+    record = Record.read(config)
     if record is None:
         return []
-    del config.rope_patch
-    written = getattr(config, "rope_parameters", None)
-    restore_native(config, record)
+    forget_record(config)
+    is_stated = record.is_stated(config)
+    record.restore(config)
     schemes = recorded_schemes(record)
     states: list[States] = []
     for factor, scheme in schemes.items():
@@ -221,7 +219,7 @@ def _states_of(path: str, revision: str | None) -> list[States]:
             raise UnsupportedModel(f"{scheme} in vLLM: {what} are not supported")
         with ignoring_idle(factor):
             handle = patch(model, scheme)
-            if not factor and "rope_parameters" in record and written != record["rope_parameters"]:
+            if not factor and is_stated:
                 return []  # rope_parameters express the scheme, and vLLM reads them itself
             handle.remove()
             handle = patch(model, scheme, mount="late")

@@ -5,7 +5,7 @@ import torch
 
 from rope_patch import RoPE, UnsupportedModel, get_scheme, native_scheme, patch
 from rope_patch.attention import decode
-from rope_patch.models.config import rope_entries
+from rope_patch.models.rope_entries import rope_entries
 from tests.cases import ALL
 from tests.families import FOLLOWING, RUN, SCALED, TRAINING_LENGTH, build, config_of
 from tests.runs import LENGTH, assert_close, generated, logits, tokens

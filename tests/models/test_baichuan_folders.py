@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from rope_patch.errors import InvalidField
+from rope_patch.errors import InvalidField, NoCheckpoint
 from rope_patch.models.baichuan import published_remote_code, register_baichuan
 from rope_patch.models.baichuan.configuration import BaichuanConfig
 from rope_patch.models.baichuan.modeling import BaichuanForCausalLM, BaichuanModel
-from rope_patch.saving.loading import make_loadable
+from rope_patch.saving.loading import load_config
 from tests.models.baichuan_folders import GENERATION, VARIANTS, write_folder
 from tests.runs import assert_close, logits, tokens
 
@@ -185,9 +185,10 @@ def test_folders_are_recognised(tmp_path):
     write_folder(tmp_path / "baichuan", VARIANTS["baichuan_7b"])
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"model_type": "llama"}')
-    assert make_loadable(tmp_path / "baichuan")
-    assert not make_loadable(tmp_path / "other")
-    assert not make_loadable(tmp_path / "nothing")
+    assert isinstance(load_config(tmp_path / "baichuan"), BaichuanConfig)
+    assert not isinstance(load_config(tmp_path / "other"), BaichuanConfig)
+    with pytest.raises(NoCheckpoint, match="nothing"):
+        load_config(tmp_path / "nothing")
 
 
 def test_published_code_is_recognised(tmp_path):

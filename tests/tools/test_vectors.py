@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rope_patch.models.config import scheme_of_entry
+from rope_patch.models.rope_entries import scheme_of_entry
 from rope_patch.typing import RotarySpec
 from tools.vectors import ENTRIES, FOLDER, HEAD, L, vectors
 

@@ -24,7 +24,7 @@ import torch._dynamo
 from transformers import PreTrainedModel, set_seed
 
 import rope_patch
-from rope_patch.patching import find_record
+from rope_patch.models.record import Record
 
 NATIVE, NATIVE_LATE, UNPATCHED = "native", "native-late", "unpatched"
 """In place of a scheme: the one that each model has already, by whatever mount or late, and none."""
@@ -105,7 +105,7 @@ class Patcher:
         try:
             if self.scheme == NATIVE_LATE:  # a record does not say by which mount
                 rope_patch.patch(model, rope_patch.native_scheme(model), mount="late")
-            elif loaded and find_record(model) is not None:
+            elif loaded and Record.find(model) is not None:
                 rope_patch.repatch(model)
             elif self.scheme == NATIVE:
                 rope_patch.patch(model, rope_patch.native_scheme(model))

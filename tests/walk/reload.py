@@ -4,8 +4,8 @@ A *stay* is one entry into a named function of the package, leaf helpers include
 the function around them, a function that calls itself stays once, so does one that is called many times in a row, and a
 generator that goes on does not enter again.
 The walk has two doors. A function of `schemes` is one stay: how a scheme reads its own fields is its own affair.
-`mount_scheme` is one stay, too: from there the walk is that of `patch`, wherever the scheme comes from. Behind this
-door only the functions that read or write the record in a config are stays.
+`mount_record` is one stay, too: from there the walk is that of `patch`, wherever the scheme comes from. Behind this
+door only the functions that hand the record on into the config are stays.
 
 A *climb* is a call from a lower floor to a higher one; the floors are those of `tests.test_architecture`.
 
@@ -26,10 +26,10 @@ import rope_patch
 from tests.families import build
 from tests.test_architecture import PACKAGE, floor_of
 
-DOOR = "mount_scheme"
+DOORS = {"mount_scheme", "mount_record"}
 
-OF_THE_RECORD = {"find_record", "_check_unscaled", "_name_in_config", "_state_in_config"}
-"""Functions behind the door that read or write the record, besides all of `rope_patch.models.record`."""
+HANDING_ON = {"_check_record", "_write_record"}
+"""Functions behind the door that hand the record on, besides the methods of `Record`."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Entry:
         """Whether the entry belongs to the walk, see the top of this file."""
         if any(is_in_schemes(each.module) for each in self.around):
             return False
-        is_behind = any(each.function == DOOR for each in self.around)
-        return not is_behind or self.module == "rope_patch.models.record" or self.function in OF_THE_RECORD
+        is_behind = any(each.function in DOORS for each in self.around)
+        return not is_behind or self.function in HANDING_ON or self.function.startswith("Record.")
 
 
 def is_in_schemes(module: str) -> bool:
