@@ -11,6 +11,7 @@ import torch
 
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
 from rope_patch.attention.spans import Span, spans_between
+from rope_patch.graphs import eager_only, traced
 from rope_patch.schemes.base import Scheme
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -45,7 +46,7 @@ class Forward:
         Example:
             >>> positions = forward.shared(key_positions)(position_ids, kv_length, start)
         """
-        if torch.compiler.is_compiling():
+        if traced():
             return compute
         if compute not in self._functions:
             self._functions[compute] = functools.cache(compute)
@@ -114,13 +115,14 @@ class StackForwards(threading.local):
         self._position_ids: torch.Tensor | None = None
         self._forward = Forward()
 
+    @eager_only
     def forget(self) -> None:
         """Start a forward."""
         self._position_ids, self._forward = None, Forward()
 
     def of(self, position_ids: torch.Tensor) -> Forward:
         """The forward with this positions tensor (by identity), `(batch or 1, length)`."""
-        if torch.compiler.is_compiling():
+        if traced():
             return Forward()
         if self._position_ids is not position_ids:
             self._position_ids, self._forward = position_ids, Forward()

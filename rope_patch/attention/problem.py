@@ -14,6 +14,7 @@ from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
 from rope_patch.attention.slot_plan import SlotPlan
 from rope_patch.attention.spans import Span, spans_of
 from rope_patch.attention.turner import Fused, Turner
+from rope_patch.graphs import traced
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.typing import PositionMap
 
@@ -52,7 +53,7 @@ class Problem:
     turner: Turner | None = None
     decay: Decay | None = None
     find_spans: Spans | None = None
-    compiling: bool = field(default_factory=torch.compiler.is_compiling)
+    compiling: bool = field(default_factory=traced)
     taken: str = field(default="", init=False)
     plan: SlotPlan | None = field(default=None, init=False)
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from rope_patch.graphs import traced
 from rope_patch.schemes.tools.rotary import RotaryLayout
 
 
@@ -18,7 +19,7 @@ def rotate(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.
         d/2)`; returns that of x.
     """
     learned = cos.requires_grad or sin.requires_grad
-    if torch.is_grad_enabled() and x.requires_grad and not learned and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and x.requires_grad and not learned and not traced():
         return cast(torch.Tensor, _Rotation.apply(x, cos, sin, layout))
     return layout.rotate_wide(x, cos, sin)
 

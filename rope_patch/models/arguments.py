@@ -11,6 +11,7 @@ from transformers import Cache, EncoderDecoderCache
 
 from rope_patch.attention.masks import attended
 from rope_patch.errors import UnsupportedPositions
+from rope_patch.graphs import traced
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named, as a pre-hook returns them
 
@@ -109,7 +110,7 @@ def counted_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:
     seen = None if isinstance(mask, torch.Tensor) and mask.ndim != 2 else _slots_seen(kwargs)
     if tokens is None or seen is None or seen.shape[1] < tokens.shape[1]:
         return None
-    if not torch.compiler.is_compiling() and not (seen[:, 1:] > seen[:, :-1]).any():
+    if not traced() and not (seen[:, 1:] > seen[:, :-1]).any():
         return None
     number = seen.cumsum(dim=-1)
     inner = ~seen & (number > 0) & (number < number[:, -1:])

@@ -12,6 +12,7 @@ import torch
 from transformers import Cache
 
 from rope_patch.errors import UnsupportedPositions
+from rope_patch.graphs import traced
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.tools.positions import joined, key_positions
 
@@ -60,7 +61,7 @@ class CachedKeys(torch.Tensor):
     def of(cls, keys: torch.Tensor, positions: torch.Tensor) -> CachedKeys:
         """`keys`, in the same memory, with their `positions`, in the shapes above."""
         with_positions = keys.as_subclass(cls)
-        if not torch.compiler.is_compiling():
+        if not traced():
             vars(with_positions).update(vars(keys))  # such as the mark that a static cache keeps its address
         with_positions.positions = positions
         return with_positions
@@ -70,7 +71,7 @@ class CachedKeys(torch.Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if torch.compiler.is_compiling():  # in a graph keys are only added to, see `remember`
+        if traced():  # in a graph keys are only added to, see `remember`
             return result
         if func not in _MOVES_POSITIONS or not isinstance(result, torch.Tensor) or isinstance(result, cls):
             return result
@@ -147,7 +148,7 @@ def tag_cache(cache: Cache, index: int, tag: str, accepts_plain: bool = False) -
         return
     length = cache.get_seq_length(index)
     # values are unknown while compiling; a cache that a graph fills was tagged when it was empty
-    empty = its_tag is None and isinstance(length, torch.Tensor) and torch.compiler.is_compiling()
+    empty = its_tag is None and isinstance(length, torch.Tensor) and traced()
     if not empty and length > 0 and not (its_tag is None and accepts_plain):
         by = "without a patch or by prefix tuning" if its_tag is None else f"under {its_tag}"
         raise UnsupportedPositions(
@@ -196,7 +197,7 @@ def known_positions(
     Returns:
         `(batch or 1, start + q_len)`, with a head axis in between if heads keep different keys; None while compiling.
     """
-    if torch.compiler.is_compiling():
+    if traced():
         return None
     start, layers = int(start), cast(Any, cache).layers
     if start and isinstance(layers[index].keys, CachedKeys):

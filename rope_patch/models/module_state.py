@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rope_patch.errors import UnsupportedModel
+from rope_patch.graphs import traced
 
 
 class ModuleState:
@@ -118,7 +119,7 @@ class Refilling:
         """Restore the tables; the arguments stay unchanged."""
         for name, tensor in self._tables.items():
             module.get_buffer(name).copy_(tensor)
-        if not torch.compiler.is_compiling():
+        if not traced():
             remove_hook(module, self)
 
 

@@ -13,6 +13,7 @@ from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward import Forward
 from rope_patch.attention.masks import keys_seen, read_mask
 from rope_patch.attention.turner import Turner
+from rope_patch.graphs import require, traced
 from rope_patch.models.cached_keys import is_static, positions_in, positions_in_graph, remember
 from rope_patch.models.paged import Request
 from rope_patch.mounting.layer_state import FrequencySource, LayerState
@@ -165,7 +166,7 @@ class ForwardCall:
             self.seen = self.forward.shared(_keys_seen)(mask, self.position_ids, *sizes)
         if is_first:
             return
-        if torch.compiler.is_compiling():
+        if traced():
             self._look_back_in_graph(cache)
             return
         self.past = self.forward.earlier(positions_in(cache, index, int(self.start), state.layer.name))
@@ -182,14 +183,14 @@ class ForwardCall:
         self.scattered = self.past.ndim == 3
         if not self.scattered:
             follows = follow_on(self.past, self.position_ids, self.seen)
-            torch._assert_async(follows, "rope_patch: a gap before position_ids; run eagerly")
+            require(follows, UnsupportedPositions("a gap before position_ids; run eagerly"))
 
     def remember(self) -> None:
         """Store positions on the keys in the cache after its update."""
         if self.cache is None or not self.state.follows_positions:
             return
         static = is_static(self.cache, self.state.layer.cache_index)
-        if static and torch.compiler.is_compiling():
+        if static and traced():
             return
         positions, in_order = self.position_ids, True
         if self.past is not None:

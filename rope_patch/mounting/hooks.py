@@ -13,6 +13,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from rope_patch.attention.forward import StackForwards
 from rope_patch.attention.masks import Groups, groups_of_documents, groups_of_pads
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
+from rope_patch.graphs import traced
 from rope_patch.models.arguments import Arguments, by_name, cache_in, check_tokens, slot_positions, tokens_of
 from rope_patch.models.base import AttentionLayer, RotaryTables, is_causal
 from rope_patch.models.cached_keys import CACHE_TAG, tag_cache
@@ -49,7 +50,7 @@ class StackHook:
         changed = {}
         if self.counts and kwargs.get("position_ids") is None and tokens_of(kwargs) is not None:
             changed["position_ids"] = slot_positions(kwargs)
-        for forwards in () if torch.compiler.is_compiling() else self.forwards:
+        for forwards in self.forwards:
             forwards.forget()
         if self._reads_groups(cast(Any, module.config), kwargs):
             causal = is_causal(self.scorers[0], kwargs.get("is_causal"))
@@ -71,7 +72,7 @@ def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Te
     compiling it builds one unless a cache is empty, because it cannot see that there are no pads and that no document
     ends.
     """
-    compiling = torch.compiler.is_compiling()
+    compiling = traced()
     tokens = cast(torch.Tensor, tokens_of(kwargs))
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if isinstance(positions, torch.Tensor) and positions.ndim == 3:
@@ -144,7 +145,7 @@ class LayerHook:
     def _follow(self, kwargs: dict[str, Any]) -> ForwardCall | None:
         """The call for a decoded token, if it follows from what a layer of this kind saw."""
         state = self.state
-        forward = None if torch.compiler.is_compiling() else state.forwards.current(kwargs.get("position_ids"))
+        forward = None if traced() else state.forwards.current(kwargs.get("position_ids"))
         step = None if forward is None or PASSED in kwargs else forward.steps.get(state.kind)
         if step is None:
             return None
@@ -162,7 +163,7 @@ class LayerHook:
         if isinstance(cache, QuantizedCache):
             raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
         start = None if cache is None else query_start(cache, index, hidden.shape[1])
-        if isinstance(start, torch.Tensor) and not torch.compiler.is_compiling():
+        if isinstance(start, torch.Tensor) and not traced():
             start = int(start)  # of a static cache, read once
         position_ids = self._positions(kwargs, start)
         anchor = state.anchor_for(keeps_keys=paged or cache is not None)
@@ -248,6 +249,6 @@ def _identity(tables: Any, device_type: str) -> Any:
     if torch.is_autocast_enabled(device_type):  # otherwise the cache would hold float32 keys with values that are not
         dtype = torch.get_autocast_dtype(device_type)
     one, zero = torch.ones_like(cos, dtype=dtype), torch.zeros_like(sin, dtype=dtype)
-    if torch.compiler.is_compiling() or cos.shape[-2] < LONG:
+    if traced() or cos.shape[-2] < LONG:
         return one, zero
     return IdentityTable.of(one, 1), IdentityTable.of(zero, 0)

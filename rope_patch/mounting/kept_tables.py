@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rope_patch.errors import warn
+from rope_patch.graphs import eager_only
 from rope_patch.models.base import RotaryTables
 from rope_patch.models.rounding import Rounding, is_half, rounding_sentence
 from rope_patch.mounting.undo import Changes
@@ -91,9 +92,9 @@ class KeptTables:
             if is_half(now.dtype):
                 self._cast_to = now.dtype
                 setattr(module, name, exact.to(now.device))
-        if self._read and not torch.compiler.is_compiling():
-            self._warn(module)
+        self._warn(module)
 
+    @eager_only
     def _warn(self, module: nn.Module) -> None:
         for name, exact in self._read.items():
             now = getattr(module, name)

@@ -14,6 +14,7 @@ from torch import nn
 from rope_patch.attention.forward import StackForwards
 from rope_patch.attention.inputs import AttentionMode
 from rope_patch.attention.problem import Problem
+from rope_patch.graphs import traced
 from rope_patch.models.base import AttentionLayer, RotaryTables
 from rope_patch.models.cached_keys import OWN_ROTATION, cache_tag
 from rope_patch.mounting.parameters import LearnedWeights
@@ -42,7 +43,7 @@ class OwnTables:
 
     def on(self, device: torch.device) -> RotaryTables:
         """The tables on a device. Replicas on several devices run at once, so none moves what another reads."""
-        if torch.compiler.is_compiling():
+        if traced():
             return self.by_device.get(device, self.tables)
         if device not in self.by_device:
             module = copy.deepcopy(self.tables.module).to(device)
@@ -82,7 +83,7 @@ class FrequencySource:
 
     def of_scheme(self, lengths: Lengths, device: torch.device, weights: Weights = NO_WEIGHTS) -> Frequencies:
         """f of the scheme itself on a `device`, with its decay and learned `weights`, for rows of these `lengths`."""
-        depends = lengths is not None or len(weights) > 0 or torch.compiler.is_compiling()
+        depends = lengths is not None or len(weights) > 0 or traced()
         if not depends and device in self.static:  # copied to a device once
             return self.static[device]
         own = self.scheme.frequencies_on(self.spec, lengths, weights)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rope_patch.errors import SlotConflict, counted, warn
+from rope_patch.graphs import eager_only
 from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.probe import device_of, dtype_of
 from rope_patch.models.rounding import is_half
@@ -38,7 +39,7 @@ class SchemeParameters(nn.Module):
     def forward(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """The current parameters of these names, of any shape."""
         values = {name: getattr(self, name) for name in names}
-        if self.precise.names and not torch.compiler.is_compiling():
+        if self.precise.names:
             self.precise.check(values)
         return values
 
@@ -49,6 +50,7 @@ class Precise:
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
 
+    @eager_only
     def check(self, values: dict[str, torch.Tensor]) -> None:
         """Warn if a cast has rounded one of these `values` of any shape, once for all holders."""
         for name in self.names:

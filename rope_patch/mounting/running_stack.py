@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from rope_patch.errors import UnsupportedModel
+from rope_patch.graphs import eager_only
 from rope_patch.models.base import Stack
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
@@ -72,14 +72,13 @@ class LayersHook:
     seen: tuple[nn.Module, ...]
     numbered: bool
 
+    @eager_only
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at the layers; the arguments stay unchanged.
 
         Raises:
             UnsupportedModel: there is a new layer, or the number of a layer matters and has changed.
         """
-        if torch.compiler.is_compiling():
-            return
         if getattr(module, "_is_replica", False):  # of `nn.DataParallel`, made for one forward
             for inner in module.modules():
                 if _LINK in vars(inner):

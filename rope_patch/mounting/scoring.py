@@ -16,6 +16,7 @@ from rope_patch.attention.masks import Groups, keys_seen, read_mask, shows_later
 from rope_patch.attention.problem import Problem
 from rope_patch.attention.slot_plan import EVERY
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
+from rope_patch.graphs import eager_only, require, traced
 from rope_patch.models.base import is_causal
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.models.paged import Request, attend_by_request, is_paged
@@ -80,7 +81,7 @@ def late_attention(
         mask, groups = call.forward.shared(read_mask)(attention_mask, call.position_ids, *sizes)
     if follows_length and readable:
         call.tokens = call.forward.shared(keys_seen)(mask, groups)
-    if (scores or follows_length) and not torch.compiler.is_compiling():
+    if scores or follows_length:
         _refuse_part_of_a_row(state.scheme, implementation)
     if looks and readable:
         call.looks_ahead = _looks_ahead(call, mask, is_causal(module, kwargs.get("is_causal")))
@@ -204,12 +205,12 @@ def _looks_ahead(call: ForwardCall, mask: torch.Tensor | None, causal: bool) -> 
     meaning for such keys.
     """
     state = call.state
-    if mask is None or (torch.compiler.is_compiling() and not causal):
+    if mask is None or (traced() and not causal):
         ahead = not causal
-    elif torch.compiler.is_compiling():
+    elif traced():
         if state.both_ways != state.regions or state.scheme.causal_only:
             hidden = ~shows_later_keys(mask, call.start)
-            torch._assert_async(hidden, "rope_patch: the mask shows keys after the query; run eagerly")
+            require(hidden, UnsupportedPositions("the mask shows keys after the query; run eagerly"))
         return False
     else:
         ahead = call.forward.shared(_shows_later_keys)(mask, call.start)
@@ -245,6 +246,7 @@ def _terms(
     return terms
 
 
+@eager_only
 def _refuse_part_of_a_row(scheme: Scheme, implementation: str) -> None:
     """Refuse context parallelism of torch and sequence parallelism of DeepSpeed, which replace one of two functions to
     fetch the keys of other processes.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rope_patch.errors import UnsupportedPositions
+from rope_patch.graphs import require
 from rope_patch.models.arguments import Arguments, by_name, counted_positions, slot_positions, tokens_of
 from rope_patch.models.base import Stack
 from rope_patch.models.passed_tables import takes_text_axis
@@ -109,10 +110,7 @@ class PassPositions:
             f"images), but {self.scheme} needs one position per token; with images you can use schemes of static "
             "frequencies (pi, ntk, yarn) and query scales (logn)"
         )
-        if torch.compiler.is_compiling():
-            torch._assert_async(agree, f"rope_patch: {reason}")
-        elif not agree:
-            raise UnsupportedPositions(reason)
+        require(agree, UnsupportedPositions(reason))
         return on_axes[0]
 
 

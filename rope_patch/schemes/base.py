@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 import torch
 
 from rope_patch.errors import NotExpressible
+from rope_patch.graphs import traced
 from rope_patch.schemes.rules import rules_of
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs, Region, Target, Tokens
 from rope_patch.schemes.tools.rotary import inverse_frequencies
@@ -163,7 +164,7 @@ class Scheme:
         """
         if getattr(self, "per_layer", False):
             vars(self)["shared"] = ()
-        if torch.compiler.is_compiling():
+        if traced():
             return  # made of a scheme that was checked; a compiler cannot trace how annotations are read
         for rule in rules_of(type(self)).values():  # type: ignore[arg-type]
             rule.check(self)
