@@ -53,26 +53,27 @@ class CachedKeys(torch.Tensor):
 
     Attributes:
         positions: integer, `(batch or 1, slots)`, or `(batch, kv_heads, slots)` if heads keep different keys.
+        bare: the keys without positions, in the same memory, as a compiled graph takes them: none of its operators
+            runs on a subclass. A static cache has marked that this tensor keeps its address.
     """
 
     positions: torch.Tensor
+    bare: torch.Tensor
 
     @classmethod
     def of(cls, keys: torch.Tensor, positions: torch.Tensor) -> CachedKeys:
         """`keys`, in the same memory, with their `positions`, in the shapes above."""
         with_positions = keys.as_subclass(cls)
-        if not traced():
-            vars(with_positions).update(vars(keys))  # such as the mark that a static cache keeps its address
-        with_positions.positions = positions
+        with_positions.positions, with_positions.bare = positions, keys
         return with_positions
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if traced():  # in a graph keys are only added to, see `remember`
+            return func(*_bare(args), **{name: _bare((value,))[0] for name, value in kwargs.items()})
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if traced():  # in a graph keys are only added to, see `remember`
-            return result
         if func not in _MOVES_POSITIONS or not isinstance(result, torch.Tensor) or isinstance(result, cls):
             return result
         with torch._C.DisableTorchFunctionSubclass():
@@ -81,10 +82,18 @@ class CachedKeys(torch.Tensor):
 
     def plain(self) -> torch.Tensor:
         """The keys as a plain tensor, in the same memory."""
-        return self.as_subclass(torch.Tensor)
+        return self.bare
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedKeys:
         return type(self).of(copy.deepcopy(self.plain(), memo), copy.deepcopy(self.positions, memo))
+
+
+def _bare(args: Any) -> list[Any]:
+    """Arguments of an operator with `CachedKeys.bare` in place of keys with positions, also within lists."""
+    return [
+        arg.bare if isinstance(arg, CachedKeys) else _bare(arg) if isinstance(arg, (list, tuple)) else arg
+        for arg in args
+    ]
 
 
 def _names(*names: str) -> set[Any]:

@@ -13,6 +13,7 @@ from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward import Forward
 from rope_patch.attention.masks import keys_seen, read_mask
 from rope_patch.attention.turner import Turner
+from rope_patch.errors import UnsupportedPositions
 from rope_patch.graphs import require, traced
 from rope_patch.models.cached_keys import is_static, positions_in, positions_in_graph, remember
 from rope_patch.models.paged import Request
