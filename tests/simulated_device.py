@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rope_patch.attention.masks import Groups
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.mounting import hooks
 
@@ -110,17 +109,6 @@ class SimulatedKeys(CachedKeys):
         return Simulated(self.held)
 
 
-class SimulatedGroups(Groups):
-    """Groups on the simulated device."""
-
-    device = property(lambda self: CUDA)  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
-    __new__ = Simulated.__new__
-    __init__ = Simulated.__init__
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    __torch_dispatch__ = Simulated.__torch_dispatch__
-
-
 def values(x: torch.Tensor) -> torch.Tensor:
     """The values of a tensor on either device, for a comparison."""
     return getattr(x, "held", x).detach()
@@ -163,7 +151,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     def __enter__(self) -> SimulatedDevice:
         torch._C._ensureCUDADeviceGuardSet()
-        made, of, groups_of = torch.tensor, CachedKeys.of, Groups.of
+        made, of = torch.tensor, CachedKeys.of
 
         def tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
             found = made(data, *args, **kwargs)
@@ -176,15 +164,10 @@ class SimulatedDevice(TorchDispatchMode):
             held = getattr(tensor, "held", None)
             return of(tensor, positions) if held is None else SimulatedKeys(held, positions)
 
-        def groups(tensor: torch.Tensor) -> torch.Tensor:
-            held = getattr(tensor, "held", None)
-            return groups_of(tensor) if held is None else SimulatedGroups(held[:, None, None])
-
         for owner, name, value in (
             (torch.cuda, "_lazy_init", lambda: None),
             (torch, "tensor", tensor),
             (CachedKeys, "of", staticmethod(keys)),
-            (Groups, "of", staticmethod(groups)),
             (hooks, "LONG", 2**62),  # an `IdentityTable` is a plain tensor of another type; it changes no value
         ):
             self._patches.callback(setattr, owner, name, vars(owner)[name])

@@ -5,7 +5,7 @@ import torch
 
 from rope_patch import UnsupportedPositions
 from rope_patch.attention.inputs import AttentionInputs
-from rope_patch.attention.masks import Groups, groups_of_pads, keys_seen, read_mask
+from rope_patch.attention.masks import groups_as_mask, groups_of_pads, keys_seen, read_mask
 from rope_patch.attention.spans import find_spans
 from rope_patch.schemes.tools.positions import key_positions
 
@@ -44,7 +44,7 @@ def test_a_mask_of_pads_is_causal_too():
     assert torch.equal(found[1], causal(4))
 
 
-@pytest.mark.parametrize("as_argument", [lambda mask: mask, lambda mask: Groups.of(groups_of_pads(mask))])
+@pytest.mark.parametrize("as_argument", [lambda mask: mask, lambda mask: groups_as_mask(groups_of_pads(mask))])
 def test_a_mask_of_pads_beside_a_cache_lets_the_queries_see_the_past(as_argument):
     pads = as_argument(torch.tensor([[0, 1, 1, 1, 1]]))
     _, groups = read_mask(pads, torch.tensor([[2, 3]]), 2, 6, 3, FLASH)

@@ -27,15 +27,18 @@ def groups_of_documents(position_ids: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(jumps.cumsum(dim=-1), (1, 0)).int()
 
 
-class Groups(torch.Tensor):
-    """Groups as an `attention_mask`, `(batch, 1, 1, length)`: Transformers passes four axes through unchanged, and the
-    type tells them from a mask of yours.
+def groups_as_mask(groups: torch.Tensor) -> torch.Tensor:
+    """Groups `(batch, length)` as an `attention_mask`, `(batch, length, 1, 1)`: Transformers passes four axes through
+    unchanged, and no mask has integers for one query and one key in as many heads.
     """
+    return groups.int()[..., None, None]
 
-    @classmethod
-    def of(cls, groups: torch.Tensor) -> Groups:
-        """`groups`, `(batch, length)`, in the form of this class."""
-        return groups[:, None, None].as_subclass(cls)
+
+def holds_groups(mask: Any) -> bool:
+    """Whether an `attention_mask` is one of `groups_as_mask`."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or mask.dtype != torch.int32:
+        return False
+    return mask.shape[1] > 1 and mask.shape[2] == mask.shape[3] == 1
 
 
 def attended(mask: torch.Tensor) -> torch.Tensor:
@@ -86,9 +89,8 @@ def read_mask(
             f"a mask of type {type(mask).__name__} from attn_implementation={implementation!r} is not supported; "
             "call model.set_attn_implementation('sdpa') first"
         )
-    if isinstance(mask, Groups):
-        with torch._C.DisableTorchFunctionSubclass():  # the result is a plain tensor
-            groups = mask[:, 0, 0, :kv_length]
+    if holds_groups(mask):
+        groups = mask[:, :kv_length, 0, 0]
     elif mask.ndim == 2:
         groups = groups_of_pads(mask)[:, :kv_length]
     elif mask.dtype == torch.bool or mask.is_floating_point():

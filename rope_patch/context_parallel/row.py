@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from rope_patch.attention.forward import Forward
-from rope_patch.attention.masks import Groups
+from rope_patch.attention.masks import groups_as_mask
 from rope_patch.context_parallel.sharding import Sharding
 from rope_patch.mounting.forward_call import ForwardCall
 
@@ -114,7 +114,7 @@ def _part(positions: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def _groups_as_mask(groups: torch.Tensor, keys: tuple[int, int]) -> torch.Tensor:
-    return Groups.of(groups[:, slice(*keys)])
+    return groups_as_mask(groups[:, slice(*keys)])
 
 
 def _seen(

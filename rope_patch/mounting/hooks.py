@@ -11,7 +11,7 @@ from transformers import QuantizedCache
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from rope_patch.attention.forward import StackForwards
-from rope_patch.attention.masks import Groups, groups_of_documents, groups_of_pads
+from rope_patch.attention.masks import groups_as_mask, groups_of_documents, groups_of_pads
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.graphs import traced
 from rope_patch.models.arguments import Arguments, by_name, cache_in, check_tokens, slot_positions, tokens_of
@@ -56,7 +56,7 @@ class StackHook:
             causal = is_causal(self.scorers[0], kwargs.get("is_causal"))
             groups = groups_of_row(kwargs, cast(Any, module.config), causal)
             if groups is not None:
-                changed["attention_mask"] = Groups.of(groups)
+                changed["attention_mask"] = groups_as_mask(groups)
         return ((), {**kwargs, **changed}) if changed else None
 
     def _reads_groups(self, config: Any, kwargs: dict[str, Any]) -> bool:

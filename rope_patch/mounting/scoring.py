@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import engine
 from rope_patch.attention.inputs import AttentionInputs, Content
-from rope_patch.attention.masks import Groups, keys_seen, read_mask, shows_later_keys
+from rope_patch.attention.masks import holds_groups, keys_seen, read_mask, shows_later_keys
 from rope_patch.attention.problem import Problem
 from rope_patch.attention.slot_plan import EVERY
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
@@ -73,7 +73,7 @@ def late_attention(
     readable = attention_mask is None or isinstance(attention_mask, torch.Tensor)  # another form is left alone
     mask = groups = None
     # if every step rotates the keys of a whole cache, they are rotated and scored a few at a time
-    scores = state.scores or call.is_request or isinstance(attention_mask, Groups)
+    scores = state.scores or call.is_request or holds_groups(attention_mask)
     scores = scores or (follows_length and query.shape[2] == 1 and implementation == "sdpa")
     looks = query.shape[2] > 1 and (scores or state.scheme.causal_only)
     if scores or (readable and (follows_length or looks)):
