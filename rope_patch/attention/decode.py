@@ -13,7 +13,7 @@ import torch
 
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward import Forward
-from rope_patch.attention.inputs import AttentionInputs, DistanceBias, wide
+from rope_patch.attention.inputs import AttentionInputs, DistanceBias
 from rope_patch.attention.problem import NOT_PRODUCTS, Problem
 from rope_patch.attention.slot_plan import EVERY, SlotPlan, SlotRows, SlotRun
 from rope_patch.attention.turner import Turner
@@ -229,41 +229,3 @@ def _by_kv_head(added: torch.Tensor, batch: int, kv_heads: int, heads: int) -> t
     else:
         added = added.unflatten(1, (kv_heads, group)).expand(batch if kv_heads > 1 else len(added), -1, -1, -1, -1)
     return added.flatten(2, 3).flatten(0, 1)
-
-
-def attend_in_graph(problem: Problem) -> torch.Tensor:
-    """A traceable form of `attend`, with the same shapes: a narrow region is gathered from the cache, any other region
-    is the whole cache, masked.
-    """
-    inputs, turner, (query, key) = problem.inputs, cast(Turner, problem.turner), _states(problem)
-    value, m = inputs.value, inputs.query_positions[..., None]
-    visible = inputs.mask if inputs.groups is None else inputs.visible()
-    every = torch.arange(inputs.kv_length, device=value.device)
-    scores, values = [], []
-    for region in turner.regions:
-        first, width = int(max(0, region.start)), region.stop - max(0, region.start)
-        slots, exists = every, every <= inputs.query_start
-        if region.translation_invariant and width < inputs.kv_length:
-            slots = inputs.query_start - first - torch.arange(int(width), device=value.device)
-            exists, slots = slots >= 0, slots.clamp(min=0)
-        n = m - (inputs.query_start - slots)
-        seen = (exists & region.contains(m, n))[:, None]
-        if visible is not None:
-            seen = seen & visible[..., slots]
-        seen = seen[:, :, 0].unflatten(1, (min(seen.shape[1], value.shape[1]), -1))
-        # the queries of each key head are rows of one product
-        rows = wide(turner.turn(query, region, "query")).unflatten(1, (value.shape[1], -1))[:, :, :, 0]
-        products = rows @ wide(turner.turn(key[:, :, slots], region, "key", slots)).mT * inputs.scaling
-        if inputs.bias is not None:
-            term = inputs.bias.function((m - n)[:, 0]).transpose(0, 1)
-            products = products + term.unflatten(1, (value.shape[1], -1))
-        if (running := inputs.running_bias_of_pairs) is not None:
-            products = products + running[:, :, 0, slots].to(products.dtype).unflatten(1, (value.shape[1], -1))
-        scores.append(products.masked_fill(~seen, -torch.inf))
-        values.append(value[:, :, slots])
-    joined = torch.cat(scores, dim=-1)
-    # a bias may hide all keys
-    weights = joined.softmax(dim=-1).masked_fill(joined.isneginf().all(dim=-1, keepdim=True), 0)
-    weights = weights.split([x.shape[-1] for x in scores], dim=-1)
-    out = sum(weight @ wide(part) for weight, part in zip(weights, values, strict=True))
-    return out.to(value.dtype).flatten(1, 2)[:, :, None]

@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from rope_patch.attention import decode, operator, paths
+from rope_patch.attention import decode, decode_traced, operator, paths
 from rope_patch.attention.decay import attend_with_decay
 from rope_patch.attention.fused import launch, support
 from rope_patch.attention.inputs import AttentionInputs
@@ -39,7 +39,7 @@ def rows_for(problem: Problem) -> tuple[Row, ...]:
 
 
 def _one_by_one(problem: Problem) -> Output:
-    return (decode.attend_in_graph if problem.compiling else decode.attend)(problem), None
+    return (decode_traced if problem.compiling else decode).attend(problem), None
 
 
 def _runs(problem: Problem) -> int:

@@ -18,6 +18,7 @@ from rope_patch.attention.tiles import Tile, clipped, in_rows, tiles_of
 from rope_patch.schemes.slots import Region
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -196,12 +197,17 @@ class FlashCPU(Kernel):
             yield from in_rows(part, self.band_rows(math.inf), as_bands=True) if part.kind == "causal" else (part,)
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self.scored(work)
+        if work.mask is not None and not lse.all():  # 0 if a query sees nothing
+            lse = lse.masked_fill(work.mask.amax(dim=-1) == -torch.inf, torch.finfo(lse.dtype).min)
+        return out, lse
+
+    def scored(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward` without a look at values, for a mask that leaves each query a finite number."""
         q, k, v = _of_one_width(work.q, work.k, work.v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, work.tile.kind == "causal", attn_mask=_additive(work), scale=work.scale
         )
-        if work.mask is not None and not lse.all():  # 0 if a query sees nothing
-            lse = lse.masked_fill(work.mask.amax(dim=-1) == -torch.inf, torch.finfo(lse.dtype).min)
         return out[..., : work.v.shape[-1]], lse
 
     def backward(self, work: Work, merged: Merged) -> Tensors:
@@ -391,7 +397,7 @@ def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel
     """The fastest correct kernel for a `query` and a `value` of these shapes and dtypes; `masked` if tiles will have
     masks.
     """
-    half = query.dtype in (torch.bfloat16, torch.float16)
+    half = query.dtype in HALF
     if query.device.type == "cpu" and (half or query.dtype == torch.float32):
         return FlashCPU(query.shape[0] * query.shape[1], torch.get_num_threads())
     head_dim = query.shape[-1]

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from rope_patch import Scheme, patch
-from rope_patch.attention import chunked, decode, engine
+from rope_patch.attention import chunked, decode_traced, engine
 from rope_patch.attention.bias import DiagonalTerm
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
 from rope_patch.attention.tile_kernels import Dense, FlashCPU, Work
@@ -118,15 +118,18 @@ def test_a_small_call_by_the_attention_of_pytorch(bias):
 
 @pytest.mark.parametrize("bias", [near, far])
 @pytest.mark.parametrize("length", [4, LENGTH])
-def test_one_query_in_a_graph(bias, length):
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_one_query_in_a_graph(bias, length, dtype):
     """With the empty tail of a static cache."""
-    inputs, states, seen, _ = call_of("plain", bias, 1, torch.float32, True)
+    inputs, states, seen, _ = call_of("plain", bias, 1, dtype, True)
     inputs = dataclasses.replace(
         inputs, query_positions=torch.tensor([[length - 1]]), query_start=torch.tensor(length - 1), mask=seen
     )
-    found = decode.attend_in_graph(whole(inputs, *states[:2]))
-    expected = formula(states, bias(length - 1 - torch.arange(LENGTH))[:, None], seen & (torch.arange(LENGTH) < length))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    found = decode_traced.attend(whole(inputs, *states[:2]))
+    assert found.dtype == dtype
+    term, exists = bias(length - 1 - torch.arange(LENGTH))[:, None], torch.arange(LENGTH) < length
+    expected = formula([x.double() for x in states], term, seen & exists)
+    torch.testing.assert_close(found.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("kernel", [Dense(), FlashCPU()], ids=lambda kernel: type(kernel).__name__)

@@ -1,0 +1,104 @@
+"""One query behind a static cache in a compiled model, whose length no graph knows: shapes are those of the cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+
+from rope_patch.attention.inputs import wide
+from rope_patch.attention.problem import Problem
+from rope_patch.attention.slot_plan import EVERY
+from rope_patch.attention.tile_kernels import HALF, FlashCPU, Work
+from rope_patch.attention.tiles import Tile
+from rope_patch.attention.turner import Turner
+from rope_patch.schemes.slots import Region
+
+
+class Part(NamedTuple):
+    """A region of a traced call: its slots of the cache, and what is added to their scores.
+
+    Shape:
+        queries `(batch, kv_heads, group, head_dim)`, keys and values `(batch, kv_heads, slots, dim)`, added
+        `(batch or 1, kv_heads or 1, group or 1, slots)`, in the dtype of scores.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    added: torch.Tensor
+
+
+def attend(problem: Problem) -> torch.Tensor:
+    """Attention of one query, `(batch, heads, 1, value_dim)`, without gradients: a narrow region is gathered from the cache, any
+    other region is the whole cache, masked. Keys and values keep their dtype.
+    """
+    inputs, turner = problem.inputs, cast(Turner, problem.turner)
+    parts = [_part(problem, turner, region) for region in turner.regions]
+    by_kernel = inputs.value.is_cpu and inputs.value.dtype in HALF
+    out, largest = (_by_kernel if by_kernel else _by_one_softmax)(parts, inputs.scaling)
+    out = out.masked_fill(largest <= torch.finfo(out.dtype).min / 2, 0)  # a bias may hide all keys
+    return out.to(inputs.value.dtype).flatten(1, 2)[:, :, None]
+
+
+def _part(problem: Problem, turner: Turner, region: Region) -> Part:
+    inputs, (query, key) = problem.inputs, cast(tuple[torch.Tensor, torch.Tensor], (problem.query, problem.key))
+    value, m = inputs.value, inputs.query_positions
+    visible = inputs.mask if inputs.groups is None else inputs.visible()
+    slots: slice | torch.Tensor = EVERY
+    number = torch.arange(inputs.kv_length, device=value.device)
+    exists = number <= inputs.query_start
+    first, width = int(max(0, region.start)), region.stop - max(0, region.start)
+    if region.translation_invariant and width < inputs.kv_length:
+        number = inputs.query_start - first - torch.arange(int(width), device=value.device)
+        exists, slots = number >= 0, number.clamp(min=0)
+    distance = inputs.query_start - number
+
+    def of_group(x: torch.Tensor) -> torch.Tensor:
+        """`(batch or 1, heads or 1, slots)` in the shape of `Part.added`."""
+        return x[:, :, None] if x.shape[1] == 1 else x.unflatten(1, (value.shape[1], -1))
+
+    seen = (exists & region.contains(m, m - distance))[:, None, None]
+    if visible is not None:
+        seen = seen & of_group(visible[:, :, 0, slots])
+    added = torch.zeros((), dtype=torch.promote_types(value.dtype, torch.float32), device=value.device)
+    if inputs.bias is not None:
+        added = added + of_group(inputs.bias.function(distance)[None]).to(added.dtype)
+    if (running := inputs.running_bias_of_pairs) is not None:
+        added = added + of_group(running[:, :, 0, slots]).to(added.dtype)
+    lowest = torch.finfo(added.dtype).min  # a kernel may compute NaN from infinite numbers
+    added = torch.where(seen, added.clamp(min=lowest), lowest)
+    queries = turner.turn(query, region, "query").unflatten(1, (value.shape[1], -1))[:, :, :, 0]
+    keys = turner.turn(key[:, :, slots], region, "key", slots)
+    return Part(queries, keys, value[:, :, slots], added)
+
+
+def _by_kernel(parts: list[Part], scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output of all parts in the dtype of scores, `(batch, kv_heads, group, value_dim)`, and its log-sum-exp, with 1 as
+    the last axis: each part by the kernel of the CPU, merged by log-sum-exp.
+    """
+    outputs, sums = [], []
+    for queries, keys, values, added in parts:
+        tile = Tile(0, queries.shape[2], 0, keys.shape[2])
+        out, lse = FlashCPU().scored(Work(queries, keys, values, tile, scaling, added))
+        outputs.append(wide(out))
+        sums.append(lse[..., None])
+    total = torch.stack(sums).logsumexp(dim=0)
+    return sum((out * (lse - total).exp() for out, lse in zip(outputs, sums, strict=True)), start=0 * total), total
+
+
+def _by_one_softmax(parts: list[Part], scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by products, of which one softmax makes weights; with the largest score in place of the sum."""
+    scores = [_product(part.queries, part.keys.mT) * scaling + part.added for part in parts]
+    joined = torch.cat(scores, dim=-1)
+    weights = joined.softmax(dim=-1).split([x.shape[-1] for x in scores], dim=-1)
+    outputs = (_product(w.to(part.values.dtype), part.values) for w, part in zip(weights, parts, strict=True))
+    return sum(outputs, start=joined.new_zeros(())), joined.amax(dim=-1, keepdim=True)
+
+
+def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x @ y of `(batch, kv_heads, ..., ...)` in the dtype of scores, on a GPU without a copy of states in it."""
+    if x.is_cuda and x.dtype in HALF:
+        product = torch.bmm(x.flatten(0, 1), y.flatten(0, 1), out_dtype=torch.float32)
+        return product.unflatten(0, x.shape[:2])
+    return wide(x) @ wide(y)
