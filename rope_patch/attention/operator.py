@@ -205,13 +205,15 @@ bool scattered, str mode, bool gradient, bool learns"""
 
 @library.custom_op("rope_patch::attend", mutates_args=(), schema=f"{_SCHEMA}) -> (Tensor, Tensor)")
 def _attend(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `(batch, q_len, heads, value_dim)`, and its log-sum-exp, which is read only where `segments` are found."""
+    """Output `(batch, q_len, heads, value_dim)`, and its log-sum-exp where `segments` are found, which alone read it, or
+    zeros.
+    """
     arguments = _Arguments(*args)
     inputs = arguments.inputs()
     if arguments.gradient and (spans := arguments.segments(inputs)) is not None:
         out, lse = segmented.forward(inputs, spans, arguments.bias)
     else:
-        out, lse = arguments.attend(inputs), _shaped(*args)[1]
+        out, lse = arguments.attend(inputs), _shaped(*args)[1].zero_()
     return out.transpose(1, 2).contiguous(), lse
 
 

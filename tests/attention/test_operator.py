@@ -102,19 +102,62 @@ def test_a_decay_is_applied_in_blocks():
         assert (one - other).norm() / other.norm() < 1e-6
 
 
-@pytest.mark.parametrize("spec", ["rerope:window=6", "alibi", SUMS])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shapes_without_values_are_those_with_them(spec, dtype, monkeypatch):
-    inputs, _ = of_groups(spec, dtype=dtype)
-    called = []
-    monkeypatch.setattr(operator, "_attend", lambda *args: called.append(args) or operator._shaped(*args))
-    leaves = [state.requires_grad_() for branch in inputs.branches for state in (branch.query, branch.key)]
-    operator.attend(inputs, None, "segmented")
-    assert all(leaf.requires_grad for leaf in leaves)
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    library.opcheck(torch.ops.rope_patch.attend.default, called[0], test_utils=tests)
-    table = inputs.query_positions, None, inputs.groups, torch.tensor(0), 2, True
-    library.opcheck(torch.ops.rope_patch.spans.default, table, test_utils=("test_schema", "test_faketensor"))
+SAMPLES = {
+    "nothing": {"spec": ""},
+    "regions": {"spec": "rerope:window=6"},
+    "regions by segments": {"spec": "rerope:window=6", "mode": "segmented"},
+    "chunks of regions": {"spec": "dca:chunk_size=9,local_window=2"},
+    "bias by distance": {"spec": "alibi", "mode": "segmented"},
+    "bias that is not linear": {"spec": "sandwich:embedding_dim=16,base=100"},
+    "bias by running sums": {"spec": SUMS, "mode": "segmented"},
+    "boolean mask": {"spec": "rerope:window=6", "mask": "boolean"},
+    "additive mask": {"spec": "rerope:window=6", "mask": "additive"},
+    "decay": {"spec": "", "decays": True},
+    "bfloat16": {"spec": "alibi", "dtype": torch.bfloat16, "gradient": False},
+    "no gradient": {"spec": "rerope:window=6", "gradient": False},
+    "few queries": {"spec": "rerope:window=6", "q_length": 20, "mode": "segmented"},
+}
+
+
+@pytest.fixture(params=SAMPLES.values(), ids=SAMPLES)
+def arguments(request, monkeypatch):
+    """The arguments of the operator for one of the `SAMPLES`."""
+
+    def taken(spec, mode="auto", mask=None, decays=False, gradient=True, q_length=45, dtype=torch.float32):
+        inputs, _ = of_groups(spec, q_length=q_length, dtype=dtype)
+        if mask is not None:
+            seen = inputs.visible()
+            lowest = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+            inputs = dataclasses.replace(inputs, mask=seen if mask == "boolean" else lowest, groups=None)
+        for state in [each for branch in inputs.branches for each in (branch.query, branch.key)] if gradient else ():
+            state.requires_grad_()
+        called = []
+        monkeypatch.setattr(operator, "_attend", lambda *args: called.append(args) or operator._shaped(*args))
+        operator.attend(inputs, Decay(half_split(16), torch.linspace(0.01, 0.2, 8)) if decays else None, mode)
+        monkeypatch.undo()
+        return called[0]
+
+    return taken(**request.param)
+
+
+def test_the_operator_keeps_the_rules_of_pytorch(arguments):
+    library.opcheck(torch.ops.rope_patch.attend.default, arguments)
+
+
+def test_its_backward_keeps_the_rules_of_pytorch(arguments):
+    states, *others = arguments
+    given = [state.detach() for state in states], *others
+    out, lse = torch.ops.rope_patch.attend(*given)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    library.opcheck(torch.ops.rope_patch.attend_backward.default, (*given, out, lse, grad))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_operator_of_spans_keeps_the_rules_of_pytorch(causal):
+    inputs, _ = of_groups("rerope:window=6")
+    for mask, groups in ((None, None), (None, inputs.groups), (inputs.visible(), None)):
+        table = inputs.query_positions, mask, groups, torch.tensor(0), 2, causal
+        library.opcheck(torch.ops.rope_patch.spans.default, table)
 
 
 def test_what_the_operator_cannot_compute_stays_in_the_graph():
