@@ -2,9 +2,11 @@
 # make demo-compare  set up, then train six position encodings from scratch and compare them (under five minutes)
 # make test       set up what they need, then run the tests
 # make scheme NAME=rerope  the tests of one scheme (two minutes), and its line in the reference
-# make nightly    set up, then all that CI leaves out: the tests on every family, with a figure of coverage; hard,
-#                 notebooks and, where the processor has AVX2, vllm-check (under an hour on two cores)
+# make nightly    set up, then all that CI leaves out: the tests on every family, with a figure of coverage; oldest, hard,
+#                 notebooks and, where the processor has AVX2, vllm-check (about two hours on two cores)
 # make nightly-tests  set up, then its tests alone; OPTIONS="--part 2/4 --cov-append" runs the second of four parts
+# make oldest     the tests on the oldest torch and Transformers that are declared, with all that is compiled, in an
+#                 environment of its own (two minutes of set-up, once; 4 GB where torch brings CUDA)
 # make zoo        set up, then check a tiny model of every type of Transformers; writes docs/families.md (forty minutes)
 #                 OPTIONS="--only llama gemma3" checks these alone
 # make hard       set up, then thousands of random cases and fuzzed inputs (about two minutes)
@@ -29,6 +31,7 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+OLDEST_VENV ?= .venv-oldest
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 
@@ -36,7 +39,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .SECONDARY:
-.PHONY: setup demo demo-compare test scheme nightly nightly-tests zoo hard faults vllm-check transformers-tests lists notebooks notebooks-full docs wheel lint check bench \
+.PHONY: setup demo demo-compare test scheme nightly nightly-tests oldest zoo hard faults vllm-check transformers-tests lists notebooks notebooks-full docs wheel lint check bench \
 	gpu gpu-check gpu-bench gpu-finetune clean
 
 # Each stamp is an extra of pyproject.toml: what a target needs, and no more; `dev` has the others in it. Python compiles
@@ -70,7 +73,7 @@ scheme: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --scheme $(NAME) $(OPTIONS)
 	@$(MAKE) lint
 
-nightly: nightly-tests hard notebooks
+nightly: nightly-tests oldest hard notebooks
 	@if grep -q avx2 /proc/cpuinfo; then $(MAKE) vllm-check; \
 		else echo "vLLM was not run: this processor has no AVX2"; fi
 
@@ -78,6 +81,17 @@ nightly-tests: $(VENV)/.test
 	@echo "== tests on every family (much longer than the usual run)"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --all-families --cov=rope_patch \
 		--cov-report=term:skip-covered $(OPTIONS)
+
+# the lower bounds of the dependencies, such as torch==2.11.0
+OLDEST = $(shell sed -nE 's/^ *"(torch|transformers)>=([0-9]+[.][0-9]+).*/\1==\2.0/p' pyproject.toml)
+
+oldest:
+	@echo "== tests on $(OLDEST), in an environment of its own: $(OLDEST_VENV)"
+	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile $(OLDEST) -e ".[test]"
+	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -n auto --dist worksteal $(OPTIONS)
+	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -n auto --dist worksteal --all-families \
+		tests/contract/test_compile.py tests/contract/test_graphs.py $(OPTIONS)
 
 zoo: $(VENV)/.test
 	@echo "== a tiny model of every type of Transformers, into docs/families.md (forty minutes; continues where it stopped)"
@@ -156,4 +170,4 @@ gpu-finetune:
 	PYTHONPATH=. $(GPU_PYTHON) recipes/finetune.py recipes/configs/finetune_gpu.yaml
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) runs build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(OLDEST_VENV) runs build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
