@@ -30,8 +30,8 @@ class Part(NamedTuple):
 
 
 def attend(problem: Problem) -> torch.Tensor:
-    """Attention of one query, `(batch, heads, 1, value_dim)`, without gradients: a narrow region is gathered from the cache, any
-    other region is the whole cache, masked. Keys and values keep their dtype.
+    """Attention of one query, `(batch, heads, 1, value_dim)`, without gradients: a narrow region is gathered from the
+    cache, any other region is the whole cache, masked. Keys and values keep their dtype.
     """
     inputs, turner = problem.inputs, cast(Turner, problem.turner)
     parts = [_part(problem, turner, region) for region in turner.regions]

@@ -205,8 +205,8 @@ bool scattered, str mode, bool gradient, bool learns"""
 
 @library.custom_op("rope_patch::attend", mutates_args=(), schema=f"{_SCHEMA}) -> (Tensor, Tensor)")
 def _attend(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `(batch, q_len, heads, value_dim)`, and its log-sum-exp where `segments` are found, which alone read it, or
-    zeros.
+    """Output `(batch, q_len, heads, value_dim)`, and its log-sum-exp where `segments` are found; else zeros, which
+    nobody reads.
     """
     arguments = _Arguments(*args)
     inputs = arguments.inputs()

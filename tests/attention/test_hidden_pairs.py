@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from rope_patch import Scheme, patch
-from rope_patch.attention import chunked, decode_traced, engine
+from rope_patch.attention import chunked, decode, decode_traced, engine
 from rope_patch.attention.bias import DiagonalTerm
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
 from rope_patch.attention.tile_kernels import Dense, FlashCPU, Work
