@@ -25,6 +25,7 @@ from rope_patch.models import llama as llama_style
 from rope_patch.mounting import parameters
 from tests.cases import home_of
 from tests.families import build
+from tests.poison import poison
 from tests.reading import is_anew, remembering
 from tests.sampling import in_nightly_run, in_usual_run
 
@@ -91,6 +92,13 @@ def _readings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Each kind of stack is read once, but in the long run, and where a test looks at the reading itself."""
     if not request.config.getoption("all_families") and not is_anew(request.path):
         monkeypatch.setattr(llama_style, "read", remembering(llama_style.read))
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where attention is computed, whoever reads memory before it is written finds NaN there."""
+    if request.path.parent.name in ("attention", "serving") and not request.node.get_closest_marker("unpoisoned"):
+        poison(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ import pytest
 from benchmarks.comparison import Shape
 from benchmarks.launches import per_layer, waits
 
+pytestmark = pytest.mark.unpoisoned
 TINY = Shape(64, 4, 2, 16)
 
 
