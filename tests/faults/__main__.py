@@ -2,9 +2,9 @@
 
     python -m tests.faults [WORD ...] [--faults FILE]
 
-A WORD picks the faults with it in their name or file. A fault replaces a text that its file has once; its tests must
-pass without it and fail with it. The tests of `tests/faults/faults.yaml` belong to the usual run, so a suite that was
-made faster has lost nothing as long as every fault is still seen.
+A WORD picks the faults with it in their name or file; a word that picks none is an error. A fault replaces a text that
+its file has once; its tests must pass without it and fail with it. The tests of `tests/faults/faults.yaml` belong to the
+usual run, so a suite that was made faster has lost nothing as long as every fault is still seen.
 """
 
 from __future__ import annotations
@@ -84,17 +84,29 @@ def verdict(root: Path, fault: Fault) -> str:
     return "seen" if code == FAILED else f"NOT RUN:\n{output[-2000:]}"
 
 
+def picked(faults: list[Fault], words: list[str]) -> list[Fault]:
+    """The faults that one of the words picks; all without a word.
+
+    Raises:
+        LookupError: a word picks none.
+    """
+    places = {fault.name: f"{fault.name} {fault.file}" for fault in faults}
+    for word in words:
+        if not any(word in place for place in places.values()):
+            raise LookupError(f"no fault has {word!r} in its name or file; {len(faults)} faults are known")
+    return [fault for fault in faults if not words or any(word in places[fault.name] for word in words)]
+
+
 def main() -> None:
     """Try the faults that were asked for; the exit status is 1 if any is not seen."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults")
     parser.add_argument("words", nargs="*", metavar="WORD")
     parser.add_argument("--faults", type=Path, default=FAULTS, metavar="FILE")
     asked = parser.parse_args()
-    faults = [
-        fault
-        for fault in read(asked.faults)
-        if not asked.words or any(word in f"{fault.name} {fault.file}" for word in asked.words)
-    ]
+    try:
+        faults = picked(read(asked.faults), asked.words)
+    except LookupError as error:
+        parser.error(error.args[0])
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, "copy")
         others = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "site")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
-from tests.faults.__main__ import FAULTS, ROOT, read
+from tests.faults.__main__ import FAULTS, ROOT, picked, read
 
 
 def test_every_fault_has_its_place():
@@ -13,6 +16,22 @@ def test_every_fault_has_its_place():
     for fault in faults:
         assert fault.old != fault.new, fault.name
         assert (ROOT / fault.file).read_text(encoding="utf-8").count(fault.old) == 1, f"{fault.name}: {fault.file}"
+
+
+def test_a_word_picks_faults_by_name_or_file():
+    faults = read(FAULTS)
+    assert picked(faults, []) == faults
+    files = {fault.file for fault in picked(faults, ["attention/decode", "attention/tiles"])}
+    assert files == {"rope_patch/attention/decode.py", "rope_patch/attention/tiles.py"}
+    assert [fault.name for fault in picked(faults, [faults[0].name])] == [faults[0].name]
+
+
+def test_a_word_that_picks_no_fault_is_an_error():
+    """And not a run of everything."""
+    command = [sys.executable, "-m", "tests.faults", "decode", "no such word"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no fault has 'no such word' in its name or file" in done.stderr
 
 
 def test_the_tests_of_every_fault_belong_to_the_usual_run(request: pytest.FixtureRequest):
