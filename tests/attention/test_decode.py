@@ -5,8 +5,9 @@ import torch
 from transformers import DynamicCache
 
 from rope_patch import patch
-from rope_patch.attention import chunked, decode, oracle
+from rope_patch.attention import decode
 from rope_patch.attention.slot_plan import EVERY, SlotPlan, SlotRows, SlotRun
+from tests.executors import executors_of
 from tests.families import TRAINING_LENGTH, build
 from tests.models import t5_families
 from tests.runs import assert_close, cached_logits, left_padded, positions_of, tokens
@@ -32,22 +33,10 @@ SEVERAL = [spec for spec in SPECS if "xpos" not in spec]
 """Those whose blocks of queries are scored like one."""
 
 
-@pytest.fixture
-def only_by_slices(monkeypatch):
-    """From the call on, whatever looks at every pair fails."""
-
-    def refuse(*_):
-        raise AssertionError("a decoding step by all pairs")
-
-    def begin():
-        for module in (oracle, chunked):
-            monkeypatch.setattr(module, "attend", refuse)
-
-    return begin
-
-
-def steps(model, lengths, begin, sizes):
-    """Logits of the last tokens, in steps of these sizes after a prefill, and those of a forward without a cache."""
+def steps(model, lengths, sizes, executors=None):
+    """Logits of the last tokens, in steps of these sizes after a prefill, and those of a forward without a cache. Only
+    these `executors` may score the steps; by default any.
+    """
     batch, mask = left_padded([tokens(length, seed=length) for length in lengths])
     positions, start = positions_of(mask), batch.shape[1] - sum(sizes)
     expected = model(batch, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, start:]
@@ -56,19 +45,20 @@ def steps(model, lengths, begin, sizes):
         stop = cache.get_seq_length() + size
         part = slice(stop - size, stop)
         given = {"attention_mask": mask[:, :stop], "position_ids": positions[:, part]}
-        found.append(model(batch[:, part], past_key_values=cache, **given).logits)
-        begin()
+        with executors_of(model) as taken:
+            found.append(model(batch[:, part], past_key_values=cache, **given).logits)
+        assert executors is None or size == start or set(taken) == executors
     return torch.cat(found[1:], dim=1), expected
 
 
 @pytest.mark.parametrize("lengths", [(47,), (47, 47, 30), (33, 47, 40)], ids=str)
 @pytest.mark.parametrize("spec", SPECS)
 @torch.no_grad()
-def test_one_query_after_rows_of_any_length(spec, lengths, only_by_slices, monkeypatch):
+def test_one_query_after_rows_of_any_length(spec, lengths, monkeypatch):
     monkeypatch.setattr(decode, "BLOCK", 5 * 4 * 64)  # a few keys
     model = build("llama")
     patch(model, spec)
-    assert_close(*steps(model, lengths, only_by_slices, [1, 1, 1]))
+    assert_close(*steps(model, lengths, [1, 1, 1], {"joined"}))
 
 
 @pytest.mark.parametrize(
@@ -90,10 +80,10 @@ def test_keys_that_turn_anew_at_every_length_do_so_a_few_at_a_time(spec, monkeyp
 @pytest.mark.parametrize("lengths", [(83,), (83, 71, 83)], ids=str)
 @pytest.mark.parametrize("spec", SEVERAL)
 @torch.no_grad()
-def test_some_queries_at_once_as_assisted_decoding_has_them(spec, lengths, sizes, only_by_slices):
+def test_some_queries_at_once_as_assisted_decoding_has_them(spec, lengths, sizes):
     model = build("llama")
     patch(model, spec)
-    assert_close(*steps(model, lengths, only_by_slices, sizes))
+    assert_close(*steps(model, lengths, sizes, {"joined"}))
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "cohere", "phi", "gpt_neox"])
@@ -102,7 +92,7 @@ def test_some_queries_at_once_as_assisted_decoding_has_them(spec, lengths, sizes
 def test_families_with_windows_of_their_own_and_other_layouts(family, sizes):
     model = build(family)
     patch(model, "rerope", window=6)
-    assert_close(*steps(model, (TRAINING_LENGTH + 9, 30), lambda: None, sizes))
+    assert_close(*steps(model, (TRAINING_LENGTH + 9, 30), sizes))
 
 
 @pytest.mark.parametrize("sizes", [[1, 1], [6]], ids=str)
@@ -115,7 +105,7 @@ def test_half_precision_keeps_scores_in_float32(spec, sizes):
         for parameter in model.parameters():  # and not the frequencies
             parameter.data = parameter.bfloat16().to(dtype)
         patch(model, spec)
-        found.append(steps(model, (47, 40), lambda: None, sizes)[0].float())
+        found.append(steps(model, (47, 40), sizes)[0].float())
     assert_close(*found, tolerance=0.03 * float(found[1].abs().max()))
 
 
@@ -134,7 +124,7 @@ def test_scores_that_half_precision_does_not_hold_are_kept_in_float32(dtype):
 
 
 @torch.no_grad()
-def test_queries_that_skip_positions_are_scored_by_positions(monkeypatch):
+def test_queries_that_skip_positions_are_scored_by_positions():
     model = build("llama")
     patch(model, "rerope", window=6)
     ids, positions = tokens(40), torch.cat([torch.arange(36), torch.tensor([36, 37, 50, 51])])[None]
@@ -142,12 +132,10 @@ def test_queries_that_skip_positions_are_scored_by_positions(monkeypatch):
     expected = model(ids, attention_mask=one_text, position_ids=positions, use_cache=False).logits[:, 36:]
     cache = DynamicCache(config=model.config)
     model(ids[:, :36], position_ids=positions[:, :36], past_key_values=cache)
-    asked = []
-    real = oracle.attend
-    monkeypatch.setattr(oracle, "attend", lambda inputs: asked.append(inputs) or real(inputs))
     given = {"attention_mask": one_text, "position_ids": positions[:, 36:]}
-    found = model(ids[:, 36:], past_key_values=cache, **given).logits
-    assert asked
+    with executors_of(model) as taken:
+        found = model(ids[:, 36:], past_key_values=cache, **given).logits
+    assert set(taken) == {"chunked"}
     assert_close(found, expected)
 
 

@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from rope_patch.attention import chunked, dense, oracle, paths, segmented
+from rope_patch.attention import chunked, dense, oracle, paths
+from rope_patch.attention.problem import Problem
+from rope_patch.attention.table import choose
 from tests.attention.problems import spans_of, supports
 from tests.attention.test_segmented import ROWS, gradients_of, inputs_of
 
@@ -16,38 +18,30 @@ def attend(inputs, mode="segmented"):
     return paths.attend(inputs, mode, spans_of)
 
 
-@pytest.fixture
-def ways(monkeypatch):
-    """The names of the ways that were taken."""
-    taken = []
-    for module in (segmented, chunked):
-        original, name = module.attend, module.__name__.rpartition(".")[2]
-        monkeypatch.setattr(
-            module, "attend", lambda *args, original=original, name=name: taken.append(name) or original(*args)
-        )
-    return taken
+def taken(inputs, mode="segmented"):
+    """The name of the executor that scores a call."""
+    return choose(paths.ROWS, Problem(inputs, mode, None, spans_of)).name
 
 
 @pytest.mark.parametrize(
     ("changes", "way"),
     [
-        ({}, "segmented"),
+        ({}, "merged"),
         ({"dropout": 0.1}, "chunked"),
         ({"softcap": 5.0}, "chunked"),
         ({"sinks": torch.zeros(4)}, "chunked"),
-        ({"causal": False}, "segmented"),
+        ({"causal": False}, "merged"),
         ({"causal": False, "mask": torch.ones(1, 1, 45, 45, dtype=torch.bool), "groups": None}, "chunked"),
-        ({"key_positions": torch.arange(45)[None]}, "segmented"),
+        ({"key_positions": torch.arange(45)[None]}, "merged"),
     ],
 )
 @pytest.mark.parametrize("spec", SPECS)
-def test_flash_where_scores_are_products_and_biases_and_the_definition_elsewhere(ways, changes, way, spec):
+def test_flash_where_scores_are_products_and_biases_and_the_definition_elsewhere(changes, way, spec):
     inputs, _ = inputs_of(spec, ROWS, 45, 45, torch.float32)
-    attend(dataclasses.replace(inputs, **changes))
-    assert ways == [way]
+    assert taken(dataclasses.replace(inputs, **changes)) == way
 
 
-def test_a_bias_that_wants_a_gradient_gets_one(ways):
+def test_a_bias_that_wants_a_gradient_gets_one():
     inputs, kept = inputs_of("alibi", ROWS, 45, 45, torch.float32)
     slopes = torch.rand(4, requires_grad=True)
     learned = dataclasses.replace(
@@ -58,7 +52,7 @@ def test_a_bias_that_wants_a_gradient_gets_one(ways):
         slopes.grad = None
         (attend(dataclasses.replace(inputs, bias=learned), mode) * kept[:, None, :, None]).square().sum().backward()
         found[mode] = slopes.grad
-    assert ways == ["segmented", "chunked"]
+    assert taken(dataclasses.replace(inputs, bias=learned)) == "merged"
     torch.testing.assert_close(found["segmented"], found["chunked"], rtol=1e-4, atol=1e-4)
     assert slopes.grad.abs().min() > 0
 
@@ -80,13 +74,12 @@ def test_a_small_call_under_a_bias_is_the_definition(kind, causal):
 
 
 @pytest.mark.parametrize(
-    ("spec", "first", "way"), [(SPECS[0], 100, "segmented"), (SPECS[0], 3, "chunked"), (SPECS[1], 100, "chunked")]
+    ("spec", "first", "way"), [(SPECS[0], 100, "merged"), (SPECS[0], 3, "chunked"), (SPECS[1], 100, "chunked")]
 )
-def test_positions_may_skip_without_a_bias_but_not_go_down(ways, spec, first, way):
+def test_positions_may_skip_without_a_bias_but_not_go_down(spec, first, way):
     inputs, _ = inputs_of(spec, ROWS[:1], 45, 45, torch.float32)
     positions = torch.cat([torch.arange(20), torch.arange(first, first + 25)])[None]
-    attend(dataclasses.replace(inputs, query_positions=positions, key_positions=positions))
-    assert ways == [way]
+    assert taken(dataclasses.replace(inputs, query_positions=positions, key_positions=positions)) == way
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rope_patch import patch
-from rope_patch.attention import chunked, decay, oracle, products, segmented
+from rope_patch.attention import decay, oracle, products, segmented
 from rope_patch.attention.spans import MOST_SPANS_PER_ROW, find_spans
 from rope_patch.attention.tile_kernels import Dense, FlashCPU
 from tests.attention.problems import supports
 from tests.attention.test_segmented import gradients_of, in_double, inputs_of, run_segmented
+from tests.executors import executors_of
 from tests.runs import assert_close, assert_same_gradients, logits, tokens
 
 SPECS = [
@@ -122,7 +123,7 @@ def test_a_bias_is_scored_by_blocks_where_positions_skip(spec):
     "spec", [*SPECS[1:], "rerope:window=6+logn:training_length=8", "self_extend:group_size=4,window=7+yarn:factor=4"]
 )
 @pytest.mark.parametrize("pads", [0, 5])
-def test_a_model_keeps_the_fast_path_in_training(llama, spec, pads, monkeypatch):
+def test_a_model_keeps_the_fast_path_in_training(llama, spec, pads):
     ids, mask = tokens(40, rows=2), torch.ones(2, 40, dtype=torch.long)
     mask[0, len(mask[0]) - pads :] = 0
     positions = torch.arange(40).repeat(2, 1)
@@ -139,9 +140,9 @@ def test_a_model_keeps_the_fast_path_in_training(llama, spec, pads, monkeypatch)
 
     with patch(llama, spec, attention="oracle"):
         expected, theirs = trained()
-    monkeypatch.setattr(chunked, "attend", None)
-    with patch(llama, spec, attention="segmented"):
+    with patch(llama, spec, attention="segmented"), executors_of(llama) as taken:
         found, ours = trained()
+    assert "chunked" not in taken
     assert_close(found, expected)
     assert_same_gradients(ours, theirs)
 

@@ -8,9 +8,9 @@ import torch
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from rope_patch import CachedKeys, UnsupportedModel, UnsupportedPositions, native_scheme, patch, unpatch
-from rope_patch.attention.slot_plan import SlotPlan
 from rope_patch.models.cached_keys import positions_in
 from tests.cases import ALL, CASES
+from tests.executors import executors_of
 from tests.families import GENERIC, TRAINING_LENGTH, build, from_config
 from tests.runs import assert_close, cached_logits, generated, left_padded, logits, positions_of, tokens
 
@@ -78,14 +78,11 @@ def test_a_gap_is_one_for_every_way_to_score(llama, spec, attention):
 
 
 @pytest.mark.parametrize("spec", ["rerope:window=6", "alibi"])
-def test_keys_that_follow_on_are_read_by_the_fast_way_behind_pads_too(llama, spec, monkeypatch):
+def test_keys_that_follow_on_are_read_by_the_fast_way_behind_pads_too(llama, spec):
     ids, mask = left_padded([tokens(15, seed=3), tokens(11, seed=4)])
-    steps = []
-    attend = SlotPlan.attend
-    monkeypatch.setattr(SlotPlan, "attend", lambda *args: steps.append(1) or attend(*args))
-    with patch(llama, spec):
+    with patch(llama, spec), executors_of(llama) as taken:
         cached_logits(llama, ids, [12, 1, 1, 1], mask)
-    assert len(steps) == 3 * llama.config.num_hidden_layers
+    assert taken.count("joined") == 3 * llama.config.num_hidden_layers
 
 
 EVICTIONS = {

@@ -3,8 +3,8 @@
     python -m tests.faults [WORD ...] [--faults FILE]
 
 A WORD picks the faults with it in their name or file; a word that picks none is an error. A fault replaces a text that
-its file has once; its tests must pass without it and fail with it. The tests of `tests/faults/faults.yaml` belong to the
-usual run, so a suite that was made faster has lost nothing as long as every fault is still seen.
+its file has once; its tests must pass without it and fail with it. The tests of `tests/faults/faults.yaml` belong to
+the usual run, so a suite that was made faster has lost nothing as long as every fault is still seen.
 """
 
 from __future__ import annotations
