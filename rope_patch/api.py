@@ -22,6 +22,7 @@ from rope_patch.mounting.plan import plan_mounts
 from rope_patch.patching import PatchHandle, patch, unpatch
 from rope_patch.saving.loading import from_pretrained
 from rope_patch.saving.resuming import repatch
+from rope_patch.saving.wrapped import save_pretrained
 from rope_patch.schemes import *
 from rope_patch.version import __version__
 

@@ -374,7 +374,9 @@ def test_learned_prompts_record_the_scheme(spec, kind, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     patch(model, spec)
     adapted = peft.get_peft_model(model, kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
-    adapted.save_pretrained(tmp_path / "prompt")
+    with pytest.warns(rope_patch.RopePatchWarning, match=r"rope_patch.save_pretrained\(model, FOLDER\) records it"):
+        adapted.save_pretrained(tmp_path / "plain-prompt")
+    rope_patch.save_pretrained(adapted, tmp_path / "prompt")
     again = rope_patch.from_pretrained(tmp_path / "prompt").eval()
     assert find_handle(again).scheme == find_handle(model).scheme
     assert torch.equal(logits(again, IDS), logits(adapted, IDS))

@@ -87,15 +87,15 @@ def find_around(model: nn.Module) -> list[PreTrainedModel]:
     """
     if getattr(model, "base_model", None) is not model:
         return []
-    return [outer for outer in instances_of(PreTrainedModel) if outer is not model and model in set(outer.modules())]
+    return [outer for outer in _transformers_models() if outer is not model and model in set(outer.modules())]
 
 
-def instances_of(cls: type[Any]) -> list[Any]:
-    """All objects of a class and its subclasses, except frozen ones (`gc.freeze`).
+def _transformers_models() -> list[PreTrainedModel]:
+    """All models of Transformers in this process, except frozen ones (`gc.freeze`).
 
     A module does not know its parents, but Python's garbage collector knows all objects.
     """
-    classes = {cls, *_subclasses(cls)}
+    classes = {PreTrainedModel, *_subclasses(PreTrainedModel)}
     # an object refers to its class; a search for referrers is faster, unless there are many classes to compare
     objects = gc.get_referrers(*classes) if len(classes) <= _FEW_CLASSES else gc.get_objects()
     return list(itertools.compress(objects, map(classes.__contains__, map(type, objects))))

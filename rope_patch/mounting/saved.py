@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,17 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from rope_patch.errors import warn
-from rope_patch.models.find_stacks import instances_of
 from rope_patch.models.record import RECORD, Record
 from rope_patch.mounting.parameters import NAME
 from rope_patch.mounting.undo import Changes
 
 ADAPTERS = "adapter_config.json"  # the config of PEFT's adapters
+
+OF_PROMPTS = "learned prompts in front of a patched model"
+"""How the warning begins that PEFT saves them without the scheme."""
+
+_OF_THE_BASE = "base_model."
+"""The end of the prefix of weights in a model behind learned prompts; in one with adapters, `model.` follows."""
 
 
 @dataclass
@@ -131,18 +135,26 @@ class AdapterHook:
     """A hook before the weights of a model are collected, which lets the configs of its adapters record the scheme.
 
     PEFT saves adapters without a call to the model around which it was built, but it collects that model's weights.
+    Learned prompts leave no trace in that model, so there is only a warning.
     """
 
     def __init__(self, notice: Notice, changes: Changes) -> None:
         self.notice = notice
         self.changes = changes
 
-    def __call__(self, model: PreTrainedModel, *_: Any) -> None:
+    def __call__(self, model: PreTrainedModel, prefix: str = "", *_: Any) -> None:
         self.find([model])
+        if prefix.endswith(_OF_THE_BASE) and not _adapters(model) and AdapterHook not in self.notice.warned:
+            self.notice.warned.add(AdapterHook)
+            scheme = self.notice.record.scheme
+            warn(
+                f"{OF_PROMPTS} are saved without {scheme}; rope_patch.save_pretrained(model, FOLDER) records it",
+                stacklevel=2,
+            )
 
     def find(self, models: Sequence[PreTrainedModel]) -> None:
         """Find the configs of new adapters. Models may share one, which then records the scheme of this model."""
-        for model, config in _adapters(models):
+        for model, config in [(each, config) for each in models for config in _adapters(each)]:
             top = holder = vars(config).get("save_pretrained")
             while isinstance(holder, SaveModel) and holder.notice is not self.notice:
                 holder = holder._before
@@ -163,18 +175,9 @@ def install_saving(models: Iterable[nn.Module], notice: Notice, changes: Changes
     hook.find(saved)
 
 
-def _adapters(models: Sequence[PreTrainedModel]) -> Iterator[tuple[PreTrainedModel, Any]]:
-    """Models with the config of each adapter in them, or of prompts in front of them, which leave no trace in them."""
-    own = {model: [*(vars(model).get("peft_config") or {}).values()] for model in models}
-    prompts = []
-    if "peft" in sys.modules and not all(own.values()):
-        from peft import PeftModel
-
-        prompts = instances_of(PeftModel)  # once for all models: it searches every object
-    for model, configs in own.items():
-        around = (wrapper for wrapper in prompts if wrapper._modules.get("base_model") is model)
-        for config in configs or [config for wrapper in around for config in wrapper.peft_config.values()]:
-            yield model, config
+def _adapters(model: PreTrainedModel) -> list[Any]:
+    """The config of each adapter in a model."""
+    return [*(vars(model).get("peft_config") or {}).values()]
 
 
 def _replace(owner: Any, save: SaveModel, changes: Changes) -> None:
