@@ -79,12 +79,6 @@ GRAPH = Executor("graph", "one operator of a compiled model, which chooses insid
 DECAYED = Executor("decayed", "blocks of queries, between which scores decay", _without_decay, _by_blocks)
 
 
-def _without_flash(problem: Problem) -> str:
-    """Why a plan of slots is not the fastest for a few tokens on a GPU: without flash, one kernel is."""
-    flash = problem.compiling or _is_flash(problem)
-    return "" if flash else "flash does not compute these states, so that one kernel for all regions starts faster"
-
-
 def _with_flash(problem: Problem) -> str:
     """Why one kernel for all regions is not the fastest on a GPU: flash per region is, but for regions of many chunks
     without gradients, and for one token without a plan (docs/benchmarks.md, on an H100).
@@ -96,13 +90,15 @@ def _with_flash(problem: Problem) -> str:
     return "flash for each region is faster on this GPU"
 
 
+def _without_flash(problem: Problem) -> str:
+    """Why a plan of slots is not the fastest for a few tokens on a GPU: without flash, one kernel is."""
+    flash = problem.compiling or _is_flash(problem)
+    return "" if flash else "flash does not compute these states, so that one kernel for all regions starts faster"
+
+
 def _is_flash(problem: Problem) -> bool:
     query, value = cast(torch.Tensor, problem.query), problem.inputs.value
     return problem.inputs.fits_kernels and isinstance(kernel_for(query, value, masked=problem.biased), FlashCUDA)
-
-
-def _for_gpus(problem: Problem) -> str:
-    return "it is for GPUs; attention='fused' prefers it"
 
 
 _EVERYWHERE = (
@@ -110,7 +106,7 @@ _EVERYWHERE = (
     Row(DECAYED, modes=("oracle", "reference", "chunked", "segmented", "fused", "merged", "products", "block")),
     *paths.ROWS,
 )
-ROWS = (Row(FUSED, _for_gpus), Row(JOINED, modes=("segmented",)), *_EVERYWHERE)
+ROWS = (Row(FUSED, by_name=True), Row(JOINED, modes=("segmented",)), *_EVERYWHERE)
 """The order where nothing else is said."""
 
 TABLE: dict[str, tuple[Row, ...]] = {

@@ -11,7 +11,7 @@ import torch
 
 from rope_patch.attention.inputs import AttentionInputs, DistanceBias
 from rope_patch.attention.spans import Span, spans_between
-from rope_patch.graphs import eager_only, traced
+from rope_patch.graphs import traced
 from rope_patch.schemes.base import Scheme
 from rope_patch.typing import NO_WEIGHTS, Weights
 
@@ -36,6 +36,11 @@ class Forward:
         self._functions: dict[Any, Any] = {}
         self._pasts: list[torch.Tensor] = []
 
+    @property
+    def traced(self) -> bool:
+        """Whether a compiler traces it, so that no value is known and nothing may be remembered."""
+        return traced()
+
     def shared(self, compute: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
         """A function that computes once in this forward for the same arguments.
 
@@ -46,7 +51,7 @@ class Forward:
         Example:
             >>> positions = forward.shared(key_positions)(position_ids, kv_length, start)
         """
-        if traced():
+        if self.traced:
             return compute
         if compute not in self._functions:
             self._functions[compute] = functools.cache(compute)
@@ -115,10 +120,16 @@ class StackForwards(threading.local):
         self._position_ids: torch.Tensor | None = None
         self._forward = Forward()
 
-    @eager_only
     def forget(self) -> None:
         """Start a forward."""
+        if traced():
+            return
         self._position_ids, self._forward = None, Forward()
+
+    @property
+    def traced(self) -> bool:
+        """Whether a compiler traces this forward."""
+        return traced()
 
     def of(self, position_ids: torch.Tensor) -> Forward:
         """The forward with this positions tensor (by identity), `(batch or 1, length)`."""
@@ -130,7 +141,8 @@ class StackForwards(threading.local):
 
     def current(self, position_ids: Any) -> Forward | None:
         """The forward with this positions tensor, if a layer has begun it."""
-        return self._forward if position_ids is not None and self._position_ids is position_ids else None
+        known = position_ids is not None and self._position_ids is position_ids and not traced()
+        return self._forward if known else None
 
     def __reduce__(self) -> tuple[type[StackForwards], tuple[()]]:
         return StackForwards, ()  # a copy of a model remembers nothing

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from rope_patch.attention import chunked, decode, dense, oracle, products, segmented
@@ -9,14 +11,8 @@ from rope_patch.attention.inputs import AttentionInputs, AttentionMode
 from rope_patch.attention.problem import Output, Problem, Spans
 from rope_patch.attention.table import Executor, Row, choose
 
-
-def _large(problem: Problem) -> str:
-    return "" if problem.pairs <= decode.SMALL else "the call is large: it would hold all pairs"
-
-
-def _small(problem: Problem) -> str:
-    """One dense block is faster than finding tiles: for a share of `decode.SMALL`, where tiles are many."""
-    return "the call is small: one block is faster" if problem.pairs <= decode.SMALL // 16 else ""
+FEW = decode.SMALL // 16 + 1
+"""From so many pairs on tiles are faster than one dense block."""
 
 
 def _tiles(problem: Problem) -> int:
@@ -55,11 +51,11 @@ REFERENCE = Executor(
     lambda problem: oracle.attend(problem.rotated().inputs),
 )
 
-REGIONS = Row(MERGED, _small, modes=("segmented",))
+REGIONS = Row(MERGED, modes=("segmented",), pairs=(FEW, math.inf))
 
 ROWS = (
-    Row(BLOCK, _large),
-    Row(PRODUCTS, _small),
+    Row(BLOCK, pairs=(0, decode.SMALL)),
+    Row(PRODUCTS, pairs=(FEW, math.inf)),
     REGIONS,
     Row(CHUNKED, modes=("segmented",)),
     Row(REFERENCE, modes=("oracle",)),

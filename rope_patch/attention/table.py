@@ -6,6 +6,7 @@ where it stands in the order, and what else has to hold before it is preferred.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,11 +47,15 @@ class Row:
     Attributes:
         unless: why another executor is preferred, though this one could compute the problem; only asked under `auto`.
         modes: the words for which the row is asked; `auto` and the executor's own name anyway.
+        pairs: fewest and most pairs of a query and a key in a row and head for which it is preferred.
+        by_name: whether it is taken only under its name.
     """
 
     executor: Executor
     unless: Callable[[Problem], str] = _never
     modes: tuple[str, ...] = ()
+    pairs: tuple[float, float] = (0, math.inf)
+    by_name: bool = False
 
     def serves(self, mode: str) -> bool:
         """Whether the row is asked under a word for `attention`."""
@@ -60,6 +65,14 @@ class Row:
         """Why the row is not taken; empty if it can be."""
         if not self.serves(problem.mode):
             return f"attention={problem.mode!r} is asked for"
+        if problem.mode == "auto":
+            fewest, most = self.pairs
+            if self.by_name:
+                return f"attention={self.executor.name!r} asks for it"
+            if problem.pairs < fewest:
+                return f"the call is small: {problem.pairs} pairs of tokens, and it is faster from {fewest} on"
+            if problem.pairs > most:
+                return f"the call is large: {problem.pairs} pairs of tokens, all of which it would hold; {most} at most"
         return (self.unless(problem) if problem.mode == "auto" else "") or self.executor.supports(problem)
 
 

@@ -14,7 +14,7 @@ from rope_patch.attention.forward import Forward
 from rope_patch.attention.masks import keys_seen, read_mask
 from rope_patch.attention.turner import Turner
 from rope_patch.errors import UnsupportedPositions
-from rope_patch.graphs import require, traced
+from rope_patch.graphs import require
 from rope_patch.models.cached_keys import is_static, positions_in, positions_in_graph, remember
 from rope_patch.models.paged import Request
 from rope_patch.mounting.layer_state import FrequencySource, LayerState
@@ -167,7 +167,7 @@ class ForwardCall:
             self.seen = self.forward.shared(_keys_seen)(mask, self.position_ids, *sizes)
         if is_first:
             return
-        if traced():
+        if self.forward.traced:
             self._look_back_in_graph(cache)
             return
         self.past = self.forward.earlier(positions_in(cache, index, int(self.start), state.layer.name))
@@ -191,7 +191,7 @@ class ForwardCall:
         if self.cache is None or not self.state.follows_positions:
             return
         static = is_static(self.cache, self.state.layer.cache_index)
-        if static and traced():
+        if static and self.forward.traced:
             return
         positions, in_order = self.position_ids, True
         if self.past is not None:

@@ -13,7 +13,6 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from rope_patch.attention.forward import StackForwards
 from rope_patch.attention.masks import groups_as_mask, groups_of_documents, groups_of_pads
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
-from rope_patch.graphs import traced
 from rope_patch.models.arguments import Arguments, by_name, cache_in, check_tokens, slot_positions, tokens_of
 from rope_patch.models.base import AttentionLayer, RotaryTables, is_causal
 from rope_patch.models.cached_keys import CACHE_TAG, tag_cache
@@ -54,7 +53,7 @@ class StackHook:
             forwards.forget()
         if self._reads_groups(cast(Any, module.config), kwargs):
             causal = is_causal(self.scorers[0], kwargs.get("is_causal"))
-            groups = groups_of_row(kwargs, cast(Any, module.config), causal)
+            groups = groups_of_row(kwargs, cast(Any, module.config), causal, self.forwards[0].traced)
             if groups is not None:
                 changed["attention_mask"] = groups_as_mask(groups)
         return ((), {**kwargs, **changed}) if changed else None
@@ -67,12 +66,11 @@ class StackHook:
         return config._attn_implementation == "sdpa" and all(map(scores_here, self.scorers))
 
 
-def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool) -> torch.Tensor | None:
+def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool, compiling: bool) -> torch.Tensor | None:
     """Groups of the keys of a forward, `(batch or 1, keys)`, if Transformers would otherwise build a mask. While
     compiling it builds one unless a cache is empty, because it cannot see that there are no pads and that no document
     ends.
     """
-    compiling = traced()
     tokens = cast(torch.Tensor, tokens_of(kwargs))
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if isinstance(positions, torch.Tensor) and positions.ndim == 3:
@@ -145,7 +143,7 @@ class LayerHook:
     def _follow(self, kwargs: dict[str, Any]) -> ForwardCall | None:
         """The call for a decoded token, if it follows from what a layer of this kind saw."""
         state = self.state
-        forward = None if traced() else state.forwards.current(kwargs.get("position_ids"))
+        forward = state.forwards.current(kwargs.get("position_ids"))
         step = None if forward is None or PASSED in kwargs else forward.steps.get(state.kind)
         if step is None:
             return None
@@ -163,7 +161,7 @@ class LayerHook:
         if isinstance(cache, QuantizedCache):
             raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
         start = None if cache is None else query_start(cache, index, hidden.shape[1])
-        if isinstance(start, torch.Tensor) and not traced():
+        if isinstance(start, torch.Tensor) and not state.forwards.traced:
             start = int(start)  # of a static cache, read once
         position_ids = self._positions(kwargs, start)
         anchor = state.anchor_for(keeps_keys=paged or cache is not None)
@@ -182,7 +180,8 @@ class LayerHook:
         state, anchor, hidden, shared = self.state, call.anchor, call.states, call.forward.shared
         if state.rotates and state.layer.rotary is not None:
             if anchor in (None, UNROTATED):
-                return shared(_identity)(kwargs["position_embeddings"], hidden.device.type)
+                fewer = not call.forward.traced and hidden.shape[1] >= LONG
+                return shared(_identity)(kwargs["position_embeddings"], hidden.device.type, fewer)
             like = hidden.dtype, hidden.device
             return shared(_tables_at)(state.layer.rotary, anchor, call.position_ids, *like)
         if (own := state.own_tables) is not None:
@@ -240,8 +239,8 @@ def _tables_at(
     return rotary.compute(position_map(position_ids), like=torch.empty(0, dtype=dtype, device=device))
 
 
-def _identity(tables: Any, device_type: str) -> Any:
-    """Identity tables in the form of these."""
+def _identity(tables: Any, device_type: str, fewer: bool) -> Any:
+    """Identity tables in the form of these; with `fewer` operators, see `IdentityTable`."""
     if isinstance(tables, torch.Tensor):  # cos + i sin
         return torch.ones_like(tables)
     cos, sin = tables
@@ -249,6 +248,4 @@ def _identity(tables: Any, device_type: str) -> Any:
     if torch.is_autocast_enabled(device_type):  # otherwise the cache would hold float32 keys with values that are not
         dtype = torch.get_autocast_dtype(device_type)
     one, zero = torch.ones_like(cos, dtype=dtype), torch.zeros_like(sin, dtype=dtype)
-    if traced() or cos.shape[-2] < LONG:
-        return one, zero
-    return IdentityTable.of(one, 1), IdentityTable.of(zero, 0)
+    return (IdentityTable.of(one, 1), IdentityTable.of(zero, 0)) if fewer else (one, zero)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rope_patch.errors import warn
-from rope_patch.graphs import eager_only
+from rope_patch.graphs import traced
 from rope_patch.models.base import RotaryTables
 from rope_patch.models.rounding import Rounding, is_half, rounding_sentence
 from rope_patch.mounting.undo import Changes
@@ -94,8 +94,9 @@ class KeptTables:
                 setattr(module, name, exact.to(now.device))
         self._warn(module)
 
-    @eager_only
     def _warn(self, module: nn.Module) -> None:
+        if traced():
+            return
         for name, exact in self._read.items():
             now = getattr(module, name)
             if is_half(now.dtype) and not now.is_meta:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rope_patch.errors import SlotConflict, counted, warn
-from rope_patch.graphs import eager_only
+from rope_patch.graphs import traced
 from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.probe import device_of, dtype_of
 from rope_patch.models.rounding import is_half
@@ -50,9 +50,10 @@ class Precise:
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
 
-    @eager_only
     def check(self, values: dict[str, torch.Tensor]) -> None:
         """Warn if a cast has rounded one of these `values` of any shape, once for all holders."""
+        if traced():
+            return
         for name in self.names:
             if name in values and is_half(values[name].dtype):
                 self.names = ()

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from rope_patch.errors import UnsupportedModel
-from rope_patch.graphs import eager_only
+from rope_patch.graphs import traced
 from rope_patch.models.base import Stack
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
@@ -72,13 +72,14 @@ class LayersHook:
     seen: tuple[nn.Module, ...]
     numbered: bool
 
-    @eager_only
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at the layers; the arguments stay unchanged.
 
         Raises:
             UnsupportedModel: there is a new layer, or the number of a layer matters and has changed.
         """
+        if traced():
+            return
         if getattr(module, "_is_replica", False):  # of `nn.DataParallel`, made for one forward
             for inner in module.modules():
                 if _LINK in vars(inner):

@@ -16,7 +16,7 @@ from rope_patch.attention.masks import holds_groups, keys_seen, read_mask, shows
 from rope_patch.attention.problem import Problem
 from rope_patch.attention.slot_plan import EVERY
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
-from rope_patch.graphs import eager_only, require, traced
+from rope_patch.graphs import require
 from rope_patch.models.base import is_causal
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.models.paged import Request, attend_by_request, is_paged
@@ -81,7 +81,7 @@ def late_attention(
         mask, groups = call.forward.shared(read_mask)(attention_mask, call.position_ids, *sizes)
     if follows_length and readable:
         call.tokens = call.forward.shared(keys_seen)(mask, groups)
-    if scores or follows_length:
+    if (scores or follows_length) and not call.forward.traced:
         _refuse_part_of_a_row(state.scheme, implementation)
     if looks and readable:
         call.looks_ahead = _looks_ahead(call, mask, is_causal(module, kwargs.get("is_causal")))
@@ -205,9 +205,9 @@ def _looks_ahead(call: ForwardCall, mask: torch.Tensor | None, causal: bool) -> 
     meaning for such keys.
     """
     state = call.state
-    if mask is None or (traced() and not causal):
+    if mask is None or (call.forward.traced and not causal):
         ahead = not causal
-    elif traced():
+    elif call.forward.traced:
         if state.both_ways != state.regions or state.scheme.causal_only:
             hidden = ~shows_later_keys(mask, call.start)
             require(hidden, UnsupportedPositions("the mask shows keys after the query; run eagerly"))
@@ -246,7 +246,6 @@ def _terms(
     return terms
 
 
-@eager_only
 def _refuse_part_of_a_row(scheme: Scheme, implementation: str) -> None:
     """Refuse context parallelism of torch and sequence parallelism of DeepSpeed, which replace one of two functions to
     fetch the keys of other processes.

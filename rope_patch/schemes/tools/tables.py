@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from rope_patch.errors import InvalidField, RopePatchError, UnsupportedPositions
-from rope_patch.graphs import eager_only
+from rope_patch.graphs import traced
 
 MOST_NUMBERS = 2**32  # limit for all tables of a scheme together: 16 GiB in float32
 
@@ -43,7 +43,6 @@ def rows_at(table: torch.Tensor, positions: torch.Tensor, scheme: str) -> torch.
     return torch.nn.functional.embedding(positions, table).to(torch.promote_types(table.dtype, torch.float32))
 
 
-@eager_only
 def require_positions(positions: torch.Tensor, rows: int, scheme: str) -> None:
     """Check that all positions, integers from 0 of any shape, have a row; skipped while compiling, where they have no
     values.
@@ -51,6 +50,8 @@ def require_positions(positions: torch.Tensor, rows: int, scheme: str) -> None:
     Raises:
         UnsupportedPositions: names the first position without a row, and the number of rows.
     """
+    if traced():
+        return
     beyond = positions[(positions < 0) | (positions >= rows)]
     if len(beyond):
         raise UnsupportedPositions(
