@@ -69,8 +69,8 @@ class RowHook:
         )
         whole = {"input_ids": tokens.new_zeros(len(tokens), sharding.length, dtype=torch.long), "attention_mask": mask}
         causal = is_causal(module, kwargs.get("is_causal"))
-        row = {**whole, "position_ids": positions, "use_cache": False}
-        groups = groups_of_row(row, cast(Any, module).config, causal, compiling=torch.compiler.is_compiling())
+        arguments = {**whole, "position_ids": positions, "use_cache": False}
+        groups = groups_of_row(arguments, cast(Any, module).config, causal, compiling=torch.compiler.is_compiling())
         if positions is None:
             positions = counted_positions(whole) if self.counts else None
             positions = slot_positions(whole) if positions is None else positions.clamp(min=0)
