@@ -244,7 +244,7 @@ def draw(seed: int) -> Drawn:
     def states(*shape: int) -> torch.Tensor:
         return torch.randn(2, *shape, generator=numbers, dtype=torch.float64).to(dtype)
 
-    groups, positions = _tokens(drawn["rows"], length, numbers)
+    groups, positions = _tokens(drawn["rows"], length, start, numbers)
     keys = positions
     if drawn["rows"] == "keys of each head":
         gaps = torch.randint(1, 4, (2, drawn["key_heads"], length), generator=numbers)
@@ -279,12 +279,10 @@ def _together(drawn: dict[str, Any]) -> dict[str, Any]:
         drawn |= {} if drawn["regions"] in ("all pairs", "near and far", "window") else {"regions": "all pairs"}
     if drawn["mask"] == "sliding":
         drawn |= {"causal": True}
-    if not drawn["causal"] and drawn["queries"] != "one":  # later keys are seen where there is no cache
-        drawn |= {"queries": "all"} if drawn["rows"] != "keys of each head" else {"causal": True}
     return drawn
 
 
-def _tokens(kind: str, length: int, numbers: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokens(kind: str, length: int, start: int, numbers: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Groups and positions of two rows, `(2, length)`; positions count tokens, and pads before them are at 0."""
     groups, slots = torch.zeros(2, length, dtype=torch.long), torch.arange(length)
     left = {"left pads": (1, length // 2), "both pads": (0, length // 3)}.get(kind, (0, 0))
@@ -299,6 +297,8 @@ def _tokens(kind: str, length: int, numbers: torch.Generator) -> tuple[torch.Ten
         positions = torch.stack([slots - torch.searchsorted(row, row) for row in groups])
     if kind == "skipping":
         skips = torch.rand(2, length, generator=numbers) < 3 / length
+        if start and torch.rand((), generator=numbers) < 0.5:  # among the queries alone
+            skips = (slots > start) & (torch.rand(2, length, generator=numbers) < 0.5)
         positions = (1 + 11 * skips.long()).cumsum(dim=-1) - 1
     return groups, positions
 
