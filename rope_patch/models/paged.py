@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -69,8 +69,23 @@ def _seen_in_window(start: int, kv_length: int, window: int, device: torch.devic
     return ((distance >= 0) & (distance < window))[None, None]
 
 
-def attend_by_request(
-    attend: Callable[..., torch.Tensor],
+@dataclass(frozen=True)
+class Split:
+    """A row of continuous batching, request by request.
+
+    Attributes:
+        parts: each request with its query, key and value, `(1, heads or kv_heads, length, head_dim)`.
+        others: the remaining arguments of the attention function.
+        output: `(1, tokens, heads, value_dim)`, to be filled at the queries of each request; zero on padding behind the
+            last one.
+    """
+
+    parts: list[tuple[Request, torch.Tensor, torch.Tensor, torch.Tensor]]
+    others: dict[str, Any]
+    output: torch.Tensor
+
+
+def split_by_request(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -80,16 +95,16 @@ def attend_by_request(
     forward: Forward,
     cache: PagedAttentionCache | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Score each request of a row; before Transformers 5.24, first write the new keys to its paged `cache`.
+) -> Split:
+    """The requests of a row, each to be scored alone; before Transformers 5.24, first write the new keys to its paged
+    `cache`.
 
     Args:
-        attend: returns the output for a `Request`, its query, key and value, and the other `kwargs`.
         position_ids: of the whole row, `(1, tokens)`.
 
     Shape:
         query `(1, heads, tokens, head_dim)`, key and value `(1, kv_heads, tokens, head_dim)`, or of all keys without a
-        `cache`; returns `(1, tokens, heads, value_dim)`, zero on padding behind the last request.
+        `cache`.
 
     Raises:
         UnsupportedPositions: the batch has a block table.
@@ -102,14 +117,13 @@ def attend_by_request(
     key_bounds = kwargs["cu_seq_lens_k"]
     if cache is not None:
         key, value, key_bounds = _update(cache, cast(Any, module).layer_idx, key, value, kwargs)
-    bounds = kwargs["cu_seq_lens_q"], key_bounds
-    requests = forward.shared(requests_of)(position_ids, *bounds)
+    requests = forward.shared(requests_of)(position_ids, kwargs["cu_seq_lens_q"], key_bounds)
+    parts = [
+        (request, query[:, :, request.queries], key[:, :, request.keys], value[:, :, request.keys])
+        for request in requests
+    ]
     others = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
-    output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-    for request in requests:
-        states = query[:, :, request.queries], key[:, :, request.keys], value[:, :, request.keys]
-        output[:, request.queries] = attend(request, *states, **others)
-    return output, None
+    return Split(parts, others, query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]))
 
 
 def _update(

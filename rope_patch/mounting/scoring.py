@@ -19,7 +19,7 @@ from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.graphs import require
 from rope_patch.models.base import is_causal
 from rope_patch.models.cached_keys import CachedKeys
-from rope_patch.models.paged import Request, attend_by_request, is_paged
+from rope_patch.models.paged import is_paged, split_by_request
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.running_bias import running_sums
 from rope_patch.mounting.step import keep_step
@@ -151,13 +151,13 @@ def _attend_by_request(
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """The output of a row of continuous batching: each request is a call of its own."""
-
-    def attend(request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: Any) -> torch.Tensor:
+    arguments = {**kwargs, "position_ids": call.position_ids, "forward": call.forward}
+    row = split_by_request(module, query, key, value, **arguments)
+    for request, q, k, v in row.parts:
         mask, part = request.mask(call.state.layer.sliding_window), call.of_request(request)
-        return late_attention(module, q, k, v, mask, scaling, dropout, part, **others)[0]
-
-    row = {"position_ids": call.position_ids, "forward": call.forward}
-    return attend_by_request(attend, module, query, key, value, **{**kwargs, **row})
+        output = late_attention(module, q, k, v, mask, scaling, dropout, part, **row.others)[0]
+        row.output[:, request.queries] = output
+    return row.output, None
 
 
 def _arrived(module: nn.Module, call: ForwardCall, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -235,7 +235,8 @@ def _terms(
     groups: torch.Tensor | None,
 ) -> dict[str, Any]:
     """The scheme's terms in scores and values; `projected` are the queries before their scale."""
-    scheme, methods, terms = call.state.scheme, call.state.methods, dict[str, Any]()
+    scheme, methods = call.state.scheme, call.state.methods
+    terms: dict[str, Any] = {}
     if call.added is not None:
         tokens = call.forward.shared(keys_seen)(mask, groups)
         terms["running_bias"] = running_sums(call.added, tokens)[:, call.heads or EVERY]

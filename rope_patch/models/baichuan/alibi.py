@@ -16,7 +16,7 @@ from rope_patch.attention.problem import Problem
 from rope_patch.attention.turner import Turner
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.cached_keys import CachedKeys
-from rope_patch.models.paged import Request, attend_by_request, is_paged
+from rope_patch.models.paged import is_paged, split_by_request
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.tools.positions import follow_on, joined, key_positions
 
@@ -51,18 +51,13 @@ def alibi_attention_forward(
     """
     forward = Forward() if shared is None else shared
     if is_paged(kwargs):
-
-        def attend(request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: Any) -> torch.Tensor:
-            others = {
-                **others,
-                "position_ids": request.position_ids,
-                "start": request.start,
-                "shared": request.forward,
-            }
-            return alibi_attention_forward(module, q, k, v, None, scaling, **others)[0]
-
-        row = {"position_ids": position_ids, "forward": forward}
-        return attend_by_request(attend, module, query, key, value, **{**kwargs, **row})
+        arguments = {**kwargs, "position_ids": position_ids, "forward": forward}
+        row = split_by_request(module, query, key, value, **arguments)
+        for request, q, k, v in row.parts:
+            own = request.position_ids, request.start, None, request.forward
+            output = alibi_attention_forward(module, q, k, v, None, scaling, *own, **row.others)[0]
+            row.output[:, request.queries] = output
+        return row.output, None
     implementation = cast(Any, module.config)._attn_implementation.removeprefix("paged|")
     flash = "flash" in implementation
     if implementation not in ("eager", "sdpa") and not flash:
