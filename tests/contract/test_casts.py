@@ -98,6 +98,7 @@ def test_in_every_kind_of_rotary_module(family):
         assert torch.equal(tables_of(model)[name], expected[name])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("spec", TABLES)
 @pytest.mark.parametrize("how", ["to", "half", "in place", "twice"])
@@ -194,6 +195,7 @@ def test_the_native_scheme_is_a_no_op_bit_for_bit_on_a_cast_model(family, dtype)
     assert torch.equal(logits(model, tokens(30)), expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("spec", [*ROUTES, *STATIC])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float64])
 @pytest.mark.parametrize("runs", [True, False])
@@ -210,6 +212,7 @@ def test_unpatch_after_a_cast_gives_the_plain_model_of_that_dtype(spec, dtype, r
         assert torch.equal(table, tables_of(model)[name])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("spec", ALL)
 def test_a_model_that_was_cast_before_is_restored_bit_for_bit(spec):
     model = build().to(torch.bfloat16)
@@ -275,7 +278,7 @@ def test_copies_and_saved_models(tmp_path):
 
 def test_a_compiled_model():
     for backend in ("eager", "aot_eager"):
-        model = build()
+        model = build(num_hidden_layers=1)
         patch(model, "yarn:factor=4")
         run = torch.compile(model, backend=backend, fullgraph=True)
         assert_close(logits(run, tokens()), logits(model, tokens()))

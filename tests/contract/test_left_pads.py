@@ -67,9 +67,9 @@ def assert_pads_change_nothing(model, spec, mount="auto"):
         assert_rows(by_mask(model, batch, mask, [longest - 2, 1, 1], static), rows, expected, by="static cache")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_under_every_scheme(llama, name):
-    assert_pads_change_nothing(llama, CASES[name])
+@pytest.mark.parametrize("spec", [spec for spec in CASES.values() if spec not in REPRESENTATIVE])
+def test_under_every_other_scheme(llama, spec):
+    assert_pads_change_nothing(llama, spec)
 
 
 @pytest.mark.parametrize("family", RUN)
@@ -168,7 +168,7 @@ def test_gradients_through_checkpointing(llama, spec, reentrant):
 
 
 @pytest.mark.parametrize("spec", [spec for spec in READING if not get_scheme(spec).breaks_graph])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_in_one_graph(spec):
     shallow = build(num_hidden_layers=1)
     rows, batch, mask = rows_of()
