@@ -90,7 +90,7 @@ class Turner:
     forward: Forward
     query_positions: torch.Tensor
     key_positions: torch.Tensor
-    regions: tuple[Region, ...] = (ALL_PAIRS,)
+    regions: tuple[Region, ...]
     layout: RotaryLayout | None = None
     frequencies: Frequencies | None = None
     anchor: PositionMap | None = None

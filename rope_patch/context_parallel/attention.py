@@ -24,6 +24,7 @@ from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.base import is_causal
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.scoring import late_attention
+from rope_patch.schemes.slots import ALL_PAIRS
 
 
 def shared_attention(
@@ -120,7 +121,7 @@ def _plain_attention(
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
     )
-    turner = Turner(forward, inputs.query_positions, slots)
+    turner = Turner(forward, inputs.query_positions, slots, (ALL_PAIRS,))
     return engine.score(Problem(inputs, "auto", query, key, turner))[0].transpose(1, 2)
 
 

@@ -18,6 +18,7 @@ from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.models.paged import is_paged, split_by_request
 from rope_patch.schemes.alibi import ALiBi
+from rope_patch.schemes.slots import ALL_PAIRS
 from rope_patch.schemes.tools.positions import follow_on, joined, key_positions
 
 
@@ -92,6 +93,6 @@ def alibi_attention_forward(
         bias=dataclasses.replace(bias, linear=bias.linear and torch.finfo(query.dtype).bits < 32),
     )
     key = key.plain() if isinstance(key, CachedKeys) else key  # of a static cache
-    turner, mode = Turner(forward, position_ids, of_keys), "oracle" if implementation == "eager" else "auto"
+    turner, mode = Turner(forward, position_ids, of_keys, (ALL_PAIRS,)), "oracle" if implementation == "eager" else "auto"
     output, weights = engine.score(Problem(inputs, cast(AttentionMode, mode), query, key, turner))
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
