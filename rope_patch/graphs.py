@@ -10,9 +10,9 @@ def traced() -> bool:
     return torch.compiler.is_compiling()
 
 
-def require(holds: torch.Tensor, error: Exception) -> None:
-    """Raise the error unless the boolean scalar `holds`; a graph raises its text as a RuntimeError when it runs."""
+def require(holds: torch.Tensor, error: type[Exception], message: str) -> None:
+    """Raise the error unless the boolean scalar `holds`; a graph raises a RuntimeError of this message when it runs."""
     if torch.compiler.is_compiling():
-        torch._assert_async(holds, f"rope_patch: {error}")
+        torch._assert_async(holds, f"rope_patch: {message}")
     elif not holds:
-        raise error
+        raise error(message)

@@ -103,7 +103,9 @@ def _rows_alike(inputs: AttentionInputs, turner: Turner) -> Iterator[tuple[slice
     if all(region.translation_invariant for region in turner.regions):
         yield EVERY, int(inputs.query_start)  # any position will do
         return
-    positions = turner.forward.shared(_first_positions)(inputs.query_positions)
+    forward, positions = turner.forward, [int(inputs.query_start)]
+    if not forward.counted:
+        positions = forward.shared(_first_positions)(inputs.query_positions)
     start = 0
     for position, run in itertools.groupby(positions):
         stop = start + len(list(run))

@@ -28,10 +28,13 @@ class Forward:
     """One forward of the layers of a stack, which see the same mask and the same positions.
 
     Attributes:
+        counted: whether the stack itself counted the positions of the queries, from the number of cached tokens. Nobody
+            has to read them then.
         steps: how a layer of each kind scored one query, see `mounting.step`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counted: bool = False) -> None:
+        self.counted = counted
         self.steps: dict[Any, Any] = {}
         self._functions: dict[Any, Any] = {}
         self._pasts: list[torch.Tensor] = []
@@ -119,12 +122,13 @@ class StackForwards(threading.local):
     def __init__(self) -> None:
         self._position_ids: torch.Tensor | None = None
         self._forward = Forward()
+        self._counted = False
 
-    def forget(self) -> None:
-        """Start a forward."""
+    def forget(self, counted: bool) -> None:
+        """Start a forward, whose positions the stack has `counted` itself."""
         if traced():
             return
-        self._position_ids, self._forward = None, Forward()
+        self._position_ids, self._forward, self._counted = None, Forward(), counted
 
     @property
     def traced(self) -> bool:
@@ -136,13 +140,15 @@ class StackForwards(threading.local):
         if traced():
             return Forward()
         if self._position_ids is not position_ids:
-            self._position_ids, self._forward = position_ids, Forward()
+            self._counted &= self._position_ids is None  # positions of another call
+            self._position_ids, self._forward = position_ids, Forward(self._counted)
         return self._forward
 
     def current(self, position_ids: Any) -> Forward | None:
         """The forward with this positions tensor, if a layer has begun it."""
-        known = position_ids is not None and self._position_ids is position_ids and not traced()
-        return self._forward if known else None
+        if position_ids is None or traced():
+            return None
+        return self._forward if self._position_ids is position_ids else None
 
     def __reduce__(self) -> tuple[type[StackForwards], tuple[()]]:
         return StackForwards, ()  # a copy of a model remembers nothing

@@ -93,6 +93,9 @@ class _Segmented(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         value, out, lse, *kept = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # one state may follow from another, as rotated keys from those of another region
+            value, *kept = (x.view_as(x) for x in (value, *kept))
         branches = _as_branches(ctx.branches, [kept[number] for number in ctx.numbers])
         if torch.is_grad_enabled():  # a second derivative is wanted
             return _by_definition(ctx, grad, branches, value)

@@ -23,6 +23,9 @@ from rope_patch.schemes.tools.positions import follow_on, joined, key_positions
 from rope_patch.schemes.tools.rotary import RotaryLayout
 from rope_patch.typing import Frequencies, PositionMap, Weights
 
+_SLOTS = "_rope_patch_slots"
+"""Attribute of the positions in a cache that are known to be the slots of the keys: a step need not read them."""
+
 
 @dataclass(eq=False)
 class ForwardCall:
@@ -171,6 +174,8 @@ class ForwardCall:
             self._look_back_in_graph(cache)
             return
         self.past = self.forward.earlier(positions_in(cache, index, int(self.start), state.layer.name))
+        if self.forward.counted and hasattr(self.past, _SLOTS):
+            return
         self.scattered = self.forward.shared(_are_scattered)(self.past, self.position_ids, self.seen)
 
     def _look_back_in_graph(self, cache: Cache) -> None:
@@ -184,7 +189,7 @@ class ForwardCall:
         self.scattered = self.past.ndim == 3
         if not self.scattered:
             follows = follow_on(self.past, self.position_ids, self.seen)
-            require(follows, UnsupportedPositions("a gap before position_ids; run eagerly"))
+            require(follows, UnsupportedPositions, "a gap before position_ids; run eagerly")
 
     def remember(self) -> None:
         """Store positions on the keys in the cache after its update."""
@@ -196,6 +201,8 @@ class ForwardCall:
         positions, in_order = self.position_ids, True
         if self.past is not None:
             positions = self.forward.shared(joined)(self.past, positions)
+        if self.forward.counted and self.seen is None and not self.scattered:
+            setattr(positions, _SLOTS, True)
         if static:
             in_order = self.forward.shared(_ends_in_order)(positions, self.seen)
         remember(self.cache, self.state.layer.cache_index, positions, in_order)

@@ -49,8 +49,9 @@ class StackHook:
         changed = {}
         if self.counts and kwargs.get("position_ids") is None and tokens_of(kwargs) is not None:
             changed["position_ids"] = slot_positions(kwargs)
+        counted = kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None
         for forwards in self.forwards:
-            forwards.forget()
+            forwards.forget(counted)
         if self._reads_groups(cast(Any, module.config), kwargs):
             causal = is_causal(self.scorers[0], kwargs.get("is_causal"))
             groups = groups_of_row(kwargs, cast(Any, module.config), causal, self.forwards[0].traced)

@@ -210,7 +210,7 @@ def _looks_ahead(call: ForwardCall, mask: torch.Tensor | None, causal: bool) -> 
     elif call.forward.traced:
         if state.both_ways != state.regions or state.scheme.causal_only:
             hidden = ~shows_later_keys(mask, call.start)
-            require(hidden, UnsupportedPositions("the mask shows keys after the query; run eagerly"))
+            require(hidden, UnsupportedPositions, "the mask shows keys after the query; run eagerly")
         return False
     else:
         ahead = call.forward.shared(_shows_later_keys)(mask, call.start)

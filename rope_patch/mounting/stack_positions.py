@@ -110,7 +110,7 @@ class PassPositions:
             f"images), but {self.scheme} needs one position per token; with images you can use schemes of static "
             "frequencies (pi, ntk, yarn) and query scales (logn)"
         )
-        require(agree, UnsupportedPositions(reason))
+        require(agree, UnsupportedPositions, reason)
         return on_axes[0]
 
 

@@ -93,6 +93,7 @@ def alibi_attention_forward(
         bias=dataclasses.replace(bias, linear=bias.linear and torch.finfo(query.dtype).bits < 32),
     )
     key = key.plain() if isinstance(key, CachedKeys) else key  # of a static cache
-    turner, mode = Turner(forward, position_ids, of_keys, (ALL_PAIRS,)), "oracle" if implementation == "eager" else "auto"
+    turner = Turner(forward, position_ids, of_keys, (ALL_PAIRS,))
+    mode = "oracle" if implementation == "eager" else "auto"
     output, weights = engine.score(Problem(inputs, cast(AttentionMode, mode), query, key, turner))
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
