@@ -64,7 +64,7 @@ def late_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scaled = scaled_query(call, query, learned)
     if call.step is not None and not dropout:
-        output = call.step.attend(attention_mask, scaling, kwargs, scaled, key, value)
+        output = call.step.attend(attention_mask, scaling, kwargs, *_as_autocast(scaled, key, value))
         if output is not None:
             if state.watch is not None:
                 state.watch(engine.JOINED.name, None)
@@ -96,9 +96,7 @@ def late_attention(
             state.watch(implementation, None)
         return previous(module, *states, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
 
-    if torch.is_autocast_enabled(query.device.type):  # as for `scaled_dot_product_attention`
-        dtype = torch.get_autocast_dtype(query.device.type)
-        scaled, key, value, query = (x.to(dtype) for x in (scaled, key, value, query))
+    scaled, key, value, query = _as_autocast(scaled, key, value, query)
     turner = call.turner(key.shape[2], learned)
     inputs = AttentionInputs(
         branches=(),
@@ -125,6 +123,14 @@ def late_attention(
     if problem.plan is not None and not learned:
         keep_step(call, problem, attention_mask)
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(scaled.dtype)
+
+
+def _as_autocast(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values of any shape in the dtype of `scaled_dot_product_attention` under autocast."""
+    device = states[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return states
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in states)
 
 
 def _checked(module: nn.Module, call: ForwardCall | None, kwargs: dict[str, Any]) -> tuple[ForwardCall, bool]:

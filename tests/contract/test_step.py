@@ -8,9 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from rope_patch import CachedKeys, patch
-from rope_patch.attention import decode, forward_cache
-from rope_patch.mounting import rotated_call
-from rope_patch.mounting.hooks import LayerHook
+from rope_patch.attention import decode
 from rope_patch.mounting.step import Step
 from tests.families import build
 from tests.runs import assert_close, cached_logits, left_padded, tokens
@@ -23,8 +21,8 @@ SIZES = [40, 1, 1, 1]
 @pytest.fixture
 def plans(monkeypatch):
     """One entry for each plan that is made."""
-    made, plan = [], decode.plan
-    monkeypatch.setattr(decode, "plan", lambda *args: made.append(1) or plan(*args))
+    made, plan = [], decode._plan
+    monkeypatch.setattr(decode, "_plan", lambda *args: made.append(1) or plan(*args))
     return made
 
 
@@ -46,32 +44,9 @@ def test_layers_repeat_the_plan_of_the_first_bit_for_bit(spec, lengths, plans, m
     assert len(plans) == 3 + 3 * model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
 @pytest.mark.parametrize("spec", SPECS)
 @torch.no_grad()
-def test_the_next_token_goes_on_from_the_plan_of_the_last_bit_for_bit(spec, given, monkeypatch):
-    looks, look, found = [], LayerHook._look, []
-    monkeypatch.setattr(LayerHook, "_look", lambda *args: looks.append(1) or look(*args))
-    model = build("llama")
-    layers = model.config.num_hidden_layers
-    with patch(model, spec):
-        for _ in range(2):
-            cache, logits = DynamicCache(), []
-            looks.clear()
-            for step in range(24):
-                text = tokens(20 if step == 0 else 1, rows=2, seed=step)
-                past = cache.get_seq_length()
-                places = {"position_ids": past + torch.arange(text.shape[1])[None].expand(2, -1)} if given else {}
-                logits.append(model(text, past_key_values=cache, **places).logits)
-            found.append((torch.cat(logits, dim=1), len(looks)))
-            monkeypatch.setattr(Step, "_next", lambda *_: None)
-    assert torch.equal(found[0][0], found[1][0])
-    assert [count for _, count in found] == [layers + 1, layers + 23]
-
-
-@pytest.mark.parametrize("spec", SPECS)
-@torch.no_grad()
-def test_a_token_under_autocast_looks_for_itself(spec, monkeypatch):
+def test_layers_repeat_a_plan_under_autocast(spec, monkeypatch):
     model, found = build("llama"), []
     with patch(model, spec):
         for _ in range(2):
@@ -81,7 +56,7 @@ def test_a_token_under_autocast_looks_for_itself(spec, monkeypatch):
                     text = tokens(20 if step == 0 else 1, rows=2, seed=step)
                     logits.append(model(text, past_key_values=cache).logits.float())
             found.append(torch.cat(logits, dim=1))
-            monkeypatch.setattr(Step, "_next", lambda *_: None)
+            monkeypatch.setattr(Step, "followed_by", lambda *_: None)
     assert torch.equal(*found)
 
 
@@ -202,14 +177,6 @@ def test_a_text_without_a_cache_does_not_go_on_from_a_cache_that_is_gone():
         assert torch.equal(model(tokens(1), use_cache=False).logits, expected)
 
 
-def test_positions_that_somebody_wrote_to_are_counted_anew():
-    ahead, device = forward_cache.Ahead(), torch.device("cpu")
-    first = ahead.counted(5, device)
-    assert ahead.counted(9, device).data_ptr() == first.data_ptr()
-    first.sub_(3)
-    assert ahead.counted(9, device).tolist() == [list(range(9))]
-
-
 @pytest.mark.parametrize("spec", ["rerope:window=6", "alibi"])
 def test_a_token_with_a_gradient_after_tokens_of_inference_mode(spec):
     found = []
@@ -261,32 +228,6 @@ def test_a_model_does_not_keep_the_cache_of_its_last_forward():
         del cache
         gc.collect()
         assert not any(reference() is not None for reference in kept)
-
-
-@pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
-@pytest.mark.parametrize("spec", [*SPECS[:2], "self_extend:group_size=4,window=7", "dpe:window=7,groups=[1,2,4,3]"])
-@torch.no_grad()
-def test_tokens_take_tables_of_earlier_ones_until_frequencies_change(spec, given, monkeypatch):
-    """Also in place: the tables of the tokens before are then of no use."""
-    found, computed = [], []
-    compute = rotated_call.rotation_tables
-    monkeypatch.setattr(rotated_call, "rotation_tables", lambda *args: computed.append(1) or compute(*args))
-    for ahead in (forward_cache.AHEAD, 0):
-        monkeypatch.setattr(forward_cache, "AHEAD", ahead)
-        model, cache, logits, counts = build("llama"), DynamicCache(), [], []
-        with patch(model, spec):
-            for step in range(12):
-                if step == 9:
-                    model.model.rotary_emb.inv_freq.mul_(1.5)
-                past = cache.get_seq_length()
-                length = 20 if step == 0 else 1
-                places = {"position_ids": past + torch.arange(length)[None]} if given else {}
-                computed.clear()
-                logits.append(model(tokens(length, seed=step), past_key_values=cache, **places).logits)
-                counts.append(len(computed))
-        found.append(torch.cat(logits, dim=1))
-        assert [bool(count) for count in counts[1:]] == [ahead == 0 or step in (1, 9) for step in range(1, 12)]
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("spec", ["rerope:window=6", "dca:chunk_size=9,local_window=2"])
@@ -367,8 +308,8 @@ def test_a_plan_is_for_states_of_one_form_and_for_one_mask():
     with patch(model, "rerope:window=6") as handle:
         for length in (20, 1):
             model(tokens(length, rows=2), past_key_values=cache)
-        ((step,),) = [state.forward_cache.steps.values() for state in handle.layer_states[:1]]
-        scaling, (query, key, value) = step.inputs.scaling, (torch.randn(shape) for shape in step.form[1:])
+        (step,) = handle.layer_states[0].forwards._forward.steps.values()
+        scaling, (query, key, value) = step.scaling, (torch.randn(shape) for shape in step.form[1:])
         assert step.attend(None, scaling, {}, query, key, value).shape == query.shape
         for mask, kwargs, states in (
             (torch.ones(2, 1, 1, 21, dtype=torch.bool), {}, (query, key, value)),
