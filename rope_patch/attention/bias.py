@@ -34,7 +34,7 @@ class KeyTerm:
 
     @property
     def source(self) -> torch.Tensor:
-        """Where a gradient flows to."""
+        """The tensor to which a gradient flows."""
         return self.running_bias
 
     def as_inputs(self) -> tuple[DistanceBias | None, torch.Tensor | None]:
@@ -109,7 +109,7 @@ class DiagonalTerm:
 
     @property
     def source(self) -> torch.Tensor:
-        """Where a gradient flows to."""
+        """The tensor to which a gradient flows."""
         return self.values
 
     def as_inputs(self) -> tuple[DistanceBias | None, torch.Tensor | None]:
@@ -118,7 +118,7 @@ class DiagonalTerm:
         return DistanceBias(lambda distance: self.values[:, (distance - self.first).clamp(0, last)]), None
 
     def of(self, span: Span) -> DiagonalTerm:
-        """The same for every span."""
+        """The term, which is the same for every span."""
         return self
 
     def of_heads(self, heads: slice) -> DiagonalTerm:

@@ -88,7 +88,7 @@ def _by_kernel(parts: list[Part], scaling: float) -> tuple[torch.Tensor, torch.T
 
 
 def _by_one_softmax(parts: list[Part], scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by products, of which one softmax makes weights; with the largest score in place of the sum."""
+    """Output of all parts by products with one softmax, and the largest score, with 1 as the last axis."""
     scores = [_product(part.queries, part.keys.mT) * scaling + part.added for part in parts]
     joined = torch.cat(scores, dim=-1)
     weights = joined.softmax(dim=-1).split([x.shape[-1] for x in scores], dim=-1)

@@ -47,11 +47,11 @@ class Branch:
         return some if self.turn is None else self.turn.part(rows, queries)(some)
 
     def turned(self) -> Branch:
-        """The same with rotated queries."""
+        """The branch with rotated queries."""
         return self if self.turn is None else Branch(self.region, self.turn(self.query), self.key, self.first)
 
     def rows(self, start: int, stop: int, newest: int | None) -> Branch:
-        """The same for the queries `start` to `stop` and the keys in slots before `newest`, or all."""
+        """The branch for the queries `start` to `stop` and the keys in slots before `newest`, or all."""
         keys = slice(None) if newest is None else slice(0, max(0, newest - self.first))
         return Branch(self.region, self.query[:, :, start:stop], self.key[:, :, keys], self.first)
 
@@ -126,7 +126,7 @@ class Content:
         return self.scheme.relative_values(attention, distance, self.weights)
 
     def rows(self, queries: slice, keys: slice) -> Content:
-        """The same for some queries and keys."""
+        """The terms of some queries and keys."""
         query, key, states = self.query[:, :, queries], self.key[:, :, keys], self.states[:, queries]
         return dataclasses.replace(self, query=query, key=key, states=states)
 
@@ -215,11 +215,11 @@ class AttentionInputs:
         return self.softcap is None and self.sinks is None and self.dropout == 0.0 and self.content is None
 
     def with_branches(self, branches: tuple[Branch, ...]) -> AttentionInputs:
-        """The same call with its queries and keys."""
+        """The call with these queries and keys."""
         return dataclasses.replace(self, branches=branches)
 
     def turned(self) -> AttentionInputs:
-        """The same call with rotated queries."""
+        """The call with rotated queries."""
         return self.with_branches(tuple(branch.turned() for branch in self.branches))
 
     @property
@@ -233,7 +233,7 @@ class AttentionInputs:
         return self.visibility.pairs(self.value.device)
 
     def rows(self, start: int, stop: int) -> AttentionInputs:
-        """The same call for the queries `start` to `stop`, without keys that none of them can see."""
+        """The call for the queries `start` to `stop`, without keys that none of them can see."""
         keys = slice(None)
         if self.mask is None and self.causal and isinstance(self.query_start, int):
             keys = slice(0, self.query_start + stop)

@@ -41,7 +41,7 @@ class Rotation:
         return rotate(self.layout, x, self.cos, self.sin)
 
     def part(self, rows: slice, queries: slice) -> Rotation:
-        """That of some rows of the batch and some of their queries."""
+        """The rotation of some rows of the batch and some of their queries."""
         cos, sin = (x[rows if len(x) > 1 else slice(None), :, queries] for x in (self.cos, self.sin))
         return Rotation(self.layout, cos, sin)
 

@@ -44,8 +44,8 @@ larger blocks, so that they are mapped and faulted in again at every call.
 
 
 def supports(problem: Problem) -> str:
-    """Why a call is not scored region by region; empty if it is made of spans, in which every region and every bias
-    keep their shape.
+    """The reason why a call is not scored region by region; empty if it is made of spans, in which every region and
+    every bias keep their shape.
     """
     inputs = problem.inputs
     if problem.compiling:
@@ -298,7 +298,7 @@ def _to_keys(group: HeadGroup, blocks: list[Block], of_value: torch.Tensor, shar
 def _sums(
     into: list[tuple[torch.Tensor, int]], place: tuple[slice, ...], runs: list[tuple[int, tuple[slice, slice]]]
 ) -> list[_Sum]:
-    """One for each branch, or for all with one tensor; the `runs` of tiles come with the number of their branch."""
+    """A sum of gradients for each branch, or for all with one tensor; the `runs` of tiles name their branch."""
     alike = [next(n for n, (other, _) in enumerate(into) if other is state) for state, _ in into]
     sums = {
         n: _Sum(into[n][0][place], [run for branch, run in runs if alike[branch] == n], into[n][1]) for n in set(alike)

@@ -37,7 +37,7 @@ class SlotRun:
     added: torch.Tensor | None
 
     def keys(self, keys: torch.Tensor) -> torch.Tensor:
-        """Those of the run, rotated, `(rows * kv_heads, slots, head_dim)`, of all `keys` of the rows."""
+        """Keys of the run, rotated and flattened to `(rows * kv_heads, slots, head_dim)`, of all `keys` of the rows."""
         own = part(keys, self.slots)
         if self.rotate is not None:
             own = self.rotate(own)
@@ -121,7 +121,7 @@ def _products(queries: torch.Tensor, keys: torch.Tensor, added: torch.Tensor | N
 
 
 def part(states: torch.Tensor, slots: slice) -> torch.Tensor:
-    """Those of some slots, `(..., slots, dim)`, of all states `(..., kv_len, dim)`."""
+    """States of some slots, `(..., slots, dim)`, of all states `(..., kv_len, dim)`."""
     width = slots.stop - slots.start
     return states if width == states.shape[-2] else states.narrow(-2, slots.start, width)
 
@@ -142,7 +142,7 @@ def _by_kernel(
     value: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """The same with the platform's kernel for each run, merged by log-sum-exp."""
+    """Like `_by_one_softmax`, but a call of the platform's kernel for each run, merged by log-sum-exp."""
     kernel = kernel_for(value, value, masked=any(run.added is not None for run in some.runs))
     out = lse = None
     for run in some.runs:

@@ -82,7 +82,7 @@ class Biased:
     heads: slice = field(default_factory=lambda: slice(None))
 
     def of_heads(self, heads: slice) -> Biased:
-        """The same for some of the heads."""
+        """The kernel for some of the heads."""
         return self if self.bias is None else Biased(self.kernel, self.span, self.bias.of_heads(heads), heads)
 
     def tiles(self, region: Region) -> Iterator[Tile]:
@@ -99,15 +99,15 @@ class Biased:
                 yield from self.kernel.cut(part, masked=self.bias is not None)
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel.forward`."""
+        """Output and log-sum-exp of a tile, as of `Kernel.forward`."""
         if self.bias is None:
             return self.kernel.forward(work)
         out, lse = self.kernel.forward(self._masked(work, self.bias))
         return self._ordered(out), self._ordered(lse)
 
     def backward(self, work: Work, merged: Merged, of_bias: torch.Tensor | None) -> Tensors:
-        """See `Kernel.backward`; `of_bias`, if given, has the shape of the bias's `source` and accumulates the tile's
-        share of its gradient.
+        """Gradients of a tile, as of `Kernel.backward`; `of_bias`, if given, has the shape of the bias's `source` and
+        accumulates the tile's share of its gradient.
         """
         if self.bias is None:
             return self.kernel.backward(work, merged)
@@ -253,7 +253,7 @@ class FlashCUDA(Kernel):
     """
 
     def band_rows(self, width: float) -> int:
-        """All of them: the kernel itself supports windows."""
+        """All queries: the kernel itself supports windows."""
         return 2**62
 
     def cut(self, tile: Tile, masked: bool) -> Iterator[Tile]:
@@ -344,7 +344,7 @@ class Dense(Kernel):
         self.rows = rows
 
     def band_rows(self, width: float) -> int:
-        """As many as in any other tile."""
+        """As many queries as in any other tile."""
         return self.rows
 
     def cut(self, tile: Tile, masked: bool) -> Iterator[Tile]:

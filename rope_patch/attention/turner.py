@@ -119,7 +119,7 @@ class Turner:
         return self._apply(*self._tables(position_map, side, x, slots, rows))(x)
 
     def later(self, region: Region, like: torch.Tensor) -> Rotation | None:
-        """What `turn` does to queries `like`, for an executor that rotates a few at a time; None if nothing does, or if
+        """The rotation of queries `like`, for an executor that rotates a few at a time; None if there is none, or if
         a gradient flows into it.
         """
         if self.exact or not self.rotates(region.query_map):

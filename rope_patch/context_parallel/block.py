@@ -72,14 +72,14 @@ def mesh_of(sharing: int, device: str = "cpu") -> DeviceMesh:
 
 
 def sharing_of(model: nn.Module) -> ContextParallel | None:
-    """What `context_parallel` yielded for this model, within its block; else None."""
+    """The object that `context_parallel` yielded for this model, within its block; else None."""
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     return next((ContextParallel(hook.group) for hook in hooks if isinstance(hook, RowHook)), None)
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """What `context_parallel` yields: the processes of a `group` and their parts of a row."""
+    """The processes of a `group` and their parts of a row."""
 
     group: Any = None
 

@@ -116,7 +116,7 @@ class Sharding:
         return received.movedim(0, 2).flatten(2, 3)[: self.tokens(self.rank)].movedim(0, 2)
 
     def _sent(self, parts: torch.Tensor) -> torch.Tensor:
-        """One part to each process and one from each, `(number, ...)`."""
+        """The parts that all processes sent here, after one was sent to each, `(number, ...)`."""
         received = torch.empty_like(parts)
         distributed.all_to_all_single(received, parts, group=self.group)
         return received

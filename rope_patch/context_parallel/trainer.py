@@ -60,7 +60,7 @@ class ContextParallelTrainer(Trainer):
 
     @property
     def gather_function(self) -> Callable[..., Any]:
-        """What collects an evaluation from all processes; each row once, though all that share it have it."""
+        """The collector of an evaluation from all processes; each row once, though all that share it have it."""
         return self._gather_function if self._sharing == 1 else self._rows_once
 
     @gather_function.setter
@@ -77,7 +77,7 @@ class ContextParallelTrainer(Trainer):
         return recursively_apply(once, self.accelerator.gather(data))
 
     def prediction_step(self, *arguments: Any, **others: Any) -> tuple[torch.Tensor | None, Any, Any]:
-        """As that of `Trainer`: the loss of whole rows, their logits `(batch, length, vocabulary)` and their labels.
+        """The step of `Trainer`: the loss of whole rows, their logits `(batch, length, vocabulary)` and their labels.
 
         Args:
             arguments, others: as for `Trainer.prediction_step`.

@@ -86,7 +86,7 @@ class StackEntry:
 
 
 def _name_of_cache(module: nn.Module) -> str:
-    """What the forward of a stack calls its cache; by another name Transformers 5.24 warns."""
+    """The name of the cache among the arguments of a stack; by another name Transformers 5.24 warns."""
     return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"
 
 

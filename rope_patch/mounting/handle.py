@@ -53,7 +53,7 @@ class PatchHandle:
 
     @property
     def plan(self) -> Plan:
-        """Where the scheme went in `stack`."""
+        """The plan by which the scheme was mounted on `stack`."""
         return self.mounted[0][1]
 
     @property
@@ -102,6 +102,6 @@ def find_handle(model: nn.Module) -> PatchHandle | None:
 
 
 def find_handles(model: nn.Module) -> tuple[PatchHandle, ...]:
-    """All of them: an encoder and a decoder may carry a scheme each."""
+    """All handles of a model: an encoder and a decoder may carry a scheme each."""
     handles = [vars(module)[HANDLE] for module in model.modules() if HANDLE in vars(module)]
     return tuple(dict.fromkeys(handles))

@@ -82,7 +82,7 @@ class LearnedWeights:
     table: str = ""
 
     def of(self, module: nn.Module, stack: nn.Module) -> dict[str, torch.Tensor]:
-        """All of them by name, of any shape, for an attention `module` in a `stack`."""
+        """The learned parameters by name, of any shape, for an attention `module` in a `stack`."""
         values: dict[str, torch.Tensor] = {}
         if self.table:
             table = cast(nn.Embedding, stack.get_submodule(self.table))
@@ -98,8 +98,8 @@ class LearnedWeights:
         return getattr(module, NAME)(names) if names else {}
 
     def at_rest(self, module: nn.Module, stack: nn.Module) -> dict[str, torch.Tensor]:
-        """All of them by name, of any shape, detached and on the CPU, without a call of a module: offloaded ones stay
-        on the meta device.
+        """The learned parameters by name, of any shape, detached and on the CPU, without a call of a module: offloaded
+        ones stay on the meta device.
         """
         values = {"relative_attention_bias": cast(Any, stack.get_submodule(self.table)).weight} if self.table else {}
         for holder, names in ((stack, self.shared), (module, self.own)):  # what adapters train comes last

@@ -16,7 +16,7 @@ _OF = "_rope_patch_sums_of"
 def contributions(
     added: torch.Tensor, cache: Cache | None, index: int, num_layers: int, kv_length: int
 ) -> torch.Tensor:
-    """What each slot adds to the sums, `(batch, kv_length, heads)`; earlier contributions are read from the cache.
+    """The addend of each slot to the sums, `(batch, kv_length, heads)`; earlier contributions are read from the cache.
 
     Args:
         added: contributions of the new tokens, `(batch, length, heads)`.

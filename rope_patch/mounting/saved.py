@@ -20,7 +20,7 @@ from rope_patch.mounting.undo import Changes
 ADAPTERS = "adapter_config.json"  # the config of PEFT's adapters
 
 OF_PROMPTS = "learned prompts in front of a patched model"
-"""How the warning begins that PEFT saves them without the scheme."""
+"""Beginning of the warning that PEFT saves learned prompts without the scheme."""
 
 _OF_THE_BASE = "base_model."
 """The end of the prefix of weights in a model behind learned prompts; in one with adapters, `model.` follows."""
@@ -82,7 +82,7 @@ class SaveModel:
         """The config of the model has the record."""
 
     def _lost(self, folder: str) -> str:
-        """What a reader of the folder will miss, as a sentence; empty if nothing."""
+        """The positions that a reader of the folder will miss, as a sentence; empty if nothing."""
         if not _is_recorded(self.owner):
             return _part_warning(self.notice, folder)
         if self.notice.is_stated or vars(self.owner).get("_hf_peft_config_loaded"):  # then only the adapters are saved

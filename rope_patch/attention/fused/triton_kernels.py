@@ -36,7 +36,7 @@ class States(NamedTuple):
 
     @classmethod
     def of(cls, x: Any) -> Any:
-        """Of `(batch, length)`, or `(batch, heads, length)` of numbers or of dense vectors; sizes of 1 are repeated."""
+        """Strides of `x`, `(batch, length)`, or `(batch, heads, length)` of numbers or dense vectors; sizes of 1 repeat."""
         if x is None:
             return None
         strides = [stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)]
@@ -82,7 +82,7 @@ class Area(NamedTuple):
 
     @classmethod
     def of(cls, region: Any) -> Area:
-        """Of a `Region`."""
+        """The area of a `Region`."""
         far = FAR.value // region.chunk
         start, stop = (int(min(max(bound, -far), far)) for bound in (region.start, region.stop))
         return cls(start, stop, region.chunk, None if region.keys_below == math.inf else int(region.keys_below))
@@ -114,8 +114,8 @@ class How(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Of a block of rows or keys: which of them exist, and the token, head, slot, position and group of each. What does
-    not exist repeats the last.
+    """Facts about a block of rows or keys: which of them exist, and the token, head, slot, position and group of each.
+    Those that do not exist repeat the last.
     """
 
     inside: Any
@@ -215,7 +215,7 @@ def _keys(first, given, how: tl.constexpr):
 
 @triton.jit
 def _spread(x, axis: tl.constexpr):
-    """What decides about a pair, with another axis, for a matrix of scores."""
+    """Facts that decide about a pair, with another axis, for a matrix of scores."""
     inside, token, head = (tl.expand_dims(x.inside, axis), tl.expand_dims(x.token, axis), tl.expand_dims(x.head, axis))
     slot, position, group = (
         tl.expand_dims(x.slot, axis),
