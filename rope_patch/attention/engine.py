@@ -26,8 +26,6 @@ def score(problem: Problem) -> Output:
     Raises:
         UnsupportedModel: the executor that the problem's mode names cannot compute the call; the message says why.
     """
-    if problem.mode == "fused" and FUSED.supports(problem):
-        problem.mode = "auto"
     executor = choose(rows_for(problem), problem)
     problem.taken = executor.name
     return executor.attend(problem)

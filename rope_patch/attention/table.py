@@ -6,6 +6,7 @@ where it stands in the order, and what else has to hold before it is preferred.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -76,6 +77,10 @@ class Row:
         return (self.unless(problem) if problem.mode == "auto" else "") or self.executor.supports(problem)
 
 
+PREFERENCES = ("fused",)
+"""Words that ask for an executor where it applies, and for what `auto` takes elsewhere."""
+
+
 def choose(rows: Sequence[Row], problem: Problem) -> Executor:
     """The executor of the first row that can be taken.
 
@@ -85,6 +90,8 @@ def choose(rows: Sequence[Row], problem: Problem) -> Executor:
     for row in rows:
         if row.serves(problem.mode) and not row.reason(problem):
             return row.executor
+    if problem.mode in PREFERENCES:
+        return choose(rows, dataclasses.replace(problem, mode="auto"))
     rows = [row for row in rows if row.serves(problem.mode)]
     rows = [row for row in rows if row.executor.name == problem.mode] or rows
     asked = [f"{row.executor.name}: {row.reason(problem)}" for row in rows]

@@ -36,7 +36,7 @@ class States(NamedTuple):
 
     @classmethod
     def of(cls, x: Any) -> Any:
-        """Strides of `x`, `(batch, length)`, or `(batch, heads, length)` of numbers or dense vectors; sizes of 1 repeat."""
+        """Strides of `(batch, length)`, or of `(batch, heads, length)` of numbers or vectors; sizes of 1 repeat."""
         if x is None:
             return None
         strides = [stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)]
