@@ -83,7 +83,7 @@ def test_other_models_still_get_a_number_per_key(family):
             inputs = {"input_ids": ids, "attention_mask": mask}
             for hook in stack._forward_pre_hooks.values():
                 inputs = (hook(stack, (), inputs) or ((), inputs))[1]
-            assert inputs["attention_mask"].shape == (2, 1, 1, 9)
+            assert inputs["attention_mask"].shape == (2, 9, 1, 1)
 
 
 # --- positions that a stack does not give to its blocks ------------------------------------------------------------
