@@ -37,7 +37,7 @@ class Forward:
         self.counted = counted
         self.steps: dict[Any, Any] = {}
         self._functions: dict[Any, Any] = {}
-        self._pasts: list[torch.Tensor] = []
+        self._pasts: dict[torch.Size, torch.Tensor] = {}
 
     @property
     def traced(self) -> bool:
@@ -61,14 +61,11 @@ class Forward:
         return cast("Callable[Arguments, Value]", self._functions[compute])
 
     def earlier(self, past: torch.Tensor) -> torch.Tensor:
-        """The tensor of an earlier layer if it equals the positions `past` of this layer's cached keys, of any shape:
-        layers then also share what is computed from it.
+        """The positions of the first layer's cached keys in the shape of this layer's `past`, if they are equal: layers
+        then also share what is computed from them.
         """
-        for known in self._pasts:
-            if known is past or (known.shape == past.shape and torch.equal(known, past)):
-                return known
-        self._pasts.append(past)
-        return past
+        first = self._pasts.setdefault(past.shape, past)
+        return first if first is past or torch.equal(first, past) else past
 
     def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
         """The spans of a call, found once for the layers that see the same."""
