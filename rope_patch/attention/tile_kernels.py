@@ -203,7 +203,9 @@ class FlashCPU(Kernel):
         return out, lse
 
     def scored(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward` without a look at values, for a mask that leaves each query a finite number."""
+        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp of a tile, without a look at values: the mask leaves
+        each query a finite number.
+        """
         q, k, v = _of_one_width(work.q, work.k, work.v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, work.tile.kind == "causal", attn_mask=_additive(work), scale=work.scale

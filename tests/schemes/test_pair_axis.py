@@ -14,7 +14,6 @@ from transformers import StaticCache
 
 from rope_patch import Compose, Scheme, describe, get_scheme, patch
 from rope_patch.attention import chunked, decode, engine
-from rope_patch.attention.slot_plan import EVERY
 from rope_patch.description import rotated_distance
 from rope_patch.schemes import Region
 from rope_patch.schemes.base import Source
@@ -262,20 +261,20 @@ def test_bfloat16(llama, attention):
 @pytest.mark.parametrize("scheme", [scheme for scheme, _ in RULES], ids=NAMES)
 def test_the_tables_of_the_fused_kernel_rotate_alike(llama, scheme, monkeypatch):
     calls, score = [], engine.score
-    monkeypatch.setattr(engine, "score", lambda *given: calls.append(given[1]) or score(*given))
+    monkeypatch.setattr(engine, "score", lambda problem: calls.append(problem) or score(problem))
     with patch(llama, scheme):
         full(llama, tokens())
-    call = calls[0]
-    fused = call.fused(in_order=True)
+    problem, turner = calls[0], calls[0].turner
+    fused = turner.fused(problem.query, problem.key, in_order=True)
 
     def rotated(x, table):
         cos, sin = table
         return x * cos + x[..., fused.partner] * sin
 
-    assert len(call.regions) == 2
-    for region, of_query, of_key in zip(call.regions, fused.query_tables, fused.key_tables, strict=True):
-        assert_close(rotated(call.queries, of_query), call.query(region))
-        assert_close(rotated(call.keys, of_key), call.key(region, EVERY, EVERY))
+    assert len(turner.regions) == 2
+    for region, of_query, of_key in zip(turner.regions, fused.query_tables, fused.key_tables, strict=True):
+        assert_close(rotated(problem.query, of_query), turner.turn(problem.query, region, "query"))
+        assert_close(rotated(problem.key, of_key), turner.turn(problem.key, region, "key"))
 
 
 def test_it_is_described(llama):
