@@ -99,7 +99,7 @@ class Biased:
                 yield from self.kernel.cut(part, masked=self.bias is not None)
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp of a tile, as of `Kernel.forward`."""
+        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp `(batch, heads, q_len)`, as of `Kernel.forward`."""
         if self.bias is None:
             return self.kernel.forward(work)
         out, lse = self.kernel.forward(self._masked(work, self.bias))
