@@ -128,7 +128,7 @@ def test_cached_keys_of_static_layers_are_final_and_pads_make_no_mask_of_all_pai
         layer.self_attn.register_forward_pre_hook(watch, with_kwargs=True)
     cache = DynamicCache(config=model.config)
     model(batch, attention_mask=mask, past_key_values=cache)
-    assert {tuple(given.shape) for given in masks.values()} == {(2, 1, 1, 30)}
+    assert {tuple(given.shape) for given in masks.values()} == {(2, 30, 1, 1)}
     whole, rotated = four_layers("llama"), DynamicCache()
     patch(whole, "yarn:factor=4")
     whole(batch, attention_mask=mask, past_key_values=rotated)
