@@ -203,8 +203,8 @@ class FlashCPU(Kernel):
         return out, lse
 
     def scored(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp of a tile, without a look at values: the mask leaves
-        each query a finite number.
+        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp of a tile, without a look at values: its mask
+        leaves a finite number to each query.
         """
         q, k, v = _of_one_width(work.q, work.k, work.v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
