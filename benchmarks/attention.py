@@ -14,9 +14,10 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from benchmarks.comparison import Shape, Side
 from benchmarks.dense import two_matrices
 from rope_patch.attention import paths
-from rope_patch.attention.fused import launch, support
-from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
+from rope_patch.attention.executors import fused
+from rope_patch.attention.problem import Branch, Problem
 from rope_patch.attention.spans import Span
+from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.turner import Fused
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.registry import as_scheme
@@ -47,10 +48,10 @@ def regions(shape: Shape, scheme: str, backward: bool = False) -> Side:
     """A segment scheme through the engine, every region with queries and keys of its own."""
     inputs = in_regions(shape, scheme, backward)
     spans = (Span(slice(0, 1), slice(0, shape.length), slice(0, shape.length), 0),)
-    return side(shape, lambda: paths.attend(inputs, "auto", lambda _: spans), leaves(inputs), backward)
+    return side(shape, lambda: paths.score(inputs.replaced(find_spans=lambda _: spans))[0], leaves(inputs), backward)
 
 
-def in_regions(shape: Shape, scheme: str, backward: bool) -> AttentionInputs:
+def in_regions(shape: Shape, scheme: str, backward: bool) -> Problem:
     """A causal call under a segment scheme."""
     length = shape.length
     value = _keys(shape, backward)
@@ -60,7 +61,7 @@ def in_regions(shape: Shape, scheme: str, backward: bool) -> AttentionInputs:
         if region.stop > 0
     )
     positions = torch.arange(length, device=shape.device)[None]
-    return AttentionInputs(
+    return Problem(
         branches=branches,
         value=value,
         query_positions=positions,
@@ -72,7 +73,7 @@ def in_regions(shape: Shape, scheme: str, backward: bool) -> AttentionInputs:
     )
 
 
-def leaves(inputs: AttentionInputs) -> list[torch.Tensor]:
+def leaves(inputs: Problem) -> list[torch.Tensor]:
     """What gets gradients."""
     return [inputs.value, *(state for branch in inputs.branches for state in (branch.query, branch.key))]
 
@@ -98,13 +99,13 @@ def t5_encoder(shape: Shape, backward: bool = False) -> Side:
     return side(shape, lambda: _biased(inputs, spans), [table, *_states(inputs)], backward)
 
 
-def _biased(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
+def _biased(inputs: Problem, spans: tuple[Span, ...]) -> torch.Tensor:
     """Attention under a bias as the engine computes it: on a GPU by the fused kernel."""
     (branch,) = inputs.branches
     call = Fused(branch.query, branch.key, (ALL_PAIRS,), (None,), (None,))
-    if inputs.value.is_cuda and not support.unsupported(inputs, call):
-        return launch.attend(inputs, call)
-    return paths.attend(inputs, "auto", lambda _: spans)
+    if inputs.value.is_cuda and not fused.unsupported(inputs, call):
+        return fused.launched(inputs, call)
+    return paths.score(inputs.replaced(find_spans=lambda _: spans))[0]
 
 
 def unbiased_encoder(shape: Shape, backward: bool = False) -> Side:
@@ -127,9 +128,9 @@ def materialised_encoder(shape: Shape, backward: bool = False) -> Side:
     return side(shape, attend, [table, *states], backward)
 
 
-def _both_directions(shape: Shape, backward: bool) -> AttentionInputs:
+def _both_directions(shape: Shape, backward: bool) -> Problem:
     positions = torch.arange(shape.length, device=shape.device)[None]
-    return AttentionInputs(
+    return Problem(
         branches=(Branch(None, _queries(shape, backward), _keys(shape, backward)),),
         value=_keys(shape, backward),
         query_positions=positions,
@@ -141,7 +142,7 @@ def _both_directions(shape: Shape, backward: bool) -> AttentionInputs:
     )
 
 
-def _states(inputs: AttentionInputs) -> list[torch.Tensor]:
+def _states(inputs: Problem) -> list[torch.Tensor]:
     (branch,) = inputs.branches
     return [branch.query, branch.key, inputs.value]
 

@@ -10,8 +10,8 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from benchmarks import attention
 from benchmarks.comparison import Shape, Side
-from rope_patch.attention.fused import launch
-from rope_patch.attention.inputs import AttentionInputs, Branch
+from rope_patch.attention.executors import fused
+from rope_patch.attention.problem import Branch, Problem
 from rope_patch.attention.turner import Fused
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 
@@ -24,7 +24,7 @@ def flex(shape: Shape, scheme: str, backward: bool = False) -> Side:
     return attention.side(shape, lambda: by_flex(inputs, masks, one), attention.leaves(inputs), backward)
 
 
-def by_flex(inputs: AttentionInputs, masks: Sequence[Any], one: Callable[..., Any]) -> torch.Tensor:
+def by_flex(inputs: Problem, masks: Sequence[Any], one: Callable[..., Any]) -> torch.Tensor:
     """Output of `oracle.attend`, `(batch, heads, q_len, value_dim)`."""
     parts = [_in_region(inputs, branch, mask, one) for branch, mask in zip(inputs.branches, masks, strict=True)]
     shares = torch.stack([lse for _, lse in parts]).softmax(dim=0)[..., None]
@@ -33,7 +33,7 @@ def by_flex(inputs: AttentionInputs, masks: Sequence[Any], one: Callable[..., An
 
 
 def _in_region(
-    inputs: AttentionInputs, branch: Branch, mask: Any, one: Callable[..., Any]
+    inputs: Problem, branch: Branch, mask: Any, one: Callable[..., Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     states, grouped = (branch.query, branch.key, inputs.value), branch.query.shape[1] != branch.key.shape[1]
     options = {"block_mask": mask, "scale": inputs.scaling, "enable_gqa": grouped}
@@ -61,4 +61,4 @@ def kernel(shape: Shape, scheme: str, backward: bool = False) -> Side:
     regions = tuple(branch.region or ALL_PAIRS for branch in inputs.branches)
     call = Fused(first.query, first.key, regions, nothing, nothing)
     leaves = [inputs.value, first.query, first.key]
-    return attention.side(shape, lambda: launch.attend(inputs, call), leaves, backward)
+    return attention.side(shape, lambda: fused.launched(inputs, call), leaves, backward)

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 
 from rope_patch import get_scheme
-from rope_patch.attention.fused import launch
-from rope_patch.attention.fused.launch import Blocks
-from rope_patch.attention.inputs import AttentionInputs
+from rope_patch.attention.executors import fused
+from rope_patch.attention.executors.fused import Blocks
+from rope_patch.attention.problem import Problem
 from rope_patch.attention.turner import Fused
 from rope_patch.schemes.slots import ALL_PAIRS
 
@@ -98,7 +98,7 @@ def needs(kernel: Kernel, blocks: Blocks | None = None) -> Needs:
 
     Args:
         kernel: which one.
-        blocks: default `launch.blocks_for`.
+        blocks: default `fused.blocks_for`.
     """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -112,7 +112,7 @@ def needs(kernel: Kernel, blocks: Blocks | None = None) -> Needs:
 
 
 def _compiled(kernel: Kernel, blocks: Blocks | None) -> Any:
-    from rope_patch.attention.fused import triton_kernels
+    from rope_patch.attention import triton_kernels
 
     length, dtype, dim = 1 if kernel.kernel == "decode" else LENGTH, getattr(torch, kernel.dtype), kernel.head_dim
     query = torch.empty(1, HEADS, length, dim, dtype=dtype)
@@ -120,13 +120,13 @@ def _compiled(kernel: Kernel, blocks: Blocks | None) -> Any:
     positions = torch.arange(LENGTH)[None]
     regions = get_scheme(SCHEMES[kernel.scheme]).segments() if SCHEMES[kernel.scheme] else (ALL_PAIRS,)
     start = LENGTH - length
-    inputs = AttentionInputs((), key, positions[:, start:], positions, None, length > 1, start, 0.1)
+    inputs = Problem((), key, positions[:, start:], positions, None, length > 1, start, 0.1)
     call = Fused(query, key, regions, (None,) * len(regions), (None,) * len(regions))
-    defaults = launch.blocks_for(dtype, dim, HEADS // KV_HEADS * length, len(regions), kernel.arch)
+    defaults = fused.blocks_for(dtype, dim, HEADS // KV_HEADS * length, len(regions), kernel.arch)
     blocks = blocks or dict(zip(("query_gradients", "key_gradients"), defaults[1:], strict=True)).get(kernel.kernel)
     blocks = blocks or defaults[0]
     call = call.past() if inputs.causal else call
-    given, how = launch.described(inputs, call, blocks, (query, key, key, None, None, None))
+    given, how = fused.described(inputs, call, blocks, (query, key, key, None, None, None))
     if not kernel.arch.startswith("sm_"):
         how = how._replace(products="ieee")
     states, numbers = triton_kernels.States.of, triton_kernels.States.of(torch.empty(query.shape[:3]))

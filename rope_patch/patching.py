@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rope_patch.attention.inputs import AttentionMode
+from rope_patch.attention.problem import AttentionMode
 from rope_patch.attention.table import asked_attention
 from rope_patch.context_parallel.support import reason_not_to_share
 from rope_patch.errors import (

@@ -18,8 +18,8 @@ from benchmarks.comparison import Comparison, Figure, Shape, Side
 from benchmarks.dense import two_matrices
 from benchmarks.measure import Patience, in_turn, peak_bytes
 from benchmarks.results import Point, ResultFile, Row
-from rope_patch.attention import oracle
-from rope_patch.attention.inputs import AttentionInputs, Branch
+from rope_patch.attention.executors import reference
+from rope_patch.attention.problem import Branch, Problem
 from rope_patch.schemes.registry import as_scheme
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +51,7 @@ def test_two_dense_matrices_are_rerope(kv_heads):
     value = shape.random(1, kv_heads, 40, 16)
     within, beyond, _ = as_scheme(("rerope:window=7",), {}).segments()
     positions = torch.arange(40)[None]
-    inputs = AttentionInputs(
+    inputs = Problem(
         branches=(Branch(within, *near), Branch(beyond, *far)),
         value=value,
         query_positions=positions,
@@ -61,7 +61,7 @@ def test_two_dense_matrices_are_rerope(kv_heads):
         query_start=0,
         scaling=16**-0.5,
     )
-    torch.testing.assert_close(two_matrices(near, far, value, 7), oracle.attend(inputs)[0])
+    torch.testing.assert_close(two_matrices(near, far, value, 7), reference.attend(inputs)[0])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -79,7 +79,7 @@ def test_every_row_runs(row, monkeypatch):
 
 @pytest.mark.parametrize("scheme", SEGMENTS)
 def test_segment_schemes_are_measured_on_the_path_of_long_texts(scheme, monkeypatch):
-    monkeypatch.setattr("rope_patch.attention.paths.chunked.attend", pytest.fail)
+    monkeypatch.setattr("rope_patch.attention.executors.chunked.reference.attend", pytest.fail)
     assert regions(Shape(8192, 2, 2, 16).small(), scheme).run().shape == (1, 2, 640, 16)
 
 
@@ -89,7 +89,7 @@ def test_flex_attention_by_region_is_the_oracle(scheme):
     inputs = attention.in_regions(shape, scheme, backward=False)
     masks = [candidates.block_mask(branch.region, shape) for branch in inputs.branches]
     found = candidates.by_flex(inputs, masks, flex_attention)
-    torch.testing.assert_close(found, oracle.attend(inputs)[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, reference.attend(inputs)[0], atol=1e-5, rtol=1e-5)
 
 
 def test_the_rows_of_a_device_have_names_of_their_own(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from transformers import StaticCache
 
 from rope_patch import patch
-from rope_patch.attention.inputs import Branch
+from rope_patch.attention.problem import Branch
 from tests.cases import ALL, ROUTES
 from tests.contract.test_continuous_batching import batched, prompts_of
 from tests.families import TRAINING_LENGTH, build

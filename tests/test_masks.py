@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rope_patch import UnsupportedPositions
-from rope_patch.attention.inputs import AttentionInputs
 from rope_patch.attention.masks import groups_as_mask, groups_of_pads, keys_seen, read_mask
+from rope_patch.attention.problem import Problem
 from rope_patch.attention.spans import find_spans
 from rope_patch.schemes.tools.positions import key_positions
 
@@ -22,7 +22,7 @@ def seen(groups, q_length, query_start=0):
     kv_length = groups.shape[-1]
     positions = torch.zeros(1, q_length, dtype=torch.long)
     value = torch.zeros(1, 1, kv_length, 4)
-    inputs = AttentionInputs((), value, positions, groups, None, True, query_start, 1.0, groups=groups)
+    inputs = Problem((), value, positions, groups, None, True, query_start, 1.0, groups=groups)
     return inputs.visible()[:, 0]
 
 

@@ -1,4 +1,4 @@
-"""Biases by distance as additive masks that need only one number per distance and head, for the tiles of `segmented`.
+"""Biases by distance as additive masks that need only one number per distance and head, for the pieces of `merged`.
 
 A difference of sums, such as a multiple of the distance, needs only a term per key, because softmax cancels what is
 constant in a row. Any other bias is constant along every diagonal of a tile: a strided view of one vector.
@@ -13,9 +13,10 @@ from typing import cast
 
 import torch
 
-from rope_patch.attention.inputs import AttentionInputs, DistanceBias
+from rope_patch.attention.pieces import Tile, in_rows
+from rope_patch.attention.problem import Problem
 from rope_patch.attention.spans import Span
-from rope_patch.attention.tiles import Tile, in_rows
+from rope_patch.attention.terms import DistanceBias
 
 NEGLIGIBLE = 2.0**-32  # a share of the weights that is far below the rounding of float32
 
@@ -38,7 +39,7 @@ class KeyTerm:
         return self.running_bias
 
     def as_inputs(self) -> tuple[DistanceBias | None, torch.Tensor | None]:
-        """`bias` and `running_bias` of `AttentionInputs` that are functions of `source`."""
+        """`bias` and `running_bias` of `Problem` that are functions of `source`."""
         return None, self.running_bias
 
     def of(self, span: Span) -> KeyTerm:
@@ -113,7 +114,7 @@ class DiagonalTerm:
         return self.values
 
     def as_inputs(self) -> tuple[DistanceBias | None, torch.Tensor | None]:
-        """`bias` and `running_bias` of `AttentionInputs` that are functions of `source`."""
+        """`bias` and `running_bias` of `Problem` that are functions of `source`."""
         last = self.values.shape[-1] - 1
         return DistanceBias(lambda distance: self.values[:, (distance - self.first).clamp(0, last)]), None
 
@@ -162,21 +163,21 @@ class DiagonalTerm:
 TileBias = KeyTerm | DiagonalTerm
 
 
-def has_terms(inputs: AttentionInputs) -> bool:
+def has_terms(problem: Problem) -> bool:
     """Whether the biases of a call have one of the two forms."""
-    return inputs.running_bias is None or (inputs.causal and (inputs.bias is None or inputs.bias.linear))
+    return problem.running_bias is None or (problem.causal and (problem.bias is None or problem.bias.linear))
 
 
-def tile_bias(inputs: AttentionInputs) -> TileBias | None:
+def tile_bias(problem: Problem) -> TileBias | None:
     """The bias of a call that `has_terms`, in the form that tiles need; None without a bias."""
-    bias, running = inputs.bias, inputs.running_bias
+    bias, running = problem.bias, problem.running_bias
     if bias is None:
         return None if running is None else KeyTerm(running)
-    if not inputs.causal:
-        first = 1 - inputs.kv_length
-        return DiagonalTerm(bias.values(first, inputs.kv_length), first)
+    if not problem.causal:
+        first = 1 - problem.kv_length
+        return DiagonalTerm(bias.values(first, problem.kv_length), first)
     if not bias.linear:
-        return DiagonalTerm(bias.values(0, inputs.kv_length))
+        return DiagonalTerm(bias.values(0, problem.kv_length))
     none, one = bias.values(0, 2).double().unbind(dim=-1)
-    linear = (one - none)[:, None] * torch.arange(inputs.kv_length, device=none.device)
+    linear = (one - none)[:, None] * torch.arange(problem.kv_length, device=none.device)
     return KeyTerm(linear[None] if running is None else running + linear)

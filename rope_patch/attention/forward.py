@@ -9,8 +9,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from rope_patch.attention.inputs import AttentionInputs, DistanceBias
-from rope_patch.attention.spans import Span, spans_between
+from rope_patch.attention.terms import DistanceBias
 from rope_patch.graphs import traced
 from rope_patch.schemes.base import Scheme
 from rope_patch.typing import NO_WEIGHTS, Weights
@@ -66,11 +65,6 @@ class Forward:
         """
         first = self._pasts.setdefault(past.shape, past)
         return first if first is past or torch.equal(first, past) else past
-
-    def spans(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
-        """The spans of a call, found once for the layers that see the same."""
-        positions, sees = (inputs.query_positions, inputs.key_positions), (inputs.mask, inputs.groups)
-        return self.shared(spans_between)(*positions, *sees, int(inputs.query_start), len(inputs.value), inputs.causal)
 
     def bias(
         self,

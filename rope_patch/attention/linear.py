@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rope_patch.attention.inputs import wide
+from rope_patch.attention.terms import upcast
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.schemes.tools.rotary import RotaryLayout, half_split
 
@@ -53,10 +53,10 @@ def rotary_linear_attention(
         )
     with torch.autocast(query.device.type, enabled=False):  # sums of a whole text need float32
         # where elu(x) + 1 would round to zero, exp(x) does not
-        q, k = (x.clamp(max=0).exp() + x.relu() for x in (wide(query), wide(key)))
+        q, k = (x.clamp(max=0).exp() + x.relu() for x in (upcast(query), upcast(key)))
         rotated = [layout.rotate(x, cos.to(x.dtype), sin.to(x.dtype)) for x in (q, k)]
         # `(batch, kv_heads, heads that share one, length, dim)`
-        q, k, rotated_q, rotated_k, v = (x.unflatten(1, (key.shape[1], -1)) for x in (q, k, *rotated, wide(value)))
+        q, k, rotated_q, rotated_k, v = (x.unflatten(1, (key.shape[1], -1)) for x in (q, k, *rotated, upcast(value)))
         seen = k.cumsum(dim=-2) if causal else k.sum(dim=-2, keepdim=True)
         sums = _causal(rotated_q, rotated_k, v) if causal else rotated_q @ (rotated_k.mT @ v)
         return (sums / (q * seen).sum(dim=-1, keepdim=True)).flatten(1, 2).to(value.dtype)

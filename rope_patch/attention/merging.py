@@ -5,11 +5,12 @@ and writes each once.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 
 import torch
 
-from rope_patch.attention.fused import compiles
-from rope_patch.attention.inputs import wide
+from rope_patch.attention.terms import upcast
 
 LARGE = 2**20
 """Numbers of an output from which on the kernel takes less time than starting the operators that it replaces."""
@@ -20,7 +21,7 @@ def summed(out: torch.Tensor) -> torch.Tensor:
     wider, or in half precision if it is large and on a GPU, where the kernel rounds once for each part.
     """
     narrow = out.is_cuda and out.dtype in (torch.bfloat16, torch.float16) and out.numel() >= LARGE
-    return out if narrow and agrees(out.device, out.dtype, out.shape[-1]) else wide(out)
+    return out if narrow and agrees(out.device, out.dtype, out.shape[-1]) else upcast(out)
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
@@ -32,6 +33,12 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
         return
     out.lerp_(part.to(out.dtype), (part_lse - lse).sigmoid_()[..., None].to(out.dtype))
     torch.logaddexp(lse, part_lse, out=lse)
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether Triton is installed and compiles for this device, or interprets."""
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    return importlib.util.find_spec("triton") is not None and (device.type == "cuda" or interprets)
 
 
 @functools.lru_cache(maxsize=64)
@@ -56,7 +63,7 @@ TOKENS = 32
 
 
 def _fold(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    from rope_patch.attention.fused.triton_kernels import States, fold
+    from rope_patch.attention.triton_kernels import States, fold
 
     batch, heads, length, dim = out.shape
     with torch.cuda.device_of(out):

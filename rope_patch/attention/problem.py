@@ -1,83 +1,159 @@
-"""One call to be scored: what every executor is asked about, and what it is given."""
+"""One call of attention: what every executor is asked about, and what it computes."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
 from rope_patch.attention.decay import Decay
-from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch
-from rope_patch.attention.slot_plan import SlotPlan
-from rope_patch.attention.spans import Span, spans_of
+from rope_patch.attention.rotation import Rotation
+from rope_patch.attention.spans import Span, spans_between
+from rope_patch.attention.terms import Content, DistanceBias
 from rope_patch.attention.turner import Fused, Turner
+from rope_patch.attention.visibility import Visibility
 from rope_patch.graphs import traced
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.typing import PositionMap
 
+if TYPE_CHECKING:
+    from rope_patch.attention.executors.joined import SlotPlan
+
+# fmt: off
+AttentionMode = Literal[
+    "auto", "oracle", "chunked", "segmented", "fused", "reference", "joined", "merged", "products", "block", "graph"
+]
+# fmt: on
+"""How to score: `auto` takes the fastest exact executor. `oracle`, `chunked`, `segmented` and `fused` prefer one and
+take another where it does not apply; the names of executors force one."""
+
 Output = tuple[torch.Tensor, "torch.Tensor | None"]
 """Output `(batch, heads, q_len, value_dim)`, and the weights `(batch, heads, q_len, kv_len)` where they were kept."""
-
-Spans = Callable[[AttentionInputs], "tuple[Span, ...] | None"]
 
 NOT_PRODUCTS = "scores are more than products and a bias by distance: a softcap, sinks, dropout, or a term by content"
 """The reason of every executor that computes products and biases alone."""
 
-_UNKNOWN = object()
+
+@dataclass(frozen=True)
+class Branch:
+    """Queries and keys rotated for one region, `(batch, heads or kv_heads, length, head_dim)`; if `region` is None, for
+    all pairs. Keys begin at slot `first`; no query sees an older one in this region. `turn` is the rotation that the
+    queries still need.
+    """
+
+    region: Region | None
+    query: torch.Tensor
+    key: torch.Tensor
+    first: int = 0
+    turn: Rotation | None = None
+
+    def queries(self, rows: slice, heads: slice, queries: slice) -> torch.Tensor:
+        """The rotated queries of some rows of the batch and some heads."""
+        some = self.query[rows, heads, queries]
+        return some if self.turn is None else self.turn.part(rows, queries)(some)
+
+    def turned(self) -> Branch:
+        """The branch with rotated queries."""
+        return self if self.turn is None else Branch(self.region, self.turn(self.query), self.key, self.first)
+
+    def rows(self, start: int, stop: int, newest: int | None) -> Branch:
+        """The branch for the queries `start` to `stop` and the keys in slots before `newest`, or all."""
+        keys = slice(None) if newest is None else slice(0, max(0, newest - self.first))
+        return Branch(self.region, self.query[:, :, start:stop], self.key[:, :, keys], self.first)
 
 
 @dataclass(eq=False)
 class Problem:
-    """A call of attention.
+    """A call of attention. Queries and keys are either `query` and `key` as they arrived, with a `turner` that rotates
+    them, or `branches` that are rotated already.
 
     Attributes:
-        inputs: without branches where `turner` rotates the states.
+        branches: the rotated queries and keys of each region.
+        value: `(batch, kv_heads, kv_len, value_dim)`.
+        query_positions, key_positions: integer, `(batch or 1, q_len)` and `(batch or 1, kv_len)`; the latter
+            `(batch, kv_heads, kv_len)` if heads keep different keys, see `by_head`.
+        mask, groups, causal, query_start: which keys a query may see, as in `Visibility`.
+        scaling: multiplies the scores.
+        bias: by distance, added after scaling.
+        running_bias: c of a bias c_m - c_n, by slot: float64, `(batch or 1, heads, kv_len)`.
+        softcap: c in c tanh(s / c), applied to the scaled scores before any bias or mask.
+        sinks: one extra score per head that enters the softmax without a value.
+        dropout: probability, applied to the attention weights.
+        content: all other terms of the scheme.
+        scattered: whether the distance of some visible cached key differs from its difference of slots.
         mode: the executor that you asked for, or `auto`.
-        query, key: as they arrived, `(batch, heads or kv_heads, length, head_dim)`; None if the branches of `inputs`
-            are rotated already.
-        turner: how they are rotated.
+        query, key: as they arrived, `(batch, heads or kv_heads, length, head_dim)`; None beside `branches`.
+        turner: how they are rotated; None beside `branches`.
         decay: how scores decay with distance; None if they do not.
-        find_spans: the spans of some inputs, or None; called only where they help. By default layers share them.
+        find_spans: finds the spans of a problem, or None; called only where they help. By default layers share them.
         compiling: whether a compiler traces the call, so that values are not known.
         taken: the name of the executor, once it was scored.
         plan: how a few queries were scored, if they were.
     """
 
-    inputs: AttentionInputs
+    branches: tuple[Branch, ...]
+    value: torch.Tensor
+    query_positions: torch.Tensor
+    key_positions: torch.Tensor
+    mask: torch.Tensor | None
+    causal: bool
+    query_start: int | torch.Tensor
+    scaling: float
+    bias: DistanceBias | None = None
+    running_bias: torch.Tensor | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    dropout: float = 0.0
+    groups: torch.Tensor | None = None
+    content: Content | None = None
+    scattered: bool = False
     mode: AttentionMode = "auto"
     query: torch.Tensor | None = None
     key: torch.Tensor | None = None
     turner: Turner | None = None
     decay: Decay | None = None
-    find_spans: Spans | None = None
+    find_spans: Callable[[Problem], tuple[Span, ...] | None] | None = None
     compiling: bool = field(default_factory=traced)
     taken: str = field(default="", init=False)
     plan: SlotPlan | None = field(default=None, init=False)
+    _rotated: Problem | None = field(default=None, init=False, repr=False)
+    _spans: tuple[Span, ...] | Literal["unknown"] | None = field(default="unknown", init=False, repr=False)
+    _fused: Fused | None = field(default=None, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        if self.find_spans is None:
-            self.find_spans = spans_of if self.turner is None else self.turner.forward.spans
-        self._rotated: Problem | None = None
-        self._spans: object = _UNKNOWN
-        self._fused: Fused | None = None
+    # --- facts, of which none reads a value on a device ---
 
     @property
-    def is_cuda(self) -> bool:
-        """Whether the states are on a GPU."""
-        return self.inputs.value.is_cuda
+    def q_length(self) -> int:
+        """Number of queries."""
+        return self.query_positions.shape[-1]
+
+    @property
+    def kv_length(self) -> int:
+        """Number of key slots."""
+        return self.value.shape[2]
 
     @property
     def pairs(self) -> int:
         """Number of pairs of a query and a key in each row and head."""
-        return self.inputs.q_length * self.inputs.kv_length
+        return self.q_length * self.kv_length
+
+    @property
+    def by_head(self) -> bool:
+        """Whether heads keep different keys in the cache, as after eviction by some libraries."""
+        return self.key_positions.ndim == 3
 
     @property
     def biased(self) -> bool:
         """Whether scores have a bias by distance or by running sums."""
-        return self.inputs.bias is not None or self.inputs.running_bias is not None
+        return self.bias is not None or self.running_bias is not None
+
+    @property
+    def fits_kernels(self) -> bool:
+        """Whether scores are products of rotated states plus a bias by distance, as plain kernels compute them."""
+        return self.softcap is None and self.sinks is None and self.dropout == 0.0 and self.content is None
 
     @property
     def differentiable(self) -> bool:
@@ -85,47 +161,114 @@ class Problem:
         turner, query = cast(Turner, self.turner), cast(torch.Tensor, self.query)
         return torch.is_grad_enabled() and any(x.requires_grad for x in (query, *turner.learned))
 
+    # --- positions and visibility of pairs ---
+
+    @property
+    def m(self) -> torch.Tensor:
+        """Positions of the queries, `(batch or 1, 1, q_len, 1)`."""
+        return self.query_positions[:, None, :, None]
+
+    @property
+    def n(self) -> torch.Tensor:
+        """Positions of the keys, `(batch or 1, heads or 1, 1, kv_len)`."""
+        if not self.by_head:
+            return self.key_positions[:, None, None, :]
+        repeats = self.branches[0].query.shape[1] // self.key_positions.shape[1]
+        return self.key_positions.repeat_interleave(repeats, dim=1)[:, :, None, :]
+
+    @property
+    def running_bias_of_pairs(self) -> torch.Tensor | None:
+        """c_m - c_n of all pairs, float64, `(batch or 1, heads, q_len, kv_len)`; None without one."""
+        if self.running_bias is None:
+            return None
+        queries = torch.arange(self.q_length, device=self.running_bias.device) + self.query_start
+        return self.running_bias[..., queries, None] - self.running_bias[..., None, :]
+
+    @property
+    def visibility(self) -> Visibility:
+        """Which keys the queries may see."""
+        return Visibility(self.mask, self.groups, self.causal, self.query_start, self.q_length, self.kv_length)
+
+    def visible(self) -> torch.Tensor | None:
+        """Boolean `(batch or 1, 1, q_len, kv_len)` by slot and group, or the mask; None for all pairs."""
+        return self.visibility.pairs(self.value.device)
+
+    # --- the call in another form ---
+
+    def replaced(self, **changed: object) -> Problem:
+        """The problem with some fields changed."""
+        return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
+
+    @property
     def rotated(self) -> Problem:
         """The problem with queries and keys rotated for each region."""
         if self.turner is None:
             return self
         if self._rotated is None:
-            inputs = self.inputs.with_branches(self._branches(self.turner))
-            self._rotated = dataclasses.replace(self, inputs=inputs, query=None, key=None, turner=None)
+            branches = self._branches(self.turner)
+            self._rotated = self.replaced(branches=branches, query=None, key=None, turner=None)
         return self._rotated
 
+    @property
+    def as_causal(self) -> Problem:
+        """The problem in which one query sees all keys, as the last of a causal call does."""
+        return self if self.q_length > 1 or self.causal else self.replaced(causal=True)
+
+    def turned(self) -> Problem:
+        """The rotated problem whose queries need no further rotation."""
+        call = self.rotated
+        if all(branch.turn is None for branch in call.branches):
+            return call
+        return call.replaced(branches=tuple(branch.turned() for branch in call.branches))
+
+    def rows(self, start: int, stop: int) -> Problem:
+        """The rotated problem of the queries `start` to `stop`, without keys that none of them can see."""
+        keys = slice(None)
+        if self.mask is None and self.causal and isinstance(self.query_start, int):
+            keys = slice(0, self.query_start + stop)
+        return self.replaced(
+            branches=tuple(branch.rows(start, stop, keys.stop) for branch in self.branches),
+            value=self.value[:, :, keys],
+            query_positions=self.query_positions[:, start:stop],
+            key_positions=self.key_positions[..., keys],
+            mask=None if self.mask is None else self.mask[:, :, start:stop],
+            groups=None if self.groups is None else self.groups[:, keys],
+            query_start=self.query_start + start,
+            running_bias=None if self.running_bias is None else self.running_bias[..., keys],
+            content=None if self.content is None else self.content.rows(slice(start, stop), keys),
+        )
+
+    @property
     def fused(self) -> Fused:
         """Queries and keys as they arrived, and their rotation in each region, for a kernel that scores all regions."""
         if self._fused is None:
-            turner, inputs = cast(Turner, self.turner), self.inputs
-            in_order = not inputs.scattered and (inputs.q_length == 1 or self._in_order())
-            self._fused = turner.fused(cast(torch.Tensor, self.query), cast(torch.Tensor, self.key), in_order)
+            in_order = not self.scattered and (self.q_length == 1 or self._in_order())
+            states = cast(torch.Tensor, self.query), cast(torch.Tensor, self.key)
+            self._fused = cast(Turner, self.turner).fused(*states, in_order)
         return self._fused
+
+    @property
+    def spans(self) -> tuple[Span, ...] | None:
+        """The runs of tokens in which distance is a difference of slots; None if the call is not made of such runs."""
+        if self._spans == "unknown":
+            self._spans = self.as_causal._found_spans()
+        return self._spans
+
+    def _found_spans(self) -> tuple[Span, ...] | None:
+        if self.find_spans is not None:
+            return self.find_spans(self)
+        compute = spans_between if self.turner is None else self.turner.forward.shared(spans_between)
+        positions, sees = (self.query_positions, self.key_positions), (self.mask, self.groups)
+        return compute(*positions, *sees, int(self.query_start), len(self.value), self.causal)
 
     def _in_order(self) -> bool:
         """Whether every distance of a visible pair is that of its slots."""
-        spans = self.spans()
-        return spans is not None and not any(span.skips(int(self.inputs.query_start)) for span in spans)
+        return self.spans is not None and not any(span.skips(int(self.query_start)) for span in self.spans)
 
     def states(self) -> list[torch.Tensor]:
-        """Values, and queries and keys of every branch, `(batch, heads or kv_heads, length, head_dim)`."""
-        pairs = ((branch.query, branch.key) for branch in self.inputs.branches)
-        return [self.inputs.value, *(state for pair in pairs for state in pair)]
-
-    def by_spans(self) -> Problem:
-        """The rotated call as spans describe it: one query sees all keys, as the last of a causal call does."""
-        rotated = self.rotated()
-        if self.inputs.q_length > 1 or self.inputs.causal:
-            return rotated
-        return dataclasses.replace(rotated, inputs=dataclasses.replace(rotated.inputs, causal=True))
-
-    def spans(self) -> tuple[Span, ...] | None:
-        """The runs of tokens in which distance is a difference of slots; None if the call is not made of such runs."""
-        if self._spans is _UNKNOWN:
-            one = self.inputs.q_length == 1 and not self.inputs.causal
-            inputs = dataclasses.replace(self.inputs, causal=True) if one else self.inputs
-            self._spans = cast(Spans, self.find_spans)(inputs)
-        return self._spans  # type: ignore[return-value]
+        """Values, and rotated queries and keys of every branch, `(batch, heads or kv_heads, length, head_dim)`."""
+        pairs = ((branch.query, branch.key) for branch in self.branches)
+        return [self.value, *(state for pair in pairs for state in pair)]
 
     def _branches(self, turner: Turner) -> tuple[Branch, ...]:
         """Queries and keys of each region, with keys from the oldest that a query may see there. Queries that are
@@ -150,8 +293,8 @@ class Problem:
 
     def _oldest(self, region: Region) -> int:
         """The oldest slot whose key a query may see in a region."""
-        start = self.inputs.query_start
-        known = isinstance(start, int) and not (self.inputs.scattered or self.compiling)
+        start = self.query_start
+        known = isinstance(start, int) and not (self.scattered or self.compiling)
         if region == ALL_PAIRS or not known or not region.translation_invariant:
             return 0
         return min(region.slots(int(start), int(start)).start, int(start))  # positions of new tokens may skip

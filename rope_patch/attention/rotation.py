@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,6 +10,16 @@ import torch
 
 from rope_patch.graphs import traced
 from rope_patch.schemes.tools.rotary import RotaryLayout
+
+EVERY = slice(None)
+Rotate = Callable[[torch.Tensor], torch.Tensor]
+"""Rotates states `(batch, heads, length, head_dim)`."""
+
+
+def narrowed(states: torch.Tensor, slots: slice) -> torch.Tensor:
+    """States of some slots, `(..., slots, dim)`, of all states `(..., kv_len, dim)`."""
+    width = slots.stop - slots.start
+    return states if width == states.shape[-2] else states.narrow(-2, slots.start, width)
 
 
 def rotate(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from rope_patch.attention.inputs import AttentionInputs
-
 MOST_SPANS_PER_ROW = 256  # a mask with more spans is not treated as documents
 
 
@@ -60,12 +58,6 @@ class Span:
         return dataclasses.replace(self, window=min(self.window, reach + self.hidden))
 
 
-def spans_of(inputs: AttentionInputs) -> tuple[Span, ...] | None:
-    """The spans of a call whose heads keep the same keys, see `find_spans`."""
-    positions, sees = (inputs.query_positions, inputs.key_positions), (inputs.mask, inputs.groups)
-    return spans_between(*positions, *sees, int(inputs.query_start), len(inputs.value), inputs.causal)
-
-
 def spans_between(
     query_positions: torch.Tensor,
     key_positions: torch.Tensor,
@@ -94,7 +86,7 @@ def find_spans(
 
     Args:
         position_ids: `(batch or 1, q_len)`, of the queries.
-        mask, groups: see `AttentionInputs`.
+        mask, groups: see `Visibility`.
         causal: whether a query sees only the keys up to itself; otherwise there are as many queries as keys.
         past: positions of the keys before the first query, `(batch or 1, query_start)`; by default they count down
             from it.

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast, get_args
 
-from rope_patch.attention.inputs import AttentionMode
-from rope_patch.attention.problem import Output, Problem
+from rope_patch.attention.problem import AttentionMode, Output, Problem
 from rope_patch.errors import InvalidField, UnsupportedModel, did_you_mean
 
 
@@ -34,7 +33,7 @@ class Executor:
     what: str
     supports: Callable[[Problem], str]
     attend: Callable[[Problem], Output]
-    pieces: Callable[[Problem], int] = lambda problem: len(problem.rotated().inputs.branches)
+    pieces: Callable[[Problem], int] = lambda problem: len(problem.rotated.branches)
 
 
 def _never(problem: Problem) -> str:

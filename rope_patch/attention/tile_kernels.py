@@ -12,9 +12,9 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from rope_patch.attention.bias import TileBias
-from rope_patch.attention.inputs import wide
+from rope_patch.attention.pieces import Tile, clipped, in_rows, tiles_of
 from rope_patch.attention.spans import Span
-from rope_patch.attention.tiles import Tile, clipped, in_rows, tiles_of
+from rope_patch.attention.terms import upcast
 from rope_patch.schemes.slots import Region
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -122,7 +122,7 @@ class Biased:
         computed from them here, in blocks of queries that stay in cache.
         """
         tile, (batch, heads) = work.tile, work.q.shape[:2]
-        keys, values = _by_kv_head(wide(work.k)), _by_kv_head(wide(work.v))
+        keys, values = _by_kv_head(upcast(work.k)), _by_kv_head(upcast(work.v))
         grad_q = torch.empty_like(work.q)
         grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
         most = max(LEAST_ROWS, SCORES_IN_CACHE // (batch * heads * keys.shape[1]))
@@ -130,7 +130,7 @@ class Biased:
         for block in in_rows(tile, most, as_bands=True):
             rows, seen = slice(block.q0 - tile.q0, block.q1 - tile.q0), slice(block.k0 - tile.k0, block.k1 - tile.k0)
             q, grad, out, lse = (
-                self._ordered(wide(x[:, :, rows])) for x in (work.q, merged.grad, merged.out, merged.lse)
+                self._ordered(upcast(x[:, :, rows])) for x in (work.q, merged.grad, merged.out, merged.lse)
             )
             delta = (grad * out).sum(dim=-1, keepdim=True)
             q, grad = (x.reshape(len(keys), -1, x.shape[-1]) for x in (q * work.scale, grad))
@@ -369,16 +369,16 @@ class Dense(Kernel):
 
     def of_scores(self, work: Work, merged: Merged) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention weights, and gradients of the scores: `(batch, heads, q_len, kv_len)`, float32."""
-        grad = wide(merged.grad)
+        grad = upcast(merged.grad)
         weights = (self._scores(work) - merged.lse[..., None]).exp()
-        delta = (grad * wide(merged.out)).sum(dim=-1, keepdim=True)
-        products = (_folded(grad, work.v.shape[1]) @ wide(work.v).mT).reshape(weights.shape)
+        delta = (grad * upcast(merged.out)).sum(dim=-1, keepdim=True)
+        products = (_folded(grad, work.v.shape[1]) @ upcast(work.v).mT).reshape(weights.shape)
         return weights, weights * (products - delta)
 
     def _scores(self, work: Work) -> torch.Tensor:
         """`(batch, heads, q_len, kv_len)`, float32."""
         tile = work.tile
-        products = _folded(wide(work.q), work.k.shape[1]) @ wide(work.k).mT
+        products = _folded(upcast(work.q), work.k.shape[1]) @ upcast(work.k).mT
         scores = products.reshape(*work.q.shape[:3], -1) * work.scale
         if tile.kind == "causal":
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)

@@ -13,8 +13,7 @@ from typing import Any, Literal, cast
 import torch
 
 from rope_patch.attention.forward import Forward
-from rope_patch.attention.rotation import Rotation, rotate
-from rope_patch.attention.slot_plan import EVERY, Rotate, part
+from rope_patch.attention.rotation import EVERY, Rotate, Rotation, narrowed, rotate
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import UNROTATED, pairs_of
 from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
@@ -128,30 +127,33 @@ class Turner:
         learns = cos.requires_grad or sin.requires_grad
         return None if learns else Rotation(cast(RotaryLayout, self.layout), cos, sin)
 
-    def of_queries(self, like: torch.Tensor) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
-        """`turn` for every region, as a function of queries of the dtype and shape of `like`."""
-        if self.layout is None:
-            number = len(self.regions)
-            return lambda queries: (queries,) * number
-        if like.shape[2] == 1 and self.regions != (ALL_PAIRS,):
+    def of_queries(
+        self, like: torch.Tensor, kv_heads: int, scaling: float = 1.0
+    ) -> tuple[Callable[[torch.Tensor], tuple[torch.Tensor, ...]], float]:
+        """`turn` for every region, as a function of queries of the dtype and shape of `like`. Queries that share keys
+        become rows of one matrix, `(batch * kv_heads, group * q_len, head_dim)`. One query is also multiplied by
+        `scaling`, at no cost; what is left of it is returned beside the function.
+        """
+        rows = len(like) * kv_heads, -1, like.shape[-1]
+        if self.layout is not None and like.shape[2] == 1 and self.regions != (ALL_PAIRS,):
             maps = tuple(region.query_map for region in self.regions)
             compute = self.forward.shared(_matrices) if self.shares else _matrices
-            width = like.shape[-1]
+            frequencies, width = cast(Frequencies, self.frequencies), like.shape[-1]
             matrices = compute(
-                self.query_positions,
-                maps,
-                self.anchor,
-                cast(Frequencies, self.frequencies),
-                self.layout,
-                like.dtype,
-                width,
+                self.query_positions, maps, self.anchor, frequencies, self.layout, like.dtype, width, scaling
             )
-            return functools.partial(_product, matrices=matrices)
-        each = [
+            return functools.partial(_product, matrices=matrices, shape=(*rows[:2], len(maps), width)), 1.0
+        turns = [
             self._apply(*self._tables(region.query_map, "query", like)) if self.rotates(region.query_map) else None
             for region in self.regions
         ]
-        return lambda queries: tuple(queries if turn is None else turn(queries) for turn in each)
+
+        def turned(queries: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            if not any(turns):
+                return (queries.reshape(rows),) * len(turns)
+            return tuple((queries if turn is None else turn(queries)).reshape(rows) for turn in turns)
+
+        return turned, scaling
 
     def of_keys(
         self, region: Region, like: torch.Tensor, slots: slice, rows: slice
@@ -165,7 +167,7 @@ class Turner:
 
         def of(some: slice) -> Rotate:
             run = slice(some.start - slots.start, some.stop - slots.start)
-            return self._apply(part(cos, run), part(sin, run))
+            return self._apply(narrowed(cos, run), narrowed(sin, run))
 
         return of
 
@@ -265,9 +267,10 @@ def _matrices(
     layout: RotaryLayout,
     dtype: torch.dtype,
     width: int,
+    scaling: float,
 ) -> torch.Tensor:
-    """All rotations of one query at `positions` `(batch or 1, 1)`: `(head_dim, regions * head_dim)`, with a batch axis
-    if rows differ.
+    """All rotations of one query at `positions` `(batch or 1, 1)`, times `scaling`: `(head_dim, regions * head_dim)`,
+    with a batch axis if rows differ.
     """
     moved = [_remaining(positions, position_map, anchor) for position_map in maps]
     by_pair = any(x.ndim == 3 for x in moved)
@@ -276,6 +279,7 @@ def _matrices(
         moved = [x if x.ndim == 3 else x[..., None].expand(*x.shape, pairs) for x in moved]
     cos, sin = _computed(torch.stack(moved, dim=1), frequencies, dtype, by_pair)
     matrix = layout.matrix(layout.wide(cos, width), sin)[:, :, 0].transpose(1, 2).flatten(2)
+    matrix = matrix if scaling == 1 else matrix * scaling
     return matrix if len(matrix) > 1 else matrix[0]
 
 
@@ -304,8 +308,9 @@ def _partners(layout: RotaryLayout, head_dim: int, device: torch.device) -> torc
     return torch.tensor(layout.partners(head_dim), device=device)
 
 
-def _product(query: torch.Tensor, matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The only query, `(batch, heads, 1, head_dim)`, under each of the rotations of `_matrices`."""
-    batch, heads, _, head_dim = query.shape
-    rotated = query.reshape(-1, head_dim) @ matrices if matrices.ndim == 2 else query[:, :, 0] @ matrices
-    return rotated.view(batch, heads, 1, -1).split(head_dim, dim=-1)
+def _product(query: torch.Tensor, matrices: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """The only query, `(batch, heads, 1, head_dim)`, under each of the rotations of `_matrices`, `(batch * kv_heads,
+    group, head_dim)`; `shape` has an axis of rotations before the last one.
+    """
+    each = query.reshape(-1, query.shape[-1]) if matrices.ndim == 2 else query[:, :, 0]
+    return (each @ matrices).view(shape).unbind(2)

@@ -15,7 +15,6 @@ from torch import nn
 
 from rope_patch.attention import engine
 from rope_patch.attention.forward import Forward
-from rope_patch.attention.inputs import AttentionInputs
 from rope_patch.attention.masks import read_mask
 from rope_patch.attention.problem import Problem
 from rope_patch.attention.turner import Turner
@@ -107,10 +106,11 @@ def _plain_attention(
     slots = forward.shared(_slots)(kv_length, query.device)
     implementation = cast(Any, module).config._attn_implementation
     mask, groups = forward.shared(read_mask)(attention_mask, slots, q_length, kv_length, query_start, implementation)
-    inputs = AttentionInputs(
+    positions = slots[:, query_start : query_start + q_length]
+    problem = Problem(
         branches=(),
         value=value,
-        query_positions=slots[:, query_start : query_start + q_length],
+        query_positions=positions,
         key_positions=slots,
         mask=mask,
         groups=groups,
@@ -120,9 +120,11 @@ def _plain_attention(
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
+        query=query,
+        key=key,
+        turner=Turner(forward, positions, slots, (ALL_PAIRS,)),
     )
-    turner = Turner(forward, inputs.query_positions, slots, (ALL_PAIRS,))
-    return engine.score(Problem(inputs, "auto", query, key, turner))[0].transpose(1, 2)
+    return engine.score(problem)[0].transpose(1, 2)
 
 
 def _slots(length: int, device: torch.device) -> torch.Tensor:

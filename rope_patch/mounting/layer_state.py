@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from rope_patch.attention.forward import StackForwards
-from rope_patch.attention.inputs import AttentionMode
-from rope_patch.attention.problem import Problem
+from rope_patch.attention.problem import AttentionMode, Problem
 from rope_patch.graphs import traced
 from rope_patch.models.base import AttentionLayer, RotaryTables
 from rope_patch.models.cached_keys import OWN_ROTATION, cache_tag

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from rope_patch.attention.forward import StackForwards
-from rope_patch.attention.inputs import AttentionMode
+from rope_patch.attention.problem import AttentionMode
 from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
 from rope_patch.models.cached_keys import OWN_ROTATION, cache_tag

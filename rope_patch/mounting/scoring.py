@@ -11,10 +11,11 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import engine
-from rope_patch.attention.inputs import AttentionInputs, Content
+from rope_patch.attention.executors import joined
 from rope_patch.attention.masks import holds_groups, keys_seen, read_mask, shows_later_keys
-from rope_patch.attention.problem import Problem
-from rope_patch.attention.slot_plan import EVERY
+from rope_patch.attention.problem import AttentionMode, Problem
+from rope_patch.attention.rotation import EVERY
+from rope_patch.attention.terms import Content
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.graphs import require
 from rope_patch.models.base import is_causal
@@ -67,7 +68,7 @@ def late_attention(
         output = call.step.attend(attention_mask, scaling, kwargs, *_as_autocast(scaled, key, value))
         if output is not None:
             if state.watch is not None:
-                state.watch(engine.JOINED.name, None)
+                state.watch(joined.EXECUTOR.name, None)
             return output.transpose(1, 2).contiguous(), None
     implementation, follows_length = state.config._attn_implementation, state.scheme.length_dependent
     readable = attention_mask is None or isinstance(attention_mask, torch.Tensor)  # another form is left alone
@@ -98,7 +99,8 @@ def late_attention(
 
     scaled, key, value, query = _as_autocast(scaled, key, value, query)
     turner = call.turner(key.shape[2], learned)
-    inputs = AttentionInputs(
+    mode: AttentionMode = "oracle" if implementation in ("eager", "paged|eager") else state.attention
+    problem = Problem(
         branches=(),
         value=value,
         query_positions=call.position_ids,
@@ -113,10 +115,13 @@ def late_attention(
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
+        mode=mode,
+        query=scaled,
+        key=key,
+        turner=turner,
+        decay=call.decay(learned),
         **_terms(call, query, scaled, key, learned, mask, groups),
     )
-    mode = "oracle" if implementation in ("eager", "paged|eager") else state.attention
-    problem = Problem(inputs, mode, scaled, key, turner, call.decay(learned))
     output, weights = engine.score(problem)
     if state.watch is not None:
         state.watch(problem.taken, problem)

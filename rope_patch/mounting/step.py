@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from transformers import Cache, DynamicLayer
 
+from rope_patch.attention.executors.joined import SlotPlan
 from rope_patch.attention.problem import Problem
-from rope_patch.attention.slot_plan import SlotPlan
 from rope_patch.models.cached_keys import positions_in
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.layer_state import LayerState
@@ -68,20 +68,20 @@ class Step:
         plain = kwargs.get("softcap") is None and kwargs.get("s_aux") is None and not torch.is_grad_enabled()
         if mask is not self.mask or scaling != self.scaling or form_of(query, key, value) != self.form or not plain:
             return None
-        return self.plan.attend(query, key, value, scaling)
+        return self.plan.attend(query, key, value)
 
 
 def keep_step(call: ForwardCall, problem: Problem, mask: Any) -> None:
     """Keep how the one query of a call was scored by its plan, unless it depends on the layer."""
-    cache, state, inputs = call.cache, call.state, problem.inputs
-    if cache is None or call.past is None or call.added is not None or inputs.q_length > 1:
+    cache, state = call.cache, call.state
+    if cache is None or call.past is None or call.added is not None or problem.q_length > 1:
         return
     if not grows(cache, state.layer.cache_index) or call.is_request or problem.plan is None:
         return
     if state.kind not in call.forward.steps:
         query, key = cast(tuple[torch.Tensor, torch.Tensor], (problem.query, problem.key))
-        form, first = form_of(query, key, inputs.value), call.repeated(cache=None)
-        step = Step(first, weakref.ref(cache), mask, inputs.scaling, problem.plan, form)
+        form, first = form_of(query, key, problem.value), call.repeated(cache=None)
+        step = Step(first, weakref.ref(cache), mask, problem.scaling, problem.plan, form)
         call.forward.steps[state.kind] = step
 
 

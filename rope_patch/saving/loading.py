@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
-from rope_patch.attention.products import multiplies_bfloat16
+from rope_patch.attention.executors.products import multiplies_bfloat16
 from rope_patch.errors import (
     EvaluationError,
     InvalidField,

@@ -13,9 +13,9 @@ import torch
 
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward import Forward
-from rope_patch.attention.inputs import AttentionInputs, DistanceBias
 from rope_patch.attention.problem import Problem
 from rope_patch.attention.spans import find_spans
+from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.turner import Turner
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import UNROTATED
@@ -34,14 +34,18 @@ def spans_of(inputs):
 def supports(executor, inputs, spans=None, decay=None, compiling=False):
     """Whether an executor's module computes a call."""
     find_spans = spans_of if spans is None else lambda _: spans
-    problem = Problem(inputs, decay=decay, find_spans=find_spans, compiling=compiling)
-    return executor.supports(problem) == ""
+    return executor.supports(inputs.replaced(decay=decay, find_spans=find_spans, compiling=compiling)) == ""
+
+
+def in_spans(executor, inputs, spans):
+    """The output of an executor's module for a call made of these spans."""
+    return executor.attend(inputs.replaced(find_spans=lambda _: spans))[0]
 
 
 def whole(inputs, query, key, mode="auto", regions=(ALL_PAIRS,), **others):
     """A call without rotations."""
     turner = Turner(Forward(), inputs.query_positions, inputs.key_positions, regions)
-    return Problem(inputs, mode, query, key, turner, **others)
+    return inputs.replaced(mode=mode, query=query, key=key, turner=turner, **others)
 
 
 # --- random calls ---
@@ -202,7 +206,9 @@ class Drawn:
         leaves = self.fresh() if leaves is None else leaves
         function = bias_of(self.terms, leaves["slopes"])
         bias = None if function is None else DistanceBias(function, linear="linear" in self.terms)
-        inputs = AttentionInputs(
+        forward = Forward() if earlier is None else earlier.turner.forward
+        layout, frequencies = half_split(2 * len(self.inv_freq)), Frequencies(self.inv_freq)
+        return Problem(
             branches=(),
             value=leaves["values"],
             query_positions=self.m,
@@ -211,19 +217,19 @@ class Drawn:
             causal=self.causal,
             query_start=self.start,
             scaling=self.scaling,
-            bias=bias if earlier is None else earlier.inputs.bias,
+            bias=bias if earlier is None else earlier.bias,
             running_bias=leaves["sums"] if "sums" in self.terms else None,
             softcap=self.softcap,
             sinks=leaves["sinks"] if self.scores == "sinks" else None,
             groups=None if self.mask is not None or self.rows == "full" else self.groups,
             scattered=self.scattered,
+            mode=mode,
+            query=leaves["queries"],
+            key=leaves["keys"],
+            turner=Turner(forward, self.m, self.n, self.regions, layout, frequencies, UNROTATED),
+            decay=None if self.rate is None else Decay(layout, self.rate),
+            compiling=self.compiling,
         )
-        forward = Forward() if earlier is None else earlier.turner.forward
-        layout, frequencies = half_split(2 * len(self.inv_freq)), Frequencies(self.inv_freq)
-        turner = Turner(forward, self.m, self.n, self.regions, layout, frequencies, UNROTATED)
-        decay = None if self.rate is None else Decay(layout, self.rate)
-        states = leaves["queries"], leaves["keys"]
-        return Problem(inputs, mode, *states, turner, decay, compiling=self.compiling)
 
 
 def values_of(seed: int) -> dict[str, Any]:

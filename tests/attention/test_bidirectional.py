@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rope_patch.attention import oracle, segmented, tile_kernels
-from rope_patch.attention.inputs import DistanceBias
+from rope_patch.attention import tile_kernels
+from rope_patch.attention.executors import merged, reference
+from rope_patch.attention.pieces import in_rows, tiles_of
 from rope_patch.attention.spans import find_spans
+from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.tile_kernels import Dense, FlashCPU
-from rope_patch.attention.tiles import in_rows, tiles_of
 from tests.attention.problems import supports
 from tests.attention.test_segmented import gradients_of, in_double, inputs_of, pairs_of, region, run_segmented
 
@@ -48,7 +49,7 @@ def bias_of(table):
 def small_tiles(monkeypatch):
     for kernel in (Dense, FlashCPU):
         monkeypatch.setattr(kernel, "band_rows", lambda self, width: 7)
-    monkeypatch.setattr(segmented, "LARGE", 1000)
+    monkeypatch.setattr(merged, "LARGE", 1000)
     monkeypatch.setattr(Dense, "rows", 5)
 
 
@@ -61,7 +62,7 @@ def small_tiles(monkeypatch):
 def test_output_and_gradients_are_those_of_the_oracle_in_float64(spec, rows, dtype):
     inputs, kept = inputs_of(spec, ROWS[rows], 45, 45, dtype, causal=False)
     grad = torch.randn(inputs.branches[0].query.shape, generator=torch.Generator().manual_seed(1))
-    expected, slopes = gradients_of(lambda x: oracle.attend(x)[0], in_double(inputs), kept, grad)
+    expected, slopes = gradients_of(lambda x: reference.attend(x)[0], in_double(inputs), kept, grad)
     found, ours = gradients_of(run_segmented, inputs, kept, grad)
     tolerance = {torch.float64: 1e-5 if inputs.bias else 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     for one, other in zip([found, *ours], [expected, *slopes], strict=True):
@@ -73,8 +74,8 @@ def test_output_and_gradients_are_those_of_the_oracle_in_float64(spec, rows, dty
 def test_regions_that_depend_on_more_than_distance_are_for_one_direction(causal, spec):
     inputs, _ = inputs_of(spec, ROWS["plain"], 45, 45, torch.float32, causal=causal)
     spans = find_spans(inputs.query_positions, None, inputs.groups, 0, 2, causal)
-    assert supports(segmented, inputs, spans) == causal
-    assert not supports(segmented, inputs, tuple(dataclasses.replace(span, window=20) for span in spans))
+    assert supports(merged, inputs, spans) == causal
+    assert not supports(merged, inputs, tuple(dataclasses.replace(span, window=20) for span in spans))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -91,7 +92,7 @@ def test_gradients_of_a_learned_bias_are_those_of_the_oracle(causal, rows, spec)
         (out * grad * kept[:, None, :, None]).sum().backward()
         return table.grad
 
-    expected = gradient(lambda x: oracle.attend(x)[0], in_double(inputs))
+    expected = gradient(lambda x: reference.attend(x)[0], in_double(inputs))
     assert (gradient(run_segmented, inputs) - expected).norm() / expected.norm() < 1e-5
     unused = (torch.arange(81) < 40) if causal else torch.zeros(81, dtype=torch.bool)
     assert not expected[:, unused].any()
@@ -116,5 +117,5 @@ def test_a_window_of_flash_on_cuda_is_the_band(region, length, rows):
 def test_queries_that_see_no_key_give_zeros(spec, rows):
     """Pads beyond the window of a padded row belong to a span, but to no tile."""
     inputs, _ = inputs_of(spec, ROWS[rows], 45, 45, torch.float64, causal=False)
-    found, expected = run_segmented(inputs), oracle.attend(inputs)[0]
+    found, expected = run_segmented(inputs), reference.attend(inputs)[0]
     torch.testing.assert_close(found, expected.nan_to_num(), atol=1e-5, rtol=1e-5)

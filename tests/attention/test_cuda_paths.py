@@ -8,10 +8,13 @@ import torch
 
 from rope_patch import get_scheme
 from rope_patch.attention import engine, tile_kernels
-from rope_patch.attention.inputs import AttentionInputs, DistanceBias
+from rope_patch.attention.executors import fused as fused_executor
+from rope_patch.attention.executors import joined
+from rope_patch.attention.pieces import Tile
+from rope_patch.attention.problem import Problem
 from rope_patch.attention.table import choose
+from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.tile_kernels import CuDNN, Dense, FlashCUDA, Merged, Work
-from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.slots import ALL_PAIRS
 from tests.attention.problems import whole
 
@@ -115,16 +118,14 @@ DCA = tuple(get_scheme("dca:chunk_size=12,local_window=3").segments())
 )
 def test_what_the_fused_kernel_scores(regions, queries, kernel, changes, planned, gradients, fused, monkeypatch):
     positions = torch.arange(30)[None]
-    inputs = AttentionInputs(
-        (), torch.randn(1, 2, 30, 8), positions[:, -queries:], positions, None, True, 30 - queries, 1
-    )
+    inputs = Problem((), torch.randn(1, 2, 30, 8), positions[:, -queries:], positions, None, True, 30 - queries, 1)
     inputs = dataclasses.replace(inputs, **changes)
     states = torch.randn(1, 4, queries, 8), torch.randn(1, 2, 30, 8)
     monkeypatch.setattr(engine, "kernel_for", lambda *_, masked: kernel)
     yes, no = (lambda problem: ""), (lambda problem: "it was told so")
     rows = {
         executor: dataclasses.replace(executor, supports=yes if does else no)
-        for executor, does in ((engine.JOINED, planned), (engine.FUSED, True))
+        for executor, does in ((joined.EXECUTOR, planned), (fused_executor.EXECUTOR, True))
     }
     table = [dataclasses.replace(row, executor=rows.get(row.executor, row.executor)) for row in engine.TABLE["cuda"]]
     with torch.set_grad_enabled(gradients):

@@ -5,8 +5,10 @@ import torch
 from transformers import DynamicCache
 
 from rope_patch import patch
-from rope_patch.attention import decode
-from rope_patch.attention.slot_plan import EVERY, SlotPlan, SlotRows, SlotRun
+from rope_patch.attention.executors import joined
+from rope_patch.attention.executors.joined import SlotPlan, SlotRows, Term
+from rope_patch.attention.pieces import Piece, Tile
+from rope_patch.attention.rotation import EVERY
 from tests.executors import executors_of
 from tests.families import TRAINING_LENGTH, build
 from tests.models import t5_families
@@ -55,7 +57,7 @@ def steps(model, lengths, sizes, executors=None):
 @pytest.mark.parametrize("spec", SPECS)
 @torch.no_grad()
 def test_one_query_after_rows_of_any_length(spec, lengths, monkeypatch):
-    monkeypatch.setattr(decode, "BLOCK", 5 * 4 * 64)  # a few keys
+    monkeypatch.setattr(joined, "BLOCK", 5 * 4 * 64)  # a few keys
     model = build("llama")
     patch(model, spec)
     assert_close(*steps(model, lengths, [1, 1, 1], {"joined"}))
@@ -66,7 +68,7 @@ def test_one_query_after_rows_of_any_length(spec, lengths, monkeypatch):
 )
 @torch.no_grad()
 def test_keys_that_turn_anew_at_every_length_do_so_a_few_at_a_time(spec, monkeypatch):
-    monkeypatch.setattr(decode, "BLOCK", 5 * 4 * 64)
+    monkeypatch.setattr(joined, "BLOCK", 5 * 4 * 64)
     found = []
     for attention in ("auto", "oracle"):
         model = build("llama")
@@ -115,9 +117,10 @@ def test_scores_that_half_precision_does_not_hold_are_kept_in_float32(dtype):
     query, key = torch.full((1, 2, 1, 16), 256.0), torch.full((1, 1, 6, 16), 200.0)
     query[..., 0], key[..., 0] = 1, torch.arange(6)
     value = torch.randn(1, 1, 6, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    runs = tuple(SlotRun(0, slots, None, None, None) for slots in (slice(0, 4), slice(4, 6)))
-    plan = SlotPlan(lambda queries: (queries,), (SlotRows(EVERY, runs),))
-    found = plan.attend(query.to(dtype), key.to(dtype), value, 0.125)
+    slots, tile = (slice(0, 4), slice(4, 6)), Tile(0, 1, 0, 1)
+    terms = tuple(Term(Piece(EVERY, 0, slice(0, 1), some, tile), None, None, None) for some in slots)
+    plan = SlotPlan(lambda queries: (queries[:, :, 0],), (SlotRows(EVERY, terms),), 0.125)
+    found = plan.attend(query.to(dtype), key.to(dtype), value)
     expected = (query.double() @ key.double().mT * 0.125).softmax(-1) @ value.double()
     assert found.dtype == dtype
     assert_close(found.double(), expected, 4 * torch.finfo(dtype).eps)

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from rope_patch.attention import chunked, dense, oracle, paths
-from rope_patch.attention.problem import Problem
+from rope_patch.attention import paths
+from rope_patch.attention.executors import block, chunked, reference
 from rope_patch.attention.table import choose
 from tests.attention.problems import spans_of, supports
 from tests.attention.test_segmented import ROWS, gradients_of, inputs_of
@@ -15,12 +15,12 @@ SPECS = ["rerope:window=6", "alibi"]
 
 
 def attend(inputs, mode="segmented"):
-    return paths.attend(inputs, mode, spans_of)
+    return paths.score(inputs.replaced(mode=mode, find_spans=spans_of))[0]
 
 
 def taken(inputs, mode="segmented"):
     """The name of the executor that scores a call."""
-    return choose(paths.ROWS, Problem(inputs, mode, None, spans_of)).name
+    return choose(paths.ROWS, inputs.replaced(mode=mode, find_spans=spans_of)).name
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_a_small_call_under_a_bias_is_the_definition(kind, causal):
     masks = {"boolean": seen, "additive": torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)}
     mask, groups = masks.get(kind), inputs.groups if kind == "groups" else None
     inputs = dataclasses.replace(inputs, branches=(branch,), mask=mask, groups=groups)
-    assert supports(dense, inputs)
+    assert supports(block, inputs)
     kept = kept if kind == "groups" else torch.ones_like(kept)
-    expected = oracle.attend(inputs)[0] * kept[:, None, :, None]
+    expected = reference.attend(inputs)[0] * kept[:, None, :, None]
     torch.testing.assert_close(attend(inputs, "auto") * kept[:, None, :, None], expected, atol=1e-5, rtol=1e-5)
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from rope_patch import UnsupportedModel, UnsupportedPositions
 from rope_patch.attention import engine
-from rope_patch.attention.inputs import AttentionMode
+from rope_patch.attention.problem import AttentionMode
 from rope_patch.attention.table import choose
 from tests.attention.problems import AXES, bias_of, draw, values_of
 
@@ -237,7 +237,7 @@ def test_supports_reads_no_state_and_reads_masks_and_positions_once_a_forward(se
     for executor in EXECUTORS:
         first = asked(drawn, executor)
         for layer in (first, asked(drawn, executor, earlier=first)):
-            states = [layer.inputs.value, layer.inputs.running_bias, layer.query, layer.key]
+            states = [layer.value, layer.running_bias, layer.query, layer.key]
             with torch.set_grad_enabled(drawn.gradient), Reads(states) as reads:
                 executor.supports(layer)
             assert reads.of_states == 0, executor.name

@@ -17,10 +17,10 @@ import torch
 
 import rope_patch
 from rope_patch import get_scheme, patch
-from rope_patch.attention import oracle
-from rope_patch.attention.fused import launch, support
-from rope_patch.attention.fused.launch import Blocks
-from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
+from rope_patch.attention.executors import fused, reference
+from rope_patch.attention.executors.fused import Blocks
+from rope_patch.attention.problem import Branch, Problem
+from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.turner import Fused
 from rope_patch.schemes.slots import ALL_PAIRS
 from tests.attention.test_segmented import ROWS, inputs_of
@@ -191,8 +191,8 @@ def errors_of(case: Case) -> dict[str, float]:
             return None
         return DistanceBias(lambda distance: leaves["bias"][:, distance.to(DEVICE) + case.kv_length])
 
-    def inputs(leaves: dict[str, torch.Tensor]) -> AttentionInputs:
-        return AttentionInputs(
+    def inputs(leaves: dict[str, torch.Tensor]) -> Problem:
+        return Problem(
             branches=(),
             value=leaves["values"],
             query_positions=positions[:, start:],
@@ -222,15 +222,15 @@ def errors_of(case: Case) -> dict[str, float]:
             near = slots[start:, None] - slots < case.window
             seen = call.visible()
             call = dataclasses.replace(call, mask=near if seen is None else seen & near, groups=None)
-        return oracle.attend(call.with_branches(branches))[0]
+        return reference.attend(call.replaced(branches=branches))[0]
 
     def kernel(leaves: dict[str, torch.Tensor]) -> torch.Tensor:
         queries, keys = leaves["queries"].transpose(1, 2), leaves["keys"]
         how = {"in_order": case.in_order, "window": case.window}
         call = Fused(queries, keys, regions, tuple(of_queries), tuple(of_keys), partner, **how)
         with pytest.MonkeyPatch.context() as change:
-            change.setattr(launch, "PROGRAMS", 1000 if case.split else 1)
-            return launch.attend(inputs(leaves), call, (Blocks(16, 16, 4, 1),) * 3)
+            change.setattr(fused, "PROGRAMS", 1000 if case.split else 1)
+            return fused.launched(inputs(leaves), call, (Blocks(16, 16, 4, 1),) * 3)
 
     grad = torch.randn(batch, case.heads, case.length, case.value_dim, generator=random, dtype=double).to(DEVICE)
     found = {}
@@ -292,10 +292,10 @@ def decoded(start_in_memory: bool) -> tuple[float, float]:
     cos, sin = torch.randn(2, length, 16, generator=random).to(DEVICE)
     positions, partner = torch.arange(length, device=DEVICE)[None], torch.arange(16, device=DEVICE).roll(8)
     start = torch.tensor(length - 1, device=DEVICE) if start_in_memory else length - 1
-    inputs = AttentionInputs((), value, positions[:, -1:], positions, None, False, start, 0.3)
+    inputs = Problem((), value, positions[:, -1:], positions, None, False, start, 0.3)
     near, far = regions = tuple(region for region in get_scheme("rerope", window=window).segments() if region.stop > 0)
     branches = Branch(near, query, key * cos + key[..., partner] * sin), Branch(far, query, key)
-    expected = oracle.attend(inputs.with_branches(branches))[0]
+    expected = reference.attend(inputs.replaced(branches=branches))[0]
 
     def unwritten(x: torch.Tensor) -> torch.Tensor:
         made.append(torch.full_like(x, torch.nan))
@@ -303,7 +303,7 @@ def decoded(start_in_memory: bool) -> tuple[float, float]:
 
     with pytest.MonkeyPatch.context() as change, torch.no_grad():
         change.setattr(torch, "empty_like", unwritten)
-        out = launch.attend(inputs, Fused(query, key, regions, (None, None), ((cos, sin), None), partner))
+        out = fused.launched(inputs, Fused(query, key, regions, (None, None), ((cos, sin), None), partner))
     (rotated,) = (x for x in made if x.shape == key.shape)
     return float((out - expected).norm() / expected.norm()), float(rotated.isfinite().float().mean())
 
@@ -313,14 +313,14 @@ def decoded(start_in_memory: bool) -> tuple[float, float]:
 def test_a_decoding_step_rotates_only_the_keys_that_it_scores_rotated(run, start_in_memory):
     error, share = run(decoded, start_in_memory)
     assert error < TOLERANCES["float32"]
-    assert 70 / 300 <= share <= (70 + 2 * launch.TOKENS) / 300
+    assert 70 / 300 <= share <= (70 + 2 * fused.TOKENS) / 300
 
 
 def differentiated_twice() -> str:
     query, key = torch.randn(2, 1, 1, 16, 16, requires_grad=True)
     positions = torch.arange(16)[None]
-    inputs = AttentionInputs((), key, positions, positions, None, True, 0, 0.3)
-    out = launch.attend(inputs, Fused(query, key, (ALL_PAIRS,), (None,), (None,)))
+    inputs = Problem((), key, positions, positions, None, True, 0, 0.3)
+    out = fused.launched(inputs, Fused(query, key, (ALL_PAIRS,), (None,), (None,)))
     try:
         torch.autograd.grad(out.sum(), query, create_graph=True)
     except RuntimeError as error:
@@ -353,9 +353,9 @@ def of_models(spec: str) -> tuple[int, list[float]]:
     of gradients, and of logits of two steps after a cache.
     """
     calls, found = [], []
-    support.agrees(torch.device(DEVICE), torch.float32, 16, 16)
+    fused.agrees(torch.device(DEVICE), torch.float32, 16, 16)
     with pytest.MonkeyPatch.context() as change:
-        change.setattr(launch, "attend", lambda *given: calls.append(given) or attend(*given))
+        change.setitem(vars(fused.EXECUTOR), "attend", lambda call: calls.append(call) or fused.attend(call))
         for attention in ("fused", "oracle"):
             model = build("llama", num_hidden_layers=1).to(DEVICE)
             patch(model, spec, attention=attention)
@@ -380,13 +380,13 @@ def test_a_model_under_it_is_the_model_under_the_oracle(run, spec):
     assert max(errors) < TOLERANCES["float32"], errors
 
 
-attend = launch.attend
+attend = fused.launched
 
 
 def trusted() -> bool:
-    support.agrees.cache_clear()
+    fused.agrees.cache_clear()
     with torch.inference_mode():
-        return support.agrees(torch.device(DEVICE), torch.float32, 16, 16)
+        return fused.agrees(torch.device(DEVICE), torch.float32, 16, 16)
 
 
 @needs_triton
@@ -403,11 +403,11 @@ def test_kernels_that_are_wrong_for_one_query_or_for_several_are_not_trusted(wro
 
         tables = zip(call.regions, call.query_tables, call.key_tables, strict=True)
         branches = tuple(Branch(region, turned(call.queries, q), turned(call.keys, k)) for region, q, k in tables)
-        return oracle.attend(inputs.with_branches(branches))[0] * (1.1 if inputs.q_length == wrong else 1)
+        return reference.attend(inputs.replaced(branches=branches))[0] * (1.1 if inputs.q_length == wrong else 1)
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(support, "attend", attend)
-    assert support.agrees.__wrapped__(torch.device("cpu"), torch.float32, 16, 16) == (wrong is None)
+    monkeypatch.setattr(fused, "launched", attend)
+    assert fused.agrees.__wrapped__(torch.device("cpu"), torch.float32, 16, 16) == (wrong is None)
 
 
 UNSUPPORTED = {
@@ -427,7 +427,7 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("what", [None, *UNSUPPORTED])
 def test_what_the_kernels_do_not_support_is_left_to_others(what, monkeypatch):
-    monkeypatch.setattr(support, "agrees", lambda *_: True)
+    monkeypatch.setattr(fused, "agrees", lambda *_: True)
     inputs, _ = inputs_of("", ROWS, 45, 45, torch.float32)
     (branch,), learned = inputs.branches, torch.ones(16, requires_grad=True)
     biases = {
@@ -446,20 +446,20 @@ def test_what_the_kernels_do_not_support_is_left_to_others(what, monkeypatch):
     inputs = dataclasses.replace(inputs, **{name: changed(name, value) for name, value in of_inputs.items()})
     call = Fused(states["queries"], states["keys"], (ALL_PAIRS,), **tables)
     call = dataclasses.replace(call, **{name: changed(name, value) for name, value in of_call.items()})
-    assert (not support.unsupported(inputs, call)) == (what is None)
+    assert (not fused.unsupported(inputs, call)) == (what is None)
 
 
 def test_without_triton_nothing_applies(monkeypatch):
-    support.agrees.cache_clear()
+    fused.agrees.cache_clear()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not support.agrees(torch.device("cpu"), torch.float32, 16, 16)
-    support.agrees.cache_clear()
+    assert not fused.agrees(torch.device("cpu"), torch.float32, 16, 16)
+    fused.agrees.cache_clear()
 
 
 def test_nothing_imports_triton_before_it_is_needed():
     for path in Path(rope_patch.__file__).parent.rglob("*.py"):
         body = ast.parse(path.read_text(encoding="utf-8")).body
         names = [ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
-        found = any("triton" in name or "attention.fused.triton_kernels" in name for name in names)
-        assert not found or path.match("attention/fused/triton_kernels.py"), path
+        found = any("triton" in name or "attention.triton_kernels" in name for name in names)
+        assert not found or path.match("attention/triton_kernels.py"), path

@@ -10,11 +10,13 @@ import torch
 from transformers import DynamicCache
 
 from rope_patch import Scheme, patch
-from rope_patch.attention import chunked, decode, decode_traced, engine
+from rope_patch.attention import engine
 from rope_patch.attention.bias import DiagonalTerm
-from rope_patch.attention.inputs import AttentionInputs, DistanceBias
+from rope_patch.attention.executors import chunked, joined, traced
+from rope_patch.attention.pieces import Tile
+from rope_patch.attention.problem import Problem
+from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.tile_kernels import Dense, FlashCPU, Work
-from rope_patch.attention.tiles import Tile
 from tests.attention.problems import whole
 from tests.families import build
 from tests.runs import left_padded, positions_of, tokens
@@ -41,7 +43,7 @@ def far(distance):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(decode, "SMALL", 0)
+    monkeypatch.setattr(joined, "SMALL", 0)
     monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 300)
     monkeypatch.setattr(Dense, "rows", 5)
     monkeypatch.setattr(DiagonalTerm, "rows", 16)
@@ -70,7 +72,7 @@ def call_of(rows, bias, q_length, dtype, causal, kv_heads=2, masked=None):
     positions = slots - (groups >= 0).int().argmax(dim=-1, keepdim=True)
     additive = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
     mask = {None: None, "boolean": seen, "additive": additive}[masked]
-    inputs = AttentionInputs(
+    inputs = Problem(
         (), states[2], positions[:, start:], positions, mask, causal and q_length > 1, start, 0.3, DistanceBias(bias),
         groups=groups if mask is None and len(groups) > 1 else None,
     )  # fmt: skip
@@ -125,7 +127,7 @@ def test_one_query_in_a_graph(bias, length, dtype):
     inputs = dataclasses.replace(
         inputs, query_positions=torch.tensor([[length - 1]]), query_start=torch.tensor(length - 1), mask=seen
     )
-    found = decode_traced.attend(whole(inputs, *states[:2]))
+    found = traced.attend(whole(inputs, *states[:2]))
     assert found.dtype == dtype
     term, exists = bias(length - 1 - torch.arange(LENGTH))[:, None], torch.arange(LENGTH) < length
     expected = formula([x.double() for x in states], term, seen & exists)
@@ -160,7 +162,7 @@ def test_a_model_with_a_cache_and_a_chunk_beyond_small_calls():
         model = build("llama")
         patch(model, HeadWindows(), attention=attention)
         batch, mask = left_padded([tokens(1200), tokens(1100, seed=1)])
-        assert decode.SMALL < 500 * 1200
+        assert joined.SMALL < 500 * 1200
         cache, positions, logits = DynamicCache(config=model.config), positions_of(mask), []
         for part in (slice(0, 699), slice(699, 1199), slice(1199, 1200)):
             given = {"attention_mask": mask[:, : part.stop], "position_ids": positions[:, part]}

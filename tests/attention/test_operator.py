@@ -7,8 +7,8 @@ import torch
 from torch import library
 
 from rope_patch import UnsupportedPositions, patch
-from rope_patch.attention import operator, oracle, segmented
 from rope_patch.attention.decay import Decay
+from rope_patch.attention.executors import graph, merged, reference
 from rope_patch.schemes.tools.rotary import half_split
 from tests.attention.problems import supports
 from tests.attention.test_segmented import ROWS, SUMS, gradients_of, in_double, inputs_of
@@ -30,8 +30,8 @@ def of_groups(spec, rows=ROWS, q_length=45, dtype=torch.float32, **changes):
 def test_output_and_gradients_are_those_of_the_oracle(spec, mode, q_length):
     inputs, kept = of_groups(spec, q_length=q_length)
     grad = torch.randn(2, 4, q_length, 16, generator=torch.Generator().manual_seed(1))
-    expected, slopes = gradients_of(lambda x: oracle.attend(x)[0], in_double(inputs), kept, grad)
-    found, ours = gradients_of(lambda x: operator.attend(x, None, mode), inputs, kept, grad)
+    expected, slopes = gradients_of(lambda x: reference.attend(x)[0], in_double(inputs), kept, grad)
+    found, ours = gradients_of(lambda x: graph.attend(x.replaced(mode=mode))[0], inputs, kept, grad)
     for one, other in zip([found, *ours], [expected, *slopes], strict=True):
         assert (one.double() - other).norm() / other.norm() < 1e-5
 
@@ -44,18 +44,18 @@ def test_a_mask_of_all_pairs_is_read_in_the_operator(mask):
         seen = seen & torch.ones(45, 45, dtype=torch.bool).triu(-10)
     given = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min) if mask == "additive" else seen
     inputs = dataclasses.replace(inputs, mask=given, groups=None)
-    expected = oracle.attend(in_double(inputs))[0] * kept[:, None, :, None]
-    found = operator.attend(inputs, None, "segmented") * kept[:, None, :, None]
+    expected = reference.attend(in_double(inputs))[0] * kept[:, None, :, None]
+    found = graph.attend(inputs.replaced(mode="segmented"))[0] * kept[:, None, :, None]
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_graph_scores_by_segments(monkeypatch):
     taken = []
     for name in ("forward", "backward"):
-        original = getattr(segmented, name)
-        monkeypatch.setattr(segmented, name, lambda *args, f=original, name=name: taken.append(name) or f(*args))
+        original = getattr(merged, name)
+        monkeypatch.setattr(merged, name, lambda *args, f=original, name=name: taken.append(name) or f(*args))
     inputs, kept = of_groups("rerope:window=6")
-    gradients_of(lambda x: operator.attend(x, None, "segmented"), inputs, kept, torch.ones(2, 4, 45, 16))
+    gradients_of(lambda x: graph.attend(x.replaced(mode="segmented"))[0], inputs, kept, torch.ones(2, 4, 45, 16))
     assert taken == ["forward", "backward"]
 
 
@@ -63,7 +63,7 @@ def test_branches_with_the_same_states_have_no_gradient_of_chance(monkeypatch):
     """All of it is that of the first; PyTorch fills what is not written with NaN here."""
     inputs, kept = of_groups("self_extend:group_size=4,window=7")
     near, far = inputs.branches
-    inputs = inputs.with_branches((near, dataclasses.replace(far, query=near.query, key=near.key)))
+    inputs = inputs.replaced(branches=(near, dataclasses.replace(far, query=near.query, key=near.key)))
     grad = torch.randn(2, 4, 45, 16, generator=torch.Generator().manual_seed(1)) * kept[:, None, :, None]
 
     def gradients(attend, inputs):
@@ -73,10 +73,10 @@ def test_branches_with_the_same_states_have_no_gradient_of_chance(monkeypatch):
         attend(dataclasses.replace(inputs, value=value, branches=branches)).backward(grad.to(value.dtype))
         return [leaf.grad for leaf in leaves]
 
-    expected = gradients(lambda x: oracle.attend(x)[0], in_double(inputs))
+    expected = gradients(lambda x: reference.attend(x)[0], in_double(inputs))
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        found = gradients(lambda x: operator.attend(x, None, "segmented"), inputs)
+        found = gradients(lambda x: graph.attend(x.replaced(mode="segmented"))[0], inputs)
     finally:
         torch.use_deterministic_algorithms(False)
     for one, other in zip(found, expected, strict=True):
@@ -97,7 +97,7 @@ def test_a_decay_is_applied_in_blocks():
         return scores.masked_fill(~inputs.visible(), -1e30).softmax(-1) @ v
 
     expected, slopes = gradients_of(by_definition, inputs, kept, grad)
-    found, ours = gradients_of(lambda x: operator.attend(x, decay, "auto"), inputs, kept, grad)
+    found, ours = gradients_of(lambda x: graph.attend(x.replaced(decay=decay))[0], inputs, kept, grad)
     for one, other in zip([found, *ours], [expected, *slopes], strict=True):
         assert (one - other).norm() / other.norm() < 1e-6
 
@@ -132,8 +132,9 @@ def arguments(request, monkeypatch):
         for state in [each for branch in inputs.branches for each in (branch.query, branch.key)] if gradient else ():
             state.requires_grad_()
         called = []
-        monkeypatch.setattr(operator, "_attend", lambda *args: called.append(args) or operator._shaped(*args))
-        operator.attend(inputs, Decay(half_split(16), torch.linspace(0.01, 0.2, 8)) if decays else None, mode)
+        monkeypatch.setattr(graph, "_attend", lambda *args: called.append(args) or graph._shaped(*args))
+        decay = Decay(half_split(16), torch.linspace(0.01, 0.2, 8)) if decays else None
+        graph.attend(inputs.replaced(decay=decay, mode=mode))
         monkeypatch.undo()
         return called[0]
 
@@ -162,14 +163,14 @@ def test_the_operator_of_spans_keeps_the_rules_of_pytorch(causal):
 
 def test_what_the_operator_cannot_compute_stays_in_the_graph():
     inputs, _ = of_groups("alibi")
-    assert supports(operator, inputs, compiling=True)
+    assert supports(graph, inputs, compiling=True)
     mask = torch.zeros(1, 1, 45, 45, requires_grad=True)
-    assert not supports(operator, dataclasses.replace(inputs, mask=mask), compiling=True)
-    assert not supports(operator, dataclasses.replace(inputs, softcap=5.0), compiling=True)
-    assert not supports(operator, inputs)  # eagerly
+    assert not supports(graph, dataclasses.replace(inputs, mask=mask), compiling=True)
+    assert not supports(graph, dataclasses.replace(inputs, softcap=5.0), compiling=True)
+    assert not supports(graph, inputs)  # eagerly
     decay = Decay(half_split(16), torch.linspace(0.01, 0.2, 8))
     by_region, _ = of_groups("rerope:window=6")  # a decay counts by the maps of regions
-    assert not supports(operator, by_region, decay=decay, compiling=True)
+    assert not supports(graph, by_region, decay=decay, compiling=True)
 
 
 @pytest.mark.parametrize("spec", ["alibi", "rerope:window=6+alibi"])

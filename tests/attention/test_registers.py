@@ -57,7 +57,7 @@ def rotate(first: int | torch.Tensor) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from rope_patch.attention.fused import triton_kernels as kernels
+    from rope_patch.attention import triton_kernels as kernels
 
     driver.set_active(registers.Absent(GPUTarget("cuda", 90, 32)))
     states = kernels.States.of(torch.empty(1, 4, 300, 64, dtype=torch.bfloat16))

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from rope_patch import patch
-from rope_patch.attention import oracle, segmented
-from rope_patch.attention.inputs import Branch
+from rope_patch.attention.executors import merged, reference
+from rope_patch.attention.problem import Branch
 from rope_patch.attention.rotation import rotate
 from rope_patch.attention.spans import find_spans
 from rope_patch.schemes.tools.rotary import half_split
 from rope_patch.training.chunked_loss import chunked_loss
+from tests.attention.problems import in_spans
 from tests.attention.test_bidirectional import bias_of
 from tests.attention.test_segmented import ROWS, SPECS, inputs_of, run_segmented
 from tests.families import build
@@ -42,7 +43,7 @@ def test_regions_and_biases(spec, causal):
         pytest.skip("only causal")
     inputs, kept = inputs_of("" if spec == "learned" else spec, ROWS, 45, 45, causal=causal)
     table = torch.randn(4, 81, dtype=torch.float64) if spec == "learned" else None
-    ours, theirs = (twice(attend, inputs, kept, table) for attend in (run_segmented, lambda x: oracle.attend(x)[0]))
+    ours, theirs = (twice(attend, inputs, kept, table) for attend in (run_segmented, lambda x: reference.attend(x)[0]))
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)  # biases are float32
 
 
@@ -53,7 +54,7 @@ def test_regions_by_differences():
 
     def attend(value, *states):
         branches = tuple(Branch(region, *states[2 * i : 2 * i + 2]) for i, region in enumerate(regions))
-        return segmented.attend(dataclasses.replace(inputs, value=value, branches=branches), spans)
+        return in_spans(merged, dataclasses.replace(inputs, value=value, branches=branches), spans)
 
     states = [inputs.value, *(x for branch in inputs.branches for x in (branch.query, branch.key))]
     assert torch.autograd.gradgradcheck(attend, [x.requires_grad_() for x in states], fast_mode=True)

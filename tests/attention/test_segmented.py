@@ -9,17 +9,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rope_patch import get_scheme
-from rope_patch.attention import oracle, segmented, tile_kernels
+from rope_patch.attention import tile_kernels
 from rope_patch.attention.bias import KeyTerm, tile_bias
-from rope_patch.attention.inputs import AttentionInputs, Branch, DistanceBias
+from rope_patch.attention.executors import merged, reference
+from rope_patch.attention.pieces import Tile, in_rows, tiles_of
+from rope_patch.attention.problem import Branch, Problem
 from rope_patch.attention.rotation import Rotation
 from rope_patch.attention.spans import Span, find_spans
+from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.tile_kernels import Dense, FlashCPU, agrees
-from rope_patch.attention.tiles import Tile, in_rows, tiles_of
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import Identity
 from rope_patch.schemes.tools.rotary import half_split
-from tests.attention.problems import supports
+from tests.attention.problems import in_spans, supports
 
 BOUND = st.one_of(st.integers(-3, 40), st.just(math.inf))
 
@@ -137,7 +139,7 @@ def inputs_of(
         bias = DistanceBias(lambda distance: scheme.bias(distance, heads), scheme.linear)
     pads_before = (groups >= 0).int().argmax(dim=-1, keepdim=True)
     keys = torch.arange(kv_length) - pads_before
-    inputs = AttentionInputs(
+    inputs = Problem(
         branches,
         states(kv_heads, kv_length, value_dim),
         positions[:, start:],
@@ -187,8 +189,8 @@ def gradients_of(attend, inputs, kept, grad):
 def run_segmented(inputs):
     rows = len(inputs.groups)
     spans = find_spans(inputs.query_positions, None, inputs.groups, inputs.query_start, rows, inputs.causal)
-    assert supports(segmented, inputs, spans)
-    return segmented.attend(inputs, spans)
+    assert supports(merged, inputs, spans)
+    return in_spans(merged, inputs, spans)
 
 
 def in_double(inputs):
@@ -209,12 +211,12 @@ def test_output_and_gradients_are_those_of_the_oracle_in_float64(spec, q_length,
         pytest.skip("packed rows have no cache, and their positions start again")
     for kernel in (Dense, FlashCPU):
         monkeypatch.setattr(kernel, "band_rows", lambda self, width: 7)
-    monkeypatch.setattr(segmented, "LARGE", 1000)
+    monkeypatch.setattr(merged, "LARGE", 1000)
     monkeypatch.setattr(Dense, "rows", 5)
     monkeypatch.setattr(KeyTerm, "rows", 15)
     inputs, kept = inputs_of(spec, rows, q_length, 45, dtype)
     grad = torch.randn(inputs.branches[0].query.shape, generator=torch.Generator().manual_seed(1))
-    expected, slopes = gradients_of(lambda x: oracle.attend(x)[0], in_double(inputs), kept, grad)
+    expected, slopes = gradients_of(lambda x: reference.attend(x)[0], in_double(inputs), kept, grad)
     found, ours = gradients_of(run_segmented, inputs, kept, grad)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
     if inputs.bias is not None or inputs.running_bias is not None:
@@ -243,7 +245,7 @@ def test_keys_beyond_the_reach_of_a_head_weigh_nothing(spec, q_length, rows, mon
     monkeypatch.setattr(FlashCPU, "band_rows", lambda self, width: 7)
     inputs, kept = inputs_of(spec, rows, q_length, 45, torch.float32)
     grad = torch.randn(inputs.branches[0].query.shape, generator=torch.Generator().manual_seed(1))
-    expected, theirs = gradients_of(lambda x: oracle.attend(x)[0], in_double(inputs), kept, grad)
+    expected, theirs = gradients_of(lambda x: reference.attend(x)[0], in_double(inputs), kept, grad)
     found, ours = gradients_of(run_segmented, inputs, kept, grad)
     assert min(reached) < 12
     assert len(set(reached)) == 4
@@ -256,7 +258,7 @@ def test_keys_beyond_the_reach_of_a_head_weigh_nothing(spec, q_length, rows, mon
 def test_pads_behind_a_text_see_its_end_though_it_is_beyond_the_reach(spec):
     """A reach counts from the last token of the text: the pads are up to 25 tokens behind it."""
     inputs, _ = inputs_of(spec, [[0] * 20 + [-1] * 25, [0] * 45], 45, 45, torch.float32)
-    expected = oracle.attend(in_double(inputs))[0]
+    expected = reference.attend(in_double(inputs))[0]
     assert expected[0, :, 20:].abs().amax(dim=(1, 2)).min() > 0.1
     torch.testing.assert_close(run_segmented(inputs).double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -265,9 +267,9 @@ def test_a_learned_slope_that_rises_or_is_flat_has_no_reach():
     slopes = torch.tensor([3.0, -0.5, 0.0, 6.0], requires_grad=True)
     inputs, kept = inputs_of("alibi", ROWS, 45, 45, torch.float32)
     bias = DistanceBias(lambda distance: -slopes.view(-1, *[1] * distance.ndim) * distance, linear=True)
-    assert segmented._reaches(inputs, tile_bias(dataclasses.replace(inputs, bias=bias)))[1:3] == [45, 45]
+    assert merged._reaches(inputs, tile_bias(dataclasses.replace(inputs, bias=bias)))[1:3] == [45, 45]
     grad, results = torch.randn(2, 4, 45, 16, generator=torch.Generator().manual_seed(1)), []
-    for attend, call in ((run_segmented, inputs), (lambda x: oracle.attend(x)[0], in_double(inputs))):
+    for attend, call in ((run_segmented, inputs), (lambda x: reference.attend(x)[0], in_double(inputs))):
         slopes.grad = None
         out, gradients = gradients_of(attend, dataclasses.replace(call, bias=bias), kept, grad)
         results.append([out, *gradients, slopes.grad])
@@ -296,7 +298,7 @@ def test_states_that_are_not_finite_end_no_reach():
 def test_heads_of_values_may_have_another_width(value_dim):
     inputs, kept = inputs_of("rerope:window=6", ROWS, 45, 45, torch.float32, value_dim=value_dim)
     grad = torch.randn(2, 4, 45, value_dim, generator=torch.Generator().manual_seed(1))
-    expected, slopes = gradients_of(lambda x: oracle.attend(x)[0], in_double(inputs), kept, grad)
+    expected, slopes = gradients_of(lambda x: reference.attend(x)[0], in_double(inputs), kept, grad)
     found, ours = gradients_of(run_segmented, inputs, kept, grad)
     for one, other in zip([found, *ours], [expected, *slopes], strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
@@ -308,7 +310,7 @@ def test_gradients_in_bfloat16_are_no_worse_than_those_of_plain_flash(spec):
     grad = torch.randn(inputs.branches[0].query.shape, generator=torch.Generator().manual_seed(1))
 
     def worst_error(attend, inputs):
-        _, expected = gradients_of(lambda x: oracle.attend(x)[0], in_double(inputs), kept, grad)
+        _, expected = gradients_of(lambda x: reference.attend(x)[0], in_double(inputs), kept, grad)
         _, found = gradients_of(attend, inputs, kept, grad)
         return max((a.double() - b).norm() / b.norm() for a, b in zip(found, expected, strict=True))
 
@@ -325,12 +327,12 @@ def test_gradients_in_bfloat16_are_no_worse_than_those_of_plain_flash(spec):
 @pytest.mark.parametrize("shared", ["query", "key"])
 @pytest.mark.parametrize("spec", ["rerope:window=6", "dca:chunk_size=9,local_window=2", "lm_infinite:local_window=7"])
 def test_branches_with_the_same_states_add_to_one_gradient(spec, shared, monkeypatch):
-    monkeypatch.setattr(segmented, "LARGE", 1000)
+    monkeypatch.setattr(merged, "LARGE", 1000)
     inputs, _ = inputs_of(spec, ROWS[:1], 45, 45, torch.bfloat16)
     grad, taken, found = torch.randn(1, 4, 45, 16), [], []
-    backward = segmented.backward
-    monkeypatch.setattr(segmented, "backward", lambda *args: taken.append(backward(*args)) or taken[-1])
-    for dtype, attend in ((torch.double, lambda x: oracle.attend(x)[0]), (torch.bfloat16, run_segmented)):
+    backward = merged.backward
+    monkeypatch.setattr(merged, "backward", lambda *args: taken.append(backward(*args)) or taken[-1])
+    for dtype, attend in ((torch.double, lambda x: reference.attend(x)[0]), (torch.bfloat16, run_segmented)):
         state = getattr(inputs.branches[0], shared).to(dtype).requires_grad_()
         branches = [dataclasses.replace(branch, **{shared: state}) for branch in in_dtype(inputs, dtype).branches]
         out = attend(dataclasses.replace(in_dtype(inputs, dtype), branches=tuple(branches)))
@@ -345,7 +347,7 @@ def test_branches_with_the_same_states_add_to_one_gradient(spec, shared, monkeyp
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:1] * 2], ids=["padded", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_queries_are_rotated_in_blocks_where_they_are_scored(spec, rows, dtype, monkeypatch):
-    monkeypatch.setattr(segmented, "LARGE", 1000)
+    monkeypatch.setattr(merged, "LARGE", 1000)
     monkeypatch.setattr(FlashCPU, "band_rows", lambda self, width: 7)
     inputs, kept = inputs_of(spec, rows, 45, 45, dtype)
     query, layout = inputs.branches[0].query.requires_grad_(), half_split(16)
@@ -357,7 +359,7 @@ def test_queries_are_rotated_in_blocks_where_they_are_scored(spec, rows, dtype, 
     rotated = [layout.rotate(query.double(), cos.double(), sin.double()) for cos, sin in tables]
     by_oracle = [dataclasses.replace(b, query=q) for b, q in zip(exact.branches, rotated, strict=True)]
     seen = kept[:, None, :, None]
-    expected = oracle.attend(dataclasses.replace(exact, branches=tuple(by_oracle)))[0] * seen
+    expected = reference.attend(dataclasses.replace(exact, branches=tuple(by_oracle)))[0] * seen
     found = run_segmented(dataclasses.replace(inputs, branches=tuple(in_blocks))) * seen
     grad = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
     (slope,) = torch.autograd.grad(expected, query, grad.double())
@@ -370,7 +372,7 @@ def test_a_span_with_a_window_is_a_band_of_every_region():
     inputs, _ = inputs_of("rerope:window=6", [[0] * 45], 45, 45)
     span = Span(slice(0, 1), slice(0, 45), slice(0, 45), 0, window=11)
     mask = torch.ones(45, 45, dtype=torch.bool).tril().triu(-10)[None, None]
-    expected = oracle.attend(dataclasses.replace(inputs, mask=mask, groups=None))[0]
-    torch.testing.assert_close(segmented.attend(inputs, (span,)), expected)
+    expected = reference.attend(dataclasses.replace(inputs, mask=mask, groups=None))[0]
+    torch.testing.assert_close(in_spans(merged, inputs, (span,)), expected)
     chunks, _ = inputs_of("dca:chunk_size=9,local_window=2", [[0] * 45], 45, 45)
-    assert not supports(segmented, chunks, (span,))
+    assert not supports(merged, chunks, (span,))

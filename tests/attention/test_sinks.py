@@ -9,7 +9,7 @@ import torch
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from rope_patch import patch
-from rope_patch.attention import chunked, oracle
+from rope_patch.attention.executors import chunked, reference
 from tests.attention.test_segmented import inputs_of
 from tests.families import build
 from tests.runs import LENGTH, assert_close, cached_logits, logits, tokens
@@ -23,15 +23,15 @@ def call(spec):
     return dataclasses.replace(inputs, sinks=SINKS, groups=None)
 
 
-@pytest.mark.parametrize("attend", [lambda call: oracle.attend(call)[0], chunked.attend], ids=["oracle", "chunked"])
-def test_attention_with_sinks_is_that_of_transformers(attend, monkeypatch):
+@pytest.mark.parametrize("executor", [reference, chunked], ids=["reference", "chunked"])
+def test_attention_with_sinks_is_that_of_transformers(executor, monkeypatch):
     monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 300)
     inputs = call(None)
     (branch,), hidden = inputs.branches, torch.ones(20, 20, dtype=torch.bool).triu(1)
     module = SimpleNamespace(sinks=SINKS, num_key_value_groups=2, training=False)
     mask = torch.zeros(20, 20, dtype=torch.float64).masked_fill(hidden, -torch.inf)
     theirs, _ = eager_attention_forward(module, branch.query, branch.key, inputs.value, mask, inputs.scaling)
-    torch.testing.assert_close(attend(inputs).transpose(1, 2), theirs)
+    torch.testing.assert_close(executor.attend(inputs)[0].transpose(1, 2), theirs)
 
 
 def test_every_region_shares_the_softmax_with_the_sink():
@@ -43,7 +43,7 @@ def test_every_region_shares_the_softmax_with_the_sink():
     products = [query @ key.swapaxes(-1, -2) for query, key in (near, far)]
     scores = np.exp(inputs.scaling * np.where(m - n < 6, *products)) * (m >= n)
     weights = scores / (scores.sum(-1, keepdims=True) + np.exp(SINKS.numpy())[:, None, None])
-    np.testing.assert_allclose(oracle.attend(inputs)[1].numpy(), weights, atol=1e-12)
+    np.testing.assert_allclose(reference.attend(inputs)[1].numpy(), weights, atol=1e-12)
 
 
 @pytest.mark.parametrize("attention", ["auto", "oracle", "chunked", "segmented"])

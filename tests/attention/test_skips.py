@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rope_patch import patch
-from rope_patch.attention import decay, oracle, products, segmented
+from rope_patch.attention.executors import decayed, merged, products, reference
 from rope_patch.attention.spans import MOST_SPANS_PER_ROW, find_spans
 from rope_patch.attention.tile_kernels import Dense, FlashCPU
-from tests.attention.problems import supports
+from tests.attention.problems import in_spans, supports
 from tests.attention.test_segmented import gradients_of, in_double, inputs_of, run_segmented
 from tests.executors import executors_of
 from tests.runs import assert_close, assert_same_gradients, logits, tokens
@@ -49,7 +49,7 @@ def skipping(inputs, cuts, sizes):
 def small_tiles(monkeypatch):
     for kernel in (Dense, FlashCPU):
         monkeypatch.setattr(kernel, "band_rows", lambda self, width: 7)
-    monkeypatch.setattr(segmented, "LARGE", 1000)
+    monkeypatch.setattr(merged, "LARGE", 1000)
     monkeypatch.setattr(Dense, "rows", 5)
 
 
@@ -73,7 +73,7 @@ def test_output_and_gradients_are_those_of_the_oracle(spec, rows, q_length, dtyp
     def check(skips):
         call = skipping(inputs, *zip(*skips, strict=True))
         grad = torch.randn(call.branches[0].query.shape, generator=torch.Generator().manual_seed(1))
-        expected, theirs = gradients_of(lambda x: oracle.attend(x)[0], in_double(call), every, grad)
+        expected, theirs = gradients_of(lambda x: reference.attend(x)[0], in_double(call), every, grad)
         found, ours = gradients_of(run_segmented, call, every, grad)
         assert_equal([found, *ours], [expected, *theirs], 1e-12 if dtype == torch.float64 else 1e-5)
 
@@ -86,7 +86,7 @@ def test_the_products_of_bfloat16_are_those_of_the_oracle(spec, rows):
     inputs, _ = inputs_of(spec, rows, 45, 45, torch.bfloat16)
     call = skipping(inputs, [9, 30], [5, 8_000])
     spans = find_spans(call.query_positions, None, call.groups, 0, 2)
-    assert_equal([products.attend(call, spans)], [oracle.attend(in_double(call))[0]], 2e-2)
+    assert_equal([in_spans(products, call, spans)], [reference.attend(in_double(call))[0]], 2e-2)
 
 
 @pytest.mark.parametrize("window", [4, 30])
@@ -96,7 +96,7 @@ def test_a_sliding_window_counts_slots_where_positions_skip(window):
     call = dataclasses.replace(skipping(inputs, [9, 30], [3, 20]), mask=mask)
     spans = find_spans(call.query_positions, mask, None, 0, 1)
     assert len(spans) == 6
-    torch.testing.assert_close(segmented.attend(call, spans), oracle.attend(call)[0])
+    torch.testing.assert_close(in_spans(merged, call, spans), reference.attend(call)[0])
 
 
 def test_positions_that_go_down_or_skip_too_often_are_no_spans():
@@ -116,7 +116,7 @@ def test_keys_of_both_directions_are_no_spans_where_positions_skip():
 def test_a_bias_is_scored_by_blocks_where_positions_skip(spec):
     inputs, _ = inputs_of(spec, [[0] * 45], 45, 45)
     call = skipping(inputs, [20], [9])
-    assert not supports(segmented, call, find_spans(call.query_positions, None, call.groups, 0, 1))
+    assert not supports(merged, call, find_spans(call.query_positions, None, call.groups, 0, 1))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_model_keeps_the_fast_path_in_training(llama, spec, pads):
 
 @pytest.mark.parametrize("spec", ["xpos+rerope:window=6", "xpos+self_extend:group_size=4,window=7"])
 def test_a_block_under_a_decay_knows_the_skips_before_it(llama, spec, monkeypatch):
-    monkeypatch.setattr(decay, "ROWS", 16)
+    monkeypatch.setattr(decayed, "ROWS", 16)
     positions = torch.arange(40)[None] + 20 * (torch.arange(40) >= 14)
     given = {"position_ids": positions, "attention_mask": torch.ones(1, 40)}
     with patch(llama, spec, attention="oracle"):

@@ -6,12 +6,13 @@ import math
 import pytest
 import torch
 
-from rope_patch.attention import oracle, products, segmented, tile_kernels
-from rope_patch.attention.inputs import Branch
+from rope_patch.attention import tile_kernels
+from rope_patch.attention.executors import merged, products, reference
+from rope_patch.attention.pieces import Tile, tiles_of
+from rope_patch.attention.problem import Branch
 from rope_patch.attention.spans import Span, find_spans
 from rope_patch.attention.tile_kernels import Dense, FlashCPU, Merged, Work
-from rope_patch.attention.tiles import Tile, tiles_of
-from tests.attention.problems import supports
+from tests.attention.problems import in_spans, supports
 from tests.attention.test_bidirectional import bias_of
 from tests.attention.test_segmented import (
     ROWS,
@@ -78,7 +79,7 @@ def test_blocks_of_full_size_are_the_oracle(spec, kv_heads, q_length):
     inputs, kept = inputs_of(spec, [[0] * 1700], q_length, 1700, torch.float32, kv_heads=kv_heads, heads=2, dim=8)
     inputs = dataclasses.replace(inputs, value=inputs.value[..., :8])
     grad = torch.randn(1, 2, q_length, 8, generator=torch.Generator().manual_seed(1))
-    expected, slopes = gradients_of(lambda x: oracle.attend(x)[0], in_double(inputs), kept, grad)
+    expected, slopes = gradients_of(lambda x: reference.attend(x)[0], in_double(inputs), kept, grad)
     found, ours = gradients_of(run_segmented, inputs, kept, grad)
     for one, other in zip([found, *ours], [expected, *slopes], strict=True):
         assert (one.double() - other).norm() / other.norm() < 2e-6
@@ -117,8 +118,8 @@ def test_a_bias_of_few_heads_at_a_time_gets_the_gradient_of_all(causal, kv_heads
         out, slopes = gradients_of(lambda x: attend(dataclasses.replace(x, bias=bias_of(table))), inputs, kept, grad)
         return [out, table.grad, *slopes]
 
-    expected = gradients(lambda x: oracle.attend(x)[0], in_double(inputs))
-    monkeypatch.setattr(segmented, "LARGE", 100)
+    expected = gradients(lambda x: reference.attend(x)[0], in_double(inputs))
+    monkeypatch.setattr(merged, "LARGE", 100)
     monkeypatch.setattr(tile_kernels, "LEAST_ROWS", 4)
     monkeypatch.setattr(tile_kernels, "SCORES_IN_CACHE", 45 * 8 * 11)
     for one, other in zip(gradients(run_segmented, inputs), expected, strict=True):
@@ -145,8 +146,8 @@ def test_products_in_bfloat16_are_the_oracle_up_to_their_rounding(spec, rows, q_
     inputs, kept = inputs_of(spec, rows, q_length, 45, torch.bfloat16)
     kept = kept[:, None, :, None]
     spans = find_spans(inputs.query_positions, None, inputs.groups, inputs.query_start, len(rows))
-    expected = oracle.attend(in_double(inputs))[0] * kept
-    found = products.attend(inputs, spans)
+    expected = reference.attend(in_double(inputs))[0] * kept
+    found = in_spans(products, inputs, spans)
     assert found.dtype == torch.bfloat16
     assert not (found * ~kept).any()
     assert (found.double() - expected).norm() / expected.norm() < 6e-3
@@ -160,7 +161,7 @@ def test_products_in_bfloat16_add_regions_in_float32(means):
     earlier, previous, own = ([mean * 32 / keys] * keys for mean, keys in zip(means, (16, 8, 8), strict=True))
     value = torch.tensor(earlier + previous + own)[:, None].expand_as(inputs.value).bfloat16()
     spans = find_spans(inputs.query_positions, None, inputs.groups, inputs.query_start, 1)
-    found = products.attend(dataclasses.replace(inputs, branches=branches, value=value), spans)
+    found = in_spans(products, dataclasses.replace(inputs, branches=branches, value=value), spans)
     assert found.unique().tolist() == [258]
 
 
@@ -173,8 +174,8 @@ def test_products_are_for_bfloat16(dtype, monkeypatch):
 def test_products_see_both_ways():
     inputs, _ = inputs_of("rerope:window=6", [[0] * 45], 45, 45, torch.bfloat16, causal=False)
     span = Span(slice(0, 1), slice(0, 45), slice(0, 45), 0, causal=False)
-    expected = oracle.attend(in_double(inputs))[0]
-    assert (products.attend(inputs, (span,)).double() - expected).norm() / expected.norm() < 6e-3
+    expected = reference.attend(in_double(inputs))[0]
+    assert (in_spans(products, inputs, (span,)).double() - expected).norm() / expected.norm() < 6e-3
 
 
 def test_products_serve_bfloat16_without_gradient_or_bias_where_the_processor_has_them(monkeypatch):
@@ -204,5 +205,5 @@ def test_branches_that_begin_later_serve_products_too():
     inputs, _ = inputs_of("rerope:window=6", ROWS[:1], 25, 45, torch.bfloat16)
     spans = find_spans(inputs.query_positions, None, inputs.groups, inputs.query_start, 1)
     cut = tuple(Branch(b.region, b.query, b.key[:, :, 14:], 14) if b.region.stop == 6 else b for b in inputs.branches)
-    expected = products.attend(inputs, spans)
-    assert torch.equal(products.attend(inputs.with_branches(cut), spans), expected)
+    expected = in_spans(products, inputs, spans)
+    assert torch.equal(in_spans(products, inputs.replaced(branches=cut), spans), expected)

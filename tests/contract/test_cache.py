@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rope_patch import UnsupportedPositions, get_scheme, patch
-from rope_patch.attention import decode, decode_traced
+from rope_patch.attention.executors import joined, traced
 from rope_patch.mounting import hooks
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
 from tests.families import FAMILIES, FOLLOWING, LLAMA_AND_SCALED, PACKED_ROWS_MIX, RUN, SCALED, TRAINING_LENGTH, build
@@ -249,8 +249,8 @@ def test_a_decoding_step_in_one_graph_equals_one_by_slices(llama, spec, monkeypa
     sizes = [batch.shape[1] - 2, 1, 1]
     with patch(llama, spec):
         expected = cached_logits(llama, batch, sizes, mask)
-        monkeypatch.setattr(decode, "attend", decode_traced.attend)
-        monkeypatch.setattr(decode, "_is_block", lambda *_: False)
+        monkeypatch.setitem(vars(joined.EXECUTOR), "attend", lambda problem: (traced.attend(problem), None))
+        monkeypatch.setattr(joined, "_is_block", lambda *_: False)
         found = cached_logits(llama, batch, sizes, mask)
         static = StaticCache(config=llama.config, max_cache_len=batch.shape[1] + 5)
         in_static = cached_logits(llama, batch, sizes, mask, static)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rope_patch import get_scheme, native_scheme, patch
-from rope_patch.attention import chunked
+from rope_patch.attention.executors import chunked
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
 from tests.families import BIASED, FOLLOWING, NORMED, RUN, SCALED, SHARED_TABLES
 from tests.runs import (
@@ -82,8 +82,8 @@ def test_gradients_equal_those_of_the_literal_way(model, spec):
 
 def test_small_blocks_really_split_the_queries(llama, monkeypatch):
     calls = []
-    attend = chunked.oracle.attend
-    monkeypatch.setattr(chunked.oracle, "attend", lambda inputs: calls.append(inputs.q_length) or attend(inputs))
+    attend = chunked.reference.attend
+    monkeypatch.setattr(chunked.reference, "attend", lambda inputs: calls.append(inputs.q_length) or attend(inputs))
     with patch(llama, "rerope", window=6, attention="chunked"):
         logits(llama, tokens())
     assert len(calls) > 2 * llama.config.num_hidden_layers

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from rope_patch import CachedKeys, patch
-from rope_patch.attention import decode
+from rope_patch.attention.executors import joined
 from rope_patch.mounting.step import Step
 from tests.families import build
 from tests.runs import assert_close, cached_logits, left_padded, tokens
@@ -21,8 +21,8 @@ SIZES = [40, 1, 1, 1]
 @pytest.fixture
 def plans(monkeypatch):
     """One entry for each plan that is made."""
-    made, plan = [], decode._plan
-    monkeypatch.setattr(decode, "_plan", lambda *args: made.append(1) or plan(*args))
+    made, plan = [], joined._plan
+    monkeypatch.setattr(joined, "_plan", lambda *args: made.append(1) or plan(*args))
     return made
 
 

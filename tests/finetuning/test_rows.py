@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from transformers import default_data_collator
 
 from rope_patch import patch
-from rope_patch.attention import chunked
+from rope_patch.attention.executors import chunked
 from rope_patch.data.corpora import load_text
 from rope_patch.data.pose import PoSECollator
 from rope_patch.data.training_rows import cut, packed, training_rows

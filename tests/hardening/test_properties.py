@@ -14,7 +14,7 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 from rope_patch import RopePatchError, get_scheme, patch
-from rope_patch.attention import chunked, decode
+from rope_patch.attention.executors import chunked, joined
 from tests.families import build
 from tests.hardening.exploring import explore
 from tests.hardening.legal import is_cached_exactly, schemes
@@ -39,7 +39,7 @@ def _blocks(part, monkeypatch):
     """In half of the tests tiny texts take the ways that are meant for long ones."""
     if part % 2:
         monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 300)
-        monkeypatch.setattr(decode, "SMALL", 16)
+        monkeypatch.setattr(joined, "SMALL", 16)
 
 
 def answered(run: Callable[[], Any]) -> Any:

@@ -19,8 +19,8 @@ missing = [name for name in ("triton", "kernels") if importlib.util.find_spec(na
 def error_of(folder: Path, by_kernels: bool) -> float:
     """Of ReRoPE's two regions, relative to the norm."""
     from rope_patch import get_scheme
-    from rope_patch.attention import oracle
-    from rope_patch.attention.inputs import AttentionInputs, Branch
+    from rope_patch.attention.executors import reference
+    from rope_patch.attention.problem import Branch, Problem
 
     if by_kernels:
         from kernels import get_local_kernel
@@ -35,8 +35,8 @@ def error_of(folder: Path, by_kernels: bool) -> float:
     used = [region for region in regions if region.stop > 0]
     queries, keys = ([torch.randn(1, h, n, 16, generator=random) for _ in used] for h, n in ((4, 20), (2, 50)))
     value, positions = torch.randn(1, 2, 50, 16, generator=random), torch.arange(50)[None]
-    inputs = AttentionInputs((), value, positions[:, 30:], positions, None, True, 30, 0.25)
-    expected = oracle.attend(inputs.with_branches(tuple(map(Branch, used, queries, keys))))[0]
+    inputs = Problem((), value, positions[:, 30:], positions, None, True, 30, 0.25)
+    expected = reference.attend(inputs.replaced(branches=tuple(map(Branch, used, queries, keys))))[0]
     bounds = [(int(region.start), None if region.stop == float("inf") else int(region.stop)) for region in used]
     out, _ = module.attention(queries, keys, value, bounds)
     return float((out - expected).norm() / expected.norm())

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import T5Config, T5EncoderModel
 
 import rope_patch
-from rope_patch.attention import chunked, decode
+from rope_patch.attention.executors import chunked, joined
 from rope_patch.errors import EvaluationError, UnsupportedModel, UnsupportedPositions
 from rope_patch.models import llama as llama_style
 from rope_patch.mounting.parameters import learned_parameters
@@ -127,7 +127,7 @@ def in_group(rank, checks):
     warnings.simplefilter("ignore")
     gc.collect(), gc.freeze()  # whoever looks for the models around a backbone need not walk through all imports
     llama_style.read = remembering(llama_style.read)
-    decode.SMALL, chunked.SCORES_PER_BLOCK = 200, 300  # short texts take the ways of long ones
+    joined.SMALL, chunked.SCORES_PER_BLOCK = 200, 300  # short texts take the ways of long ones
     failed = False
     for check, *arguments in checks:
         try:

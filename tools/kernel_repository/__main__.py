@@ -19,7 +19,7 @@ from rope_patch.version import __version__
 NAME, BACKENDS = "rope-patch-attention", ("cpu", "cuda", "rocm")
 SOURCES = {
     "__init__.py": Path(__file__).with_name("regions.py"),
-    "triton_kernels.py": Path(__file__).parents[2] / "rope_patch/attention/fused/triton_kernels.py",
+    "triton_kernels.py": Path(__file__).parents[2] / "rope_patch/attention/triton_kernels.py",
 }
 BUILD = f"""[general]
 name = "{NAME}"
@@ -38,7 +38,7 @@ def write(out: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name, source in SOURCES.items():
             text = source.read_text(encoding="utf-8")
-            text = text.replace("from rope_patch.attention.fused import triton_kernels", "from . import triton_kernels")
+            text = text.replace("from rope_patch.attention import triton_kernels", "from . import triton_kernels")
             (folder / name).write_text(text, encoding="utf-8")
     for folder, backend in builds.items():
         identity = f"_{NAME.replace('-', '_')}_{backend}_{__version__.replace('.', '_')}"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rope_patch.attention.fused import triton_kernels as kernels
+from rope_patch.attention import triton_kernels as kernels
 
 FAR = 2**30
 ROWS, KEYS = 64, 32

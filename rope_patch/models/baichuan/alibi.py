@@ -10,7 +10,6 @@ from torch import nn
 
 from rope_patch.attention import engine
 from rope_patch.attention.forward import Forward
-from rope_patch.attention.inputs import AttentionInputs, AttentionMode
 from rope_patch.attention.masks import keys_seen, read_mask
 from rope_patch.attention.problem import Problem
 from rope_patch.attention.turner import Turner
@@ -77,7 +76,8 @@ def alibi_attention_forward(
         scattered = not bool(follow_on(past, position_ids, seen))
         of_keys = joined(past, of_keys[:, length:]) if scattered else of_keys
     bias = forward.bias(ALiBi(), query)
-    inputs = AttentionInputs(
+    key = key.plain() if isinstance(key, CachedKeys) else key  # of a static cache
+    problem = Problem(
         branches=(),
         value=value,
         query_positions=position_ids,
@@ -91,9 +91,10 @@ def alibi_attention_forward(
         # the linear form is a tenth faster, with an error from rounding slope * 512: too large for float32, negligible
         # in half precision
         bias=dataclasses.replace(bias, linear=bias.linear and torch.finfo(query.dtype).bits < 32),
+        mode="oracle" if implementation == "eager" else "auto",
+        query=query,
+        key=key,
+        turner=Turner(forward, position_ids, of_keys, (ALL_PAIRS,)),
     )
-    key = key.plain() if isinstance(key, CachedKeys) else key  # of a static cache
-    turner = Turner(forward, position_ids, of_keys, (ALL_PAIRS,))
-    mode = "oracle" if implementation == "eager" else "auto"
-    output, weights = engine.score(Problem(inputs, cast(AttentionMode, mode), query, key, turner))
+    output, weights = engine.score(problem)
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from rope_patch.attention.forward import Forward
-from rope_patch.attention.inputs import wide
+from rope_patch.attention.terms import upcast
 from rope_patch.models.arguments import cache_in
 from rope_patch.models.baichuan.alibi import alibi_attention_forward
 from rope_patch.models.baichuan.configuration import BaichuanConfig
@@ -153,7 +153,7 @@ class NormHead(nn.Linear):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(..., hidden)` to `(..., vocabulary)`, in the dtype of the hidden states; lengths are float32 or wider."""
-        lengths = torch.linalg.vector_norm(self.weight, dim=-1, dtype=wide(self.weight[:0]).dtype).clamp_min(1e-12)
+        lengths = torch.linalg.vector_norm(self.weight, dim=-1, dtype=upcast(self.weight[:0]).dtype).clamp_min(1e-12)
         return (super().forward(hidden_states) / lengths).to(hidden_states.dtype)
 
 

@@ -1,15 +1,120 @@
-"""The interface of the kernels: inputs of a call, and attention with gradients."""
+"""One Triton kernel for all regions of a call, with gradients: what it supports, its trial, and its launch."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from rope_patch.attention.inputs import AttentionInputs, DistanceBias
-from rope_patch.attention.turner import Fused, Tables
+from rope_patch.attention.executors import reference
+from rope_patch.attention.merging import compiles
+from rope_patch.attention.problem import Branch, Output, Problem
+from rope_patch.attention.table import Executor
+from rope_patch.attention.terms import DistanceBias
+from rope_patch.attention.turner import Fused, Tables, Turner
+from rope_patch.schemes.slots import Region
+from rope_patch.schemes.tools.positions import Identity
+
+
+def attend(problem: Problem) -> Output:
+    """Output of `reference.attend` for a call that the kernels support, `(batch, heads, q_len, value_dim)`."""
+    return launched(problem, problem.fused), None
+
+
+def supports(problem: Problem) -> str:
+    """Why the kernels cannot compute a call; empty if they can, and equalled the definition when they were tried."""
+    if problem.compiling:
+        return "a compiled model calls one operator"
+    if problem.turner is None:
+        return "its states are rotated already"
+    if problem.decay is not None:
+        return "scores decay"
+    if not compiles(problem.value.device):
+        return "Triton is not installed, or does not compile for this device"
+    return unsupported(problem, problem.fused)
+
+
+def unsupported(problem: Problem, call: Fused) -> str:
+    """Why the kernels cannot compute a call; empty if they can."""
+    queries, value, mask = call.queries, problem.value, problem.mask
+    tables = [x for table in (*call.query_tables, *call.key_tables) if table is not None for x in table]
+    one_query = problem.q_length == 1
+    if not queries.dtype == call.keys.dtype == value.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return "states differ in dtype, or have one that it does not compute"
+    if max(queries.shape[-1], value.shape[-1]) > 256:
+        return "heads are wider than 256"
+    if problem.content is not None or problem.dropout != 0.0:
+        return "scores have a term by content, or dropout"
+    if problem.key_positions.ndim != 2:
+        return "heads keep different keys"
+    if not (mask is None or (one_query and mask.dtype == torch.bool and mask.shape[1] == 1)):
+        return "there is a mask for each pair"
+    if not (problem.causal or one_query or problem.q_length == problem.kv_length):
+        return "queries behind cached keys see later keys"
+    if not (problem.bias is None or call.in_order or is_slope(problem, problem.bias)):
+        return "positions skip, and a bias counts them"
+    if any(x.requires_grad for x in tables):
+        return "the rotation wants a gradient"
+    if not agrees(queries.device, queries.dtype, queries.shape[-1], value.shape[-1], torch.is_grad_enabled()):
+        return "it differed from the definition when it was tried, or does not run on this device"
+    return ""
+
+
+@functools.lru_cache(maxsize=64)
+def agrees(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, gradients: bool = True) -> bool:
+    """Whether the kernels are available and equal the oracle on small calls; tried once before use. With gradients they
+    are compiled for half a minute, once: Triton keeps them on disk.
+    """
+    if not compiles(device):
+        return False
+    sizes = (device, dtype, head_dim, value_dim, gradients)
+    try:
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.autocast(device.type, enabled=False):
+            # several tokens after a cache, with distance in chunks, and one token whose keys are split among programs
+            return _tried(40, 100, 8, *sizes) and _tried(1, 300, 1, *sizes)
+    except Exception:  # compilers and drivers fail in many ways, and other kernels exist
+        return False
+
+
+def _tried(
+    length: int,
+    kv_length: int,
+    chunk: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    gradients: bool,
+) -> bool:
+    """Whether a call with two regions, one of which rotates keys, is correct."""
+    random = torch.Generator().manual_seed(0)
+
+    def states(heads: int, length: int, dim: int) -> torch.Tensor:
+        return torch.randn(1, heads, length, dim, generator=random).to(device, dtype).requires_grad_(gradients)
+
+    query, key, value = leaves = (
+        states(4, length, head_dim),
+        states(2, kv_length, head_dim),
+        states(2, kv_length, value_dim),
+    )
+    grad, partner = torch.randn_like(states(4, length, value_dim)), torch.arange(head_dim, device=device).flip(0)
+    of_queries, of_keys = (tuple(states(2, n, head_dim)[0].detach()) for n in (length, kv_length))
+    near, far = (Region(Identity(), Identity(), chunk=chunk, **{bound: 17 // chunk}) for bound in ("stop", "start"))
+    positions, start = torch.arange(kv_length, device=device)[None], kv_length - length
+    problem = Problem((), value, positions[:, start:], positions, None, length > 1, start, 0.1)
+    call = Fused(query, key, (near, far), (of_queries, of_queries), (of_keys, None), partner)
+    q, k = (x * cos + x[..., partner] * sin for x, (cos, sin) in ((query, of_queries), (key, of_keys)))
+    defined = problem.replaced(branches=(Branch(near, q, k), Branch(far, q, key)))
+    outputs = launched(problem, call), reference.attend(defined)[0]
+    slopes = (torch.autograd.grad(out, leaves, grad) if gradients else () for out in outputs)
+    pairs = zip(*((out, *each) for out, each in zip(outputs, slopes, strict=True)), strict=True)
+    return all(bool((one.float() - other.float()).norm() < 0.03 * other.float().norm()) for one, other in pairs)
+
+
+# --- the launch ---
 
 
 class Blocks(NamedTuple):
@@ -57,33 +162,33 @@ def blocks_for(dtype: torch.dtype, width: int, rows: int, regions: int, arch: st
     return forward, of_queries, of_keys
 
 
-def attend(inputs: AttentionInputs, call: Fused, blocks: tuple[Blocks, Blocks, Blocks] | None = None) -> torch.Tensor:
-    """Output of `oracle.attend` for a call that `applies`, `(batch, heads, q_len, value_dim)`.
+def launched(problem: Problem, call: Fused, blocks: tuple[Blocks, Blocks, Blocks] | None = None) -> torch.Tensor:
+    """Output of `reference.attend` for a call that the kernels support, `(batch, heads, q_len, value_dim)`.
 
     Args:
-        inputs: their branches are ignored.
+        problem: its branches are ignored.
         call: queries, keys, and their rotation.
         blocks: for forward, and for the gradients of queries and of keys; default `blocks_for` the device.
     """
-    query, key, value = states = [_dense(x) for x in (call.queries, call.keys, inputs.value)]
+    query, key, value = states = [_dense(x) for x in (call.queries, call.keys, problem.value)]
     if blocks is None:
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(query.device)) if query.is_cuda else ""
         rows, width = query.shape[1] // key.shape[1] * query.shape[2], max(query.shape[-1], value.shape[-1])
         blocks = blocks_for(query.dtype, width, rows, len(call.regions), arch)
-    if inputs.causal:
+    if problem.causal:
         call = call.past()
-    bias, values = inputs.bias, None
+    bias, values = problem.bias, None
     if bias is not None:
-        first = 0 if inputs.causal or inputs.q_length == 1 else 1 - inputs.kv_length
-        last = inputs.q_length if first < 0 else inputs.kv_length
-        values = bias.values(0, 2).diff()[:, 0] if is_slope(inputs, bias) else bias.values(first, last).contiguous()
-    out: torch.Tensor = _Attention.apply(inputs, call, blocks, *states, values, inputs.sinks, inputs.running_bias)
+        first = 0 if problem.causal or problem.q_length == 1 else 1 - problem.kv_length
+        last = problem.q_length if first < 0 else problem.kv_length
+        values = bias.values(0, 2).diff()[:, 0] if is_slope(problem, bias) else bias.values(first, last).contiguous()
+    out: torch.Tensor = _Attention.apply(problem, call, blocks, *states, values, problem.sinks, problem.running_bias)
     return out
 
 
-def is_slope(inputs: AttentionInputs, bias: DistanceBias) -> bool:
+def is_slope(problem: Problem, bias: DistanceBias) -> bool:
     """Whether a bias is one number per head. The gradient of a learned bias needs its table."""
-    return bias.linear and (inputs.causal or inputs.q_length == 1) and not bias.learned
+    return bias.linear and (problem.causal or problem.q_length == 1) and not bias.learned
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -92,8 +197,8 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: AttentionInputs, call: Fused, blocks: tuple[Blocks, ...], *tensors: Any) -> Any:
-        from rope_patch.attention.fused import triton_kernels as kernels
+    def forward(ctx: Any, problem: Problem, call: Fused, blocks: tuple[Blocks, ...], *tensors: Any) -> Any:
+        from rope_patch.attention import triton_kernels as kernels
 
         query, _, value = tensors[:3]
         (batch, heads, length, _), (kv_heads, kv_length, value_dim) = query.shape, value.shape[1:]
@@ -112,8 +217,8 @@ class _Attention(torch.autograd.Function):
         out, lse = results(dtype=value.dtype)
         parts, part_lse = (out, lse) if splits == 1 else results(splits, dtype=torch.float32)
         with torch.cuda.device_of(value):
-            first = 0 if any(ctx.needs_input_grad) else _first_key(inputs, call)
-            given, how = described(inputs, call, blocks[0], tensors, first=first)
+            first = 0 if any(ctx.needs_input_grad) else _first_key(problem, call)
+            given, how = described(problem, call, blocks[0], tensors, first=first)
             places = kernels.States.of(parts.flatten(0, -4)), kernels.States.of(part_lse.flatten(0, -3))
             grid = row_blocks * splits, kv_heads, batch
             kernels.forward[grid](given, *places, splits, span, how, **blocks[0].options)
@@ -121,12 +226,12 @@ class _Attention(torch.autograd.Function):
                 whole, some = (kernels.States.of(out), kernels.States.of(lse)), 1 << (splits - 1).bit_length()
                 kernels.merge[length, heads, batch](*whole, *places, splits, some, how)
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.inputs, ctx.call, ctx.blocks = inputs, call, blocks[1:]
+        ctx.problem, ctx.call, ctx.blocks = problem, call, blocks[1:]
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        from rope_patch.attention.fused import triton_kernels as kernels
+        from rope_patch.attention import triton_kernels as kernels
 
         if torch.is_grad_enabled():  # `once_differentiable` overlooks what depends on the inputs alone
             raise RuntimeError(
@@ -137,13 +242,13 @@ class _Attention(torch.autograd.Function):
         of_bias, of_sinks, of_sums = (
             tensor is not None and wanted for tensor, wanted in zip(tensors[3:], ctx.needs_input_grad[6:], strict=True)
         )
-        inputs, call, (by_query, by_key) = ctx.inputs, ctx.call, ctx.blocks
+        problem, call, (by_query, by_key) = ctx.problem, ctx.call, ctx.blocks
         (batch, kv_heads, kv_length, _), length = key.shape, query.shape[2]
         grad, delta, grad_v = _dense(grad), torch.empty_like(lse), torch.empty_like(value)
         grad_table = torch.zeros_like(values) if of_bias else None
         at_keys = lse.new_empty(*lse.shape[:2], kv_length) if of_sums else None
         with torch.cuda.device_of(value):
-            given, how = described(inputs, call, by_query, tensors)
+            given, how = described(problem, call, by_query, tensors)
             shared = [kernels.States.of(x) for x in (out, grad, lse, delta)]
             grads_q, grads_k = ([torch.empty_like(x) for _ in call.regions] for x in (query, key))
             into_q, into_k = (tuple(map(kernels.States.of, grads)) for grads in (grads_q, grads_k))
@@ -161,41 +266,41 @@ class _Attention(torch.autograd.Function):
         grad_sinks = -to_sinks.sum(dim=(0, 2)).to(sinks.dtype) if of_sinks else None
         grad_sums = None if at_keys is None else -at_keys.to(sums.dtype)
         if grad_sums is not None and to_sinks is not None:
-            slots = torch.arange(length, device=lse.device) + inputs.query_start
+            slots = torch.arange(length, device=lse.device) + problem.query_start
             grad_sums.index_add_(-1, slots, to_sinks.to(sums.dtype))
         grad_sums = None if grad_sums is None else grad_sums.sum_to_size(sums.shape)
         return (None, None, None, grad_q, grad_k, grad_v, grad_table, grad_sinks, grad_sums)
 
 
 def described(
-    inputs: AttentionInputs, call: Fused, blocks: Blocks, tensors: Sequence[Any], first: int | torch.Tensor = 0
+    problem: Problem, call: Fused, blocks: Blocks, tensors: Sequence[Any], first: int | torch.Tensor = 0
 ) -> tuple[Any, Any]:
     """The inputs of the kernels, a `Given`, with queries and keys rotated, and their compile-time constants, a `How`.
 
     Args:
-        inputs, call: as for `attend`.
+        problem, call: as for `launched`.
         blocks: of the kernel that is next.
         tensors: queries, keys and values, `(batch, heads or kv_heads, length, dim)`; bias, sinks and running sums.
         first: slot of the first key that is read.
     """
-    from rope_patch.attention.fused.triton_kernels import Area, Given, How, States
+    from rope_patch.attention.triton_kernels import Area, Given, How, States
 
     query, key, value, values, sinks, sums = tensors
-    kv_length, groups = key.shape[2], inputs.groups
-    if inputs.mask is not None:  # of one query
-        groups = torch.where(inputs.mask[:, 0, 0], 0, -1)
+    kv_length, groups = key.shape[2], problem.groups
+    if problem.mask is not None:  # of one query
+        groups = torch.where(problem.mask[:, 0, 0], 0, -1)
     in_table = values is not None and values.ndim == 2
     given = Given(
         q=tuple(map(States.of, _rotated(query, call.query_tables, call.partner))),
         k=tuple(map(States.of, _rotated(key, call.key_tables, call.partner, first))),
         v=States.of(value),
-        m=States.of(inputs.query_positions),
-        n=States.of(inputs.key_positions),
+        m=States.of(problem.query_positions),
+        n=States.of(problem.key_positions),
         groups=States.of(groups),
-        start=inputs.query_start,
+        start=problem.query_start,
         q_length=query.shape[2],
         kv_length=kv_length,
-        scale=inputs.scaling,
+        scale=problem.scaling,
         bias=States.of(values if values is None else values[None] if in_table else values[None, :, None]),
         first=1 - kv_length if in_table and values.shape[1] > kv_length else 0,
         sums=States.of(sums),
@@ -208,21 +313,21 @@ def described(
         value_dim=value.shape[-1],
         rows=blocks.rows,
         keys=blocks.keys,
-        causal=inputs.causal,
+        causal=problem.causal,
         in_order=call.in_order,
         window=None if call.window == math.inf else int(call.window),
-        softcap=inputs.softcap,
+        softcap=problem.softcap,
         bias=None if values is None else "table" if in_table else "slope",
         products="ieee" if torch.version.hip else "tf32x3",  # three products are as exact as one without tensor cores
     )
     return given, how
 
 
-def _first_key(inputs: AttentionInputs, call: Fused) -> int | torch.Tensor:
+def _first_key(problem: Problem, call: Fused) -> int | torch.Tensor:
     """The first slot whose key is scored in a region that rotates keys."""
     pairs = zip(call.regions, call.key_tables, strict=True)
     reach = max((region.stop * region.chunk for region, table in pairs if table is not None), default=0)
-    return inputs.query_start - int(reach) if call.in_order and reach < math.inf else 0
+    return problem.query_start - int(reach) if call.in_order and reach < math.inf else 0
 
 
 def _rotated(
@@ -249,7 +354,7 @@ def _rotate(
     first: int | torch.Tensor = 0,
     back: bool = False,
 ) -> list[torch.Tensor]:
-    from rope_patch.attention.fused import triton_kernels as kernels
+    from rope_patch.attention import triton_kernels as kernels
 
     strided, (batch, heads, length, dim) = kernels.States.of, states[0].shape
     rotated = [torch.empty_like(x) for x in (states[:1] if back else states)]
@@ -261,3 +366,12 @@ def _rotate(
 
 TOKENS = 32
 """In a block of a rotation."""
+
+
+EXECUTOR = Executor(
+    "fused",
+    "one Triton kernel for all regions",
+    supports,
+    attend,
+    lambda problem: len(cast(Turner, problem.turner).regions),
+)

@@ -6,11 +6,11 @@ from typing import NamedTuple, cast
 
 import torch
 
-from rope_patch.attention.inputs import wide
+from rope_patch.attention.pieces import Tile
 from rope_patch.attention.problem import Problem
-from rope_patch.attention.slot_plan import EVERY
+from rope_patch.attention.rotation import EVERY
+from rope_patch.attention.terms import upcast
 from rope_patch.attention.tile_kernels import HALF, FlashCPU, Work
-from rope_patch.attention.tiles import Tile
 from rope_patch.attention.turner import Turner
 from rope_patch.schemes.slots import Region
 
@@ -33,26 +33,26 @@ def attend(problem: Problem) -> torch.Tensor:
     """Attention of one query, `(batch, heads, 1, value_dim)`, without gradients: a narrow region is gathered from the
     cache, any other region is the whole cache, masked. Keys and values keep their dtype.
     """
-    inputs, turner = problem.inputs, cast(Turner, problem.turner)
+    turner, value = cast(Turner, problem.turner), problem.value
     parts = [_part(problem, turner, region) for region in turner.regions]
-    by_kernel = inputs.value.is_cpu and inputs.value.dtype in HALF
-    out, largest = (_by_kernel if by_kernel else _by_one_softmax)(parts, inputs.scaling)
+    by_kernel = value.is_cpu and value.dtype in HALF
+    out, largest = (_by_kernel if by_kernel else _by_one_softmax)(parts, problem.scaling)
     out = out.masked_fill(largest <= torch.finfo(out.dtype).min / 2, 0)  # a bias may hide all keys
-    return out.to(inputs.value.dtype).flatten(1, 2)[:, :, None]
+    return out.to(value.dtype).flatten(1, 2)[:, :, None]
 
 
 def _part(problem: Problem, turner: Turner, region: Region) -> Part:
-    inputs, (query, key) = problem.inputs, cast(tuple[torch.Tensor, torch.Tensor], (problem.query, problem.key))
-    value, m = inputs.value, inputs.query_positions
-    visible = inputs.mask if inputs.groups is None else inputs.visible()
+    query, key = cast(tuple[torch.Tensor, torch.Tensor], (problem.query, problem.key))
+    value, m = problem.value, problem.query_positions
+    visible = problem.mask if problem.groups is None else problem.visible()
     slots: slice | torch.Tensor = EVERY
-    number = torch.arange(inputs.kv_length, device=value.device)
-    exists = number <= inputs.query_start
+    number = torch.arange(problem.kv_length, device=value.device)
+    exists = number <= problem.query_start
     first, width = int(max(0, region.start)), region.stop - max(0, region.start)
-    if region.translation_invariant and width < inputs.kv_length:
-        number = inputs.query_start - first - torch.arange(int(width), device=value.device)
+    if region.translation_invariant and width < problem.kv_length:
+        number = problem.query_start - first - torch.arange(int(width), device=value.device)
         exists, slots = number >= 0, number.clamp(min=0)
-    distance = inputs.query_start - number
+    distance = problem.query_start - number
 
     def of_group(x: torch.Tensor) -> torch.Tensor:
         """`(batch or 1, heads or 1, slots)` in the shape of `Part.added`."""
@@ -62,9 +62,9 @@ def _part(problem: Problem, turner: Turner, region: Region) -> Part:
     if visible is not None:
         seen = seen & of_group(visible[:, :, 0, slots])
     added = torch.zeros((), dtype=torch.promote_types(value.dtype, torch.float32), device=value.device)
-    if inputs.bias is not None:
-        added = added + of_group(inputs.bias.function(distance)[None]).to(added.dtype)
-    if (running := inputs.running_bias_of_pairs) is not None:
+    if problem.bias is not None:
+        added = added + of_group(problem.bias.function(distance)[None]).to(added.dtype)
+    if (running := problem.running_bias_of_pairs) is not None:
         added = added + of_group(running[:, :, 0, slots]).to(added.dtype)
     lowest = torch.finfo(added.dtype).min  # a kernel may compute NaN from infinite numbers
     added = torch.where(seen, added.clamp(min=lowest), lowest)
@@ -81,7 +81,7 @@ def _by_kernel(parts: list[Part], scaling: float) -> tuple[torch.Tensor, torch.T
     for queries, keys, values, added in parts:
         tile = Tile(0, queries.shape[2], 0, keys.shape[2])
         out, lse = FlashCPU().scored(Work(queries, keys, values, tile, scaling, added))
-        outputs.append(wide(out))
+        outputs.append(upcast(out))
         sums.append(lse[..., None])
     total = torch.stack(sums).logsumexp(dim=0)
     return sum((out * (lse - total).exp() for out, lse in zip(outputs, sums, strict=True)), start=0 * total), total
@@ -101,4 +101,4 @@ def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if x.is_cuda and x.dtype in HALF:
         product = torch.bmm(x.flatten(0, 1), y.flatten(0, 1), out_dtype=torch.float32)
         return product.unflatten(0, x.shape[:2])
-    return wide(x) @ wide(y)
+    return upcast(x) @ upcast(y)

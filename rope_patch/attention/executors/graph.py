@@ -5,7 +5,6 @@ The spans are an operator of their own: a compiler computes equal calls once, so
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -13,12 +12,14 @@ import torch
 from torch import library
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from rope_patch.attention import paths, segmented
+from rope_patch.attention import paths
 from rope_patch.attention.bias import DiagonalTerm, KeyTerm, TileBias, has_terms, tile_bias
-from rope_patch.attention.decay import Decay, attend_with_decay
-from rope_patch.attention.inputs import AttentionInputs, AttentionMode, Branch, wide
-from rope_patch.attention.problem import NOT_PRODUCTS, Problem
-from rope_patch.attention.spans import MOST_SPANS_PER_ROW, Span, find_spans, spans_of
+from rope_patch.attention.decay import Decay
+from rope_patch.attention.executors import decayed, merged
+from rope_patch.attention.problem import NOT_PRODUCTS, AttentionMode, Branch, Output, Problem
+from rope_patch.attention.spans import MOST_SPANS_PER_ROW, Span, find_spans
+from rope_patch.attention.table import Executor
+from rope_patch.attention.terms import upcast
 from rope_patch.attention.tile_kernels import Merged
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.schemes.slots import ALL_PAIRS, Region
@@ -27,7 +28,7 @@ from rope_patch.schemes.tools.rotary import RotaryLayout
 
 
 class _Arguments(NamedTuple):
-    """The arguments of the operator: an `AttentionInputs` and a decay in the types that operators can have.
+    """The arguments of the operator: a rotated `Problem` in the types that operators can have.
 
     Attributes:
         states: query and key of each branch; their slots are those of the values.
@@ -68,8 +69,8 @@ class _Arguments(NamedTuple):
             return KeyTerm(self.source)
         return DiagonalTerm(self.source, 0 if self.causal else 1 - self.value.shape[2])
 
-    def inputs(self) -> AttentionInputs:
-        """The call of eager mode."""
+    def problem(self) -> Problem:
+        """The call of eager mode, with the decay and with spans that are known already."""
         numbers = [self.regions[i : i + 4] for i in range(0, len(self.regions), 4)]
         regions = [
             Region(Identity(), Identity(), start, stop, int(chunk), below) for start, stop, chunk, below in numbers
@@ -77,7 +78,7 @@ class _Arguments(NamedTuple):
         pairs = zip(regions, self.states[::2], self.states[1::2], strict=True)
         self._check_distances()
         bias, running_bias = (None, None) if self.bias is None else self.bias.as_inputs()
-        return AttentionInputs(
+        return Problem(
             branches=tuple(Branch(None if region == ALL_PAIRS else region, q, k) for region, q, k in pairs),
             value=self.value,
             query_positions=self.positions,
@@ -90,7 +91,19 @@ class _Arguments(NamedTuple):
             running_bias=running_bias,
             groups=self.groups,
             scattered=self.scattered,
+            mode=self.mode,
+            decay=self.decay,
+            find_spans=None if self.decay is not None else lambda _: _decoded(self.spans, self.causal),
+            compiling=False,
         )
+
+    @property
+    def decay(self) -> Decay | None:
+        """The decay of scores, under which each block of queries has spans of its own."""
+        if self.rate is None:
+            return None
+        half = len(self.pairs) // 2
+        return Decay(RotaryLayout(tuple(self.pairs[:half]), tuple(self.pairs[half:])), self.rate)
 
     def _check_distances(self) -> None:
         """Refuse distances beyond the table of a bias, which counts slots, because a graph has one size.
@@ -108,25 +121,6 @@ class _Arguments(NamedTuple):
                 f"{known} slots of its keys; call the model without torch.compile"
             )
 
-    def segments(self, inputs: AttentionInputs) -> tuple[Span, ...] | None:
-        """The spans if the call is scored region by region; None also under a decay, which has spans for each block."""
-        if self.rate is not None:
-            return None
-        problem = Problem(inputs, self.mode, find_spans=lambda _: _decoded(self.spans, self.causal))
-        return None if paths.REGIONS.reason(problem) else problem.spans()
-
-    def attend(self, inputs: AttentionInputs) -> torch.Tensor:
-        """The output as in eager mode."""
-        if self.rate is None:
-            return paths.attend(inputs, self.mode, lambda _: _decoded(self.spans, self.causal))
-        half = len(self.pairs) // 2
-        layout = RotaryLayout(tuple(self.pairs[:half]), tuple(self.pairs[half:]))
-
-        def block(inputs: AttentionInputs) -> tuple[torch.Tensor, None]:
-            return paths.attend(inputs, self.mode, spans_of), None
-
-        return attend_with_decay(inputs, Decay(layout, self.rate), block)[0]
-
     @property
     def differentiable(self) -> list[torch.Tensor]:
         """The tensors that may receive gradients."""
@@ -137,61 +131,63 @@ def supports(problem: Problem) -> str:
     """Why the operator cannot compute a call; empty if it can. It knows no maps of regions, by which a decay counts,
     and no gradient flows into a mask.
     """
-    inputs = problem.inputs
     if not problem.compiling:
         return "it is for compiled models"
-    if not inputs.fits_kernels:
+    if not problem.fits_kernels:
         return NOT_PRODUCTS
-    if not has_terms(inputs):
+    if not has_terms(problem):
         return "running sums stand beside a bias that is not linear, or tokens see later keys"
-    if inputs.mask is not None and inputs.mask.requires_grad:
+    if problem.mask is not None and problem.mask.requires_grad:
         return "the mask wants a gradient"
-    if problem.decay is not None and any(branch.region is not None for branch in problem.rotated().inputs.branches):
+    if problem.decay is not None and any(branch.region is not None for branch in problem.rotated.branches):
         return "scores decay by the positions of a region"
     return ""
 
 
-def attend(inputs: AttentionInputs, decay: Decay | None, mode: AttentionMode) -> torch.Tensor:
-    """Output `(batch, heads, q_len, value_dim)` of a call whose branches have all keys, while compiling."""
-    if inputs.q_length == 1:  # it sees all keys up to its own, as the last query of a causal call does
-        inputs = dataclasses.replace(inputs, causal=True)
-    bias, start = _term(inputs), inputs.query_start
+def attend(problem: Problem) -> Output:
+    """Output `(batch, heads, q_len, value_dim)` while compiling. Inside the operator the table is asked anew."""
+    call = problem.rotated.as_causal
+    decay, bias, start, mask = problem.decay, _term(call), call.query_start, call.mask
     if not isinstance(start, torch.Tensor):
         start = torch.full((), start)
+    learns = torch.is_grad_enabled() and bias is not None and bias.source.requires_grad
     arguments = _Arguments(
-        states=[state for branch in inputs.branches for state in (branch.query, branch.key)],
-        value=inputs.value,
-        positions=inputs.query_positions,
-        key_positions=inputs.key_positions,
+        states=[state for branch in call.branches for state in (branch.query, branch.key)],
+        value=call.value,
+        positions=call.query_positions,
+        key_positions=call.key_positions,
         start=start,
-        mask=inputs.mask,
-        groups=inputs.groups,
+        mask=mask,
+        groups=call.groups,
         source=None if bias is None else bias.source,
         rate=None if decay is None else decay.rate,
-        spans=_spans(inputs.query_positions, inputs.mask, inputs.groups, start, inputs.value.shape[0], inputs.causal),
-        regions=[bound for branch in inputs.branches for bound in _bounds(branch.region or ALL_PAIRS)],
+        spans=_spans(call.query_positions, mask, call.groups, start, call.value.shape[0], call.causal),
+        regions=[bound for branch in call.branches for bound in _bounds(branch.region or ALL_PAIRS)],
         pairs=[] if decay is None else [*decay.layout.first, *decay.layout.second],
-        scaling=inputs.scaling,
-        causal=inputs.causal,
-        scattered=inputs.scattered,
-        mode=mode,
+        scaling=call.scaling,
+        causal=call.causal,
+        scattered=call.scattered,
+        mode="auto" if problem.mode == "graph" else problem.mode,
         gradient=torch.is_grad_enabled(),
-        learns=torch.is_grad_enabled() and bias is not None and bias.source.requires_grad,
+        learns=learns,
     )
     gradient = arguments.gradient and any(tensor.requires_grad for tensor in arguments.differentiable)
-    return _attend(*arguments._replace(gradient=gradient))[0].transpose(1, 2)
+    return _attend(*arguments._replace(gradient=gradient))[0].transpose(1, 2), None
 
 
-def _term(inputs: AttentionInputs) -> TileBias | None:
+EXECUTOR = Executor("graph", "one operator of a compiled model, which chooses inside", supports, attend)
+
+
+def _term(problem: Problem) -> TileBias | None:
     """`tile_bias`, but a multiple of the distance counts positions: in a graph nobody knows whether they skip."""
-    bias = inputs.bias
-    if bias is None or not (bias.linear and inputs.causal):
-        return tile_bias(inputs)
+    bias = problem.bias
+    if bias is None or not (bias.linear and problem.causal):
+        return tile_bias(problem)
     none, one = bias.values(0, 2).double().unbind(dim=-1)
-    positions = inputs.key_positions if inputs.by_head else inputs.key_positions[:, None]
-    slopes = (one - none).view(1, positions.shape[1] if inputs.by_head else 1, -1, 1)
+    positions = problem.key_positions if problem.by_head else problem.key_positions[:, None]
+    slopes = (one - none).view(1, positions.shape[1] if problem.by_head else 1, -1, 1)
     linear = (slopes * positions[:, :, None]).flatten(1, 2)
-    return KeyTerm(linear if inputs.running_bias is None else inputs.running_bias + linear)
+    return KeyTerm(linear if problem.running_bias is None else problem.running_bias + linear)
 
 
 def _bounds(region: Region) -> tuple[float, ...]:
@@ -203,17 +199,27 @@ Tensor? groups, Tensor? source, Tensor? rate, Tensor spans, float[] regions, int
 bool scattered, str mode, bool gradient, bool learns"""
 
 
+def _scores(problem: Problem) -> torch.Tensor:
+    """The output of a problem, by the table of eager mode."""
+    return (decayed.attend(problem) if problem.decay is not None else paths.score(problem))[0]
+
+
+def _by_pieces(problem: Problem) -> bool:
+    """Whether the log-sum-exp of pieces is kept for the gradients. Under a decay each block has its own."""
+    return problem.decay is None and not paths.MERGED.reason(problem)
+
+
 @library.custom_op("rope_patch::attend", mutates_args=(), schema=f"{_SCHEMA}) -> (Tensor, Tensor)")
 def _attend(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `(batch, q_len, heads, value_dim)`, and its log-sum-exp where `segments` are found; else zeros, which
-    nobody reads.
+    """Output `(batch, q_len, heads, value_dim)`, and its log-sum-exp where gradients are computed by pieces; else
+    zeros, which nobody reads.
     """
     arguments = _Arguments(*args)
-    inputs = arguments.inputs()
-    if arguments.gradient and (spans := arguments.segments(inputs)) is not None:
-        out, lse = segmented.forward(inputs, spans, arguments.bias)
+    problem = arguments.problem()
+    if arguments.gradient and _by_pieces(problem):
+        out, lse = merged.forward(problem, problem.spans or (), arguments.bias)
     else:
-        out, lse = arguments.attend(inputs), _shaped(*args)[1].zero_()
+        out, lse = _scores(problem), _shaped(*args)[1].zero_()
     return out.transpose(1, 2).contiguous(), lse
 
 
@@ -222,7 +228,7 @@ def _shaped(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     arguments = _Arguments(*args)
     query, value = arguments.states[0], arguments.value
     batch, heads, length = query.shape[:3]
-    return value.new_empty(batch, length, heads, value.shape[-1]), wide(query.new_empty(0)).new_empty(query.shape[:3])
+    return value.new_empty(batch, length, heads, value.shape[-1]), upcast(query.new_empty(0)).new_empty(query.shape[:3])
 
 
 @library.custom_op(
@@ -234,12 +240,12 @@ def _attend_backward(*args: Any) -> list[torch.Tensor]:
     """The gradients of `_Arguments.differentiable`."""
     *given, out, lse, grad = args
     arguments, grad = _Arguments(*given), grad.transpose(1, 2)
-    inputs, bias = arguments.inputs(), arguments.bias
-    if (spans := arguments.segments(inputs)) is not None:
+    problem, bias = arguments.problem(), arguments.bias
+    if _by_pieces(problem):
         of_bias = torch.zeros_like(bias.source) if bias is not None and arguments.learns else None
-        merged = Merged(out.transpose(1, 2), lse, grad)
-        found = segmented.backward(inputs, spans, bias, merged, of_bias)
-        like = [inputs.value, *arguments.states]
+        result = Merged(out.transpose(1, 2), lse, grad)
+        found = merged.backward(problem, problem.spans or (), bias, result, of_bias)
+        like = [problem.value, *arguments.states]
         gradients = [torch.zeros_like(x) if own is None else own for x, own in zip(like, found, strict=True)]
         return gradients if of_bias is None else [*gradients, of_bias]
     return _differentiated(arguments, grad)
@@ -251,7 +257,7 @@ def _like_differentiable(*args: Any) -> list[torch.Tensor]:
 
 
 def _differentiated(arguments: _Arguments, grad: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients of a call without segments, which computes its output again."""
+    """The gradients of a call without pieces, which computes its output again."""
     fresh = [tensor.detach().requires_grad_() for tensor in arguments.differentiable]
     count = len(arguments.states)
     value, states, source = fresh[0], fresh[1 : 1 + count], fresh[1 + count :]
@@ -261,7 +267,7 @@ def _differentiated(arguments: _Arguments, grad: torch.Tensor) -> list[torch.Ten
     for key in torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView:
         excluded = excluded.remove(key)
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
-        out = arguments.attend(arguments.inputs())
+        out = _scores(arguments.problem())
         gradients = torch.autograd.grad(out, fresh, grad, allow_unused=True, materialize_grads=True)
     return [torch.empty_like(x).copy_(gradient) for x, gradient in zip(fresh, gradients, strict=True)]
 

@@ -1,4 +1,5 @@
-"""Flash attention per region, merged by log-sum-exp: every visible pair is scored once, and no mask is materialised.
+"""Flash attention for each piece of a region, merged by log-sum-exp: every visible pair is scored once, and no mask is
+materialised.
 
 No gradient flows through the merge, as in ring attention (Liu et al., 2310.01889). The loops run over groups of heads
 and blocks of queries, so that the results of a block's tiles are added up while they are in cache.
@@ -6,7 +7,6 @@ and blocks of queries, so that the results of a block's tiles are added up while
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -15,26 +15,34 @@ from typing import Any
 
 import torch
 
-from rope_patch.attention import chunked
 from rope_patch.attention.bias import KeyTerm, TileBias, has_terms, tile_bias
-from rope_patch.attention.inputs import AttentionInputs, Branch, wide
+from rope_patch.attention.executors import chunked
 from rope_patch.attention.merging import merge, summed
-from rope_patch.attention.problem import NOT_PRODUCTS, Problem
-from rope_patch.attention.rotation import Rotation
+from rope_patch.attention.pieces import Piece
+from rope_patch.attention.problem import NOT_PRODUCTS, Branch, Output, Problem
+from rope_patch.attention.rotation import EVERY, Rotation
 from rope_patch.attention.spans import Span
+from rope_patch.attention.table import Executor
+from rope_patch.attention.terms import upcast
 from rope_patch.attention.tile_kernels import Biased, Kernel, Merged, Work, kernel_for
-from rope_patch.attention.tiles import Tile
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 
 
-def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
-    """Output of `oracle.attend` for a call made of spans, `(batch, heads, q_len, value_dim)`.
+def attend(problem: Problem) -> Output:
+    """Output of `reference.attend` for a call made of spans, `(batch, heads, q_len, value_dim)`.
 
     The caller ensures that there is no softcap, sink or dropout. Queries outside every span (pads) get zeros.
     """
-    states = [state for branch in inputs.branches for state in (branch.query, branch.key)]
-    bias = tile_bias(inputs)
-    return _Segmented.apply(inputs, spans, bias, None if bias is None else bias.source, inputs.value, *states)
+    spans, call = problem.spans or (), problem.rotated.as_causal
+    states = [state for branch in call.branches for state in (branch.query, branch.key)]
+    bias = tile_bias(call)
+    return _Merged.apply(call, spans, bias, None if bias is None else bias.source, call.value, *states), None
+
+
+def pieces(problem: Problem) -> int:
+    """The number of pieces that `attend` scores, those of all groups of heads."""
+    spans, call = problem.spans or (), problem.rotated.as_causal
+    return sum(len(block.pieces) for _, blocks in _by_heads(call, spans, tile_bias(call)) for _, block in blocks)
 
 
 LARGE = 2**23
@@ -47,46 +55,45 @@ def supports(problem: Problem) -> str:
     """The reason why a call is not scored region by region; empty if it is made of spans, in which every region and
     every bias keep their shape.
     """
-    inputs = problem.inputs
     if problem.compiling:
         return "a compiler traces the call, so that its spans are not known"
-    if inputs.scattered:
+    if problem.scattered:
         return "keys of the cache have gaps between their positions"
-    if not (inputs.causal or inputs.q_length == inputs.kv_length or inputs.q_length == 1):
+    if not (problem.causal or problem.q_length == problem.kv_length or problem.q_length == 1):
         return "queries behind cached keys see later keys"
-    if not inputs.fits_kernels:
+    if not problem.fits_kernels:
         return NOT_PRODUCTS
-    if not has_terms(inputs):
+    if not has_terms(problem):
         return "running sums stand beside a bias that is not linear, or tokens see later keys"
-    if (spans := problem.spans()) is None:
+    if (spans := problem.spans) is None:
         return "the mask or the positions are not made of spans: runs of tokens that follow one by one"
-    if problem.biased and any(span.skips(int(inputs.query_start)) for span in spans):
+    if problem.biased and any(span.skips(int(problem.query_start)) for span in spans):
         return "positions skip, and a bias counts them"
-    regions = [branch.region for branch in problem.rotated().inputs.branches if branch.region is not None]
-    plain = all(span.window == math.inf for span in spans) and (inputs.causal or inputs.q_length == 1)
+    regions = [branch.region for branch in problem.rotated.branches if branch.region is not None]
+    plain = all(span.window == math.inf for span in spans) and (problem.causal or problem.q_length == 1)
     if not (plain or all(region.translation_invariant for region in regions)):
         return "regions by chunk, or of first tokens, are cut by a window or see later keys"
     return ""
 
 
-class _Segmented(torch.autograd.Function):
+class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        inputs: AttentionInputs,
+        call: Problem,
         spans: tuple[Span, ...],
         bias: TileBias | None,
         source: torch.Tensor | None,
         value: torch.Tensor,
         *states: torch.Tensor,
     ) -> torch.Tensor:
-        out, lse = forward(inputs, spans, bias)
+        out, lse = forward(call, spans, bias)
         kept, ctx.numbers = _distinct(states)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(value, out, lse, *kept)
         nothing = value.new_empty(0)  # states are saved once, where hooks see them
-        ctx.inputs = dataclasses.replace(inputs, branches=(), value=nothing, bias=None, running_bias=None)
-        ctx.branches = tuple((branch.region, branch.first, branch.turn) for branch in inputs.branches)
+        ctx.call = call.replaced(branches=(), value=nothing, bias=None, running_bias=None)
+        ctx.branches = tuple((branch.region, branch.first, branch.turn) for branch in call.branches)
         ctx.spans, ctx.bias = spans, bias
         return out
 
@@ -99,44 +106,37 @@ class _Segmented(torch.autograd.Function):
         branches = _as_branches(ctx.branches, [kept[number] for number in ctx.numbers])
         if torch.is_grad_enabled():  # a second derivative is wanted
             return _by_definition(ctx, grad, branches, value)
-        inputs = dataclasses.replace(ctx.inputs, branches=tuple(branches), value=value)
+        call = ctx.call.replaced(branches=tuple(branches), value=value)
         of_bias = torch.zeros_like(ctx.bias.source) if ctx.needs_input_grad[3] else None
-        gradients = backward(inputs, ctx.spans, ctx.bias, Merged(out, lse, grad), of_bias)
+        gradients = backward(call, ctx.spans, ctx.bias, Merged(out, lse, grad), of_bias)
         return (None, None, None, of_bias, *gradients)
 
 
-def count(inputs: AttentionInputs, spans: tuple[Span, ...]) -> int:
-    """The number of tiles that `attend` scores, those of all groups of heads."""
-    return sum(len(block.pieces) for _, blocks in _by_heads(inputs, spans, tile_bias(inputs)) for _, block in blocks)
-
-
-def forward(
-    inputs: AttentionInputs, spans: tuple[Span, ...], bias: TileBias | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(call: Problem, spans: tuple[Span, ...], bias: TileBias | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp, `(batch, heads, q_len, value_dim)` and `(batch, heads, q_len)`."""
-    query, value = inputs.branches[0].query, inputs.value
+    query, value = call.branches[0].query, call.value
     batch, heads, length = query.shape[:3]
-    places = [place for _, blocks in _by_heads(inputs, spans, bias) for place in blocks]
+    places = [place for _, blocks in _by_heads(call, spans, bias) for place in blocks]
     filled = [
         len(range(batch)[block.rows]) * len(range(heads)[group.heads]) * block.q_length for group, block in places
     ]
     if filled == [batch * heads * length]:
         ((group, block),) = places
-        out, lse = _attend(block, group, inputs.branches, value, inputs.scaling)
+        out, lse = _attend(block, group, call.branches, value, call.scaling)
         return out.to(value.dtype), lse
     # the layout of the kernels' outputs, and the one that the model needs next
     out = torch.empty(batch, length, heads, value.shape[-1], dtype=value.dtype, device=value.device).transpose(1, 2)
     if sum(filled) < batch * heads * length:  # some queries see no key
         out.zero_()
-    lse = torch.full(query.shape[:3], -torch.inf, dtype=wide(query[:0]).dtype, device=query.device)
+    lse = torch.full(query.shape[:3], -torch.inf, dtype=upcast(query[:0]).dtype, device=query.device)
     for group, block in places:
         place = block.rows, group.heads, block.queries
-        out[place], lse[place] = _attend(block, group, inputs.branches, value, inputs.scaling)
+        out[place], lse[place] = _attend(block, group, call.branches, value, call.scaling)
     return out, lse
 
 
 def backward(
-    inputs: AttentionInputs,
+    call: Problem,
     spans: tuple[Span, ...],
     bias: TileBias | None,
     merged: Merged,
@@ -146,24 +146,24 @@ def backward(
     If branches have the same keys or queries, all of their gradient is returned for the first of them, and None for the
     others. That of the bias is added to `of_bias`, if given, in the shape of its `source`.
     """
-    value, places = inputs.value, tuple((branch.region, branch.first, branch.turn) for branch in inputs.branches)
-    kept, numbers = _distinct([state for branch in inputs.branches for state in (branch.query, branch.key)])
+    value, places = call.value, tuple((branch.region, branch.first, branch.turn) for branch in call.branches)
+    kept, numbers = _distinct([state for branch in call.branches for state in (branch.query, branch.key)])
     of_value, *of_states = (torch.zeros_like(state) for state in (value, *kept))
     shares = _as_branches(places, [of_states[number] for number in numbers])
-    for together, blocks in _by_heads(inputs, spans, bias, value.shape[2]):
+    for together, blocks in _by_heads(call, spans, bias, value.shape[2]):
         to_keys = _to_keys(together, [block for _, block in blocks], of_value, shares)
         for group, block in blocks:
             to_queries = _to_queries(group, block, shares)
-            for piece in block.pieces:
+            for piece, by in block.parts:
                 place = block.rows, group.heads, piece.queries
-                work = block.work(piece, group, inputs.branches, value, inputs.scaling)
+                work = block.work(piece, group, call.branches, value, call.scaling)
                 in_tile = Merged(merged.out[place], merged.lse[place], merged.grad[place])
-                kernel = piece.kernel.of_heads(group.heads)
+                kernel = by.of_heads(group.heads)
                 of_query, of_key, of_values = kernel.backward(work, in_tile, of_bias)
-                if (turn := inputs.branches[piece.branch].turn) is not None:
-                    of_query = turn.part(block.rows, piece.queries).back()(wide(of_query))
-                to_queries[piece.branch].add(EVERY, piece.queries, of_query)
-                to_keys[piece.branch].add(block.rows, piece.keys, of_key)
+                if (turn := call.branches[piece.region].turn) is not None:
+                    of_query = turn.part(block.rows, piece.queries).back()(upcast(of_query))
+                to_queries[piece.region].add(EVERY, piece.queries, of_query)
+                to_keys[piece.region].add(block.rows, piece.keys, of_key)
                 to_keys[-1].add(block.rows, piece.keys, of_values)
             _close(to_queries)
         _close(to_keys)
@@ -173,21 +173,16 @@ def backward(
 def _by_definition(
     ctx: Any, grad: torch.Tensor, branches: list[Branch], value: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of `_Segmented.backward` in a form that can be differentiated again."""
+    """The gradients of `_Merged.backward` in a form that can be differentiated again."""
     bias, running_bias = (None, None) if ctx.bias is None else ctx.bias.as_inputs()
-    inputs = dataclasses.replace(
-        ctx.inputs, branches=tuple(branches), value=value, bias=bias, running_bias=running_bias
-    )
+    call = ctx.call.replaced(branches=tuple(branches), value=value, bias=bias, running_bias=running_bias)
     states = [state for branch in branches for state in (branch.query, branch.key)]
     every = None, None, None, None if ctx.bias is None else ctx.bias.source, value, *states
     first = *(True,) * 5, *_are_first(ctx.numbers)
     needed = [own and needs for own, needs in zip(first, ctx.needs_input_grad, strict=True)]
     wanted = [x for x, needs in zip(every, needed, strict=True) if needs and x is not None]
-    gradients = iter(torch.autograd.grad(chunked.attend(inputs.turned()), wanted, grad, create_graph=True))
+    gradients = iter(torch.autograd.grad(chunked.attend(call)[0], wanted, grad, create_graph=True))
     return tuple(next(gradients) if needs else None for needs in needed)
-
-
-EVERY = slice(None)
 
 
 @dataclass(frozen=True)
@@ -199,23 +194,17 @@ class HeadGroup:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A tile of the branch with this index, with its queries and keys in a row of the batch."""
-
-    kernel: Biased
-    branch: int
-    tile: Tile
-    queries: slice
-    keys: slice
-
-
-@dataclass(frozen=True)
 class Block:
-    """Tiles with overlapping queries, the largest first, and the union of their queries."""
+    """Pieces with overlapping queries, the largest first, with the kernel of each, and the union of their queries."""
 
     rows: slice
     queries: slice
-    pieces: list[Piece]
+    parts: list[tuple[Piece, Biased]]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The pieces alone."""
+        return [piece for piece, _ in self.parts]
 
     @property
     def q_length(self) -> int:
@@ -226,7 +215,7 @@ class Block:
         self, piece: Piece, group: HeadGroup, branches: Sequence[Branch], value: torch.Tensor, scale: float
     ) -> Work:
         """The work of a tile for some heads; `value` is `(batch, kv_heads, kv_len, value_dim)`."""
-        branch = branches[piece.branch]
+        branch = branches[piece.region]
         in_branch = slice(piece.keys.start - branch.first, piece.keys.stop - branch.first)
         query = branch.queries(self.rows, group.heads, piece.queries)
         key = branch.key[self.rows, group.kv_heads, in_branch]
@@ -237,8 +226,8 @@ def _attend(
     block: Block, group: HeadGroup, branches: Sequence[Branch], value: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `(rows, heads, queries, value_dim)` and log-sum-exp `(rows, heads, queries)` of the queries of a block."""
-    first, *others = block.pieces
-    out, lse = first.kernel.of_heads(group.heads).forward(block.work(first, group, branches, value, scale))
+    (first, kernel), *others = block.parts
+    out, lse = kernel.of_heads(group.heads).forward(block.work(first, group, branches, value, scale))
     if not others:
         return out, lse
     start = block.queries.start
@@ -247,8 +236,8 @@ def _attend(
     if before or after:
         out = torch.nn.functional.pad(out, (0, 0, before, after))
         lse = torch.nn.functional.pad(lse, (before, after), value=-torch.inf)
-    for piece in others:
-        part, part_lse = piece.kernel.of_heads(group.heads).forward(block.work(piece, group, branches, value, scale))
+    for piece, kernel in others:
+        part, part_lse = kernel.of_heads(group.heads).forward(block.work(piece, group, branches, value, scale))
         queries = slice(piece.queries.start - start, piece.queries.stop - start)
         merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
     return out, lse
@@ -263,7 +252,7 @@ class _Sum:
     def __init__(self, into: torch.Tensor, runs: list[tuple[slice, slice]], first: int = 0) -> None:
         in_order = itertools.pairwise(sorted((rows.start, run.start, run.stop) for rows, run in runs))
         self._disjoint = all(a[0] != b[0] or a[2] <= b[1] for a, b in in_order)
-        exact = self._disjoint or wide(into[:0]).dtype == into.dtype
+        exact = self._disjoint or upcast(into[:0]).dtype == into.dtype
         self._into, self._first = into, first
         self._sum = into if exact else torch.zeros_like(into, dtype=torch.float32)
 
@@ -283,14 +272,14 @@ class _Sum:
 
 def _to_queries(group: HeadGroup, block: Block, shares: list[Branch]) -> list[_Sum]:
     """The gradients of the queries of a block, one for each branch."""
-    runs = [(piece.branch, (slice(0, 1), piece.queries)) for piece in block.pieces]
+    runs = [(piece.region, (slice(0, 1), piece.queries)) for piece in block.pieces]
     place, first = (block.rows, group.heads, block.queries), block.queries.start
     return _sums([(share.query, first) for share in shares], place, runs)
 
 
 def _to_keys(group: HeadGroup, blocks: list[Block], of_value: torch.Tensor, shares: list[Branch]) -> list[_Sum]:
     """The gradients of the keys of some heads, one for each branch, followed by that of the values."""
-    runs = [(piece.branch, (block.rows, piece.keys)) for block in blocks for piece in block.pieces]
+    runs = [(piece.region, (block.rows, piece.keys)) for block in blocks for piece in block.pieces]
     of_branches = _sums([(share.key, share.first) for share in shares], (EVERY, group.kv_heads), runs)
     return [*of_branches, _Sum(of_value[:, group.kv_heads], [run for _, run in runs])]
 
@@ -334,50 +323,50 @@ def blocks_of(spans: Sequence[Span], branches: Sequence[Branch], kernel: Kernel,
         for block in _by_queries(
             rows,
             [
-                piece
+                part
                 for span in together
-                for piece in _pieces(span, branches, Biased(kernel, span, None if bias is None else bias.of(span)))
+                for part in _pieces(span, branches, Biased(kernel, span, None if bias is None else bias.of(span)))
             ],
         )
     ]
 
 
-def _pieces(span: Span, branches: Sequence[Branch], kernel: Biased) -> Iterator[Piece]:
+def _pieces(span: Span, branches: Sequence[Branch], kernel: Biased) -> Iterator[tuple[Piece, Biased]]:
     for number, branch in enumerate(branches):
         for tile in kernel.tiles(branch.region or ALL_PAIRS):
             queries = slice(span.queries.start + tile.q0, span.queries.start + tile.q1)
             keys = slice(span.keys.start + tile.k0, span.keys.start + tile.k1)
-            yield Piece(kernel, number, tile, queries, keys)
+            yield Piece(span.rows, number, queries, keys, tile), kernel
 
 
-def _by_queries(rows: slice, pieces: list[Piece]) -> Iterator[Block]:
-    together: list[Piece] = []
+def _by_queries(rows: slice, parts: list[tuple[Piece, Biased]]) -> Iterator[Block]:
+    together: list[tuple[Piece, Biased]] = []
     stop = 0
-    for one in sorted(pieces, key=lambda one: one.queries.start):
-        if together and one.queries.start >= stop:
+    for one in sorted(parts, key=lambda part: part[0].queries.start):
+        if together and one[0].queries.start >= stop:
             yield _block(rows, together)
             together = []
         together.append(one)
-        stop = max(stop if len(together) > 1 else 0, one.queries.stop)
+        stop = max(stop if len(together) > 1 else 0, one[0].queries.stop)
     if together:
         yield _block(rows, together)
 
 
-def _block(rows: slice, pieces: list[Piece]) -> Block:
-    start, stop = min(p.queries.start for p in pieces), max(p.queries.stop for p in pieces)
-    in_order = sorted(pieces, key=lambda piece: piece.tile.q0 - piece.tile.q1)
+def _block(rows: slice, parts: list[tuple[Piece, Biased]]) -> Block:
+    start, stop = min(piece.queries.start for piece, _ in parts), max(piece.queries.stop for piece, _ in parts)
+    in_order = sorted(parts, key=lambda part: part[0].tile.q0 - part[0].tile.q1)
     return Block(rows, slice(start, stop), in_order)
 
 
 def _by_heads(
-    inputs: AttentionInputs, spans: tuple[Span, ...], bias: TileBias | None, length: int | None = None
+    call: Problem, spans: tuple[Span, ...], bias: TileBias | None, length: int | None = None
 ) -> Iterator[tuple[HeadGroup, list[tuple[HeadGroup, Block]]]]:
     """All tiles of a call in groups of heads with key heads of their own. Each block has the heads that it is for: one,
     if the bias of some head ends the reach of its queries, else the group. `length` is that of the largest result of a
     tile, by default the longest block's.
     """
-    branches, query, value = inputs.branches, inputs.branches[0].query, inputs.value
-    reaches = _reaches(inputs, bias)
+    branches, query, value = call.branches, call.branches[0].query, call.value
+    reaches = _reaches(call, bias)
     if reaches is None:
         blocks = blocks_of(spans, branches, kernel_for(query, value, bias is not None), bias)
         longest = max((block.q_length for block in blocks), default=0) if length is None else length
@@ -397,22 +386,22 @@ def _by_heads(
         )
 
 
-def _reaches(inputs: AttentionInputs, bias: TileBias | None) -> list[int] | None:
+def _reaches(call: Problem, bias: TileBias | None) -> list[int] | None:
     """For each head, the distance from which keys weigh nothing because of a bias; None if all keys may weigh
     something, or if a kernel gains nothing by fewer of them.
     """
-    regions = [branch.region or ALL_PAIRS for branch in inputs.branches]
+    regions = [branch.region or ALL_PAIRS for branch in call.branches]
     sees_itself = any(region.start <= 0 < region.stop for region in regions)
-    if not isinstance(bias, KeyTerm) or not inputs.value.is_cpu or not sees_itself:
+    if not isinstance(bias, KeyTerm) or not call.value.is_cpu or not sees_itself:
         return None
     if not all(region.translation_invariant for region in regions):
         return None
     with torch.no_grad():
-        norms = [[wide(x).norm(dim=-1).amax(dim=(0, 2)) for x in (b.query, b.key)] for b in inputs.branches]
+        norms = [[upcast(x).norm(dim=-1).amax(dim=(0, 2)) for x in (b.query, b.key)] for b in call.branches]
         shared = len(norms[0][0]) // len(norms[0][1])
-        largest = [inputs.scaling * query * key.repeat_interleave(shared) for query, key in norms]
+        largest = [call.scaling * query * key.repeat_interleave(shared) for query, key in norms]
         reaches = bias.reaches(torch.stack(largest).amax(dim=0))
-    return reaches if min(reaches) < inputs.kv_length else None
+    return reaches if min(reaches) < call.kv_length else None
 
 
 def head_groups(query: torch.Tensor, value: torch.Tensor, length: int) -> Iterator[HeadGroup]:
@@ -434,3 +423,6 @@ def head_groups(query: torch.Tensor, value: torch.Tensor, length: int) -> Iterat
 
 def _as_branches(places: tuple[tuple[Region | None, int, Rotation | None], ...], states: Any) -> list[Branch]:
     return [Branch(region, *states[2 * i : 2 * i + 2], *others) for i, (region, *others) in enumerate(places)]
+
+
+EXECUTOR = Executor("merged", "a kernel with log-sum-exp for each piece of a region, merged", supports, attend, pieces)

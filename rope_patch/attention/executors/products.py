@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
-from rope_patch.attention import segmented
-from rope_patch.attention.inputs import AttentionInputs, wide
-from rope_patch.attention.problem import Problem
-from rope_patch.attention.segmented import Block, HeadGroup, Piece, blocks_of, head_groups
-from rope_patch.attention.spans import Span
+from rope_patch.attention.executors import merged
+from rope_patch.attention.executors.merged import Block, HeadGroup, blocks_of, head_groups
+from rope_patch.attention.pieces import Piece, Tile
+from rope_patch.attention.problem import Output, Problem
+from rope_patch.attention.table import Executor
+from rope_patch.attention.terms import upcast
 from rope_patch.attention.tile_kernels import Dense
-from rope_patch.attention.tiles import Tile
 
 
 def supports(problem: Problem) -> str:
-    """Why a call is left to flash; empty for one that `segmented` supports and that this processor's products score
+    """Why a call is left to flash; empty for one that `merged` supports and that this processor's products score
     faster and exactly enough: without gradients, and without a bias, which would be rounded with the scores.
     """
-    value, states = problem.inputs.value, problem.rotated().states()
+    states = problem.rotated.states()
     if problem.compiling:
         return "a compiler traces the call"
     if problem.biased:
@@ -36,11 +36,11 @@ def supports(problem: Problem) -> str:
         return "gradients are wanted"
     if any(not state.is_cpu for state in states):
         return "it is for processors"
-    if any(state.dtype != torch.bfloat16 for state in (value, *states)):
+    if any(state.dtype != torch.bfloat16 for state in states):
         return "it is for states that are all bfloat16"
     if not multiplies_bfloat16():
         return "this processor has no instructions for products of bfloat16 matrices"
-    return segmented.supports(problem)
+    return merged.supports(problem)
 
 
 @functools.cache
@@ -50,50 +50,49 @@ def multiplies_bfloat16() -> bool:
     return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def attend(inputs: AttentionInputs, spans: tuple[Span, ...]) -> torch.Tensor:
-    """Output of `oracle.attend` for a call made of spans, `(batch, heads, q_len, value_dim)`."""
-    query, value = inputs.branches[0].query, inputs.value
+def attend(problem: Problem) -> Output:
+    """Output of `reference.attend` for a call made of spans, `(batch, heads, q_len, value_dim)`."""
+    spans, branches = problem.spans or (), problem.rotated.branches
+    query, value = branches[0].query, problem.value
     batch, heads, length = query.shape[:3]
     out = value.new_zeros(batch, length, heads, value.shape[-1]).transpose(1, 2)
-    blocks = blocks_of(spans, inputs.branches, Dense(Dense.rows), None)
+    blocks = blocks_of(spans, branches, Dense(Dense.rows), None)
     groups = list(head_groups(query, value, value.shape[2]))
     # one buffer for all blocks: a large temporary is mapped and faulted in again at every call
     room = value.new_empty(max((math.prod(_shape(block, groups[0], batch)) for block in blocks), default=0))
     for group in groups:
         # the products need contiguous matrices
         values = value[:, group.kv_heads].contiguous()
-        keys = [branch.key[:, group.kv_heads].contiguous() for branch in inputs.branches]
+        keys = [branch.key[:, group.kv_heads].contiguous() for branch in branches]
         for block in blocks:
             shape = _shape(block, group, batch)
             scores = room[: math.prod(shape)].view(shape)
-            _fill(scores, block, group, inputs, keys)
+            _fill(scores, block, group, problem.rotated, keys)
             torch.softmax(scores, dim=-1, out=scores)
             out[block.rows, group.heads, block.queries] = _mean(scores, block, values)
-    return out
+    return out, None
 
 
 def _shape(block: Block, group: HeadGroup, batch: int) -> tuple[int, ...]:
     """Shape of the scores of a block: rows, heads, queries, and the keys of all tiles side by side."""
-    width = sum(piece.tile.k1 - piece.tile.k0 for piece in block.pieces)
+    width = sum(piece.width for piece in block.pieces)
     return len(range(batch)[block.rows]), group.heads.stop - group.heads.start, block.q_length, width
 
 
-def _fill(
-    scores: torch.Tensor, block: Block, group: HeadGroup, inputs: AttentionInputs, keys: list[torch.Tensor]
-) -> None:
+def _fill(scores: torch.Tensor, block: Block, group: HeadGroup, problem: Problem, keys: list[torch.Tensor]) -> None:
     """Write the scores of a block, in its `_shape`."""
     for piece, columns in _columns(block):
-        branch, tile, here = inputs.branches[piece.branch], piece.tile, scores[..., columns]
+        branch, tile, here = problem.branches[piece.region], piece.tile, scores[..., columns]
         slots = slice(piece.keys.start - branch.first, piece.keys.stop - branch.first)
-        k = keys[piece.branch][block.rows, :, slots].flatten(0, 1)
+        k = keys[piece.region][block.rows, :, slots].flatten(0, 1)
         q = branch.queries(block.rows, group.heads, piece.queries).reshape(len(k), -1, k.shape[-1])
         if piece.queries == block.queries:
             place = _per_kv_head(scores, len(k))[..., columns]
-            torch.baddbmm(place, q, k.mT, beta=0, alpha=inputs.scaling, out=place)
+            torch.baddbmm(place, q, k.mT, beta=0, alpha=problem.scaling, out=place)
         else:
             here.fill_(-torch.inf)
             here = here[:, :, piece.queries.start - block.queries.start : piece.queries.stop - block.queries.start]
-            here.copy_((q @ k.mT).view(here.shape)).mul_(inputs.scaling)
+            here.copy_((q @ k.mT).view(here.shape)).mul_(problem.scaling)
         if tile.kind == "band":
             _hide(here, tile)
 
@@ -105,7 +104,7 @@ def _mean(weights: torch.Tensor, block: Block, values: torch.Tensor) -> torch.Te
     out = None
     for piece, columns in _columns(block):
         part = torch.bmm(weights_of[..., columns], values[:, :, piece.keys].flatten(0, 1))
-        out = part if out is None else wide(out).add_(part)
+        out = part if out is None else upcast(out).add_(part)
     assert out is not None  # for the type checker: a block has a tile
     return out.view(*weights.shape[:3], -1)
 
@@ -114,7 +113,7 @@ def _columns(block: Block) -> Iterator[tuple[Piece, slice]]:
     """Each tile of a block with its columns of the scores."""
     start = 0
     for piece in block.pieces:
-        stop = start + piece.tile.k1 - piece.tile.k0
+        stop = start + piece.width
         yield piece, slice(start, stop)
         start = stop
 
@@ -133,3 +132,12 @@ def _hide(scores: torch.Tensor, tile: Tile) -> None:
         if start < stop:
             edge = dataclasses.replace(tile, k0=start, k1=stop, distance=tile.distance - start)
             scores[..., start:stop].masked_fill_(~edge.mask(scores.device), -torch.inf)
+
+
+EXECUTOR = Executor(
+    "products",
+    "the processor's products of bfloat16 matrices, a block of queries against all keys that it sees",
+    supports,
+    attend,
+    merged.pieces,
+)

@@ -1,11 +1,15 @@
-"""Regions as rectangles: which block of queries meets which block of keys, and where a mask is needed."""
+"""The one geometry: which queries of which rows meet which keys in a region, in what shape.
+
+In every scheme the keys of a query in a region are an interval of slots. A `Tile` is a rectangle of pairs in which
+these intervals have a shape; a `Piece` is a tile at its place in a call. Executors other than the definition read them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +42,52 @@ class Tile:
         rows = torch.arange(self.q1 - self.q0, device=device)[:, None]
         distance = self.distance + rows - torch.arange(self.k1 - self.k0, device=device)
         return (distance >= self.low) & (distance < self.high)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Queries against keys in one region.
+
+    Attributes:
+        rows: of the batch.
+        region: its place among the regions of the call.
+        queries: range of the queries.
+        keys: range of their slots.
+        tile: shape of the pairs. One query sees all of the keys; of several after a cache, see `few_queries`.
+    """
+
+    rows: slice
+    region: int
+    queries: slice
+    keys: slice
+    tile: Tile
+
+    @property
+    def width(self) -> int:
+        """Number of keys."""
+        return self.keys.stop - self.keys.start
+
+
+def few_queries(
+    regions: Sequence[Region], rows: slice, queries: int, slot: int, position: int, most: Callable[[int], float]
+) -> Iterator[Piece]:
+    """One piece for each region, oldest slots first: all of a few consecutive `queries` against every key that one of
+    them sees there. A piece has at most so many keys as `most` says for the number of its region.
+
+    Args:
+        regions: of the call.
+        rows: of the batch, whose regions begin at the same slots.
+        queries: how many; the first is in this `slot`, at this `position`.
+    """
+    last = queries - 1
+    for number, region in sorted(enumerate(regions), key=lambda numbered: -numbered[1].start):
+        seen = region.slots(slot, position)
+        newest = region.slots(slot + last, position + last).stop if last else seen.stop
+        step = int(min(max(1, newest - seen.start), most(number)))
+        for start in range(seen.start, newest, step):
+            stop = min(start + step, newest)
+            tile = Tile(0, queries, 0, stop - start, distance=slot - start)
+            yield Piece(rows, number, slice(0, queries), slice(start, stop), tile)
 
 
 def in_rows(tile: Tile, rows: int, as_bands: bool = False) -> Iterator[Tile]:

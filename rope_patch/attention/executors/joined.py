@@ -1,0 +1,411 @@
+"""A few queries against a long cache, without gradients and without rotating the cache: pieces side by side, one
+softmax.
+
+Keys are rotated only where the region differs from the rotation in the cache: the near window, a few of many. How a
+token is scored is a plan without states, which layers with the same positions and mask share.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from rope_patch.attention.decay import Decay
+from rope_patch.attention.executors import traced
+from rope_patch.attention.forward import Forward
+from rope_patch.attention.merging import merge, summed
+from rope_patch.attention.pieces import Piece, Tile, few_queries
+from rope_patch.attention.problem import NOT_PRODUCTS, Output, Problem
+from rope_patch.attention.rotation import EVERY, Rotate, narrowed
+from rope_patch.attention.table import Executor
+from rope_patch.attention.terms import DistanceBias
+from rope_patch.attention.tile_kernels import Work, kernel_for
+from rope_patch.attention.turner import Turner
+from rope_patch.attention.visibility import Visibility
+from rope_patch.schemes.slots import Region
+
+QUERIES = 32  # up to this many are scored like one, at any cache length; tiles are for more
+SMALL = 2**18  # or up to this many pairs per row: one dense block is then faster than many tiles
+BLOCK = 2**21  # bytes of keys that are rotated and scored at once, while they are in the processor's cache
+FEW = 8  # up to this many rows, a product that reads the keys row by row is up to twice as fast as one by columns
+
+
+def supports(problem: Problem) -> str:
+    """Why `attend` cannot compute a call; empty if it can: for a few queries behind the keys of a cache."""
+    decay = problem.decay
+    if problem.turner is None:
+        return "its states are rotated already"
+    if problem.scattered:
+        return "keys of the cache have gaps between their positions"
+    if not problem.fits_kernels:
+        return NOT_PRODUCTS
+    if problem.mask is not None and problem.mask.dtype != torch.bool:
+        return "the mask is added to the scores"
+    if problem.differentiable:
+        return "gradients are wanted"
+    if problem.q_length > 1 and (decay is not None or problem.compiling):
+        return "there are several queries" + (", and scores decay" if decay is not None else " in a compiled model")
+    if problem.q_length > 1 and not _is_block(problem, problem.turner.forward):
+        return "there are many queries, or they do not follow keys of a cache one by one"
+    if decay is not None and (problem.compiling or problem.by_head):
+        return "scores decay" + (" in a compiled model" if problem.compiling else ", and heads keep different keys")
+    if not problem.compiling and _may_see_nothing(problem, problem.turner.forward):
+        return "the bias hides a token from itself, so that a query may see no key"
+    return ""
+
+
+def _may_see_nothing(problem: Problem, forward: Forward) -> bool:
+    """Whether a bias hides a token from itself, so that a query may see no key."""
+    if problem.bias is None or problem.bias.linear:
+        return False
+    return forward.shared(_hides_itself)(problem.bias, int(problem.query_start) + problem.q_length)
+
+
+def _hides_itself(bias: DistanceBias, length: int) -> bool:
+    return bool(bias.values(0, length)[:, 0].isneginf().any())  # values that `_added` reads too
+
+
+def _is_block(problem: Problem, forward: Forward) -> bool:
+    """Whether several queries at consecutive positions follow keys of a cache."""
+    if not problem.causal:
+        return False
+    few = problem.q_length <= QUERIES or problem.pairs <= SMALL
+    if not few or problem.q_length >= problem.kv_length:
+        return False
+    return forward.shared(_are_consecutive)(problem.query_positions)
+
+
+def _are_consecutive(positions: torch.Tensor) -> bool:
+    return bool((positions.diff(dim=-1) == 1).all())
+
+
+def attend(problem: Problem) -> Output:
+    """Attention of a few queries, `(batch, heads, q_len, value_dim)`, without gradients. The problem keeps its plan."""
+    if problem.compiling:
+        return traced.attend(problem), None
+    query, key = cast(tuple[torch.Tensor, torch.Tensor], (problem.query, problem.key))
+    problem.plan = _plan(problem)
+    return problem.plan.attend(query, key, problem.value), None
+
+
+def pieces(problem: Problem) -> int:
+    """The number of pieces that a call is scored in."""
+    if problem.plan is None:
+        return len(cast(Turner, problem.turner).regions)
+    return sum(len(some.terms) for some in problem.plan.by_rows)
+
+
+EXECUTOR = Executor("joined", "pieces side by side, one softmax", supports, attend, pieces)
+
+
+# --- the plan ---
+
+
+@dataclass(frozen=True)
+class Term:
+    """A piece of a plan, and what its keys and scores need.
+
+    Attributes:
+        piece: all queries of the call against a run of slots.
+        rotate: rotates these keys for the region, `(rows, kv_heads, slots, head_dim)`; None if nothing is left to do.
+        decay: multiplies the rotated keys, `(rows or 1, 1, slots, head_dim)`; None without a decay.
+        added: to the scores, broadcasts to them, `(rows * kv_heads or 1, group * q_len or 1, slots)`.
+    """
+
+    piece: Piece
+    rotate: Rotate | None
+    decay: torch.Tensor | None
+    added: torch.Tensor | None
+
+    def keys(self, keys: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """Keys of the piece, rotated, `(rows * kv_heads, slots, head_dim)`, of all `keys` of the rows, `(rows,
+        kv_heads, kv_len, head_dim)`; `flat` are these in one batch axis.
+        """
+        if self.rotate is None and self.decay is None:
+            return narrowed(flat, self.piece.keys)
+        own = narrowed(keys, self.piece.keys)
+        if self.rotate is not None:
+            own = self.rotate(own)
+        if self.decay is not None:
+            own = own * self.decay
+        return own.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class SlotRows:
+    """Rows of the batch whose regions begin at the same slots, with their terms, oldest slots first."""
+
+    rows: slice
+    terms: tuple[Term, ...]
+
+    @functools.cached_property
+    def joined(self) -> tuple[slice, ...]:
+        """The slots of all pieces, with adjacent ones joined."""
+        return tuple(_joined([term.piece.keys for term in self.terms]))
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """How a few queries are scored.
+
+    Attributes:
+        rotate: rotates queries `(batch, heads, q_len, head_dim)` for each region; queries that share keys become rows
+            of one product, `(batch * kv_heads, group * q_len, head_dim)`.
+        by_rows: all rows of the batch, in order.
+        scaling: multiplies the scores, unless `rotate` scales the queries.
+    """
+
+    rotate: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+    by_rows: tuple[SlotRows, ...]
+    scaling: float
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The output for the states of one layer, `(batch, heads, q_len, value_dim)`."""
+        attend = _by_one_softmax if _holds_scores(value) else _by_kernel
+        rotated, kv_heads, outputs = self.rotate(queries), value.shape[1], []
+        for some in self.by_rows:
+            q, k, v = rotated, keys, value
+            if some.rows != EVERY:
+                place = slice(some.rows.start * kv_heads, some.rows.stop * kv_heads)
+                q, k, v = tuple(x[place] for x in rotated), keys[some.rows], value[some.rows]
+            outputs.append(attend(some, q, k, v.flatten(0, 1), self.scaling))
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return output.view(*queries.shape[:3], -1)
+
+
+def _holds_scores(value: torch.Tensor) -> bool:
+    """Whether products have a dtype that holds scores; in half precision only the kernel keeps them in float32."""
+    return value.dtype in (torch.float32, torch.float64)
+
+
+def _by_one_softmax(
+    some: SlotRows, queries: tuple[torch.Tensor, ...], keys: torch.Tensor, value: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """The scores of all pieces side by side.
+
+    Shape:
+        queries, for each region, `(rows * kv_heads, group * q_len, head_dim)`; keys `(rows, kv_heads, kv_len,
+        head_dim)`, value `(rows * kv_heads, kv_len, value_dim)`; returns `(rows * kv_heads, group * q_len, value_dim)`.
+    """
+    flat, by_row = keys.flatten(0, 1), queries[0].shape[1] <= FEW
+    scores = [
+        _products(queries[term.piece.region], term.keys(keys, flat), term.added, scaling, by_row) for term in some.terms
+    ]
+    joined = scores[0] if len(scores) == 1 else torch.cat(scores, dim=1 if by_row else 2)
+    weights = (joined.mT if by_row else joined).softmax(dim=-1)
+    first, *others = some.joined
+    if not others:
+        return torch.bmm(weights, narrowed(value, first))
+    width = first.stop - first.start
+    out = torch.bmm(weights[..., :width], narrowed(value, first))
+    for slots in others:
+        start, width = width, width + slots.stop - slots.start
+        out += torch.bmm(weights[..., start:width], narrowed(value, slots))
+    return out
+
+
+def _products(
+    queries: torch.Tensor, keys: torch.Tensor, added: torch.Tensor | None, scaling: float, by_row: bool
+) -> torch.Tensor:
+    """Scaled products plus `Term.added` in one kernel: `(rows * kv_heads, group * q_len, slots)`, with the last two
+    axes exchanged if `by_row`.
+    """
+    left, right = (keys, queries.mT) if by_row else (queries, keys.mT)
+    if added is None and scaling == 1:
+        return torch.bmm(left, right)
+    if added is None:  # with beta=0, baddbmm uses only the dtype of its first argument
+        return torch.baddbmm(queries.new_empty(1, 1, 1), left, right, beta=0, alpha=scaling)
+    return torch.baddbmm(added.mT if by_row else added, left, right, alpha=scaling)
+
+
+def _joined(runs: list[slice]) -> Iterator[slice]:
+    """Runs of slots, with adjacent runs joined."""
+    start = runs[0].start
+    for run, following in itertools.zip_longest(runs, runs[1:]):
+        if following is None or following.start != run.stop:
+            yield slice(start, run.stop)
+            start = None if following is None else following.start
+
+
+def _by_kernel(
+    some: SlotRows, queries: tuple[torch.Tensor, ...], keys: torch.Tensor, value: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Like `_by_one_softmax`, but a call of the platform's kernel for each piece, merged by log-sum-exp."""
+    kernel = kernel_for(value, value, masked=any(term.added is not None for term in some.terms))
+    out, lse, flat = None, None, keys.flatten(0, 1)
+    for term in some.terms:
+        q, k, v = queries[term.piece.region], term.keys(keys, flat), narrowed(value, term.piece.keys)
+        added = None if term.added is None else term.added[:, None]
+        tile = Tile(0, q.shape[1], 0, k.shape[1])
+        own, own_lse = kernel.forward(Work(q[:, None], k[:, None], v[:, None], tile, scaling, added))
+        if out is None or lse is None:
+            out, lse = summed(own), own_lse
+        else:
+            merge(out, lse, own, own_lse)
+    assert out is not None  # for the type checker: the query itself is in some region
+    return out.to(value.dtype)
+
+
+# --- how it is made ---
+
+
+def _plan(problem: Problem) -> SlotPlan:
+    """How to score a few queries. It keeps no states.
+
+    Distance is a difference of slots: the positions of keys are counted from the queries.
+    """
+    turner, query = cast(Turner, problem.turner), cast(torch.Tensor, problem.query)
+    by_rows = tuple(
+        SlotRows(rows, tuple(_terms(problem, turner, rows, position)))
+        for rows, position in _rows_alike(problem, turner)
+    )
+    value, scaling = problem.value, problem.scaling
+    if not _holds_scores(value):  # nor the scaling
+        return SlotPlan(turner.of_queries(query, value.shape[1])[0], by_rows, scaling)
+    rotate, left = turner.of_queries(query, value.shape[1], scaling)
+    return SlotPlan(rotate, by_rows, left)
+
+
+def _rows_alike(problem: Problem, turner: Turner) -> Iterator[tuple[slice, int]]:
+    """Runs of rows whose regions begin at the same slots, and the position of their first query."""
+    if all(region.translation_invariant for region in turner.regions):
+        yield EVERY, int(problem.query_start)  # any position will do
+        return
+    forward, positions = turner.forward, [int(problem.query_start)]
+    if not forward.counted:
+        positions = forward.shared(_first_positions)(problem.query_positions)
+    start = 0
+    for position, run in itertools.groupby(positions):
+        stop = start + len(list(run))
+        yield EVERY if len(positions) == 1 else slice(start, stop), position
+        start = stop
+
+
+def _first_positions(positions: torch.Tensor) -> list[int]:
+    return cast(list[int], positions[:, 0].tolist())
+
+
+def _terms(problem: Problem, turner: Turner, rows: slice, position: int) -> Iterator[Term]:
+    """The pieces of some rows, oldest slots first, as far as regions allow, with their terms."""
+    query, key, decay = cast(torch.Tensor, problem.query), cast(torch.Tensor, problem.key), problem.decay
+    slot, regions = int(problem.query_start), turner.regions
+
+    def most(number: int) -> float:
+        """Rotated keys are computed a few at a time."""
+        rotates = decay is not None or turner.rotates(regions[number].key_map)
+        return max(1, BLOCK // key[rows, :, 0].nbytes) if key.is_cpu and rotates else math.inf
+
+    by_region = itertools.groupby(
+        few_queries(regions, rows, problem.q_length, slot, position, most), key=lambda piece: piece.region
+    )
+    for number, group in by_region:
+        region, of_region = regions[number], list(group)
+        turn = turner.of_keys(region, key, slice(of_region[0].keys.start, of_region[-1].keys.stop), rows)
+        for piece in of_region:
+            place = piece.keys.start, piece.keys.stop, rows.start, rows.stop
+            decayed = None
+            if decay is not None:
+                positions = problem.query_positions, problem.key_positions
+                decayed = turner.forward.shared(_decayed)(*positions, region, decay, *place, key.dtype, key.shape[-1])
+            yield Term(
+                piece,
+                rotate=None if turn is None else turn(piece.keys),
+                decay=decayed,
+                added=_added(problem, turner.forward, region, query.shape[1], place, position),
+            )
+
+
+def _decayed(
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    region: Region,
+    decay: Decay,
+    first: int,
+    stop: int,
+    first_row: int | None,
+    last_row: int | None,
+    dtype: torch.dtype,
+    head_dim: int,
+) -> torch.Tensor:
+    """Decay of each pair of dimensions of the keys in the slots from `first` to below `stop` for the only query,
+    `(batch or 1, 1, slots, head_dim)`.
+    """
+    m, n = query_positions.float(), key_positions[:, first:stop].float()
+    distance = region.rotated_distance(m, n)
+    like = torch.empty((), dtype=dtype, device=m.device).expand(1, 1, 1, head_dim)
+    return decay.factor(-(distance if len(distance) == 1 else distance[first_row:last_row]), like)
+
+
+Place = tuple[int, int, Any, Any]
+"""First slot, the slot after the last, and likewise the rows of the batch."""
+
+
+def _added(
+    problem: Problem, forward: Forward, region: Region, heads: int, place: Place, position: int
+) -> torch.Tensor | None:
+    """The term added to scaled products of `heads` query heads, in the shape of `Term.added`: biases, and the lowest
+    number for keys that a query does not see in this region.
+    """
+    if problem.q_length == 1 and problem.mask is None and not problem.biased:
+        return None
+    running, value = problem.running_bias_of_pairs, problem.value
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    compute = (
+        _sum_of_terms if running is not None else forward.shared(_sum_of_terms)
+    )  # a layer has its own running sums
+    states = heads, value.shape[1], len(value), dtype, value.device
+    return compute(problem.visibility, problem.bias, running, region, place, position, *states)
+
+
+def _sum_of_terms(
+    visibility: Visibility,
+    bias: DistanceBias | None,
+    running: torch.Tensor | None,
+    region: Region,
+    place: Place,
+    position: int,
+    heads: int,
+    kv_heads: int,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    slot, length = int(visibility.query_start), visibility.q_length
+    first, stop, *bounds = place
+    rows, slots = slice(*bounds), slice(first, stop)
+    i = torch.arange(length, device=device)[:, None]
+    distance = (slot + i) - torch.arange(first, stop, device=device)
+    seen = visibility.pairs(device)
+    if seen is not None:
+        seen = (seen if len(seen) == 1 else seen[rows])[..., slots]
+    if length > 1:
+        inside = region.contains(position + i, position + i - distance)
+        seen = inside if seen is None else seen & inside
+    added = torch.zeros((), dtype=dtype, device=device)
+    if bias is not None:
+        added = bias.values(0, slot + length)[:, distance.clamp(min=0)][None].to(dtype)
+    if running is not None:
+        added = added + (running if len(running) == 1 else running[rows])[..., slots].to(dtype)
+    if seen is not None:
+        added = torch.where(seen, added, torch.finfo(dtype).min)
+    return _by_kv_head(added, len(range(batch)[rows]), kv_heads, heads)
+
+
+def _by_kv_head(added: torch.Tensor, batch: int, kv_heads: int, heads: int) -> torch.Tensor:
+    """`(batch or 1, heads or 1, q_len, slots)` in the shape of `Term.added`."""
+    if added.ndim == 2:
+        added = added[None, None]
+    if added.shape[:3] == (1, 1, 1):
+        return added[0]
+    group = heads // kv_heads
+    if added.shape[1] == 1:  # the same for all heads
+        added = added[:, :, None].expand(-1, kv_heads if len(added) > 1 else 1, group, -1, -1)
+    else:
+        added = added.unflatten(1, (kv_heads, group)).expand(batch if kv_heads > 1 else len(added), -1, -1, -1, -1)
+    return added.flatten(2, 3).flatten(0, 1)

@@ -1,0 +1,97 @@
+"""What a scheme adds to the scores, weights and values of a call besides rotations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.slots import Pairs
+from rope_patch.typing import Weights
+
+if TYPE_CHECKING:
+    from rope_patch.attention.problem import Problem
+
+
+def upcast(x: torch.Tensor) -> torch.Tensor:
+    """`x`, any shape, in the dtype of scores: float64 if it has that already, else float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class DistanceBias:
+    """b(m - n).
+
+    Attributes:
+        function: maps distances of any shape to `(heads, *shape)`, float32.
+        linear: whether it is a multiple of the distance, on either side.
+        table: maps two distances to the values from the first to below the second, `(heads, distances)`; default
+            computed by `function`.
+    """
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    linear: bool = False
+    table: Callable[[int, int], torch.Tensor] | None = None
+
+    def values(self, low: int, high: int) -> torch.Tensor:
+        """b(low) to b(high - 1), `(heads, high - low)`."""
+        return self.function(torch.arange(low, high)) if self.table is None else self.table(low, high)
+
+    @property
+    def learned(self) -> bool:
+        """Whether a gradient must flow into it."""
+        return self.values(0, 1).requires_grad
+
+
+@dataclass(frozen=True)
+class Content:
+    """A scheme's terms in scores, weights and values that are more than a bias by distance. They depend on queries and
+    keys as projected, `(batch, heads or kv_heads, length, head_dim)`, and on `states`, the module's input at the
+    queries, `(batch, q_len, hidden)`.
+    """
+
+    scheme: Scheme
+    weights: Weights
+    states: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+
+    def bias(self, problem: Problem, scores: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor | None:
+        """b(q_m, k_n, m, n) for `scores` `(batch, heads, q_len, kv_len)`; it and `seen` broadcast to their shape. None
+        if the scheme has no such bias.
+        """
+        if "content_bias" not in self.scheme.methods:
+            return None
+        repeats = self.query.shape[1] // self.key.shape[1]
+        pairs = Pairs(
+            query=self.query,
+            key=self.key if repeats == 1 else self.key.repeat_interleave(repeats, dim=1),
+            m=problem.query_positions[:, :, None],
+            n=problem.key_positions[:, None, :],
+            scores=scores,
+            seen=torch.ones((), dtype=torch.bool, device=scores.device) if seen is None else seen,
+            scaling=problem.scaling,
+            states=self.states,
+        )
+        return self.scheme.content_bias(pairs, self.weights)
+
+    def factor(self, distance: torch.Tensor) -> torch.Tensor | None:
+        """c(m, n), `(batch or 1, heads, q_len, kv_len)`; None for 1."""
+        if "weight_factor" not in self.scheme.methods:
+            return None
+        return self.scheme.weight_factor(distance, self.query.shape[1], self.weights).transpose(0, 1)
+
+    def values(self, attention: torch.Tensor, distance: torch.Tensor) -> torch.Tensor | None:
+        """sum_n attention(m, n) u(m, n), `(batch, heads, q_len, value_dim)`; None for 0."""
+        if "relative_values" not in self.scheme.methods:
+            return None
+        return self.scheme.relative_values(attention, distance, self.weights)
+
+    def rows(self, queries: slice, keys: slice) -> Content:
+        """The terms of some queries and keys."""
+        query, key, states = self.query[:, :, queries], self.key[:, :, keys], self.states[:, queries]
+        return dataclasses.replace(self, query=query, key=key, states=states)
