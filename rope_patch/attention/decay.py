@@ -16,6 +16,9 @@ from rope_patch.schemes.tools.rotary import RotaryLayout
 LARGEST_EXPONENT = 80.0  # reached only if positions skip by more than a block; its exp, and so the score, is finite
 
 
+ROWS = 1024  # queries per block: small enough for float16, large enough that keys are scaled only a few times
+
+
 @dataclass(frozen=True)
 class Decay:
     """The decay of the pairs of one layer, at a `rate` per token of distance, `(d/2,)`."""

@@ -61,9 +61,7 @@ _WITHIN = ("chunked", "segmented", "fused", "merged", "products", "block")
 
 _EVERYWHERE = (
     Row(graph.EXECUTOR, modes=_WITHIN),
-    Row(
-        decayed.EXECUTOR, modes=("oracle", "reference", "chunked", "segmented", "fused", "merged", "products", "block")
-    ),
+    Row(decayed.EXECUTOR, modes=("oracle", "reference", *_WITHIN)),
     *paths.ROWS,
 )
 ROWS = (Row(fused.EXECUTOR, by_name=True), Row(joined.EXECUTOR, modes=("segmented",)), *_EVERYWHERE)

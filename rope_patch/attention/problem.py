@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
+from rope_patch.attention import decay
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.rotation import Rotation
 from rope_patch.attention.spans import Span, spans_between
 from rope_patch.attention.terms import Content, DistanceBias
 from rope_patch.attention.turner import Fused, Turner
 from rope_patch.attention.visibility import Visibility
+from rope_patch.errors import UnsupportedPositions
 from rope_patch.graphs import traced
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.typing import PositionMap
@@ -201,13 +203,40 @@ class Problem:
 
     @property
     def rotated(self) -> Problem:
-        """The problem with queries and keys rotated for each region."""
-        if self.turner is None:
+        """The problem with queries and keys rotated for each region, and with their decay if it is one block."""
+        decays_here = self.decay is not None and self.q_length <= decay.ROWS
+        if self.turner is None and not decays_here:
             return self
         if self._rotated is None:
-            branches = self._branches(self.turner)
-            self._rotated = self.replaced(branches=branches, query=None, key=None, turner=None)
+            call = self
+            if self.turner is not None:
+                call = self.replaced(branches=self._branches(self.turner), query=None, key=None, turner=None)
+            self._rotated = call.decayed() if decays_here else call
         return self._rotated
+
+    def decayed(self) -> Problem:
+        """The rotated problem of one block of queries, whose queries have grown and whose keys have decayed.
+
+        Raises:
+            UnsupportedPositions: heads keep different keys.
+        """
+        if self.by_head:
+            raise UnsupportedPositions(
+                "heads keep different keys in past_key_values, but a scheme with a decay needs the same keys in all "
+                "heads; keep the same keys for all heads of a layer"
+            )
+        branches = tuple(self._decayed(branch, cast(Decay, self.decay)) for branch in self.branches)
+        return self.replaced(branches=branches, decay=None)
+
+    def _decayed(self, branch: Branch, decay: Decay) -> Branch:
+        m, n = self.query_positions.float(), self.key_positions.float()
+        if branch.region is not None:
+            m, n = branch.region.rotated_positions(m, n)
+        last = m.amax(dim=1, keepdim=True)
+        # keys after the last query are hidden and only need to stay finite
+        keys = (n[:, branch.first :] - last).clamp(max=0)
+        query = branch.query * decay.factor(last - m, branch.query)
+        return Branch(branch.region, query, branch.key * decay.factor(keys, branch.key), branch.first)
 
     @property
     def as_causal(self) -> Problem:

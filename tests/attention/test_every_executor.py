@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rope_patch import UnsupportedModel, UnsupportedPositions
-from rope_patch.attention import engine
+from rope_patch.attention import decay, engine
 from rope_patch.attention.problem import AttentionMode
 from rope_patch.attention.table import choose
 from tests.attention.problems import AXES, bias_of, draw, values_of
@@ -38,6 +38,12 @@ TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 6e-3, tor
 
 OF_SUMS = 10
 """How much larger it may be for a gradient that sums terms of all pairs, which cancel: that of slopes."""
+
+
+@pytest.fixture(autouse=True)
+def _short_blocks(monkeypatch):
+    """Blocks between which scores decay: some calls are one block, and some have several."""
+    monkeypatch.setattr(decay, "ROWS", 20)
 
 
 def turned(x, positions, inv_freq):

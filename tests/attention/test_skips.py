@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rope_patch import patch
-from rope_patch.attention.executors import decayed, merged, products, reference
+from rope_patch.attention import decay
+from rope_patch.attention.executors import merged, products, reference
 from rope_patch.attention.spans import MOST_SPANS_PER_ROW, find_spans
 from rope_patch.attention.tile_kernels import Dense, FlashCPU
 from tests.attention.problems import in_spans, supports
@@ -149,7 +150,7 @@ def test_a_model_keeps_the_fast_path_in_training(llama, spec, pads):
 
 @pytest.mark.parametrize("spec", ["xpos+rerope:window=6", "xpos+self_extend:group_size=4,window=7"])
 def test_a_block_under_a_decay_knows_the_skips_before_it(llama, spec, monkeypatch):
-    monkeypatch.setattr(decayed, "ROWS", 16)
+    monkeypatch.setattr(decay, "ROWS", 16)
     positions = torch.arange(40)[None] + 20 * (torch.arange(40) >= 14)
     given = {"position_ids": positions, "attention_mask": torch.ones(1, 40)}
     with patch(llama, spec, attention="oracle"):

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from rope_patch import XPos, patch
+from rope_patch.attention import decay
 from rope_patch.attention.decay import Decay
-from rope_patch.attention.executors import decayed
 from rope_patch.schemes.tools.rotary import RotaryLayout, half_split
 from rope_patch.typing import RotarySpec
 from tests.attention.test_segmented import inputs_of
@@ -35,7 +35,7 @@ def test_keys_after_the_last_query_stay_finite_in_float16():
         inputs, query_positions=torch.arange(20)[None], key_positions=10 * torch.arange(45)[None]
     )
     fading = Decay(half_split(16), torch.linspace(0, 0.2, 8))
-    assert decayed._decayed(inputs.branches[0], inputs, fading).key.isfinite().all()
+    assert inputs.replaced(decay=fading).decayed().branches[0].key.isfinite().all()
 
 
 def test_the_slowest_pair_hardly_fades_and_the_fastest_most():
@@ -49,7 +49,7 @@ def test_the_slowest_pair_hardly_fades_and_the_fastest_most():
 def test_blocks_of_queries_give_what_the_whole_gives(llama, spec, attention, monkeypatch):
     with patch(llama, spec, attention="oracle"):
         expected, slopes = logits(llama, tokens(rows=2)), gradients(llama, tokens(rows=2))
-    monkeypatch.setattr(decayed, "ROWS", 7)
+    monkeypatch.setattr(decay, "ROWS", 7)
     with patch(llama, spec, attention=attention):
         assert_close(logits(llama, tokens(rows=2)), expected)
         assert_same_gradients(gradients(llama, tokens(rows=2)), slopes)
@@ -60,7 +60,7 @@ def test_no_factor_leaves_the_range_of_its_dtype(dtype):
     rate = XPos().frequencies(RotarySpec(64, 10000.0, 2048)).decay
     layout = RotaryLayout(tuple(range(32)), tuple(range(32, 64)))
     x = torch.ones(1, 1, 2, 64, dtype=dtype)
-    for exponent in (float(decayed.ROWS), -1e6):
+    for exponent in (float(decay.ROWS), -1e6):
         factor = Decay(layout, rate).factor(torch.full((1, 2), exponent), x)
         assert factor.dtype == dtype
         assert factor.isfinite().all()

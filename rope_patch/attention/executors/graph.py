@@ -139,15 +139,16 @@ def supports(problem: Problem) -> str:
         return "running sums stand beside a bias that is not linear, or tokens see later keys"
     if problem.mask is not None and problem.mask.requires_grad:
         return "the mask wants a gradient"
-    if problem.decay is not None and any(branch.region is not None for branch in problem.rotated.branches):
-        return "scores decay by the positions of a region"
+    call = problem.rotated
+    if call.decay is not None and any(branch.region is not None for branch in call.branches):
+        return "scores decay by the positions of a region, and there are many queries"
     return ""
 
 
 def attend(problem: Problem) -> Output:
     """Output `(batch, heads, q_len, value_dim)` while compiling. Inside the operator the table is asked anew."""
     call = problem.rotated.as_causal
-    decay, bias, start, mask = problem.decay, _term(call), call.query_start, call.mask
+    decay, bias, start, mask = call.decay, _term(call), call.query_start, call.mask
     if not isinstance(start, torch.Tensor):
         start = torch.full((), start)
     learns = torch.is_grad_enabled() and bias is not None and bias.source.requires_grad
