@@ -84,6 +84,10 @@ STRATA: tuple[dict[str, tuple[Any, ...]], ...] = (
 )
 """Limits of the axes, in turn: without them, few calls would be ordinary in all respects at once."""
 
+WITH_DECAY = 240
+DECAYING = ORDINARY | {"decay": (True,), "queries": ("all", "half"), "causal": (True,)}
+"""Limits of the seeds from `WITH_DECAY` on: scores decay, between many queries."""
+
 
 def regions_of(kind: str, length: int) -> tuple[Region, ...]:
     """Disjoint regions, those of keys after the query included."""
@@ -234,7 +238,8 @@ class Drawn:
 
 def values_of(seed: int) -> dict[str, Any]:
     """The values of a seed on the axes."""
-    chance, axes = random.Random(seed), AXES | STRATA[seed % len(STRATA)]
+    limits = STRATA[seed % len(STRATA)] if seed < WITH_DECAY else DECAYING
+    chance, axes = random.Random(seed), AXES | limits
     return _together({axis: chance.choice(values) for axis, values in axes.items()})
 
 

@@ -20,10 +20,10 @@ from rope_patch import UnsupportedModel, UnsupportedPositions
 from rope_patch.attention import decay, engine
 from rope_patch.attention.problem import AttentionMode
 from rope_patch.attention.table import choose
-from tests.attention.problems import AXES, bias_of, draw, values_of
+from tests.attention.problems import AXES, WITH_DECAY, bias_of, draw, values_of
 
 EXECUTORS = {row.executor.name: row.executor for rows in (engine.ROWS, *engine.TABLE.values()) for row in rows}.values()
-SEEDS = range(240)
+SEEDS = range(WITH_DECAY + 20)
 LEAST = 8  # calls that each executor computes
 FORCED = get_args(AttentionMode)
 
