@@ -129,7 +129,7 @@ def _compiled(kernel: Kernel, blocks: Blocks | None) -> Any:
     given, how = fused.described(inputs, call, blocks, (query, key, key, None, None, None))
     if not kernel.arch.startswith("sm_"):
         how = how._replace(products="ieee")
-    states, numbers = triton_kernels.States.of, triton_kernels.States.of(torch.empty(query.shape[:3]))
+    states, numbers = triton_kernels.States.from_tensor, triton_kernels.States.from_tensor(torch.empty(query.shape[:3]))
     out, of_q, of_k = states(query), (states(query),) * len(how.areas), (states(key),) * len(how.areas)
     options = {**blocks.options, "grid": (1, 1, 1)}
     if kernel.kernel.endswith("gradients"):

@@ -337,7 +337,7 @@ def print_table(rows: Mapping[str, Sequence[Any]], best: str | None, config: Any
     from rope_patch.evaluation.scheme_specs import CONTROLS, display_name
     from rope_patch.evaluation.tables import Grid, signed
 
-    grid = Grid.of([row for line in rows for row in rows[line]])
+    grid = Grid.from_rows([row for line in rows for row in rows[line]])
     (first, *middle, target), trained = grid.lengths, grid.any.training_length
     free = display_name(grid.baseline)
     table = Table("scheme", str(target), "minus cut", f"minus plain at {first}", *map(str, middle))

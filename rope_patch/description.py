@@ -43,7 +43,7 @@ class Description(str):
     tables: Sequence[Rows]
 
     @classmethod
-    def of(cls, tables: Sequence[Rows]) -> Description:
+    def from_tables(cls, tables: Sequence[Rows]) -> Description:
         """The text of some tables, which are kept beside it."""
         description = cls("\n\n".join(map(_as_text, tables)))
         description.tables = tables
@@ -83,7 +83,7 @@ def describe(model: nn.Module | PatchHandle) -> Description:
         for handle in find_handles(model)
         for stack, plan in handle.mounted
     }
-    return Description.of(
+    return Description.from_tables(
         [
             mounted.get(module) or _table(model, stack := style.read(module), native_scheme_of(stack), None, ())
             for style, module in find_stacks(model)

@@ -80,7 +80,7 @@ def explain(model: nn.Module | PatchHandle, input_ids: torch.Tensor, **inputs: A
         found |= {"training step": eager}
     finally:
         model.train(training)
-    return Description.of([_rows(situation, handles, accounts) for situation, accounts in found.items()])
+    return Description.from_tables([_rows(situation, handles, accounts) for situation, accounts in found.items()])
 
 
 @contextmanager

@@ -42,11 +42,11 @@ class KeyTerm:
         """`bias` and `running_bias` of `Problem` that are functions of `source`."""
         return None, self.running_bias
 
-    def of(self, span: Span) -> KeyTerm:
+    def within(self, span: Span) -> KeyTerm:
         """The term of the keys of a span."""
         return KeyTerm(self.place(span, slice(None), self.running_bias))
 
-    def of_heads(self, heads: slice) -> KeyTerm:
+    def for_heads(self, heads: slice) -> KeyTerm:
         """The term of some heads."""
         return KeyTerm(self.running_bias[:, heads])
 
@@ -118,11 +118,11 @@ class DiagonalTerm:
         last = self.values.shape[-1] - 1
         return DistanceBias(lambda distance: self.values[:, (distance - self.first).clamp(0, last)]), None
 
-    def of(self, span: Span) -> DiagonalTerm:
+    def within(self, span: Span) -> DiagonalTerm:
         """The term, which is the same for every span."""
         return self
 
-    def of_heads(self, heads: slice) -> DiagonalTerm:
+    def for_heads(self, heads: slice) -> DiagonalTerm:
         """The biases of some heads."""
         return DiagonalTerm(self.values[heads], self.first)
 

@@ -126,7 +126,7 @@ class StackForwards(threading.local):
         """Whether a compiler traces this forward."""
         return traced()
 
-    def of(self, position_ids: torch.Tensor) -> Forward:
+    def for_positions(self, position_ids: torch.Tensor) -> Forward:
         """The forward with this positions tensor (by identity), `(batch or 1, length)`."""
         if traced():
             return Forward()

@@ -67,4 +67,6 @@ def _fold(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
 
     batch, heads, length, dim = out.shape
     with torch.cuda.device_of(out):
-        fold[-(-length // TOKENS), heads, batch](*map(States.of, (out, lse, part, part_lse)), length, TOKENS, dim)
+        fold[-(-length // TOKENS), heads, batch](
+            *map(States.from_tensor, (out, lse, part, part_lse)), length, TOKENS, dim
+        )

@@ -81,9 +81,9 @@ class Biased:
     bias: TileBias | None
     heads: slice = field(default_factory=lambda: slice(None))
 
-    def of_heads(self, heads: slice) -> Biased:
+    def for_heads(self, heads: slice) -> Biased:
         """The kernel for some of the heads."""
-        return self if self.bias is None else Biased(self.kernel, self.span, self.bias.of_heads(heads), heads)
+        return self if self.bias is None else Biased(self.kernel, self.span, self.bias.for_heads(heads), heads)
 
     def tiles(self, region: Region) -> Iterator[Tile]:
         """The tiles of a region of the span, cut for the kernel and the bias."""

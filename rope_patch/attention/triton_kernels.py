@@ -35,7 +35,7 @@ class States(NamedTuple):
     token: int
 
     @classmethod
-    def of(cls, x: Any) -> Any:
+    def from_tensor(cls, x: Any) -> Any:
         """Strides of `(batch, length)`, or of `(batch, heads, length)` of numbers or vectors; sizes of 1 repeat."""
         if x is None:
             return None
@@ -81,7 +81,7 @@ class Area(NamedTuple):
     keys_below: int | None
 
     @classmethod
-    def of(cls, region: Any) -> Area:
+    def from_region(cls, region: Any) -> Area:
         """The area of a `Region`."""
         far = FAR.value // region.chunk
         start, stop = (int(min(max(bound, -far), far)) for bound in (region.start, region.stop))

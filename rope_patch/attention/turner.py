@@ -127,7 +127,7 @@ class Turner:
         learns = cos.requires_grad or sin.requires_grad
         return None if learns else Rotation(cast(RotaryLayout, self.layout), cos, sin)
 
-    def of_queries(
+    def for_queries(
         self, like: torch.Tensor, kv_heads: int, scaling: float = 1.0
     ) -> tuple[Callable[[torch.Tensor], tuple[torch.Tensor, ...]], float]:
         """`turn` for every region, as a function of queries of the dtype and shape of `like`. Queries that share keys
@@ -155,7 +155,7 @@ class Turner:
 
         return turned, scaling
 
-    def of_keys(
+    def for_keys(
         self, region: Region, like: torch.Tensor, slots: slice, rows: slice
     ) -> Callable[[slice], Rotate] | None:
         """`turn` for the keys of some rows, as a function for each run of slots among `slots`; None if nothing is left

@@ -82,7 +82,10 @@ class RowHook:
         if self.of_batch:
             lengths = (positions.amax() + 1).expand(len(positions))
         row = Row(sharding, self.backend, positions, groups, lengths, scattered=bool(jumps.any()))
-        changed: dict[str, Any] = {"position_ids": sharding.shard(positions, 1), "attention_mask": RowMask.of(row)}
+        changed: dict[str, Any] = {
+            "position_ids": sharding.shard(positions, 1),
+            "attention_mask": RowMask.from_row(row),
+        }
         if "use_cache" in inspect.signature(type(module).forward).parameters:
             changed["use_cache"] = False
         return (), {**kwargs, **changed}

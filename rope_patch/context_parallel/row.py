@@ -135,7 +135,7 @@ class RowMask(torch.Tensor):
     row: Row
 
     @classmethod
-    def of(cls, row: Row) -> RowMask:
+    def from_row(cls, row: Row) -> RowMask:
         """A mask with the groups of the tokens of this process."""
         mask = row.sharding.shard(row.groups, 1)[:, None, None].as_subclass(cls)
         mask.row = row

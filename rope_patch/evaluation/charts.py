@@ -92,7 +92,7 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
     left out where it lost its sinks. Of a training, the first measurement of a scheme is dotted, and of the others the
     last is shown.
     """
-    grid = Grid.of(rows)
+    grid = Grid.from_rows(rows)
     trained = grid.any.training_length
     close_up = len(grid.series) > 1 and any(one.line == grid.baseline for one in grid.series)
     shown = [one for one in grid.series if one.step is None or one.step in {0, *grid.steps(one.line)[-1:]}]

@@ -80,7 +80,7 @@ class Grid:
     rows: dict[tuple[Series, int], Row]  # without missing measurements
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Grid:
+    def from_rows(cls, rows: Sequence[Row]) -> Grid:
         """Arrange rows.
 
         Raises:
@@ -247,7 +247,7 @@ def losses(rows: Sequence[Row], width: int = WIDE) -> Group:
     """NLL in nats per token, with the best of each column starred, and below it the difference from attention cut at L
     with its standard error, on two lines if `width` columns are too few.
     """
-    grid = Grid.of(rows)
+    grid = Grid.from_rows(rows)
     trained = grid.any.training_length
     shown = Table(box=box.SIMPLE_HEAD)
     shown.add_column("scheme", overflow="fold")

@@ -166,7 +166,7 @@ class LayerHook:
             start = int(start)  # of a static cache, read once
         position_ids = self._positions(kwargs, start)
         anchor = state.anchor_for(keeps_keys=paged or cache is not None)
-        call = ForwardCall(state, state.forwards.of(position_ids), hidden, position_ids, start, anchor)
+        call = ForwardCall(state, state.forwards.for_positions(position_ids), hidden, position_ids, start, anchor)
         if cache is not None:
             call.look_back(cache, kwargs.get("attention_mask"))
         if "running_bias" in state.methods:
@@ -249,4 +249,4 @@ def _identity(tables: Any, device_type: str, fewer: bool) -> Any:
     if torch.is_autocast_enabled(device_type):  # otherwise the cache would hold float32 keys with values that are not
         dtype = torch.get_autocast_dtype(device_type)
     one, zero = torch.ones_like(cos, dtype=dtype), torch.zeros_like(sin, dtype=dtype)
-    return (IdentityTable.of(one, 1), IdentityTable.of(zero, 0)) if fewer else (one, zero)
+    return (IdentityTable.from_tensor(one, 1), IdentityTable.from_tensor(zero, 0)) if fewer else (one, zero)

@@ -22,7 +22,7 @@ class IdentityTable(torch.Tensor):
     number: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, number: int) -> IdentityTable:
+    def from_tensor(cls, tensor: torch.Tensor, number: int) -> IdentityTable:
         """`tensor`, of any shape and full of one `number`, as an `IdentityTable`."""
         table = tensor.as_subclass(cls)
         table.number = number
@@ -38,7 +38,9 @@ class IdentityTable(torch.Tensor):
             if name not in _SHAPING or not isinstance(args[0], cls):
                 return result
             number = args[0].number
-            return cls.of(result, number) if isinstance(result, torch.Tensor) else [cls.of(x, number) for x in result]
+            if isinstance(result, torch.Tensor):
+                return cls.from_tensor(result, number)
+            return [cls.from_tensor(x, number) for x in result]
 
 
 def _spared(name: str, *args: Any) -> torch.Tensor | None:
@@ -50,4 +52,4 @@ def _spared(name: str, *args: Any) -> torch.Tensor | None:
         return None
     if table.number == (1 if name in _PRODUCTS else 0):
         return x
-    return IdentityTable.of(table.as_subclass(torch.Tensor).expand(x.shape), 0) if name in _PRODUCTS else None
+    return IdentityTable.from_tensor(table.as_subclass(torch.Tensor).expand(x.shape), 0) if name in _PRODUCTS else None

@@ -163,7 +163,7 @@ class LayerState:
         """
         if module is None or not is_linked(module):  # a server calls with a module of its own
             module = self.layer.module
-        return self.learned.of(module, stack_of(module, self.layer.name))
+        return self.learned.read_from(module, stack_of(module, self.layer.name))
 
     def anchor_for(self, keeps_keys: bool) -> PositionMap | None:
         """The rotation that the module should apply. Without a cache, no rotation is the least work."""

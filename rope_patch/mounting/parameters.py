@@ -81,7 +81,7 @@ class LearnedWeights:
     shared: tuple[str, ...] = ()
     table: str = ""
 
-    def of(self, module: nn.Module, stack: nn.Module) -> dict[str, torch.Tensor]:
+    def read_from(self, module: nn.Module, stack: nn.Module) -> dict[str, torch.Tensor]:
         """The learned parameters by name, of any shape, for an attention `module` in a `stack`."""
         values: dict[str, torch.Tensor] = {}
         if self.table:

@@ -11,7 +11,7 @@ from transformers import Cache, DynamicLayer
 
 from rope_patch.attention.executors.joined import SlotPlan
 from rope_patch.attention.problem import Problem
-from rope_patch.models.cached_keys import positions_in
+from rope_patch.models.cached_keys import CachedKeys, positions_in
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.layer_state import LayerState
 
@@ -47,7 +47,8 @@ class Step:
         if hidden.shape != first.states.shape or hidden.dtype != first.states.dtype:
             return None
         start, keys = cast(int, first.start), cast(Any, cache).layers[index].keys
-        if keys.shape[2] != start:
+        held = keys.plain() if isinstance(keys, CachedKeys) else keys  # a shape of a subclass takes its time
+        if held.shape[2] != start:
             return None
         if getattr(keys, "positions", None) is not first.past:
             past = positions_in(cache, index, start, state.layer.name)

@@ -55,14 +55,14 @@ def test_layers_share_equal_positions_of_cached_keys():
 
 def test_positions_are_counted_by_the_stack_only_in_its_own_forward():
     forwards, own, others = StackForwards(), torch.arange(3)[None], torch.arange(3)[None]
-    assert not forwards.of(own).counted
+    assert not forwards.for_positions(own).counted
     forwards.forget(counted=True)
-    forward = forwards.of(own)
+    forward = forwards.for_positions(own)
     assert forward.counted
-    assert forwards.of(own) is forward
+    assert forwards.for_positions(own) is forward
     assert forwards.current(own) is forward
     assert forwards.current(others) is None
-    assert not forwards.of(others).counted  # a module was called with positions of its own
+    assert not forwards.for_positions(others).counted  # a module was called with positions of its own
 
 
 def test_what_a_graph_cannot_read_it_asserts():

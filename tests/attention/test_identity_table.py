@@ -9,7 +9,7 @@ from transformers.models.llama import modeling_llama
 
 from rope_patch.mounting.identity_table import IdentityTable
 
-ONE, ZERO = IdentityTable.of(torch.ones(1, 7, 8), 1), IdentityTable.of(torch.zeros(1, 7, 8), 0)
+ONE, ZERO = IdentityTable.from_tensor(torch.ones(1, 7, 8), 1), IdentityTable.from_tensor(torch.zeros(1, 7, 8), 0)
 
 
 class Products(TorchDispatchMode):

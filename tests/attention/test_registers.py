@@ -60,7 +60,7 @@ def rotate(first: int | torch.Tensor) -> None:
     from rope_patch.attention import triton_kernels as kernels
 
     driver.set_active(registers.Absent(GPUTarget("cuda", 90, 32)))
-    states = kernels.States.of(torch.empty(1, 4, 300, 64, dtype=torch.bfloat16))
+    states = kernels.States.from_tensor(torch.empty(1, 4, 300, 64, dtype=torch.bfloat16))
     places = (states,), (states,), ((states, states),), torch.arange(64), first, 300
     kernels.rotate.warmup(*places, False, 32, 64, grid=(10, 4, 1))
 

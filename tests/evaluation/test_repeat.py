@@ -112,7 +112,7 @@ def test_a_table_says_whether_the_checkpoint_can_copy():
             row(line=line, nll=nll, nll_by_document=[nll - 0.1, nll, nll + 0.1], **told)
             for line, nll in (("near", near), ("cut", 3.0), ("yarn", 2.5))
         ]
-        return " ".join(Grid.of(shown).notes())
+        return " ".join(Grid.from_rows(shown).notes())
 
     assert "means nothing" not in notes(2.0)
     assert "this means nothing" in notes(2.95)

@@ -277,7 +277,7 @@ def test_a_cut_that_loses_the_first_tokens_is_named(cut, said):
             ("window", 1024, cut, 3),
         ]
     ]
-    notes = [note for note in tables.Grid.of(rows).notes() if "lost the first tokens" in note]
+    notes = [note for note in tables.Grid.from_rows(rows).notes() if "lost the first tokens" in note]
     assert bool(notes) == said
     if said:
         assert notes[0].startswith("§ attention cut at L is +5.100 ±0.00")
@@ -331,7 +331,7 @@ def test_rows_of_old_trainings_are_shown(tmp_path):
 def test_the_text_cut_to_l_is_a_line_of_old_rows(tmp_path):
     """It is the plain checkpoint at L on the same targets, which they have."""
     rows = Rows(shutil.copy(RESULTS / "demo" / "perplexity.jsonl", tmp_path / "rows.jsonl")).rows
-    grid = tables.Grid.of(rows)
+    grid = tables.Grid.from_rows(rows)
     assert [one.line for one in grid.series[:3]] == ["plain", "cut", "window"]
     at_l = grid.row("plain", 256)
     assert {grid.row("cut", length).loss for length in grid.lengths} == {at_l.loss}
@@ -342,8 +342,8 @@ def test_the_text_cut_to_l_is_a_line_of_old_rows(tmp_path):
     assert grid.baseline == "window"
     assert "no room" not in printed(rows)
     assert "256 tokens have no room for 300 targets" in printed([row(line="window", length=512, targets=300)])
-    within = tables.Grid.of([row for row in rows if row.length == 256])
-    beyond = tables.Grid.of([row for row in rows if row.length > 256])
+    within = tables.Grid.from_rows([row for row in rows if row.length == 256])
+    beyond = tables.Grid.from_rows([row for row in rows if row.length > 256])
     assert "cut" not in {one.line for grid in (within, beyond) for one in grid.series}
 
 

@@ -130,8 +130,8 @@ def test_a_far_passage_that_a_scheme_copies_counts_where_the_plain_checkpoint_mi
     near, cut, *tried = rows
     assert copies(near, cut, tried)
     assert not copies(near, cut, tried[:1])
-    assert "means nothing" not in " ".join(Grid.of(rows).notes())
-    assert "means nothing" in " ".join(Grid.of(rows[:3]).notes())
+    assert "means nothing" not in " ".join(Grid.from_rows(rows).notes())
+    assert "means nothing" in " ".join(Grid.from_rows(rows[:3]).notes())
 
 
 # --- a training -------------------------------------------------------------------------------------------------------

@@ -45,8 +45,8 @@ def attention(
         q=tuple(map(_states, queries)),
         k=tuple(map(_states, keys)),
         v=_states(value),
-        m=kernels.States.of(positions[None, start:]),
-        n=kernels.States.of(positions[None]),
+        m=kernels.States.from_tensor(positions[None, start:]),
+        n=kernels.States.from_tensor(positions[None]),
         groups=None,
         start=start,
         q_length=length,
@@ -72,10 +72,10 @@ def attention(
         products="ieee" if torch.version.hip else "tf32x3",
     )
     grid = -(-length * how.group // ROWS), kv_heads, batch
-    places = kernels.States.of(out), kernels.States.of(lse)
+    places = kernels.States.from_tensor(out), kernels.States.from_tensor(lse)
     kernels.forward[grid](given, *places, 1, FAR, how, num_warps=4, num_stages=2)
     return out, lse
 
 
 def _states(x: torch.Tensor) -> kernels.States:
-    return kernels.States.of(x if x.stride(-1) == 1 else x.contiguous())
+    return kernels.States.from_tensor(x if x.stride(-1) == 1 else x.contiguous())

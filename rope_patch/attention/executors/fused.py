@@ -219,11 +219,17 @@ class _Attention(torch.autograd.Function):
         with torch.cuda.device_of(value):
             first = 0 if any(ctx.needs_input_grad) else _first_key(problem, call)
             given, how = described(problem, call, blocks[0], tensors, first=first)
-            places = kernels.States.of(parts.flatten(0, -4)), kernels.States.of(part_lse.flatten(0, -3))
+            places = (
+                kernels.States.from_tensor(parts.flatten(0, -4)),
+                kernels.States.from_tensor(part_lse.flatten(0, -3)),
+            )
             grid = row_blocks * splits, kv_heads, batch
             kernels.forward[grid](given, *places, splits, span, how, **blocks[0].options)
             if splits > 1:
-                whole, some = (kernels.States.of(out), kernels.States.of(lse)), 1 << (splits - 1).bit_length()
+                whole, some = (
+                    (kernels.States.from_tensor(out), kernels.States.from_tensor(lse)),
+                    1 << (splits - 1).bit_length(),
+                )
                 kernels.merge[length, heads, batch](*whole, *places, splits, some, how)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.problem, ctx.call, ctx.blocks = problem, call, blocks[1:]
@@ -249,15 +255,22 @@ class _Attention(torch.autograd.Function):
         at_keys = lse.new_empty(*lse.shape[:2], kv_length) if of_sums else None
         with torch.cuda.device_of(value):
             given, how = described(problem, call, by_query, tensors)
-            shared = [kernels.States.of(x) for x in (out, grad, lse, delta)]
+            strided = kernels.States.from_tensor
+            shared = [strided(x) for x in (out, grad, lse, delta)]
             grads_q, grads_k = ([torch.empty_like(x) for _ in call.regions] for x in (query, key))
-            into_q, into_k = (tuple(map(kernels.States.of, grads)) for grads in (grads_q, grads_k))
+            into_q, into_k = (tuple(map(strided, grads)) for grads in (grads_q, grads_k))
             kernels.gradients[-(-length * how.group // by_query.rows), kv_heads, batch](
                 given, *shared, into_q, None, grad_table, None, False, how, **by_query.options
             )
             how = how._replace(rows=by_key.rows, keys=by_key.keys)
             kernels.gradients[-(-kv_length // by_key.keys), kv_heads, batch](
-                given, *shared, into_k, *map(kernels.States.of, (grad_v, None, at_keys)), True, how, **by_key.options
+                given,
+                *shared,
+                into_k,
+                *map(strided, (grad_v, None, at_keys)),
+                True,
+                how,
+                **by_key.options,
             )
             grad_q = _rotated_back(grads_q, call.query_tables, call.partner)
             grad_k = _rotated_back(grads_k, call.key_tables, call.partner)
@@ -291,23 +304,23 @@ def described(
         groups = torch.where(problem.mask[:, 0, 0], 0, -1)
     in_table = values is not None and values.ndim == 2
     given = Given(
-        q=tuple(map(States.of, _rotated(query, call.query_tables, call.partner))),
-        k=tuple(map(States.of, _rotated(key, call.key_tables, call.partner, first))),
-        v=States.of(value),
-        m=States.of(problem.query_positions),
-        n=States.of(problem.key_positions),
-        groups=States.of(groups),
+        q=tuple(map(States.from_tensor, _rotated(query, call.query_tables, call.partner))),
+        k=tuple(map(States.from_tensor, _rotated(key, call.key_tables, call.partner, first))),
+        v=States.from_tensor(value),
+        m=States.from_tensor(problem.query_positions),
+        n=States.from_tensor(problem.key_positions),
+        groups=States.from_tensor(groups),
         start=problem.query_start,
         q_length=query.shape[2],
         kv_length=kv_length,
         scale=problem.scaling,
-        bias=States.of(values if values is None else values[None] if in_table else values[None, :, None]),
+        bias=States.from_tensor(values if values is None else values[None] if in_table else values[None, :, None]),
         first=1 - kv_length if in_table and values.shape[1] > kv_length else 0,
-        sums=States.of(sums),
+        sums=States.from_tensor(sums),
         sinks=sinks,
     )
     how = How(
-        areas=tuple(map(Area.of, call.regions)),
+        areas=tuple(map(Area.from_region, call.regions)),
         group=query.shape[1] // key.shape[1],
         head_dim=query.shape[-1],
         value_dim=value.shape[-1],
@@ -356,7 +369,7 @@ def _rotate(
 ) -> list[torch.Tensor]:
     from rope_patch.attention import triton_kernels as kernels
 
-    strided, (batch, heads, length, dim) = kernels.States.of, states[0].shape
+    strided, (batch, heads, length, dim) = kernels.States.from_tensor, states[0].shape
     rotated = [torch.empty_like(x) for x in (states[:1] if back else states)]
     by = tuple(table and tuple(strided(_dense(x).expand_as(states[0])) for x in table) for table in tables)
     places = tuple(map(strided, states)), tuple(map(strided, rotated)), by, partner, first, length

@@ -267,8 +267,8 @@ def _plan(problem: Problem) -> SlotPlan:
     )
     value, scaling = problem.value, problem.scaling
     if not _holds_scores(value):  # nor the scaling
-        return SlotPlan(turner.of_queries(query, value.shape[1])[0], by_rows, scaling)
-    rotate, left = turner.of_queries(query, value.shape[1], scaling)
+        return SlotPlan(turner.for_queries(query, value.shape[1])[0], by_rows, scaling)
+    rotate, left = turner.for_queries(query, value.shape[1], scaling)
     return SlotPlan(rotate, by_rows, left)
 
 
@@ -306,7 +306,7 @@ def _terms(problem: Problem, turner: Turner, rows: slice, position: int) -> Iter
     )
     for number, group in by_region:
         region, of_region = regions[number], list(group)
-        turn = turner.of_keys(region, key, slice(of_region[0].keys.start, of_region[-1].keys.stop), rows)
+        turn = turner.for_keys(region, key, slice(of_region[0].keys.start, of_region[-1].keys.stop), rows)
         for piece in of_region:
             place = piece.keys.start, piece.keys.stop, rows.start, rows.stop
             decayed = None

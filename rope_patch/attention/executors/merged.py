@@ -158,7 +158,7 @@ def backward(
                 place = block.rows, group.heads, piece.queries
                 work = block.work(piece, group, call.branches, value, call.scaling)
                 in_tile = Merged(merged.out[place], merged.lse[place], merged.grad[place])
-                kernel = by.of_heads(group.heads)
+                kernel = by.for_heads(group.heads)
                 of_query, of_key, of_values = kernel.backward(work, in_tile, of_bias)
                 if (turn := call.branches[piece.region].turn) is not None:
                     of_query = turn.part(block.rows, piece.queries).back()(upcast(of_query))
@@ -227,7 +227,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `(rows, heads, queries, value_dim)` and log-sum-exp `(rows, heads, queries)` of the queries of a block."""
     (first, kernel), *others = block.parts
-    out, lse = kernel.of_heads(group.heads).forward(block.work(first, group, branches, value, scale))
+    out, lse = kernel.for_heads(group.heads).forward(block.work(first, group, branches, value, scale))
     if not others:
         return out, lse
     start = block.queries.start
@@ -237,7 +237,7 @@ def _attend(
         out = torch.nn.functional.pad(out, (0, 0, before, after))
         lse = torch.nn.functional.pad(lse, (before, after), value=-torch.inf)
     for piece, kernel in others:
-        part, part_lse = kernel.of_heads(group.heads).forward(block.work(piece, group, branches, value, scale))
+        part, part_lse = kernel.for_heads(group.heads).forward(block.work(piece, group, branches, value, scale))
         queries = slice(piece.queries.start - start, piece.queries.stop - start)
         merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
     return out, lse
@@ -325,7 +325,7 @@ def blocks_of(spans: Sequence[Span], branches: Sequence[Branch], kernel: Kernel,
             [
                 part
                 for span in together
-                for part in _pieces(span, branches, Biased(kernel, span, None if bias is None else bias.of(span)))
+                for part in _pieces(span, branches, Biased(kernel, span, None if bias is None else bias.within(span)))
             ],
         )
     ]
