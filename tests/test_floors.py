@@ -126,4 +126,4 @@ def test_calls_are_recorded():
         Branch(None, tokens(1), tokens(1))
     climb = "attention.below.score.<locals>.<genexpr> -> mounting.above.Call.keys"
     assert calls.climbs() == {climb}
-    assert calls.entered[-1].function.module == "rope_patch.attention.inputs"  # what `dataclass` makes has no file
+    assert calls.entered[-1].function.module == "rope_patch.attention.problem"  # what `dataclass` makes has no file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -20,9 +20,6 @@ from rope_patch.errors import UnsupportedPositions
 from rope_patch.graphs import traced
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.typing import PositionMap
-
-if TYPE_CHECKING:
-    from rope_patch.attention.executors.joined import SlotPlan
 
 # fmt: off
 AttentionMode = Literal[
@@ -93,7 +90,7 @@ class Problem:
         find_spans: finds the spans of a problem, or None; called only where they help. By default layers share them.
         compiling: whether a compiler traces the call, so that values are not known.
         taken: the name of the executor, once it was scored.
-        plan: how a few queries were scored, if they were.
+        plan: the `SlotPlan` by which `joined` scored a few queries; None before.
     """
 
     branches: tuple[Branch, ...]
@@ -120,7 +117,7 @@ class Problem:
     find_spans: Callable[[Problem], tuple[Span, ...] | None] | None = None
     compiling: bool = field(default_factory=traced)
     taken: str = field(default="", init=False)
-    plan: SlotPlan | None = field(default=None, init=False)
+    plan: Any = field(default=None, init=False)
     _rotated: Problem | None = field(default=None, init=False, repr=False)
     _spans: tuple[Span, ...] | Literal["unknown"] | None = field(default="unknown", init=False, repr=False)
     _fused: Fused | None = field(default=None, init=False, repr=False)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Pairs
 from rope_patch.typing import Weights
-
-if TYPE_CHECKING:
-    from rope_patch.attention.problem import Problem
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
@@ -60,9 +56,11 @@ class Content:
     query: torch.Tensor
     key: torch.Tensor
 
-    def bias(self, problem: Problem, scores: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor | None:
-        """b(q_m, k_n, m, n) for `scores` `(batch, heads, q_len, kv_len)`; it and `seen` broadcast to their shape. None
-        if the scheme has no such bias.
+    def bias(
+        self, m: torch.Tensor, n: torch.Tensor, scaling: float, scores: torch.Tensor, seen: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """b(q_m, k_n, m, n) for positions `(batch or 1, length)` and `scores` `(batch, heads, q_len, kv_len)`, which
+        are products times `scaling`; it and `seen` broadcast to their shape. None if the scheme has no such bias.
         """
         if "content_bias" not in self.scheme.methods:
             return None
@@ -70,11 +68,11 @@ class Content:
         pairs = Pairs(
             query=self.query,
             key=self.key if repeats == 1 else self.key.repeat_interleave(repeats, dim=1),
-            m=problem.query_positions[:, :, None],
-            n=problem.key_positions[:, None, :],
+            m=m[:, :, None],
+            n=n[:, None, :],
             scores=scores,
             seen=torch.ones((), dtype=torch.bool, device=scores.device) if seen is None else seen,
-            scaling=problem.scaling,
+            scaling=scaling,
             states=self.states,
         )
         return self.scheme.content_bias(pairs, self.weights)

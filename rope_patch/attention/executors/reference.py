@@ -81,8 +81,10 @@ def _scores(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
     if covered is not None:
         seen = covered if seen is None else seen & covered
     total = scores
-    if problem.content is not None and (bias := problem.content.bias(problem, scores, seen)) is not None:
-        total = total + bias.to(total.dtype)
+    if problem.content is not None:
+        positions = problem.query_positions, problem.key_positions
+        bias = problem.content.bias(*positions, problem.scaling, scores, seen)
+        total = total if bias is None else total + bias.to(total.dtype)
     if problem.bias is not None:
         total = total + _bias(problem.bias, problem).to(total.dtype)
     if (running := problem.running_bias_of_pairs) is not None:
