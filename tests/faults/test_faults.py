@@ -21,8 +21,8 @@ def test_every_fault_has_its_place():
 def test_a_word_picks_faults_by_name_or_file():
     faults = read(FAULTS)
     assert picked(faults, []) == faults
-    files = {fault.file for fault in picked(faults, ["attention/decode", "attention/tiles"])}
-    assert files == {"rope_patch/attention/decode.py", "rope_patch/attention/tiles.py"}
+    files = {fault.file for fault in picked(faults, ["executors/joined", "attention/pieces"])}
+    assert files == {"rope_patch/attention/executors/joined.py", "rope_patch/attention/pieces.py"}
     assert [fault.name for fault in picked(faults, [faults[0].name])] == [faults[0].name]
 
 
