@@ -30,7 +30,7 @@ class RopePatchError(Exception):
 class RopePatchWarning(UserWarning):
     """A patch that changes nothing, shortens a checkpoint, or after which a pretrained model needs training, which
     `describe` shows too; frequencies that a cast has rounded; a saved model that plain libraries read without its
-    scheme; or a setting of a checkpoint that is not followed.
+    scheme; a setting of a checkpoint that is not followed; or a kernel that failed its trial and is not used.
 
     Silence it with `warnings.simplefilter("ignore", rope_patch.RopePatchWarning)`.
     """

@@ -15,7 +15,7 @@ MERGED = Row(merged.EXECUTOR, modes=("segmented",), pairs=(FEW, math.inf))
 
 ROWS = (
     Row(block.EXECUTOR, pairs=(0, joined.SMALL)),
-    Row(products.EXECUTOR, pairs=(FEW, math.inf)),
+    Row(products.EXECUTOR, products.with_tiles, pairs=(FEW, math.inf)),
     MERGED,
     Row(chunked.EXECUTOR, modes=("segmented",)),
     Row(reference.EXECUTOR, modes=("oracle",)),

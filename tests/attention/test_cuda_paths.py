@@ -88,7 +88,7 @@ def test_cudnn_scores_large_tiles_without_a_window(called, tile, least, backend,
 def test_cudnn_is_taken_only_where_it_agrees(monkeypatch):
     states = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4, LENGTH, DIM))
     for wrong, kind in ((None, CuDNN), (CuDNN, FlashCUDA), (FlashCUDA, Dense)):
-        monkeypatch.setattr(tile_kernels, "agrees", lambda kernel, *_, wrong=wrong: type(kernel) is not wrong)
+        monkeypatch.setattr(tile_kernels, "objection", lambda kernel, *_, wrong=wrong: type(kernel) is wrong)
         assert type(tile_kernels.kernel_for(states, states, masked=False)) is kind
 
 

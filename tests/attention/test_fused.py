@@ -16,13 +16,15 @@ import pytest
 import torch
 
 import rope_patch
-from rope_patch import get_scheme, patch
+from rope_patch import RopePatchWarning, get_scheme, patch
 from rope_patch.attention.executors import fused, reference
 from rope_patch.attention.executors.fused import Blocks
 from rope_patch.attention.problem import Branch, Problem
 from rope_patch.attention.terms import DistanceBias
+from rope_patch.attention.trials import Trial
 from rope_patch.attention.turner import Fused
 from rope_patch.schemes.slots import ALL_PAIRS
+from tests.attention.problems import whole
 from tests.attention.test_segmented import ROWS, inputs_of
 from tests.families import build
 from tests.runs import cached_logits, left_padded, positions_of, tokens
@@ -353,7 +355,7 @@ def of_models(spec: str) -> tuple[int, list[float]]:
     of gradients, and of logits of two steps after a cache.
     """
     calls, found = [], []
-    fused.agrees(torch.device(DEVICE), torch.float32, 16, 16)
+    fused.objection(torch.device(DEVICE), torch.float32, 16, 16)
     with pytest.MonkeyPatch.context() as change:
         change.setitem(vars(fused.EXECUTOR), "attend", lambda call: calls.append(call) or fused.attend(call))
         for attention in ("fused", "oracle"):
@@ -384,9 +386,9 @@ attend = fused.launched
 
 
 def trusted() -> bool:
-    fused.agrees.cache_clear()
+    fused.objection.forget()
     with torch.inference_mode():
-        return fused.agrees(torch.device(DEVICE), torch.float32, 16, 16)
+        return not fused.objection(torch.device(DEVICE), torch.float32, 16, 16)
 
 
 @needs_triton
@@ -407,7 +409,13 @@ def test_kernels_that_are_wrong_for_one_query_or_for_several_are_not_trusted(wro
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(fused, "launched", attend)
-    assert fused.agrees.__wrapped__(torch.device("cpu"), torch.float32, 16, 16) == (wrong is None)
+    trial = Trial("The kernel", fused.objection.compare, fused.objection.tolerance)
+    if wrong is None:
+        assert trial(torch.device("cpu"), torch.float32, 16, 16) == ""
+        return
+    told = rf"The kernel is not used \(cpu, torch.float32, 16, 16\): its output of {wrong} queries differed"
+    with pytest.warns(RopePatchWarning, match=told):
+        assert "differed from the definition by 0." in trial(torch.device("cpu"), torch.float32, 16, 16)
 
 
 UNSUPPORTED = {
@@ -427,7 +435,7 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("what", [None, *UNSUPPORTED])
 def test_what_the_kernels_do_not_support_is_left_to_others(what, monkeypatch):
-    monkeypatch.setattr(fused, "agrees", lambda *_: True)
+    monkeypatch.setattr(fused, "objection", lambda *_: "")
     inputs, _ = inputs_of("", ROWS, 45, 45, torch.float32)
     (branch,), learned = inputs.branches, torch.ones(16, requires_grad=True)
     biases = {
@@ -450,11 +458,12 @@ def test_what_the_kernels_do_not_support_is_left_to_others(what, monkeypatch):
 
 
 def test_without_triton_nothing_applies(monkeypatch):
-    fused.agrees.cache_clear()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not fused.agrees(torch.device("cpu"), torch.float32, 16, 16)
-    fused.agrees.cache_clear()
+    inputs, _ = inputs_of("", ROWS, 45, 45, torch.float32)
+    (branch,) = inputs.branches
+    call = whole(inputs, branch.query, branch.key, "fused")
+    assert fused.supports(call) == "Triton is not installed, or does not compile for this device"
 
 
 def test_nothing_imports_triton_before_it_is_needed():

@@ -34,7 +34,7 @@ def test_a_part_is_folded_in(run, rows, dim, dtype):
     errors = run(merged, rows, dim, dtype)
     assert errors["output"] < (4e-3 if dtype == "float16" else 1e-5)
     assert errors["log-sum-exp"] < 1e-5
-    assert run(merging.agrees, torch.device(DEVICE), getattr(torch, dtype), dim)
+    assert run(merging.objection, torch.device(DEVICE), getattr(torch, dtype), dim) == ""
 
 
 def test_a_part_is_merged_in_float32_where_there_is_no_kernel(monkeypatch):

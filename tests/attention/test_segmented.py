@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rope_patch import get_scheme
+from rope_patch import RopePatchWarning, get_scheme
 from rope_patch.attention import tile_kernels
 from rope_patch.attention.bias import KeyTerm, tile_bias
 from rope_patch.attention.executors import merged, reference
@@ -17,7 +17,8 @@ from rope_patch.attention.problem import Branch, Problem
 from rope_patch.attention.rotation import Rotation
 from rope_patch.attention.spans import Span, find_spans
 from rope_patch.attention.terms import DistanceBias
-from rope_patch.attention.tile_kernels import Dense, FlashCPU, agrees
+from rope_patch.attention.tile_kernels import Dense, FlashCPU, objection
+from rope_patch.attention.trials import Trial
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import Identity
 from rope_patch.schemes.tools.rotary import half_split
@@ -84,14 +85,41 @@ def test_a_window_of_flash_on_cuda_is_the_band(region, q_length, offset):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_flash_agrees_with_plain_products(dtype, head_dim):
-    assert agrees(FlashCPU(), torch.device("cpu"), dtype, head_dim)
+    assert objection(FlashCPU(), torch.device("cpu"), dtype, head_dim) == ""
 
 
 def test_a_kernel_is_tried_once_and_not_at_every_call():
-    agrees.cache_clear()
-    for _ in range(3):
-        agrees(tile_kernels.FlashCUDA(), torch.device("cpu"), torch.bfloat16, 16)
-    assert agrees.cache_info().misses == 1
+    compared = []
+
+    def compare(*arguments):
+        compared.append(arguments)
+        yield from objection.compare(*arguments)
+
+    trial = Trial("A kernel of tiles", compare, 0.03)
+    with pytest.warns(
+        RopePatchWarning, match=r"A kernel of tiles is not used \(FlashCUDA\(\), cpu, .*does not run here"
+    ):
+        reasons = {trial(tile_kernels.FlashCUDA(), torch.device("cpu"), torch.bfloat16, 16) for _ in range(3)}
+    assert len(reasons) == len(compared) == 1
+
+
+def test_a_lack_of_memory_is_no_verdict():
+    ones, memory = torch.ones(3), [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n2 GiB"), None]
+
+    def compare():
+        if error := memory.pop(0):
+            raise error
+        yield "output", ones, ones
+
+    trial = Trial("A kernel", compare, 0.03)
+    assert trial() == "there was no memory to try it: CUDA out of memory. Tried to allocate"
+    assert trial() == trial() == ""
+
+
+def test_a_result_that_is_no_number_is_an_objection():
+    trial = Trial("A kernel", lambda: iter([("output", torch.tensor([1.0, torch.nan]), torch.ones(2))]), 0.03)
+    with pytest.warns(RopePatchWarning, match="its output differed from the definition by nan"):
+        assert trial()
 
 
 class Wrong(FlashCPU):
@@ -114,7 +142,8 @@ class Missing(FlashCPU):
 
 @pytest.mark.parametrize("kernel", [*map(Wrong, range(5)), Missing()])
 def test_a_kernel_that_is_wrong_or_missing_is_not_trusted(kernel):
-    assert not agrees(kernel, torch.device("cpu"), torch.float32, 16)
+    with pytest.warns(RopePatchWarning, match="is not used"):
+        assert objection(kernel, torch.device("cpu"), torch.float32, 16)
 
 
 def inputs_of(

@@ -6,11 +6,12 @@ import math
 import pytest
 import torch
 
-from rope_patch.attention import tile_kernels
+from rope_patch.attention import paths, tile_kernels
 from rope_patch.attention.executors import merged, products, reference
 from rope_patch.attention.pieces import Tile, tiles_of
 from rope_patch.attention.problem import Branch
 from rope_patch.attention.spans import Span, find_spans
+from rope_patch.attention.table import choose
 from rope_patch.attention.tile_kernels import Dense, FlashCPU, Merged, Work
 from tests.attention.problems import in_spans, supports
 from tests.attention.test_bidirectional import bias_of
@@ -193,12 +194,22 @@ def test_products_serve_bfloat16_without_gradient_or_bias_where_the_processor_ha
 
 
 @pytest.mark.parametrize(
-    ("known", "expected"),
-    [({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_f": True}, False), ({}, False)],
+    ("known", "multiplies", "taken"),
+    [
+        ({"avx512_bf16": True}, True, "products"),
+        ({"bf16": True}, True, "products"),
+        ({"avx512_bf16": True, "amx_bf16": True}, True, "merged"),
+        ({"avx512_f": True}, False, "merged"),
+        ({}, False, "merged"),
+    ],
 )
-def test_instructions_for_bfloat16_are_read_from_the_processor(known, expected, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
-    assert products.multiplies_bfloat16.__wrapped__() is expected
+def test_instructions_for_bfloat16_are_read_from_the_processor(known, multiplies, taken, monkeypatch):
+    monkeypatch.setattr(products, "_instructions", lambda: known)
+    assert products.multiplies_bfloat16() is multiplies
+    inputs, _ = inputs_of("rerope:window=6", [[0] * 200], 200, 200, torch.bfloat16)
+    spans = find_spans(inputs.query_positions, None, inputs.groups, 0, 1)
+    with torch.no_grad():
+        assert choose(paths.ROWS, inputs.replaced(find_spans=lambda _: spans)).name == taken
 
 
 def test_branches_that_begin_later_serve_products_too():

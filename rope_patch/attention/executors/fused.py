@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -14,6 +13,7 @@ from rope_patch.attention.merging import compiles
 from rope_patch.attention.problem import Branch, Output, Problem
 from rope_patch.attention.table import Executor
 from rope_patch.attention.terms import DistanceBias
+from rope_patch.attention.trials import Comparisons, Trial
 from rope_patch.attention.turner import Fused, Tables, Turner
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import Identity
@@ -58,25 +58,20 @@ def unsupported(problem: Problem, call: Fused) -> str:
         return "positions skip, and a bias counts them"
     if any(x.requires_grad for x in tables):
         return "the rotation wants a gradient"
-    if not agrees(queries.device, queries.dtype, queries.shape[-1], value.shape[-1], torch.is_grad_enabled()):
-        return "it differed from the definition when it was tried, or does not run on this device"
-    return ""
+    return objection(queries.device, queries.dtype, queries.shape[-1], value.shape[-1], torch.is_grad_enabled())
 
 
-@functools.lru_cache(maxsize=64)
-def agrees(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, gradients: bool = True) -> bool:
-    """Whether the kernels are available and equal the oracle on small calls; tried once before use. With gradients they
-    are compiled for half a minute, once: Triton keeps them on disk.
+def _compared(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, gradients: bool = True
+) -> Comparisons:
+    """The kernels and the definition on small calls. With gradients they are compiled for half a minute, once: Triton
+    keeps them on disk.
     """
-    if not compiles(device):
-        return False
     sizes = (device, dtype, head_dim, value_dim, gradients)
-    try:
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.autocast(device.type, enabled=False):
-            # several tokens after a cache, with distance in chunks, and one token whose keys are split among programs
-            return _tried(40, 100, 8, *sizes) and _tried(1, 300, 1, *sizes)
-    except Exception:  # compilers and drivers fail in many ways, and other kernels exist
-        return False
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.autocast(device.type, enabled=False):
+        # several tokens after a cache, with distance in chunks, and one token whose keys are split among programs
+        found = [*_tried(40, 100, 8, *sizes), *_tried(1, 300, 1, *sizes)]
+    yield from found
 
 
 def _tried(
@@ -88,8 +83,8 @@ def _tried(
     head_dim: int,
     value_dim: int,
     gradients: bool,
-) -> bool:
-    """Whether a call with two regions, one of which rotates keys, is correct."""
+) -> Comparisons:
+    """A call with two regions, one of which rotates keys, by the kernels and by the definition."""
     random = torch.Generator().manual_seed(0)
 
     def states(heads: int, length: int, dim: int) -> torch.Tensor:
@@ -110,8 +105,15 @@ def _tried(
     defined = problem.replaced(branches=(Branch(near, q, k), Branch(far, q, key)))
     outputs = launched(problem, call), reference.attend(defined)[0]
     slopes = (torch.autograd.grad(out, leaves, grad) if gradients else () for out in outputs)
+    names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
     pairs = zip(*((out, *each) for out, each in zip(outputs, slopes, strict=True)), strict=True)
-    return all(bool((one.float() - other.float()).norm() < 0.03 * other.float().norm()) for one, other in pairs)
+    return ((f"{name} of {length} queries", *pair) for name, pair in zip(names, pairs, strict=False))
+
+
+objection = Trial("The Triton kernel for all regions", _compared, tolerance=0.03)
+"""Why the kernels are not used for states on a device, of a dtype and two widths, with gradients or without; empty if
+they equal the definition.
+"""
 
 
 # --- the launch ---

@@ -44,10 +44,19 @@ def supports(problem: Problem) -> str:
 
 
 @functools.cache
+def _instructions() -> dict[str, Any]:
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return known
+
+
 def multiplies_bfloat16() -> bool:
     """Whether the processor has instructions for products of bfloat16 matrices."""
-    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return any(_instructions().get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def with_tiles(problem: Problem) -> str:
+    """Why flash is preferred: on a processor with tiles of matrices (AMX), PyTorch's flash multiplies in bfloat16, too."""
+    return "flash is faster on this processor, which has AMX" if _instructions().get("amx_bf16", False) else ""
 
 
 def attend(problem: Problem) -> Output:

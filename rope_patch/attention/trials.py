@@ -1,0 +1,70 @@
+"""One trial of a kernel before its first use: it has to run on the device, and to equal the definition on small calls.
+
+Kernels behind PyTorch's attention are called through private functions, which may change; compilers and drivers fail in
+many ways. A kernel that fails its trial is not used, and a warning says why, once.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from rope_patch.errors import RopePatchWarning
+
+Comparisons = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
+"""Names of what a kernel computed, each with its values and those that they have to equal."""
+
+
+class Trial:
+    """Runs small calls once for the same arguments.
+
+    Args:
+        name: of the kernel, for the warning.
+        compare: runs the calls of some arguments, such as a device, a dtype and a width.
+        tolerance: the largest norm of an error, relative to the norm of what is right.
+    """
+
+    def __init__(self, name: str, compare: Callable[..., Comparisons], tolerance: float) -> None:
+        self.name, self.compare, self.tolerance = name, compare, tolerance
+        self._reasons: dict[tuple[Any, ...], str] = {}
+        functools.update_wrapper(self, compare)
+
+    def __call__(self, *arguments: Any) -> str:
+        """The reason why the kernel is not used with these arguments; empty if it was right. A lack of memory is no
+        verdict: the next call tries again.
+        """
+        if arguments not in self._reasons:
+            reason, lasts = self._tried(*arguments)
+            if not lasts:
+                return reason
+            self._reasons[arguments] = reason
+            if reason:
+                what = ", ".join(map(str, arguments))
+                warnings.warn(f"{self.name} is not used ({what}): {reason}", RopePatchWarning, stacklevel=2)
+        return self._reasons[arguments]
+
+    def forget(self) -> None:
+        """Forget all reasons."""
+        self._reasons.clear()
+
+    def _tried(self, *arguments: Any) -> tuple[str, bool]:
+        """The reason, and whether it will be the same the next time."""
+        try:
+            for what, found, expected in self.compare(*arguments):
+                one, other = found.detach().float(), expected.detach().float()
+                error = float((one - other).norm() / other.norm())
+                if not error < self.tolerance:
+                    return f"its {what} differed from the definition by {error:.2g} when it was tried", True
+        except torch.OutOfMemoryError as error:
+            return f"there was no memory to try it: {_first_line(error)}", False
+        except Exception as error:
+            return f"it does not run here: {type(error).__name__}: {_first_line(error)}", True
+        return "", True
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
