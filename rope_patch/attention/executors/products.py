@@ -55,7 +55,7 @@ def multiplies_bfloat16() -> bool:
 
 
 def with_tiles(problem: Problem) -> str:
-    """Why flash is preferred: on a processor with tiles of matrices (AMX), PyTorch's flash multiplies in bfloat16, too."""
+    """Why flash is preferred: on a processor with AMX, PyTorch's flash also multiplies in bfloat16."""
     return "flash is faster on this processor, which has AMX" if _instructions().get("amx_bf16", False) else ""
 
 
