@@ -277,10 +277,21 @@ def _matrices(
     if by_pair:
         pairs = len(layout.first)
         moved = [x if x.ndim == 3 else x[..., None].expand(*x.shape, pairs) for x in moved]
-    cos, sin = _computed(torch.stack(moved, dim=1), frequencies, dtype, by_pair)
-    matrix = layout.matrix(layout.wide(cos, width), sin)[:, :, 0].transpose(1, 2).flatten(2)
-    matrix = matrix if scaling == 1 else matrix * scaling
+    tables = _computed(torch.stack(moved, dim=1), frequencies, dtype, by_pair)
+    cos, sin = (layout.wide(table, width).transpose(1, 2) for table in tables)  # an axis of rotations before the last
+    eye, exchange = _basis(layout, width, dtype, positions.device, scaling)
+    matrix = (eye * cos).addcmul_(exchange, sin).flatten(2)
     return matrix if len(matrix) > 1 else matrix[0]
+
+
+@functools.lru_cache(maxsize=16)
+def _basis(
+    layout: RotaryLayout, width: int, dtype: torch.dtype, device: torch.device, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`RotaryLayout.basis` with an axis of rotations, `(head_dim, 1, head_dim)`, made once."""
+    with torch.inference_mode(False):  # another forward may be differentiated
+        eye, exchange = layout.basis(torch.empty(width, dtype=dtype, device=device), scaling)
+    return eye[:, None], exchange[:, None]
 
 
 def _remaining(positions: torch.Tensor, position_map: PositionMap, anchor: PositionMap | None) -> torch.Tensor:

@@ -205,7 +205,10 @@ def test_every_layout_rotates_its_pairs(name):
         turned = torch.complex(x[..., a], x[..., b]) * torch.exp(1j * angle[..., pair])
         expected[..., a], expected[..., b] = turned.real, turned.imag
     torch.testing.assert_close(layout.rotate(x, angle.cos(), angle.sin()), expected)
-    of_first = x[:, :, :1] @ layout.matrix(layout.wide(angle.cos(), 6), angle.sin())[:, :, 0]
+    eye, exchange = layout.basis(x)
+    cos, sin = (layout.wide(table[:, :, :1], 6) for table in (angle.cos(), angle.sin()))
+    matrix = eye * cos + exchange * sin
+    of_first = x[:, :, :1] @ matrix
     torch.testing.assert_close(of_first, expected[:, :, :1])
     few, tables = x[:, :, :2].requires_grad_(), (layout.wide(angle.cos(), 6)[:, :, :2], angle.sin()[:, :, :2])
     assert torch.autograd.gradcheck(lambda states: rotate(layout, states, *tables), few)

@@ -299,7 +299,8 @@ def _terms(problem: Problem, turner: Turner, rows: slice, position: int) -> Iter
     def most(number: int) -> float:
         """Rotated keys are computed a few at a time."""
         rotates = decay is not None or turner.rotates(regions[number].key_map)
-        return max(1, BLOCK // key[rows, :, 0].nbytes) if key.is_cpu and rotates else math.inf
+        slot = len(range(len(key))[rows]) * key.shape[1] * key.shape[-1] * key.element_size()  # bytes
+        return max(1, BLOCK // slot) if key.is_cpu and rotates else math.inf
 
     by_region = itertools.groupby(
         few_queries(regions, rows, problem.q_length, slot, position, most), key=lambda piece: piece.region

@@ -62,15 +62,19 @@ class RotaryLayout:
     Attributes:
         first, second: indices of the two dimensions of each pair, ordered by frequency index.
         halves: the same two, as slices where possible: halves in Llama, neighbours in GPT-J and Cohere.
+        in_halves: whether the first dimensions are followed by the second ones, from dimension 0 on, as in Llama.
     """
 
     first: tuple[int, ...]
     second: tuple[int, ...]
     halves: tuple[slice | list[int], slice | list[int]] = field(init=False, compare=False)
+    in_halves: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         # not a `cached_property`: a compiler does not trace its lock
         object.__setattr__(self, "halves", (_as_slice(self.first), _as_slice(self.second)))
+        length = len(self.first)
+        object.__setattr__(self, "in_halves", (*self.first, *self.second) == tuple(range(2 * length)))
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """R x: every pair (a, b) becomes (a cos - b sin, b cos + a sin); other dimensions pass. Each product is rounded
@@ -92,6 +96,8 @@ class RotaryLayout:
 
     def wide(self, cos: torch.Tensor, head_dim: int) -> torch.Tensor:
         """cos per dimension, `(..., head_dim)`, 1 without rotation, from cos per pair, `(..., d/2)`."""
+        if self.in_halves and head_dim == 2 * len(self.first):  # in one operator
+            return torch.cat([cos, cos], dim=-1)
         cosines = cos.new_ones(*cos.shape[:-1], head_dim)
         for half in self.halves:
             cosines[..., half] = cos
@@ -121,12 +127,19 @@ class RotaryLayout:
                 rotated[..., half] = part
         return rotated
 
-    def matrix(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """M, `(..., head_dim, head_dim)`, with x M = R x, for one token with a `wide` cos, `(..., head_dim)`, and sin,
-        `(..., d/2)`.
+    def basis(self, like: torch.Tensor, scaling: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """I and P, each `(head_dim, head_dim)`, times `scaling`, such that x (I cos + P sin) = R x, with `wide` cos and
+        sin. They have the dtype and the device of `like`, `(..., head_dim)`.
         """
-        basis = torch.eye(cos.shape[-1], dtype=cos.dtype, device=cos.device)
-        return self.rotate_wide(basis, cos[..., None, :], sin[..., None, :])
+        eye = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device) * scaling
+        one, none = like.new_ones(len(self.first)), like.new_zeros(len(self.first))
+        return eye, self.rotate_wide(eye, self.wide(none, like.shape[-1]), one) - eye * self._fixed(like)
+
+    def _fixed(self, like: torch.Tensor) -> torch.Tensor:
+        """1 for the dimensions without a rotation, `(head_dim,)`."""
+        fixed = like.new_ones(like.shape[-1])
+        fixed[[*self.first, *self.second]] = 0
+        return fixed
 
 
 def _dimensions(x: torch.Tensor, some: slice | list[int]) -> torch.Tensor:
