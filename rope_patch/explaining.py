@@ -28,11 +28,24 @@ class Account:
         taken: the name of the executor, or the attention that was there before.
         pieces: that the executor scored; 0 if it repeats the plan of another layer, or is not one of this library.
         others: the name of every other executor, and why it was not taken.
+        refusal: why no executor computes it; empty if one does.
     """
 
     taken: str
     pieces: int = 0
     others: tuple[tuple[str, str], ...] = ()
+    refusal: str = ""
+
+    @property
+    def how(self) -> str:
+        """The executor with its number of pieces, or what was done instead."""
+        if self.refusal:
+            return f"refused: {self.refusal}"
+        if self.pieces:
+            return f"{self.taken}: {counted(self.pieces, 'piece')}"
+        if self.taken == "joined":
+            return "joined: by the plan of an earlier layer"
+        return f"{self.taken}: the attention that was there before"
 
 
 Accounts = dict[int, Account]
@@ -113,7 +126,7 @@ def _account(problem: Problem) -> Account:
     try:
         asked = explained(rows_for(problem), problem)
     except UnsupportedModel as error:
-        return Account(f"refused: {error}")
+        return Account("", refusal=str(error))
     taken = next(executor for executor, reason in asked if not reason)
     return Account(
         taken.name, taken.pieces(problem), tuple((executor.name, reason) for executor, reason in asked if reason)
@@ -144,10 +157,7 @@ def _rows(situation: str, handles: tuple[PatchHandle, ...], accounts: Accounts) 
     for index, account in sorted(accounts.items()):
         together.setdefault(account, []).append(index)
     for account, indices in together.items():
-        how = counted(account.pieces, "piece") if account.pieces else "the attention that was there before"
-        if not account.pieces and account.taken == "joined":
-            how = "by the plan of an earlier layer"
-        rows.append((_listed(indices), f"{account.taken}: {how}"))
+        rows.append((_listed(indices), account.how))
         rows += [(f"  not {name}", reason) for name, reason in account.others]
     for handle in handles:
         for stack, plan in handle.mounted:

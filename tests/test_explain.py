@@ -191,3 +191,14 @@ def test_describe_prints_it(capsys):
     assert main(["describe", "--scheme", "rerope:window=16", "--attention", "600", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["attention"]) == 5
     assert main(["describe", "--attention", "0", "--scheme", "dca"]) == 2
+
+
+def test_a_call_that_no_executor_computes_is_told_as_refused(monkeypatch):
+    def refuse(rows, problem):
+        raise UnsupportedModel("merged: gradients are wanted")
+
+    monkeypatch.setattr("rope_patch.explaining.explained", refuse)
+    model = build("llama")
+    patch(model, "rerope:window=16")
+    rows = situations(explain(model, ids()))["training step"]
+    assert [value for name, value in rows if name.startswith("layer")] == ["refused: merged: gradients are wanted"]
