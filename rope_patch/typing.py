@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal, Optional
 
 import torch
@@ -26,7 +25,8 @@ Lengths = Optional["torch.Tensor"]
 Weights = Mapping[str, "torch.Tensor"]
 """Learned parameters of a scheme by name."""
 
-NO_WEIGHTS: Weights = MappingProxyType({})
+# the compiler of torch 2.11 breaks a graph at a `MappingProxyType` once any dict has changed
+NO_WEIGHTS: Weights = {}
 
 
 @dataclass(frozen=True)
