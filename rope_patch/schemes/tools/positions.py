@@ -65,8 +65,9 @@ def joined(past: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         positions: `(batch or 1, length)`.
     """
     positions = positions if past.ndim == 2 else positions[:, None].expand(-1, past.shape[1], -1)
-    rows = max(len(past), len(positions))
-    parts = [part.expand(rows, *part.shape[1:]) for part in (past.to(positions.device), positions)]
+    parts, rows = [past.to(positions.device), positions], max(len(past), len(positions))
+    if len(past) != len(positions):
+        parts = [part.expand(rows, *part.shape[1:]) for part in parts]
     return torch.cat(parts, dim=-1)
 
 
