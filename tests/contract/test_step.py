@@ -230,17 +230,18 @@ def test_a_model_does_not_keep_the_cache_of_its_last_forward():
         assert not any(reference() is not None for reference in kept)
 
 
+@pytest.mark.parametrize("places", [[20, 21, 22, 26, 27], [26, 27]], ids=str)
 @pytest.mark.parametrize("spec", ["rerope:window=6", "dca:chunk_size=9,local_window=2"])
 @torch.no_grad()
-def test_a_token_behind_a_gap_is_noticed_after_tokens_that_went_on(spec):
+def test_a_token_behind_a_gap_is_noticed_after_tokens_that_went_on(spec, places):
     found = []
     for attention in ("auto", "oracle"):
         model, cache = build("llama"), DynamicCache()
         with patch(model, spec, attention=attention):
-            for step, position in enumerate([None, 20, 21, 22, 26, 27]):
-                places = {} if position is None else {"position_ids": torch.tensor([[position]])}
+            for step, position in enumerate([None, *places]):
+                given = {} if position is None else {"position_ids": torch.tensor([[position]])}
                 text = tokens(20 if position is None else 1, seed=step)
-                logits = model(text, past_key_values=cache, **places).logits
+                logits = model(text, past_key_values=cache, **given).logits
             found.append(logits)
     assert_close(*found)
 
