@@ -1,4 +1,4 @@
-"""What a scheme adds to the scores, weights and values of a call besides rotations."""
+"""Terms that a scheme adds to scores, weights and values, besides its rotations: by distance and by content."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ many ways. A kernel that fails its trial is not used, and a warning says why, on
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,7 +30,6 @@ class Trial:
     def __init__(self, name: str, compare: Callable[..., Comparisons], tolerance: float) -> None:
         self.name, self.compare, self.tolerance = name, compare, tolerance
         self._reasons: dict[tuple[Any, ...], str] = {}
-        functools.update_wrapper(self, compare)
 
     def __call__(self, *arguments: Any) -> str:
         """The reason why the kernel is not used with these arguments; empty if it was right. A lack of memory is no

@@ -51,7 +51,7 @@ class Given(NamedTuple):
         m, n, groups: positions of queries and keys, and groups of keys, the same for all heads.
         start: slot of the first query, as a number or a pointer.
         bias: slopes by head, or a table by head and distance, from the distance `first` to that of the last key.
-        sums, sinks: see `AttentionInputs`.
+        sums, sinks: see `Problem`.
         last: None. Triton 3.6 forgets the constants inside of fields that no constant field follows.
     """
 
@@ -288,7 +288,7 @@ def _seen(queries, keys, how: tl.constexpr, r: tl.constexpr, grouped: tl.constex
     if how.window is not None:
         seen &= queries.slot - keys.slot < how.window
     if grouped:
-        # a pad sees every token that it may, see `AttentionInputs.visible`
+        # a pad sees every token that it may, see `Visibility`
         seen &= ((queries.group == keys.group) | (queries.group < 0)) & (keys.group >= 0)
     return seen
 

@@ -29,7 +29,7 @@ class Row:
 
     Attributes:
         positions: of all tokens, `(batch or 1, length)`.
-        groups: of all tokens, see `AttentionInputs`, `(batch or 1, length)`.
+        groups: of all tokens, see `Visibility`, `(batch or 1, length)`.
         lengths: tokens of each row, without pads, `(batch or 1,)`.
         scattered: whether the distance of two tokens of a group may differ from that of their slots.
         forward: of the layers without a scheme.
