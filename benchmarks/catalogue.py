@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -265,13 +266,26 @@ def _after(group: str, scheme: str, shape: Shape, target: float | None, new: int
 
 def _launches(shape: Shape) -> Iterator[Comparison | Figure]:
     """A model so small that a token costs what starting its kernels costs."""
-    targets = {"rerope": 8, "self_extend": 8, "dca": 8, "logn": 2, "alibi": 2}
+    targets = {"rerope": 4, "self_extend": 4, "dca": 5, "logn": 2, "alibi": 2}
+    micros = {"rerope": 60, "self_extend": 60, "logn": 30}
     for scheme in targets:
         yield _after("small", scheme, shape, None, layers=4)
     for scheme, target in targets.items():
         name, work = f"{scheme}/{shape.dtype}", f"{scheme}, one token after a cache"
         kernels, waits = (partial(read, scheme=scheme) for read in (launches.per_layer, launches.waits))
         yield Figure(f"kernels/{name}", f"{work}: kernels beyond", "unpatched", "a layer", kernels, shape, target)
+        if scheme in micros and shape.device == "cpu":
+            read = partial(launches.host_time, scheme=scheme)
+            narrow = dataclasses.replace(shape, length=64, kv_heads=2, head_dim=16)
+            yield Figure(
+                f"host/{name}",
+                f"{work}: the host's time beyond",
+                "unpatched",
+                "us a layer",
+                read,
+                narrow,
+                micros[scheme],
+            )
         yield Figure(f"waits/{name}", f"{work}: synchronisations beyond", "unpatched", "a step", waits, shape, 0)
 
 

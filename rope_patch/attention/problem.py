@@ -156,9 +156,9 @@ class Problem:
 
     @property
     def differentiable(self) -> bool:
-        """Whether a gradient must flow into queries, or into the parameters of a rotation or bias."""
-        turner, query = cast(Turner, self.turner), cast(torch.Tensor, self.query)
-        return torch.is_grad_enabled() and any(x.requires_grad for x in (query, *turner.learned))
+        """Whether a gradient must flow into states, or into the parameters of a rotation or bias."""
+        states = *cast(Turner, self.turner).learned, cast(torch.Tensor, self.query), self.key, self.value
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in states)
 
     # --- positions and visibility of pairs ---
 

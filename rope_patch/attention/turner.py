@@ -127,22 +127,22 @@ class Turner:
         learns = cos.requires_grad or sin.requires_grad
         return None if learns else Rotation(cast(RotaryLayout, self.layout), cos, sin)
 
+    def by_matrix(self, like: torch.Tensor) -> bool:
+        """Whether queries `like` are one token that a matrix rotates for all regions at once."""
+        return self.layout is not None and like.shape[2] == 1 and self.regions != (ALL_PAIRS,)
+
     def for_queries(
-        self, like: torch.Tensor, kv_heads: int, scaling: float = 1.0
+        self, like: torch.Tensor, kv_heads: int, scaling: float = 1.0, beside: bool = False
     ) -> tuple[Callable[[torch.Tensor], tuple[torch.Tensor, ...]], float]:
-        """`turn` for every region, as a function of queries of the dtype and shape of `like`. Queries that share keys
-        become rows of one matrix, `(batch * kv_heads, group * q_len, head_dim)`. One query is also multiplied by
-        `scaling`, at no cost; what is left of it is returned beside the function.
+        """`turn` for every region, as a function of queries of the dtype and shape of `like`, which writes each result
+        over its last one. Queries that share keys become columns of one matrix, `(batch * kv_heads, head_dim, group *
+        q_len)`. One query is also multiplied by `scaling`, at no cost; what is left of it is returned beside the
+        function. `beside` asks for the queries that score keys of `for_keys(..., beside=True)`: in regions that rotate
+        keys they have twice as many dimensions.
         """
-        rows = len(like) * kv_heads, -1, like.shape[-1]
-        if self.layout is not None and like.shape[2] == 1 and self.regions != (ALL_PAIRS,):
-            maps = tuple(region.query_map for region in self.regions)
-            compute = self.forward.shared(_matrices) if self.shares else _matrices
-            frequencies, width = cast(Frequencies, self.frequencies), like.shape[-1]
-            matrices = compute(
-                self.query_positions, maps, self.anchor, frequencies, self.layout, like.dtype, width, scaling
-            )
-            return functools.partial(_product, matrices=matrices, shape=(*rows[:2], len(maps), width)), 1.0
+        flat = len(like) * kv_heads, -1, like.shape[-1]
+        if self.by_matrix(like):
+            return self._by_matrix(like, flat[:2], scaling, beside), 1.0
         turns = [
             self._apply(*self._tables(region.query_map, "query", like)) if self.rotates(region.query_map) else None
             for region in self.regions
@@ -150,23 +150,44 @@ class Turner:
 
         def turned(queries: torch.Tensor) -> tuple[torch.Tensor, ...]:
             if not any(turns):
-                return (queries.reshape(rows),) * len(turns)
-            return tuple((queries if turn is None else turn(queries)).reshape(rows) for turn in turns)
+                return (queries.reshape(flat).mT,) * len(turns)
+            return tuple((queries if turn is None else turn(queries)).reshape(flat).mT for turn in turns)
 
         return turned, scaling
 
+    def _by_matrix(
+        self, like: torch.Tensor, rows: tuple[int, int], scaling: float, beside: bool
+    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+        maps = tuple((region.query_map, beside and self.rotates(region.key_map)) for region in self.regions)
+        compute, width = self.forward.shared(_matrices) if self.shares else _matrices, like.shape[-1]
+        frequencies, layout = cast(Frequencies, self.frequencies), cast(RotaryLayout, self.layout)
+        matrices = compute(self.query_positions, maps, self.anchor, frequencies, layout, like.dtype, width, scaling)
+        batch, heads = like.shape[:2]
+        shape = (batch, heads) if matrices.ndim == 3 else (batch * heads,)
+        product = like.new_empty(*shape, matrices.shape[-1])
+        parts = product.view(*rows, matrices.shape[-1]).split([(1 + both) * width for _, both in maps], dim=-1)
+        columns = tuple(part.mT for part in parts)
+        return functools.partial(_product, matrices=matrices, into=product, columns=columns)
+
     def for_keys(
-        self, region: Region, like: torch.Tensor, slots: slice, rows: slice
+        self, region: Region, like: torch.Tensor, slots: slice, rows: slice, beside: bool = False
     ) -> Callable[[slice], Rotate] | None:
         """`turn` for the keys of some rows, as a function for each run of slots among `slots`; None if nothing is left
-        to rotate.
+        to rotate. With `beside` keys come out twice as wide, in one operator: k cos and k sin side by side. Their
+        product with the queries of `for_queries(..., beside=True)` is that of rotated keys.
         """
         if not self.rotates(region.key_map):
             return None
         cos, sin = self._tables(region.key_map, "key", like, slots, rows)
+        if beside:
+            layout = cast(RotaryLayout, self.layout)
+            compute = self.forward.shared(_side_by_side) if self.shares else _side_by_side
+            table = compute(cos, sin, layout, like.shape[-1])
 
         def of(some: slice) -> Rotate:
             run = slice(some.start - slots.start, some.stop - slots.start)
+            if beside:
+                return functools.partial(_beside, table=table.narrow(2, run.start, run.stop - run.start))
             return self._apply(narrowed(cos, run), narrowed(sin, run))
 
         return of
@@ -261,7 +282,7 @@ def _full_tables(
 
 def _matrices(
     positions: torch.Tensor,
-    maps: tuple[PositionMap, ...],
+    maps: tuple[tuple[PositionMap, bool], ...],
     anchor: PositionMap | None,
     frequencies: Frequencies,
     layout: RotaryLayout,
@@ -269,10 +290,11 @@ def _matrices(
     width: int,
     scaling: float,
 ) -> torch.Tensor:
-    """All rotations of one query at `positions` `(batch or 1, 1)`, times `scaling`: `(head_dim, regions * head_dim)`,
-    with a batch axis if rows differ.
+    """All rotations of one query at `positions` `(batch or 1, 1)`, times `scaling`, side by side: `(head_dim,
+    columns)`, with a batch axis if rows differ. Beside each of the `maps` stands whether the partners
+    of its dimensions follow, for keys that are `_beside`.
     """
-    moved = [_remaining(positions, position_map, anchor) for position_map in maps]
+    moved = [_remaining(positions, position_map, anchor) for position_map, _ in maps]
     by_pair = any(x.ndim == 3 for x in moved)
     if by_pair:
         pairs = len(layout.first)
@@ -280,7 +302,15 @@ def _matrices(
     tables = _computed(torch.stack(moved, dim=1), frequencies, dtype, by_pair)
     cos, sin = (layout.wide(table, width).transpose(1, 2) for table in tables)  # an axis of rotations before the last
     eye, exchange = _basis(layout, width, dtype, positions.device, scaling)
-    matrix = (eye * cos).addcmul_(exchange, sin).flatten(2)
+    each = (eye * cos).addcmul_(exchange, sin)
+    if any(both for _, both in maps):
+        partners = _partners(layout, width, positions.device)
+        parts = [
+            (one, one[..., partners]) if both else (one,) for one, (_, both) in zip(each.unbind(2), maps, strict=True)
+        ]
+        matrix = torch.cat([part for pair in parts for part in pair], dim=-1)
+    else:
+        matrix = each.flatten(2)
     return matrix if len(matrix) > 1 else matrix[0]
 
 
@@ -319,9 +349,28 @@ def _partners(layout: RotaryLayout, head_dim: int, device: torch.device) -> torc
     return torch.tensor(layout.partners(head_dim), device=device)
 
 
-def _product(query: torch.Tensor, matrices: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """The only query, `(batch, heads, 1, head_dim)`, under each of the rotations of `_matrices`, `(batch * kv_heads,
-    group, head_dim)`; `shape` has an axis of rotations before the last one.
+def _product(
+    query: torch.Tensor, matrices: torch.Tensor, into: torch.Tensor, columns: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """The only query, `(batch, heads, 1, head_dim)`, under each of the rotations of `_matrices`: written `into` memory
+    of which the `columns` are views, `(batch * kv_heads, width, group)`.
     """
-    each = query.reshape(-1, query.shape[-1]) if matrices.ndim == 2 else query[:, :, 0]
-    return (each @ matrices).view(shape).unbind(2)
+    if matrices.ndim == 2:
+        torch.mm(query.reshape(-1, query.shape[-1]), matrices, out=into)
+    else:
+        torch.bmm(query[:, :, 0], matrices, out=into)
+    return columns
+
+
+def _side_by_side(cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout, head_dim: int) -> torch.Tensor:
+    """What `_beside` multiplies keys with, `(batch or 1, heads or 1, length, 2, head_dim)`, from a `wide` cos and a sin
+    by pair. The sine has the sign of the partner, because the query's dimensions change their places.
+    """
+    return torch.stack([cos, -layout.signed(sin, head_dim)], dim=-2)
+
+
+def _beside(keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Keys `(rows, heads, length, head_dim)` times each half of the table of `_side_by_side`, `(rows * heads, length,
+    2 head_dim)`.
+    """
+    return (keys.unsqueeze(3) * table).reshape(-1, keys.shape[2], 2 * keys.shape[3])

@@ -34,7 +34,9 @@ def cache_in(kwargs: dict[str, Any]) -> Cache | None:
     """The cache among the arguments of a forward, or a decoder's self-attention cache; None without one. Its name is
     `cache` since Transformers 5.24, and `past_key_values` before.
     """
-    cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+    cache = kwargs.get("past_key_values", kwargs.get("cache"))
+    if not isinstance(cache, Cache):  # under another name, or none
+        cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 

@@ -129,33 +129,30 @@ class LayerHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The arguments with the module's rotation replaced, and with the `ForwardCall`."""
         kwargs = by_name(module, args, kwargs)
-        paged = isinstance(kwargs.get("cache"), PagedAttentionCache)
-        if paged:
-            self._check_paged(module, kwargs["cache"])
-        if not scores_here(module):
-            return None  # the user chose another attention for this module, which needs its own positions
-        stack_of(module, self.state.layer.name)  # which a copy of this layer has not
-        call = self._follow(kwargs) or self._look(module, kwargs, paged)
+        call = self._follow(module, kwargs)
+        if call is None:
+            if isinstance(kwargs.get("cache"), PagedAttentionCache):
+                self._check_paged(module, kwargs["cache"])
+            if not scores_here(module):
+                return None  # the user chose another attention for this module, which needs its own positions
+            call = self._look(module, kwargs)
         if call.rotation is not None:
             kwargs["position_embeddings"] = call.rotation
         kwargs["rope_patch"] = call
         return (), kwargs
 
-    def _follow(self, kwargs: dict[str, Any]) -> ForwardCall | None:
+    def _follow(self, module: nn.Module, kwargs: dict[str, Any]) -> ForwardCall | None:
         """The call for a decoded token, if it follows from what a layer of this kind saw."""
         state = self.state
         forward = state.forwards.current(kwargs.get("position_ids"))
         step = None if forward is None or PASSED in kwargs else forward.steps.get(state.kind)
-        if step is None:
-            return None
-        call = step.followed_by(state, cache_in(kwargs), kwargs["hidden_states"], kwargs.get("attention_mask"))
-        if call is not None and call.rotation is None:
-            call.rotation = self._rotation(call, kwargs)
-        return call
+        return None if step is None else step.followed_by(state, module, kwargs)
 
-    def _look(self, module: nn.Module, kwargs: dict[str, Any], paged: bool) -> ForwardCall:
-        """The call, with what follows from its positions, its mask and its cache, which may be `paged`."""
+    def _look(self, module: nn.Module, kwargs: dict[str, Any]) -> ForwardCall:
+        """The call, with what follows from its positions, its mask and its cache."""
         state, hidden, cache = self.state, kwargs["hidden_states"], cache_in(kwargs)
+        stack_of(module, state.layer.name)  # which a copy of this layer has not
+        paged = isinstance(kwargs.get("cache"), PagedAttentionCache)
         index = state.layer.cache_index
         if cache is not None:
             tag_cache(cache, index, state.cache_tag)

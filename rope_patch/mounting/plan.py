@@ -431,14 +431,15 @@ def _install_layers(
     for layer in touched:
         for name, value in plan.numbers.get(layer.index, {}).items():
             changes.set(layer.module, name, value)
-    forwards, states = StackForwards(), []
+    forwards, states, lives = StackForwards(), [], dict[int, Any]()
     own = _own_tables(plan, stack, touched) if plan.rotation == "own" else {}
     for layer in touched:
         config = cast(Any, getattr(layer.module, "config", stack.config))  # tables alone need none of the layer
-        if plan.late:
-            live = copy.copy(config)
-            live._attn_implementation_internal = IMPLEMENTATION
-            changes.set(layer.module, "config", live)
+        if plan.late:  # layers with one config still have one
+            if id(config) not in lives:
+                lives[id(config)] = copy.copy(config)
+                lives[id(config)]._attn_implementation_internal = IMPLEMENTATION
+            changes.set(layer.module, "config", lives[id(config)])
         states.append(
             LayerState(
                 scheme=plan.scheme,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,12 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import engine
-from rope_patch.attention.executors import joined
+from rope_patch.attention.executors.joined import SlotPlan
 from rope_patch.attention.masks import holds_groups, keys_seen, read_mask, shows_later_keys
 from rope_patch.attention.problem import AttentionMode, Problem
 from rope_patch.attention.rotation import EVERY
 from rope_patch.attention.terms import Content
+from rope_patch.attention.turner import Turner
 from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.graphs import require
 from rope_patch.models.base import is_causal
@@ -23,7 +25,7 @@ from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.models.paged import is_paged, split_by_request
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.running_bias import running_sums
-from rope_patch.mounting.step import keep_step
+from rope_patch.mounting.step import Scored, keep_step
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import ALL_PAIRS
 from rope_patch.typing import NO_WEIGHTS, Weights
@@ -57,19 +59,19 @@ def late_attention(
         UnsupportedModel: the model passes an argument that the scheme's attention does not support.
         UnsupportedPositions: the number of keys differs from the cache's announcement, or the mask has an unknown form.
     """
+    if rope_patch is not None and rope_patch.step is not None and not dropout:
+        arguments = (query, key, value), attention_mask, scaling, kwargs
+        if (scored := rope_patch.step.attend(rope_patch, module, *arguments)) is not None:
+            return scored
     call, paged = _checked(module, rope_patch, kwargs)
     if paged:
         return _attend_by_request(module, query, key, value, call, scaling, dropout, kwargs)
     key = _arrived(module, call, query, key)
     state, learned = call.state, call.state.weights(module)
+    factors = query_factors(call, query, learned)
+    scaled = query if factors is None else query * factors
+    keep = functools.partial(keep_step, call, module, (query, key, value), attention_mask, scaling, factors)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scaled = scaled_query(call, query, learned)
-    if call.step is not None and not dropout:
-        output = call.step.attend(attention_mask, scaling, kwargs, *_as_autocast(scaled, key, value))
-        if output is not None:
-            if state.watch is not None:
-                state.watch(joined.EXECUTOR.name, None)
-            return output.transpose(1, 2).contiguous(), None
     implementation, follows_length = state.config._attn_implementation, state.scheme.length_dependent
     readable = attention_mask is None or isinstance(attention_mask, torch.Tensor)  # another form is left alone
     mask = groups = None
@@ -88,14 +90,16 @@ def late_attention(
         call.looks_ahead = _looks_ahead(call, mask, is_causal(module, kwargs.get("is_causal")))
     if not scores:
         turner = call.turner(key.shape[2], learned)
-        states = turner.turn(scaled, ALL_PAIRS, "query"), turner.turn(key, ALL_PAIRS, "key"), value
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if implementation == "eager" and eager is None:
             raise UnsupportedModel(f"{type(module).__module__} has no eager_attention_forward")
         previous = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
         if state.watch is not None:
             state.watch(implementation, None)
-        return previous(module, *states, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        delegate = functools.partial(_delegated, previous, turner, scaling, dropout)
+        if not learned and not dropout:
+            keep(implementation, delegate)
+        return delegate(module, scaled, key, value, attention_mask, kwargs)
 
     scaled, key, value, query = _as_autocast(scaled, key, value, query)
     turner = call.turner(key.shape[2], learned)
@@ -125,9 +129,45 @@ def late_attention(
     output, weights = engine.score(problem)
     if state.watch is not None:
         state.watch(problem.taken, problem)
-    if problem.plan is not None and not learned:
-        keep_step(call, problem, attention_mask)
+    if problem.plan is not None and not learned and not dropout:
+        keep(problem.taken, functools.partial(_planned, problem.plan))
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(scaled.dtype)
+
+
+def _delegated(
+    previous: Callable[..., Scored],
+    turner: Turner,
+    scaling: float,
+    dropout: float,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    kwargs: dict[str, Any],
+) -> Scored:
+    """What the attention that was there before returns for states `(batch, heads or kv_heads, length, head_dim)`,
+    which are rotated first where the module has not done it.
+    """
+    states = turner.turn(query, ALL_PAIRS, "query"), turner.turn(key, ALL_PAIRS, "key"), value
+    return previous(module, *states, mask, scaling=scaling, dropout=dropout, **kwargs)
+
+
+def _planned(
+    plan: SlotPlan,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    kwargs: dict[str, Any],
+) -> Scored | None:
+    """One query, `(batch, heads, 1, head_dim)`, by the plan of another layer; None if the module wants a softcap or
+    sinks, which no plan has.
+    """
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        return None
+    return plan.attend(*_as_autocast(query, key, value)).transpose(1, 2).contiguous(), None
 
 
 def _as_autocast(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -183,16 +223,15 @@ def _arrived(module: nn.Module, call: ForwardCall, query: torch.Tensor, key: tor
     return key.plain() if isinstance(key, CachedKeys) else key  # of a static cache
 
 
-def scaled_query(call: ForwardCall, query: torch.Tensor, learned: Weights) -> torch.Tensor:
-    """The queries `(batch, heads, q_len, head_dim)` times the scheme's scale of each position, if it has one."""
+def query_factors(call: ForwardCall, query: torch.Tensor, learned: Weights) -> torch.Tensor | None:
+    """The scheme's scale of each position, which multiplies the queries `(batch, heads, q_len, head_dim)`: `(batch or
+    1, heads or 1, q_len, 1)`; None without a scale.
+    """
     if not call.state.scales:
-        return query
-
+        return None
     heads = None if call.heads is None else (call.heads.start, call.heads.stop)
     arguments = call.state.scheme.query_scale, call.position_ids, call.num_heads(query), heads, query.dtype
-    if learned:
-        return query * _query_factors(*arguments, learned)
-    return query * call.forward.shared(_query_factors)(*arguments)
+    return _query_factors(*arguments, learned) if learned else call.forward.shared(_query_factors)(*arguments)
 
 
 def _query_factors(

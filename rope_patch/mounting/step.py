@@ -1,89 +1,130 @@
-"""A decoded token: one layer looks at positions and mask and makes a plan, which layers that see the same repeat."""
+"""A decoded token: one layer looks at positions, mask and cache, and layers that see the same repeat what it did."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import Cache, DynamicLayer
 
-from rope_patch.attention.executors.joined import SlotPlan
-from rope_patch.attention.problem import Problem
+from rope_patch.models.arguments import cache_in
 from rope_patch.models.cached_keys import CachedKeys, positions_in
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.layer_state import LayerState
 
+Scored = tuple[torch.Tensor, "torch.Tensor | None"]
+"""Output `(batch, 1, heads, value_dim)` and weights, as Transformers takes them from an attention function."""
 
-@dataclass(frozen=True)
+Score = Callable[..., "Scored | None"]
+"""Computes a module's queries, keys and values, with its mask and keyword arguments; None if these ask for more."""
+
+
+@dataclass(frozen=True, eq=False)
 class Step:
     """How one layer scored one query after a cache. It keeps neither the cache nor its keys alive.
 
     Attributes:
         call: of that layer.
         cache: of the forward.
+        config: of its attention module, which names the implementation.
         mask: as its hook and its attention function received it.
-        scaling: multiplies the products.
-        plan: for states of this `form`.
+        scaling: multiplies the products; None for head_dim^-0.5.
+        form: of the states, see `form_of`.
+        factors: multiply the queries, `(batch or 1, heads or 1, 1, 1)`; None without a scale.
+        positions: of all keys, to be kept with them, `(batch or 1, kv_len)`; None if nobody reads them.
+        taken: how the layer was scored, for `explain`.
+        score: computes another layer.
     """
 
     call: ForwardCall
     cache: weakref.ref[Cache]
+    config: Any
     mask: Any
-    scaling: float
-    plan: SlotPlan
+    scaling: float | None
     form: tuple[Any, ...]
+    factors: torch.Tensor | None
+    positions: torch.Tensor | None
+    taken: str
+    score: Score
 
-    def followed_by(
-        self, state: LayerState, cache: Cache | None, hidden: torch.Tensor, mask: Any
-    ) -> ForwardCall | None:
-        """The call of another layer for the same token, with input `hidden` `(batch, 1, hidden)`; None if it may see
-        something else.
+    def followed_by(self, state: LayerState, module: nn.Module, kwargs: dict[str, Any]) -> ForwardCall | None:
+        """The call of another layer, whose attention `module` gets these arguments, for the same token; None if it may
+        see something else.
         """
-        first, index = self.call, state.layer.cache_index
-        if cache is None or cache is not self.cache() or mask is not self.mask or not grows(cache, index):
+        first, cache, index, hidden = self.call, cache_in(kwargs), state.layer.cache_index, kwargs["hidden_states"]
+        if cache is None or cache is not self.cache() or module.config is not self.config or not grows(cache, index):
+            return None
+        if kwargs.get("attention_mask") is not self.mask:
             return None
         if hidden.shape != first.states.shape or hidden.dtype != first.states.dtype:
             return None
-        start, keys = cast(int, first.start), cast(Any, cache).layers[index].keys
-        held = keys.plain() if isinstance(keys, CachedKeys) else keys  # a shape of a subclass takes its time
-        if held.shape[2] != start:
+        layer = cast(Any, cache).layers[index]
+        # operators on keys with positions take five times as long: they get them back after the cache was updated
+        keys = layer.keys.plain() if isinstance(layer.keys, CachedKeys) else layer.keys
+        if keys is None or keys.shape[2] != first.start:
             return None
-        if getattr(keys, "positions", None) is not first.past:
-            past = positions_in(cache, index, start, state.layer.name)
+        if first.past is not None and getattr(layer.keys, "positions", None) is not first.past:
+            past = positions_in(cache, index, cast(int, first.start), state.layer.name)
             if first.forward.earlier(past) is not first.past:
                 return None
+        layer.keys = keys
         return first.repeated(state=state, cache=cache, states=hidden, step=self)
 
     def attend(
         self,
+        call: ForwardCall,
+        module: nn.Module,
+        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         mask: Any,
-        scaling: float,
+        scaling: float | None,
         kwargs: dict[str, Any],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """The output, `(batch, heads, 1, value_dim)`; None if the plan is for other inputs than these."""
-        plain = kwargs.get("softcap") is None and kwargs.get("s_aux") is None and not torch.is_grad_enabled()
-        if mask is not self.mask or scaling != self.scaling or form_of(query, key, value) != self.form or not plain:
+    ) -> Scored | None:
+        """Output and weights for `states`, the queries, keys and values of the layer of a call as they arrive; None if
+        the step is for other inputs than these.
+        """
+        if mask is not self.mask or scaling != self.scaling or torch.is_grad_enabled():
             return None
-        return self.plan.attend(query, key, value)
+        if kwargs.get("position_bias") is not None or form_of(*states) != self.form:
+            return None
+        query, key, value = states
+        scored = self.score(module, query if self.factors is None else query * self.factors, key, value, mask, kwargs)
+        if scored is None:
+            return None
+        if self.positions is not None:
+            layer = cast(Any, call.cache).layers[call.state.layer.cache_index]
+            layer.keys = CachedKeys.of(layer.keys, self.positions)
+        if call.state.watch is not None:
+            call.state.watch(self.taken, None)
+        return scored
 
 
-def keep_step(call: ForwardCall, problem: Problem, mask: Any) -> None:
-    """Keep how the one query of a call was scored by its plan, unless it depends on the layer."""
+def keep_step(
+    call: ForwardCall,
+    module: nn.Module,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: Any,
+    scaling: float | None,
+    factors: torch.Tensor | None,
+    taken: str,
+    score: Score,
+) -> None:
+    """Keep how the one query of a call was scored, unless it depends on the layer. Arguments are as of `Step`, and
+    `states` as they arrived.
+    """
     cache, state = call.cache, call.state
-    if cache is None or call.past is None or call.added is not None or problem.q_length > 1:
+    if cache is None or call.added is not None or call.is_request or states[0].shape[2] > 1:
         return
-    if not grows(cache, state.layer.cache_index) or call.is_request or problem.plan is None:
+    if state.kind in call.forward.steps or not grows(cache, state.layer.cache_index):
         return
-    if state.kind not in call.forward.steps:
-        query, key = cast(tuple[torch.Tensor, torch.Tensor], (problem.query, problem.key))
-        form, first = form_of(query, key, problem.value), call.repeated(cache=None)
-        step = Step(first, weakref.ref(cache), mask, problem.scaling, problem.plan, form)
-        call.forward.steps[state.kind] = step
+    if call.forward.traced or (call.past is None and state.follows_positions):
+        return
+    positions = cast(Any, cache).layers[state.layer.cache_index].keys.positions if state.follows_positions else None
+    places = call.repeated(cache=None), weakref.ref(cache), module.config
+    call.forward.steps[state.kind] = Step(*places, mask, scaling, form_of(*states), factors, positions, taken, score)
 
 
 def grows(cache: Cache, index: int) -> bool:
@@ -92,5 +133,7 @@ def grows(cache: Cache, index: int) -> bool:
 
 
 def form_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
-    """The dtype and the shapes of these states, each `(batch, heads or kv_heads, length, head_dim)`."""
-    return query.dtype, query.shape, key.shape, value.shape
+    """The dtype and the shapes of these states, each `(batch, heads or kv_heads, length, head_dim)`, and whether
+    autocast is on.
+    """
+    return query.dtype, query.shape, key.shape, value.shape, torch.is_autocast_enabled(query.device.type)

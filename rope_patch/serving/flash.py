@@ -21,7 +21,7 @@ from rope_patch.attention.forward import Forward
 from rope_patch.models.base import RotaryTables
 from rope_patch.mounting.forward_call import ForwardCall
 from rope_patch.mounting.layer_state import LayerState
-from rope_patch.mounting.scoring import scaled_query
+from rope_patch.mounting.scoring import query_factors
 from rope_patch.schemes.tools.positions import UNROTATED
 
 Flash = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -110,7 +110,8 @@ def attend(
     keys, values = kv_cache[batch.blocks, :, batch.offsets].split(head_dim, dim=-1)
     queries = query.transpose(0, 1)[None]
     call = ForwardCall(state, batch.forward, queries, batch.position_ids, 0, past=batch.near, scattered=True)
-    turner, queries = call.turner(len(batch.blocks), {}), scaled_query(call, queries, {})
+    turner, factors = call.turner(len(batch.blocks), {}), query_factors(call, queries, {})
+    queries = queries if factors is None else queries * factors
 
     def rows(states: torch.Tensor) -> torch.Tensor:
         return states[0].transpose(0, 1).contiguous()

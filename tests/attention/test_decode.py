@@ -118,8 +118,8 @@ def test_scores_that_half_precision_does_not_hold_are_kept_in_float32(dtype):
     query[..., 0], key[..., 0] = 1, torch.arange(6)
     value = torch.randn(1, 1, 6, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     slots, tile = (slice(0, 4), slice(4, 6)), Tile(0, 1, 0, 1)
-    terms = tuple(Term(Piece(EVERY, 0, slice(0, 1), some, tile), None, None, None) for some in slots)
-    plan = SlotPlan(lambda queries: (queries[:, :, 0],), (SlotRows(EVERY, terms),), 0.125)
+    terms = tuple(Term(Piece(EVERY, 0, slice(0, 1), some, tile), None, None) for some in slots)
+    plan = SlotPlan(lambda queries: (queries[:, :, 0].mT,), (SlotRows(EVERY, terms),), 0.125)
     found = plan.attend(query.to(dtype), key.to(dtype), value)
     expected = (query.double() @ key.double().mT * 0.125).softmax(-1) @ value.double()
     assert found.dtype == dtype

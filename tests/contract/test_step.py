@@ -1,5 +1,6 @@
 """A decoded token is looked at by one layer, and layers that see the same repeat its plan bit for bit."""
 
+import copy
 import gc
 import weakref
 
@@ -9,12 +10,17 @@ from transformers import DynamicCache
 
 from rope_patch import CachedKeys, patch
 from rope_patch.attention.executors import joined
+from rope_patch.mounting.hooks import LayerHook
 from rope_patch.mounting.step import Step
 from tests.families import build
 from tests.runs import assert_close, cached_logits, left_padded, tokens
 
 SPECS = ["rerope:window=6", "dca:chunk_size=9,local_window=2", "alibi", "xpos:scale_base=8", "dynamic_ntk:factor=2"]
-SPECS += ["rerope:window=6+logn:training_length=8", "dynamic_ntk:factor=2+dca:chunk_size=9,local_window=2"]
+SPECS += [
+    "logn:training_length=8",
+    "rerope:window=6+logn:training_length=8",
+    "dynamic_ntk:factor=2+dca:chunk_size=9,local_window=2",
+]
 SIZES = [40, 1, 1, 1]
 
 
@@ -34,14 +40,16 @@ def decoded(model, lengths):
 @pytest.mark.parametrize("lengths", [(43,), (43, 30)], ids=str)
 @pytest.mark.parametrize("spec", SPECS)
 @torch.no_grad()
-def test_layers_repeat_the_plan_of_the_first_bit_for_bit(spec, lengths, plans, monkeypatch):
-    model = build("llama")
+def test_layers_repeat_the_first_bit_for_bit(spec, lengths, monkeypatch):
+    model, look, looks = build("llama"), LayerHook._look, []
+    monkeypatch.setattr(LayerHook, "_look", lambda *args: looks.append(1) or look(*args))
+    layers = model.config.num_hidden_layers
     with patch(model, spec):
         found = decoded(model, lengths)
-        assert len(plans) == 3
+        assert len(looks) == layers + 3
         monkeypatch.setattr(Step, "followed_by", lambda *_: None)
         assert torch.equal(found, decoded(model, lengths))
-    assert len(plans) == 3 + 3 * model.config.num_hidden_layers
+    assert len(looks) == layers + 3 + 4 * layers
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -302,29 +310,39 @@ def test_a_layer_with_a_scale_of_its_own_is_scored_under_it(spec):
     assert_close(*found)
 
 
+@pytest.mark.parametrize("spec", ["rerope:window=6", "logn:training_length=8"])
 @torch.no_grad()
-def test_a_plan_is_for_states_of_one_form_and_for_one_mask():
+def test_a_step_is_for_states_of_one_form_and_for_one_mask(spec):
     """Modules may still change the mask between their hook and their attention."""
     model, cache = build("llama"), DynamicCache()
-    with patch(model, "rerope:window=6") as handle:
+    with patch(model, spec) as handle:
         for length in (20, 1):
             model(tokens(length, rows=2), past_key_values=cache)
-        (step,) = handle.layer_states[0].forwards._forward.steps.values()
-        scaling, (query, key, value) = step.scaling, (torch.randn(shape) for shape in step.form[1:])
-        assert step.attend(None, scaling, {}, query, key, value).shape == query.shape
+        state = handle.layer_states[0]
+        (step,) = state.forwards._forward.steps.values()
+        call, module = step.call.repeated(cache=cache), state.layer.module
+        dtype, *shapes, _ = step.form
+        query, key, value = (torch.randn(shape, dtype=dtype) for shape in shapes)
+
+        def attend(mask, kwargs, *states):
+            return step.attend(call, module, states, mask, step.scaling, kwargs)
+
+        assert attend(None, {}, query, key, value)[0].shape == (2, 1, query.shape[1], value.shape[-1])
         for mask, kwargs, states in (
             (torch.ones(2, 1, 1, 21, dtype=torch.bool), {}, (query, key, value)),
-            (None, {"softcap": 5.0}, (query, key, value)),
-            (None, {"s_aux": torch.zeros(4)}, (query, key, value)),
+            (None, {"position_bias": torch.zeros(1)}, (query, key, value)),
             (None, {}, (query.double(), key.double(), value.double())),
             (None, {}, (query[:1], key[:1], value[:1])),
             (None, {}, (query, key[:, :, 1:], value[:, :, 1:])),
             (None, {}, (query, key[:, :1], value[:, :1])),
             (None, {}, (query, key, value[..., :8])),
         ):
-            assert step.attend(mask, scaling, kwargs, *states) is None
+            assert attend(mask, kwargs, *states) is None
+        by_plan = "rerope" in spec  # the attention that was there before has these
+        for asked in ({"softcap": 5.0}, {"s_aux": torch.zeros(4)}):
+            assert not by_plan or attend(None, asked, query, key, value) is None
         with torch.enable_grad():
-            assert step.attend(None, scaling, {}, query, key, value) is None
+            assert attend(None, {}, query, key, value) is None
 
 
 def test_tables_from_inference_mode_serve_tokens_with_gradients():
@@ -336,3 +354,36 @@ def test_tables_from_inference_mode_serve_tokens_with_gradients():
                 found.append([model(tokens(size), past_key_values=cache).logits.detach() for size in SIZES])
     for one, other in zip(*found, strict=True):
         assert_close(one, other)
+
+
+@pytest.mark.parametrize("projection", ["k_proj", "v_proj"])
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_values_alone_behind_a_cache(dtype, size, projection):
+    """As with LoRA on values alone: no query of the first layer has a gradient."""
+    found = []
+    for attention in ("auto", "oracle"):
+        model, cache = build("llama").to(dtype), DynamicCache()
+        weight = getattr(model.requires_grad_(False).model.layers[0].self_attn, projection).weight.requires_grad_()
+        with patch(model, "rerope:window=6", attention=attention):
+            with torch.no_grad():
+                model(tokens(20), past_key_values=cache)
+            model(tokens(size, seed=1), past_key_values=cache).logits.square().sum().backward()
+        found.append(weight.grad.float())
+    assert_close(*found, tolerance=(2e-5 if dtype == torch.float32 else 0.05) * float(found[1].abs().max()))
+
+
+@torch.no_grad()
+def test_a_module_with_another_attention_looks_for_itself(monkeypatch):
+    model, found = build("llama"), []
+    with patch(model, "rerope:window=6"):
+        attention = model.model.layers[1].self_attn
+        attention.config = copy.copy(attention.config)
+        attention.config._attn_implementation = "eager"
+        for _ in range(2):
+            cache = DynamicCache()
+            for step in range(3):
+                out = model(tokens(20 if step == 0 else 1, seed=step), past_key_values=cache)
+            found.append(out.logits)
+            monkeypatch.setattr(Step, "followed_by", lambda *_: None)
+    assert torch.equal(*found)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -91,7 +91,8 @@ def attend(problem: Problem) -> Output:
         return traced.attend(problem), None
     query, key = cast(tuple[torch.Tensor, torch.Tensor], (problem.query, problem.key))
     problem.plan = _plan(problem)
-    return problem.plan.attend(query, key, problem.value), None
+    with torch.no_grad():  # what writes into memory has no gradient, and none is wanted
+        return problem.plan.attend(query, key, problem.value), None
 
 
 def pieces(problem: Problem) -> int:
@@ -113,28 +114,23 @@ class Term:
 
     Attributes:
         piece: all queries of the call against a run of slots.
-        rotate: rotates these keys for the region, `(rows, kv_heads, slots, head_dim)`; None if nothing is left to do.
-        decay: multiplies the rotated keys, `(rows or 1, 1, slots, head_dim)`; None without a decay.
+        prepare: rotates these keys for the region and lets them decay: `(rows, kv_heads, slots, head_dim)` to `(rows *
+            kv_heads, slots, head_dim)`, the last axis twice as wide if rotations are side by side; None if nothing is
+            left to do.
         added: to the scores, broadcasts to them, `(rows * kv_heads or 1, group * q_len or 1, slots)`.
     """
 
     piece: Piece
-    rotate: Rotate | None
-    decay: torch.Tensor | None
+    prepare: Rotate | None
     added: torch.Tensor | None
 
     def keys(self, keys: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        """Keys of the piece, rotated, `(rows * kv_heads, slots, head_dim)`, of all `keys` of the rows, `(rows,
+        """Keys of the piece, prepared, `(rows * kv_heads, slots, head_dim)`, of all `keys` of the rows, `(rows,
         kv_heads, kv_len, head_dim)`; `flat` are these in one batch axis.
         """
-        if self.rotate is None and self.decay is None:
+        if self.prepare is None:
             return narrowed(flat, self.piece.keys)
-        own = narrowed(keys, self.piece.keys)
-        if self.rotate is not None:
-            own = self.rotate(own)
-        if self.decay is not None:
-            own = own * self.decay
-        return own.flatten(0, 1)
+        return self.prepare(narrowed(keys, self.piece.keys))
 
 
 @dataclass(frozen=True)
@@ -152,11 +148,11 @@ class SlotRows:
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """How a few queries are scored.
+    """How a few queries are scored, for one layer after the other.
 
     Attributes:
-        rotate: rotates queries `(batch, heads, q_len, head_dim)` for each region; queries that share keys become rows
-            of one product, `(batch * kv_heads, group * q_len, head_dim)`.
+        rotate: rotates queries `(batch, heads, q_len, head_dim)` for each region; queries that share keys become the
+            columns of one product, `(batch * kv_heads, head_dim, group * q_len)`.
         by_rows: all rows of the batch, in order.
         scaling: multiplies the scores, unless `rotate` scales the queries.
     """
@@ -164,17 +160,22 @@ class SlotPlan:
     rotate: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
     by_rows: tuple[SlotRows, ...]
     scaling: float
+    _rooms: dict[int, Room] = field(default_factory=dict, init=False, repr=False)
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The output for the states of one layer, `(batch, heads, q_len, value_dim)`."""
-        attend = _by_one_softmax if _holds_scores(value) else _by_kernel
         rotated, kv_heads, outputs = self.rotate(queries), value.shape[1], []
-        for some in self.by_rows:
+        for number, some in enumerate(self.by_rows):
             q, k, v = rotated, keys, value
             if some.rows != EVERY:
                 place = slice(some.rows.start * kv_heads, some.rows.stop * kv_heads)
                 q, k, v = tuple(x[place] for x in rotated), keys[some.rows], value[some.rows]
-            outputs.append(attend(some, q, k, v.flatten(0, 1), self.scaling))
+            if not _holds_scores(value):
+                outputs.append(_by_kernel(some, q, k, v.flatten(0, 1), self.scaling))
+                continue
+            if number not in self._rooms:
+                self._rooms[number] = Room.for_scores(some, q[0])
+            outputs.append(_by_one_softmax(some, self._rooms[number], q, k, v.flatten(0, 1), self.scaling))
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output.view(*queries.shape[:3], -1)
 
@@ -184,21 +185,47 @@ def _holds_scores(value: torch.Tensor) -> bool:
     return value.dtype in (torch.float32, torch.float64)
 
 
+@dataclass(frozen=True)
+class Room:
+    """Memory for the scores of all pieces side by side, which every layer fills anew.
+
+    Attributes:
+        scores: `(rows * kv_heads, group * q_len, slots)`.
+        parts: those of each piece, as its product writes them, with the last two axes exchanged if `by_row`.
+        by_row: whether products read the keys row by row.
+    """
+
+    scores: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
+    by_row: bool
+
+    @classmethod
+    def for_scores(cls, some: SlotRows, queries: torch.Tensor) -> Room:
+        """Room for the scores of some rows and their queries, `(rows * kv_heads, head_dim, group * q_len)`."""
+        widths, (batch, _, columns) = [term.piece.width for term in some.terms], queries.shape
+        by_row = columns <= FEW
+        room = queries.new_empty((batch, sum(widths), columns) if by_row else (batch, columns, sum(widths)))
+        return cls(room.mT if by_row else room, room.split(widths, dim=1 if by_row else 2), by_row)
+
+
 def _by_one_softmax(
-    some: SlotRows, queries: tuple[torch.Tensor, ...], keys: torch.Tensor, value: torch.Tensor, scaling: float
+    some: SlotRows,
+    room: Room,
+    queries: tuple[torch.Tensor, ...],
+    keys: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
 ) -> torch.Tensor:
     """The scores of all pieces side by side.
 
     Shape:
-        queries, for each region, `(rows * kv_heads, group * q_len, head_dim)`; keys `(rows, kv_heads, kv_len,
+        queries, for each region, `(rows * kv_heads, head_dim, group * q_len)`; keys `(rows, kv_heads, kv_len,
         head_dim)`, value `(rows * kv_heads, kv_len, value_dim)`; returns `(rows * kv_heads, group * q_len, value_dim)`.
     """
-    flat, by_row = keys.flatten(0, 1), queries[0].shape[1] <= FEW
-    scores = [
-        _products(queries[term.piece.region], term.keys(keys, flat), term.added, scaling, by_row) for term in some.terms
-    ]
-    joined = scores[0] if len(scores) == 1 else torch.cat(scores, dim=1 if by_row else 2)
-    weights = (joined.mT if by_row else joined).softmax(dim=-1)
+    flat = keys.flatten(0, 1)
+    for term, part in zip(some.terms, room.parts, strict=True):
+        _score(queries[term.piece.region], term.keys(keys, flat), term.added, scaling, part, room.by_row)
+    weights = room.scores.softmax(dim=-1)
     first, *others = some.joined
     if not others:
         return torch.bmm(weights, narrowed(value, first))
@@ -210,18 +237,22 @@ def _by_one_softmax(
     return out
 
 
-def _products(
-    queries: torch.Tensor, keys: torch.Tensor, added: torch.Tensor | None, scaling: float, by_row: bool
-) -> torch.Tensor:
-    """Scaled products plus `Term.added` in one kernel: `(rows * kv_heads, group * q_len, slots)`, with the last two
-    axes exchanged if `by_row`.
-    """
-    left, right = (keys, queries.mT) if by_row else (queries, keys.mT)
+def _score(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    added: torch.Tensor | None,
+    scaling: float,
+    out: torch.Tensor,
+    by_row: bool,
+) -> None:
+    """Scaled products plus `Term.added` in one kernel, into `out`, which is a part of a `Room`."""
+    left, right = (keys, queries) if by_row else (queries.mT, keys.mT)
     if added is None and scaling == 1:
-        return torch.bmm(left, right)
-    if added is None:  # with beta=0, baddbmm uses only the dtype of its first argument
-        return torch.baddbmm(queries.new_empty(1, 1, 1), left, right, beta=0, alpha=scaling)
-    return torch.baddbmm(added.mT if by_row else added, left, right, alpha=scaling)
+        torch.bmm(left, right, out=out)
+    elif added is None:  # with beta=0, baddbmm uses only the dtype of its first argument
+        torch.baddbmm(out, left, right, beta=0, alpha=scaling, out=out)
+    else:
+        torch.baddbmm(added.mT if by_row else added, left, right, alpha=scaling, out=out)
 
 
 def _joined(runs: list[slice]) -> Iterator[slice]:
@@ -240,7 +271,7 @@ def _by_kernel(
     kernel = kernel_for(value, value, masked=any(term.added is not None for term in some.terms))
     out, lse, flat = None, None, keys.flatten(0, 1)
     for term in some.terms:
-        q, k, v = queries[term.piece.region], term.keys(keys, flat), narrowed(value, term.piece.keys)
+        q, k, v = queries[term.piece.region].mT, term.keys(keys, flat), narrowed(value, term.piece.keys)
         added = None if term.added is None else term.added[:, None]
         tile = Tile(0, q.shape[1], 0, k.shape[1])
         own, own_lse = kernel.forward(Work(q[:, None], k[:, None], v[:, None], tile, scaling, added))
@@ -268,7 +299,7 @@ def _plan(problem: Problem) -> SlotPlan:
     value, scaling = problem.value, problem.scaling
     if not _holds_scores(value):  # nor the scaling
         return SlotPlan(turner.for_queries(query, value.shape[1])[0], by_rows, scaling)
-    rotate, left = turner.for_queries(query, value.shape[1], scaling)
+    rotate, left = turner.for_queries(query, value.shape[1], scaling, beside=True)
     return SlotPlan(rotate, by_rows, left)
 
 
@@ -295,6 +326,7 @@ def _terms(problem: Problem, turner: Turner, rows: slice, position: int) -> Iter
     """The pieces of some rows, oldest slots first, as far as regions allow, with their terms."""
     query, key, decay = cast(torch.Tensor, problem.query), cast(torch.Tensor, problem.key), problem.decay
     slot, regions = int(problem.query_start), turner.regions
+    beside = _holds_scores(problem.value) and turner.by_matrix(query)
 
     def most(number: int) -> float:
         """Rotated keys are computed a few at a time."""
@@ -307,19 +339,26 @@ def _terms(problem: Problem, turner: Turner, rows: slice, position: int) -> Iter
     )
     for number, group in by_region:
         region, of_region = regions[number], list(group)
-        turn = turner.for_keys(region, key, slice(of_region[0].keys.start, of_region[-1].keys.stop), rows)
+        slots = slice(of_region[0].keys.start, of_region[-1].keys.stop)
+        turn = turner.for_keys(region, key, slots, rows, beside)
         for piece in of_region:
             place = piece.keys.start, piece.keys.stop, rows.start, rows.stop
             decayed = None
             if decay is not None:
                 positions = problem.query_positions, problem.key_positions
                 decayed = turner.forward.shared(_decayed)(*positions, region, decay, *place, key.dtype, key.shape[-1])
-            yield Term(
-                piece,
-                rotate=None if turn is None else turn(piece.keys),
-                decay=decayed,
-                added=_added(problem, turner.forward, region, query.shape[1], place, position),
-            )
+            prepare: Rotate | None = None if turn is None else turn(piece.keys)
+            if prepare is not None or decayed is not None:
+                prepare = functools.partial(_prepared, decay=decayed, rotate=prepare)
+            added = _added(problem, turner.forward, region, query.shape[1], place, position)
+            yield Term(piece, prepare, added)
+
+
+def _prepared(keys: torch.Tensor, decay: torch.Tensor | None, rotate: Rotate | None) -> torch.Tensor:
+    """Keys `(rows, kv_heads, slots, head_dim)` that decay, and rotate after that, in one batch axis."""
+    decayed = keys if decay is None else keys * decay
+    rotated = decayed if rotate is None else rotate(decayed)
+    return rotated.flatten(0, 1) if rotated.ndim == 4 else rotated
 
 
 def _decayed(
