@@ -112,8 +112,8 @@ def keep_step(
     taken: str,
     score: Score,
 ) -> None:
-    """Keep how the one query of a call was scored, unless it depends on the layer. Arguments are as of `Step`, and
-    `states` as they arrived.
+    """Keep how the one query of a call was scored, unless it depends on the layer. Arguments are as of `Step`;
+    `states`, each `(batch, heads or kv_heads, length, head_dim)`, are queries, keys and values as they arrived.
     """
     cache, state = call.cache, call.state
     if cache is None or call.added is not None or call.is_request or states[0].shape[2] > 1:
