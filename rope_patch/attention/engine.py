@@ -8,9 +8,10 @@ import torch
 
 from rope_patch.attention import paths
 from rope_patch.attention.executors import decayed, fused, graph, joined
+from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.problem import Output, Problem
 from rope_patch.attention.table import Row, choose
-from rope_patch.attention.tile_kernels import FlashCUDA, kernel_for
+from rope_patch.attention.tile_kernels import FlashCUDA
 from rope_patch.attention.turner import Turner
 
 
