@@ -177,7 +177,8 @@ def _tiles_of(
     open_until = q_length if region.stop == math.inf else min(max(int(region.stop) - offset, first), q_length)
     square = open_until == q_length and offset + first == low
     if whole and not square and first + 1 < q_length:
-        high = int(min(region.stop, offset + q_length))
+        # of an open region one more than any distance, by which flash sees that its window hides nothing
+        high = int(min(region.stop, offset + q_length + 1))
         yield Tile(first, q_length, max(0, offset + first - high + 1), offset + q_length - low, "band", low, high)
         return
     if open_until > first:
