@@ -1,4 +1,6 @@
-"""Other ways to score regions on a GPU, to be compared with flash per region: the Triton kernel, and FlexAttention."""
+"""Other ways to score regions on a GPU, to be compared with those that run: the Triton kernel, FlexAttention, interval
+masks; and a near window by single kernels.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from benchmarks import attention
 from benchmarks.comparison import Shape, Side
-from rope_patch.attention.executors import fused
+from rope_patch.attention.executors import fused, intervals
+from rope_patch.attention.pieces import Tile
 from rope_patch.attention.problem import Branch, Problem
+from rope_patch.attention.tile_kernels import Kernel, Merged, Work
 from rope_patch.attention.turner import Fused
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 
@@ -62,3 +66,22 @@ def kernel(shape: Shape, scheme: str, backward: bool = False) -> Side:
     call = Fused(first.query, first.key, regions, nothing, nothing)
     leaves = [inputs.value, first.query, first.key]
     return attention.side(shape, lambda: fused.launched(inputs, call), leaves, backward)
+
+
+def by_intervals(shape: Shape, scheme: str, backward: bool = False) -> Side:
+    """A kernel of interval masks for each region, merged by log-sum-exp."""
+    inputs = attention.in_regions(shape, scheme, backward)
+    return attention.side(shape, lambda: intervals.attend(inputs)[0], attention.leaves(inputs), backward)
+
+
+def band(shape: Shape, kernel: Kernel, backward: bool = False) -> Side:
+    """A near window of an eighth of the length by one kernel: its forward, or its backward alone."""
+    queries = (1, shape.heads, shape.length, shape.head_dim)
+    q, grad = shape.random(*queries), shape.random(*queries)
+    k, v = (shape.random(1, shape.kv_heads, shape.length, shape.head_dim) for _ in range(2))
+    tile = Tile(0, shape.length, 0, shape.length, "band", 0, max(1, shape.length // 8))
+    work = Work(q, k, v, tile, shape.head_dim**-0.5)
+    if not backward:
+        return Side(lambda: kernel.forward(work))
+    merged = Merged(*kernel.forward(work), grad)
+    return Side(lambda: kernel.backward(work, merged))

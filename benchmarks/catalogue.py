@@ -15,6 +15,8 @@ from benchmarks import attention, candidates, fine_tuning, launches, models, per
 from benchmarks.comparison import Comparison, Figure, Maker, Shape
 from benchmarks.machine import memory_bytes
 from benchmarks.measure import in_fresh_process
+from rope_patch.attention.cudnn_kernels import CuDNN, CuDNNWindows
+from rope_patch.attention.tile_kernels import FlashCUDA
 
 _LINEAR = 1.5
 """Peak extra memory of a segment scheme over that of plain attention: a small multiple, whatever the length."""
@@ -95,6 +97,8 @@ def _on_cuda() -> Iterator[Comparison | Figure]:
         yield _alone(scheme, long, 1.12, backward=True)
     for scheme in ("rerope", "dca"):
         yield from _candidates(scheme, long)
+    for shape in (replace(long, length=8192), long):
+        yield from _bands(shape)
     yield from _dense(replace(long, length=4096))
     yield from _encoder(replace(full, length=8192, head_dim=64), replace(full, length=2048, heads=8, kv_heads=8))
     for scheme in ("rerope", "dca"):
@@ -146,12 +150,27 @@ def _flash(shape: Shape) -> Iterator[Comparison]:
 
 
 def _candidates(scheme: str, shape: Shape) -> Iterator[Comparison]:
-    """Flash per region, which is what runs, over what could run in its place."""
-    others = {"kernel": ("the Triton kernel", candidates.kernel), "flex": ("FlexAttention", candidates.flex)}
+    """A kernel per tile of a region, over what could run in its place."""
+    others = {
+        "kernel": ("the Triton kernel", candidates.kernel),
+        "flex": ("FlexAttention", candidates.flex),
+        "intervals": ("interval masks of cuDNN", candidates.by_intervals),
+    }
     for backward, (label, (name, other)) in itertools.product((False, True), others.items()):
         ours, theirs = (partial(side, scheme=scheme, backward=backward) for side in (attention.regions, other))
         place = f"{label}-training" if backward else label
         yield _row(f"{place}/{scheme}", f"{scheme}, {_PASSES[backward]}", name, ours, theirs, shape)
+
+
+def _bands(shape: Shape) -> Iterator[Comparison]:
+    """A near window by the kernels of cuDNN, over FlashAttention-2."""
+    kernels = {"windows": CuDNNWindows(least=0), "squares": CuDNN(least=0, narrowest=0)}
+    for backward, (label, kernel) in itertools.product((False, True), kernels.items()):
+        ours, theirs = (partial(candidates.band, kernel=one, backward=backward) for one in (kernel, FlashCUDA()))
+        place, work = ("band-backward", "backward") if backward else ("band", "forward")
+        yield _row(
+            f"{place}/{label}", f"near window by cuDNN's {label}, {work}", "FlashAttention-2", ours, theirs, shape
+        )
 
 
 def _dense(shape: Shape) -> Iterator[Comparison]:

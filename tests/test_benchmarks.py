@@ -20,7 +20,9 @@ from benchmarks.measure import Patience, in_turn, peak_bytes
 from benchmarks.results import Point, ResultFile, Row
 from rope_patch.attention.executors import reference
 from rope_patch.attention.problem import Branch, Problem
+from rope_patch.attention.tile_kernels import Dense
 from rope_patch.schemes.registry import as_scheme
+from tests.attention.fake_cudnn import Flex
 
 ROOT = Path(__file__).parents[1]
 ONCE = Patience(0.0, least=1)
@@ -90,6 +92,17 @@ def test_flex_attention_by_region_is_the_oracle(scheme):
     masks = [candidates.block_mask(branch.region, shape) for branch in inputs.branches]
     found = candidates.by_flex(inputs, masks, flex_attention)
     torch.testing.assert_close(found, reference.attend(inputs)[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_candidates_of_a_gpu_run(backward, monkeypatch):
+    monkeypatch.setattr("rope_patch.attention.executors.intervals.objection", lambda *_: "")
+    flex = Flex().put(monkeypatch)
+    shape = Shape(80, 4, 2, 16)
+    assert len(candidates.by_intervals(shape, "dca", backward).run()) == (7 if backward else 1)
+    assert flex.calls == (6 if backward else 3)
+    found = candidates.band(shape, Dense(), backward).run()
+    assert [x.shape[2] for x in found] == [80] * (3 if backward else 2)
 
 
 def test_the_rows_of_a_device_have_names_of_their_own(monkeypatch):

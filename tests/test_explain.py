@@ -155,6 +155,7 @@ def test_a_forced_executor_is_run_and_equals_the_definition(name, spec):
         ("rerope:window=16", "block", "bias by distance"),
         ("rerope:window=16", "graph", "compiled models"),
         ("alibi", "products", "round the bias"),
+        ("rerope:window=16", "intervals", "for GPUs"),
     ],
 )
 def test_an_executor_that_does_not_apply_is_refused_with_its_reason(spec, name, reason):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
 
 from rope_patch.attention import paths
-from rope_patch.attention.executors import decayed, fused, graph, joined
+from rope_patch.attention.executors import decayed, fused, graph, intervals, joined
+from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.problem import Output, Problem
 from rope_patch.attention.table import Row, choose
-from rope_patch.attention.tile_kernels import FlashCUDA, kernel_for
+from rope_patch.attention.tile_kernels import FlashCUDA
 from rope_patch.attention.turner import Turner
 
 
@@ -56,15 +58,20 @@ def _is_flash(problem: Problem) -> bool:
     return problem.fits_kernels and isinstance(kernel_for(query, value, masked=problem.biased), FlashCUDA)
 
 
-_WITHIN = ("chunked", "segmented", "fused", "merged", "products", "block")
+_WITHIN = ("chunked", "segmented", "fused", "intervals", "merged", "products", "block")
 """Words that choose inside of an executor, too."""
 
-_EVERYWHERE = (
+_AROUND = (
     Row(graph.EXECUTOR, modes=_WITHIN),
     Row(decayed.EXECUTOR, modes=("oracle", "reference", *_WITHIN)),
+)
+ROWS = (
+    Row(fused.EXECUTOR, by_name=True),
+    Row(joined.EXECUTOR, modes=("segmented",)),
+    *_AROUND,
+    Row(intervals.EXECUTOR, by_name=True),
     *paths.ROWS,
 )
-ROWS = (Row(fused.EXECUTOR, by_name=True), Row(joined.EXECUTOR, modes=("segmented",)), *_EVERYWHERE)
 """The order where nothing else is said."""
 
 TABLE: dict[str, tuple[Row, ...]] = {
@@ -72,7 +79,9 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(joined.EXECUTOR, _without_flash),
         Row(fused.EXECUTOR, _with_flash),
         Row(joined.EXECUTOR, modes=("segmented",)),
-        *_EVERYWHERE,
+        *_AROUND,
+        Row(intervals.EXECUTOR, intervals.in_few_tiles, pairs=(paths.FEW, math.inf)),
+        *paths.ROWS,
     ),
 }
 """The order on a type of device."""

@@ -134,7 +134,13 @@ def clipped(tile: Tile, start: int, stop: int) -> Iterator[Tile]:
 
 
 def tiles_of(
-    region: Region, q_length: int, offset: int, first_position: int = 0, band_rows: int = 256, causal: bool = True
+    region: Region,
+    q_length: int,
+    offset: int,
+    first_position: int = 0,
+    band_rows: int = 256,
+    causal: bool = True,
+    whole: bool = False,
 ) -> Iterator[Tile]:
     """Disjoint tiles that cover the pairs of a region, with keys only up to the query if `causal`.
 
@@ -144,13 +150,17 @@ def tiles_of(
         first_position: position of the first key.
         band_rows: queries per tile of a band.
         causal: if False, there are as many keys as queries, and the region depends on distance alone.
+        whole: if True, the pairs of a causal region that depends on distance alone are one tile: full, causal, or a
+            band that may begin before the first key.
     """
-    tiles = _tiles_of(region, q_length, offset, first_position, band_rows)
+    tiles = _tiles_of(region, q_length, offset, first_position, band_rows, whole)
     for tile in tiles if causal else _tiles_both_ways(region, q_length, band_rows):
         yield dataclasses.replace(tile, distance=offset + tile.q0 - tile.k0)
 
 
-def _tiles_of(region: Region, q_length: int, offset: int, first_position: int, band_rows: int) -> Iterator[Tile]:
+def _tiles_of(
+    region: Region, q_length: int, offset: int, first_position: int, band_rows: int, whole: bool
+) -> Iterator[Tile]:
     if region.stop <= 0:
         return
     if region.chunk > 1:
@@ -165,6 +175,12 @@ def _tiles_of(region: Region, q_length: int, offset: int, first_position: int, b
         return
     # up to here a query sees every key at distance `low` or more; later queries no longer see the first key
     open_until = q_length if region.stop == math.inf else min(max(int(region.stop) - offset, first), q_length)
+    square = open_until == q_length and offset + first == low
+    if whole and not square and first + 1 < q_length:
+        # of an open region one more than any distance, by which flash sees that its window hides nothing
+        high = int(min(region.stop, offset + q_length + 1))
+        yield Tile(first, q_length, max(0, offset + first - high + 1), offset + q_length - low, "band", low, high)
+        return
     if open_until > first:
         yield from _wedge(first, open_until, 0, offset + first - low)
     # cut at multiples, like other regions

@@ -103,7 +103,7 @@ def find_spans(
     elif mask.dtype != torch.bool or mask.shape[1] != 1:
         return None
     else:
-        first_key = _first_keys(mask[:, 0], query_start)
+        first_key = first_keys(mask[:, 0], query_start)
     if first_key is None:
         return None
     if query_start and past is None:
@@ -176,7 +176,7 @@ def _only_run(groups: torch.Tensor) -> tuple[int, int] | None:
     return int(tokens[0]), int(tokens[-1])
 
 
-def _first_keys(mask: torch.Tensor, query_start: int) -> torch.Tensor | None:
+def first_keys(mask: torch.Tensor, query_start: int) -> torch.Tensor | None:
     """First visible slot of each query, `(batch, q_len)`, -1 if it sees nothing; None unless all see intervals."""
     count, numbers = mask.sum(dim=-1, dtype=torch.int32), mask.view(torch.uint8)
     first, last = numbers.argmax(dim=-1), mask.shape[-1] - 1 - numbers.flip(-1).argmax(dim=-1)

@@ -1,4 +1,4 @@
-"""One tile of attention with its log-sum-exp, forward and backward, by the fastest kernel of the platform."""
+"""One tile of attention with its log-sum-exp, forward and backward: flash on a CPU and on CUDA, and plain products."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch.nn.attention import SDPBackend
 
 from rope_patch.attention.bias import TileBias
 from rope_patch.attention.pieces import Tile, clipped, in_rows, tiles_of
 from rope_patch.attention.spans import Span
 from rope_patch.attention.terms import upcast
-from rope_patch.attention.trials import Comparisons, Trial
 from rope_patch.schemes.slots import Region
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -56,7 +54,12 @@ class Merged:
 class Kernel(Protocol):
     """Attention of one tile. Tiles are merged by their log-sum-exp; with the merged output and log-sum-exp, each tile's
     backward returns its exact share of the gradients.
+
+    Attributes:
+        whole: whether a region whose bounds move along with the query is one tile, instead of one for each shape.
     """
+
+    whole: bool = False
 
     def band_rows(self, width: float) -> int:
         """Number of queries in a tile of a band that is `width` tokens wide."""
@@ -91,7 +94,8 @@ class Biased:
         span = self.span
         region = region.within(span.window)
         rows = self.kernel.band_rows(region.stop - (max(0, region.start) if span.causal else region.start))
-        tiles = tiles_of(region, span.q_length, span.offset, span.first_position, rows, span.causal)
+        whole = self.kernel.whole
+        tiles = tiles_of(region, span.q_length, span.offset, span.first_position, rows, span.causal, whole)
         if span.hidden or span.before:
             stop = span.before + span.keys.stop - span.keys.start
             tiles = (part for tile in tiles for part in clipped(tile, span.before, stop))
@@ -285,47 +289,6 @@ class FlashCUDA(Kernel):
         return grad_q, grad_k, grad_v
 
 
-@dataclass(frozen=True)
-class CuDNN(FlashCUDA):
-    """The kernel of cuDNN where `scaled_dot_product_attention` would take it; nearly twice as fast on Hopper.
-
-    It has no windows, so that a band is a call of flash. It plans each new shape for twenty milliseconds, which a tile
-    has to be worth.
-
-    Attributes:
-        least: floating-point operations of such a tile.
-    """
-
-    least: float = 2**39
-
-    def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self._takes(work):
-            return super().forward(work)
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *(work.q, work.k, work.v, None, True, 0.0, work.tile.kind == "causal"), scale=work.scale
-        )
-        return out, lse[..., 0]
-
-    def backward(self, work: Work, merged: Merged) -> Tensors:
-        if not self._takes(work):
-            return super().backward(work, merged)
-        seed, lse = torch.zeros((), dtype=torch.int64, device=work.q.device), merged.lse[..., None].contiguous()
-        gradients: Tensors = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(merged.grad, work.q, work.k, work.v, merged.out, lse, seed, seed, None, None, None),
-            *(work.q.shape[2], work.k.shape[2], 0.0, work.tile.kind == "causal"),
-            scale=work.scale,
-        )
-        return gradients
-
-    def _takes(self, work: Work) -> bool:
-        (batch, heads, q_length, dim), kv_heads, causal = work.q.shape, work.k.shape[1], work.tile.kind == "causal"
-        operations = (2 if causal else 4) * batch * heads * dim * q_length * work.k.shape[2]
-        if work.tile.kind == "band" or operations < self.least or dim > 128:
-            return False
-        by = torch._fused_sdp_choice(work.q, work.k, work.v, is_causal=causal, enable_gqa=heads != kv_heads)
-        return by == SDPBackend.CUDNN_ATTENTION.value
-
-
 def _window(tile: Tile) -> dict[str, int]:
     """Width of a band on either side of the diagonal that ends at the last query and the last key."""
     if tile.kind != "band":
@@ -394,38 +357,3 @@ class Dense(Kernel):
 def _folded(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """`(batch, heads, rows, ...)` to `(batch, kv_heads, heads per kv head * rows, ...)`."""
     return x.reshape(x.shape[0], kv_heads, -1, x.shape[-1])
-
-
-def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel:
-    """The fastest correct kernel for a `query` and a `value` of these shapes and dtypes; `masked` if tiles will have
-    masks.
-    """
-    half = query.dtype in HALF
-    if query.device.type == "cpu" and (half or query.dtype == torch.float32):
-        return FlashCPU(query.shape[0] * query.shape[1], torch.get_num_threads())
-    head_dim = query.shape[-1]
-    fits = half and not masked and head_dim == value.shape[-1] and head_dim % 8 == 0 and head_dim <= 256
-    if query.device.type == "cuda" and fits and not objection(FlashCUDA(), query.device, query.dtype, head_dim):
-        return FlashCUDA() if objection(CuDNN(least=0), query.device, query.dtype, head_dim) else CuDNN()
-    return Dense()
-
-
-def _compared(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> Comparisons:
-    """A kernel and `Dense` on small tiles of every kind, forward and backward."""
-    random = torch.Generator().manual_seed(0)
-    q, grad = torch.randn(2, 1, 4, 24, head_dim, generator=random).to(device, dtype)
-    k, v = torch.randn(2, 1, 2, 24, head_dim, generator=random).to(device, dtype)
-    names = "output", "log-sum-exp", "gradient of queries", "gradient of keys", "gradient of values"
-    tiles = (Tile(0, 24, 0, 24), Tile(0, 24, 0, 24, "causal"), Tile(8, 24, 1, 24, "band", 0, 8, distance=7))
-    for tile in tiles:
-        queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-        work = Work(q[:, :, queries], k[:, :, keys], v[:, :, keys], tile, scale=0.1)
-        merged = Merged(*Dense().forward(work), grad[:, :, queries])
-        expected = (merged.out, merged.lse, *Dense().backward(work, merged))
-        actual = (*kernel.forward(work), *kernel.backward(work, merged))
-        for name, one, other in zip(names, actual, expected, strict=True):
-            yield f"{name} of a {tile.kind} tile", one, other
-
-
-objection = Trial("A kernel of tiles", _compared, tolerance=0.03)
-"""Why a kernel is not used for states on a device, of a dtype and a width; empty if it equals `Dense`."""

@@ -7,18 +7,19 @@ import pytest
 import torch
 
 from rope_patch import get_scheme
-from rope_patch.attention import engine, tile_kernels
+from rope_patch.attention import engine, kernels
+from rope_patch.attention.cudnn_kernels import CuDNN, CuDNNWindows
 from rope_patch.attention.executors import fused as fused_executor
 from rope_patch.attention.executors import joined
 from rope_patch.attention.pieces import Tile
 from rope_patch.attention.problem import Problem
 from rope_patch.attention.table import choose
 from rope_patch.attention.terms import DistanceBias
-from rope_patch.attention.tile_kernels import CuDNN, Dense, FlashCUDA, Merged, Work
+from rope_patch.attention.tile_kernels import Dense, FlashCUDA, Merged, Work
 from rope_patch.schemes.slots import ALL_PAIRS
+from tests.attention.fake_cudnn import BY_CUDNN, BY_FLASH, Torch
 from tests.attention.problems import whole
 
-BY_CUDNN, BY_FLASH = 3, 1
 LENGTH, DIM = 24, 16
 OPERATIONS = 2 * 4 * DIM * LENGTH**2
 """Of a causal tile of four heads."""
@@ -27,24 +28,14 @@ OPERATIONS = 2 * 4 * DIM * LENGTH**2
 @pytest.fixture
 def called(monkeypatch):
     """Calls of cuDNN and of flash, which compute what `Dense` does."""
-    calls, chosen = [], {"backend": BY_CUDNN}
+    calls, chosen, cudnn = [], {"backend": BY_CUDNN}, Torch()
 
-    def work(q, k, v, causal, scale):
-        tile = Tile(0, q.shape[2], 0, k.shape[2], "causal" if causal else "full")
-        return Work(q, k, v, tile, scale)
+    def by_cudnn(call):
+        def noted(*given, **options):
+            calls.append("cuDNN")
+            return call(*given, **options)
 
-    def forward(q, k, v, bias, with_lse, dropout, causal, *, scale):
-        calls.append("cuDNN")
-        assert with_lse
-        out, lse = Dense().forward(work(q, k, v, causal, scale))
-        return out, lse[..., None], None, None, q.shape[2], k.shape[2], None, None, None
-
-    def backward(
-        grad, q, k, v, out, lse, _seed, _offset, bias, _q, _k, longest_q, longest_k, dropout, causal, *, scale
-    ):
-        calls.append("cuDNN")
-        assert (longest_q, longest_k) == (q.shape[2], k.shape[2])
-        return Dense().backward(work(q, k, v, causal, scale), Merged(out, lse[..., 0], grad))
+        return noted
 
     def by_flash(name):
         def call(self, *given):
@@ -53,8 +44,8 @@ def called(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
+    cudnn.forward, cudnn.backward = by_cudnn(cudnn.forward), by_cudnn(cudnn.backward)
+    cudnn.put(monkeypatch)
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *given, **options: chosen["backend"])
     for name in ("forward", "backward"):
         monkeypatch.setattr(FlashCUDA, name, by_flash(name))
@@ -72,7 +63,7 @@ def called(monkeypatch):
         (Tile(0, LENGTH, 0, LENGTH, "causal"), 0, BY_CUDNN, 136, "flash"),
     ],
 )
-def test_cudnn_scores_large_tiles_without_a_window(called, tile, least, backend, dim, by):
+def test_cudnn_scores_large_tiles_and_wide_bands(called, tile, least, backend, dim, by):
     calls, chosen = called
     chosen["backend"] = backend
     q, k, v = (torch.randn(1, heads, LENGTH, dim) for heads in (4, 2, 2))
@@ -87,9 +78,16 @@ def test_cudnn_scores_large_tiles_without_a_window(called, tile, least, backend,
 
 def test_cudnn_is_taken_only_where_it_agrees(monkeypatch):
     states = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4, LENGTH, DIM))
-    for wrong, kind in ((None, CuDNN), (CuDNN, FlashCUDA), (FlashCUDA, Dense)):
-        monkeypatch.setattr(tile_kernels, "objection", lambda kernel, *_, wrong=wrong: type(kernel) is wrong)
-        assert type(tile_kernels.kernel_for(states, states, masked=False)) is kind
+    of_cudnn = CuDNNWindows, CuDNN
+    for wrong, kind in (
+        ((), CuDNNWindows),
+        ((CuDNNWindows,), CuDNN),
+        (of_cudnn, FlashCUDA),
+        ((FlashCUDA,), Dense),
+    ):
+        monkeypatch.setattr(kernels, "_of_cudnn", lambda: of_cudnn)
+        monkeypatch.setattr(kernels, "objection", lambda kernel, *_, wrong=wrong: type(kernel) in wrong)
+        assert type(kernels.kernel_for(states, states, masked=False)) is kind
 
 
 PLAIN = (ALL_PAIRS,)

@@ -12,12 +12,13 @@ from rope_patch import RopePatchWarning, get_scheme
 from rope_patch.attention import tile_kernels
 from rope_patch.attention.bias import KeyTerm, tile_bias
 from rope_patch.attention.executors import merged, reference
+from rope_patch.attention.kernels import objection
 from rope_patch.attention.pieces import Tile, in_rows, tiles_of
 from rope_patch.attention.problem import Branch, Problem
 from rope_patch.attention.rotation import Rotation
 from rope_patch.attention.spans import Span, find_spans
 from rope_patch.attention.terms import DistanceBias
-from rope_patch.attention.tile_kernels import Dense, FlashCPU, objection
+from rope_patch.attention.tile_kernels import Dense, FlashCPU
 from rope_patch.attention.trials import Trial
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import Identity
@@ -47,15 +48,25 @@ def pairs_of(tile: Tile) -> torch.Tensor:
 
 
 @settings(max_examples=300, deadline=None)
-@given(REGIONS, st.integers(1, 50), st.integers(0, 30), st.integers(-3, 20), st.integers(1, 20), st.booleans())
-def test_every_visible_pair_of_a_region_is_in_one_tile(region, q_length, offset, first_position, rows, as_bands):
+@given(
+    REGIONS,
+    st.integers(1, 50),
+    st.integers(0, 30),
+    st.integers(-3, 20),
+    st.integers(1, 20),
+    st.booleans(),
+    st.booleans(),
+)
+def test_every_visible_pair_of_a_region_is_in_one_tile(region, q_length, offset, first_position, rows, as_bands, whole):
     m = torch.arange(q_length)[:, None] + offset + first_position
     n = torch.arange(q_length + offset)[None] + first_position
     assume(first_position >= 0 or region.chunk == 1)
     expected = (region.contains(m, n) & (m >= n)).int()
     for split in (False, True):
         counted = torch.zeros_like(expected)
-        for tile in tiles_of(region, q_length, offset, first_position, band_rows=rows):
+        tiles = list(tiles_of(region, q_length, offset, first_position, band_rows=rows, whole=whole))
+        assert not whole or len(tiles) <= 1 or region.keys_below < math.inf or region.chunk > 1
+        for tile in tiles:
             for part in in_rows(tile, rows, as_bands) if split else (tile,):
                 assert part.q1 > part.q0
                 assert part.distance == offset + part.q0 - part.k0
@@ -67,9 +78,10 @@ def test_every_visible_pair_of_a_region_is_in_one_tile(region, q_length, offset,
 
 
 @settings(max_examples=200, deadline=None)
-@given(REGIONS, st.integers(1, 50), st.integers(0, 30))
-def test_a_window_of_flash_on_cuda_is_the_band(region, q_length, offset):
-    for tile in tiles_of(region, q_length, offset, band_rows=tile_kernels.FlashCUDA().band_rows(math.inf)):
+@given(REGIONS, st.integers(1, 50), st.integers(0, 30), st.booleans())
+def test_a_window_of_flash_on_cuda_is_the_band(region, q_length, offset, whole):
+    rows = tile_kernels.FlashCUDA().band_rows(math.inf)
+    for tile in tiles_of(region, q_length, offset, band_rows=rows, whole=whole):
         if tile.kind != "band":
             assert tile_kernels._window(tile) == {}
             continue

@@ -19,13 +19,14 @@ import torch
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.executors import traced
 from rope_patch.attention.forward import Forward
+from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.merging import merge, summed
 from rope_patch.attention.pieces import Piece, Tile, few_queries
 from rope_patch.attention.problem import NOT_PRODUCTS, Output, Problem
 from rope_patch.attention.rotation import EVERY, Rotate, narrowed
 from rope_patch.attention.table import Executor
 from rope_patch.attention.terms import DistanceBias
-from rope_patch.attention.tile_kernels import Work, kernel_for
+from rope_patch.attention.tile_kernels import Work
 from rope_patch.attention.turner import Turner
 from rope_patch.attention.visibility import Visibility
 from rope_patch.schemes.slots import Region

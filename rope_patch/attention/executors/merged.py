@@ -17,6 +17,7 @@ import torch
 
 from rope_patch.attention.bias import KeyTerm, TileBias, has_terms, tile_bias
 from rope_patch.attention.executors import chunked
+from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.merging import merge, summed
 from rope_patch.attention.pieces import Piece
 from rope_patch.attention.problem import NOT_PRODUCTS, Branch, Output, Problem
@@ -24,7 +25,7 @@ from rope_patch.attention.rotation import EVERY, Rotation
 from rope_patch.attention.spans import Span
 from rope_patch.attention.table import Executor
 from rope_patch.attention.terms import upcast
-from rope_patch.attention.tile_kernels import Biased, Kernel, Merged, Work, kernel_for
+from rope_patch.attention.tile_kernels import Biased, Kernel, Merged, Work
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 
 

@@ -1,0 +1,232 @@
+"""Tiles by the kernels of cuDNN, nearly twice as fast as FlashAttention-2 on Hopper: those that torch brings, and those
+of `nvidia-cudnn-frontend` (extra `gpu`), which also have windows.
+
+Neither changes a setting of torch. `torch.backends.cuda.enable_cudnn_sdp(False)` switches both off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend
+
+from rope_patch.attention.merging import merge, summed
+from rope_patch.attention.pieces import Tile
+from rope_patch.attention.squares import Square, squares_of
+from rope_patch.attention.terms import upcast
+from rope_patch.attention.tile_kernels import FlashCUDA, Merged, Tensors, Work
+
+
+@dataclass(frozen=True)
+class CuDNN(FlashCUDA):
+    """The kernel of cuDNN where `scaled_dot_product_attention` would take it. It has no windows: a wide band is scored
+    in squares (`squares_of`), and a narrow one is a call of flash.
+
+    cuDNN plans each new shape for twenty milliseconds or more, which a tile has to be worth. So queries are padded to
+    one of sixteen lengths in every octave, and keys along with them where causality hides what is added: other texts
+    find the same plans. A length that is a multiple of a sixteenth of the power of two below it is not copied.
+
+    Attributes:
+        least: floating-point operations of a tile that is worth a plan: the smallest that was measured.
+        narrowest: width of a band that is worth its squares. On an H100 they took the time of flash at 1,024 tokens,
+            and 0.56 of it at 4,096.
+    """
+
+    least: float = 2**37
+    narrowest: int = 2**11
+    whole = True
+
+    def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._takes(work):
+            return super().forward(work)
+        length = work.q.shape[2]
+        out, lse = self._forward(_padded(work, _rounded(length) - length))
+        return out[:, :, :length], lse[:, :, :length]
+
+    def backward(self, work: Work, merged: Merged) -> Tensors:
+        if not self._takes(work):
+            return super().backward(work, merged)
+        more = _rounded(work.q.shape[2]) - work.q.shape[2]
+        lse = functional.pad(merged.lse, (0, more))
+        larger = Merged(_longer(merged.out, more), lse, _longer(merged.grad, more))
+        grad_q, grad_k, grad_v = self._backward(_padded(work, more), larger)
+        return grad_q[:, :, : work.q.shape[2]], grad_k[:, :, : work.k.shape[2]], grad_v[:, :, : work.k.shape[2]]
+
+    def _takes(self, work: Work) -> bool:
+        (batch, heads, q_length, dim), tile = work.q.shape, work.tile
+        seen = work.k.shape[2] if tile.kind != "band" else min(tile.high - tile.low, work.k.shape[2])
+        operations = (2 if tile.kind == "causal" else 4) * batch * heads * dim * q_length * seen
+        return operations >= self.least and dim <= 128 and _ends_with_query(tile) and self._scores(work)
+
+    def _scores(self, work: Work) -> bool:
+        """Whether it scores a tile of this shape."""
+        tile, states = work.tile, (work.q, work.k, work.v)
+        if tile.kind == "band":
+            if tile.high - tile.low < self.narrowest:
+                return False
+            side = min(tile.high - tile.low, work.q.shape[2])
+            states = work.q[:, :, :side], work.k[:, :, :side], work.v[:, :, :side]
+        shares = work.q.shape[1] != work.k.shape[1]
+        by = torch._fused_sdp_choice(*states, is_causal=tile.kind != "full", enable_gqa=shares)
+        return by == SDPBackend.CUDNN_ATTENTION.value
+
+    def _forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+        if work.tile.kind != "band":
+            return _attend(work)
+        out = summed(torch.empty_like(work.q))
+        lse = out.new_empty(out.shape[:3], dtype=torch.float32)
+        for row, square in itertools.product(range(len(out)), squares_of(work.tile)):
+            part, part_lse = (_turned(square, x) for x in _attend(_in_square(square, work, row)))
+            into, into_lse = _queries(square, out[row]), _queries(square, lse[row])
+            if square.kind == "causal":  # the first of these queries
+                into.copy_(part)
+                into_lse.copy_(part_lse)
+            else:
+                merge(into, into_lse, part, part_lse)
+        return out.to(work.q.dtype), lse
+
+    def _backward(self, work: Work, merged: Merged) -> Tensors:
+        if work.tile.kind != "band":
+            return _gradients(work, merged)
+        of_q, of_k, of_v = (torch.zeros_like(upcast(x)) for x in (work.q, work.k, work.v))
+        for row, square in itertools.product(range(len(of_q)), squares_of(work.tile)):
+            known = (_turned(square, _queries(square, x[row])) for x in (merged.out, merged.lse, merged.grad))
+            shares = _gradients(_in_square(square, work, row), Merged(*known))
+            share_q, share_k, share_v = (_turned(square, share) for share in shares)
+            _queries(square, of_q[row]).add_(share_q)
+            _keys(square, of_k[row]).add_(share_k)
+            _keys(square, of_v[row]).add_(share_v)
+        return of_q.to(work.q.dtype), of_k.to(work.k.dtype), of_v.to(work.v.dtype)
+
+
+@dataclass(frozen=True)
+class CuDNNWindows(CuDNN):
+    """The kernel of cuDNN through `nvidia-cudnn-frontend`: a band is one call, as is a causal tile behind cached keys.
+
+    Its operators `torch.ops.cudnn.sdpa_fwd` and `sdpa_bwd` (version 1.32, `cudnn/sdpa/fwd/torch_op.py`) keep 128 plans,
+    by shape, strides and scale. `window_left` counts the keys that a query sees, its own included.
+    """
+
+    narrowest: int = 0
+
+    def _forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = _frontend().sdpa_fwd(work.q, work.k, work.v, work.scale, **_bounds(work.tile), return_lse=True)
+        return out, lse[..., 0]
+
+    def _backward(self, work: Work, merged: Merged) -> Tensors:
+        exact = torch.are_deterministic_algorithms_enabled()
+        known = merged.grad, work.q, work.k, work.v, merged.out, merged.lse[..., None]
+        gradients: Tensors = _frontend().sdpa_bwd(*known, work.scale, **_bounds(work.tile), is_deterministic=exact)
+        return gradients
+
+
+def _frontend() -> Any:
+    """The operators of `nvidia-cudnn-frontend`, which its module registers."""
+    importlib.import_module("cudnn.sdpa.fwd.torch_op")
+    return torch.ops.cudnn
+
+
+def _bounds(tile: Tile) -> dict[str, Any]:
+    """The pairs of a tile, by the diagonal that ends at the last query and the last key."""
+    if tile.kind == "full":
+        return {}
+    rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
+    bounds: dict[str, Any] = {"is_causal": True, "causal_bottom_right": keys > rows}
+    if _has_window(tile):
+        bounds["window_left"] = tile.high - tile.low
+    return bounds
+
+
+def _has_window(tile: Tile) -> bool:
+    """Whether the last query of a band does not see its first key."""
+    return tile.kind == "band" and tile.high - tile.low < tile.k1 - tile.k0
+
+
+def _ends_with_query(tile: Tile) -> bool:
+    """Whether the last key of a tile is the newest that its last query sees, or all see all."""
+    return tile.kind != "band" or tile.distance - tile.low == (tile.k1 - tile.k0) - (tile.q1 - tile.q0)
+
+
+# --- lengths of plans ---
+
+
+def _rounded(length: int) -> int:
+    """The next of sixteen lengths in every octave, all of them multiples of 64."""
+    step = max(64, 2 ** max(0, length.bit_length() - 5))
+    return -(-length // step) * step
+
+
+def _padded(work: Work, more: int) -> Work:
+    """The work with so many queries more, and as many keys where no other query sees them."""
+    if not more:
+        return work
+    tile = dataclasses.replace(work.tile, q1=work.tile.q1 + more)
+    if tile.kind == "full":
+        return dataclasses.replace(work, q=_longer(work.q, more), tile=tile)
+    high = tile.high if _has_window(work.tile) else tile.high + more
+    tile = dataclasses.replace(tile, k1=tile.k1 + more, high=high)
+    q, k, v = (_longer(x, more) for x in (work.q, work.k, work.v))
+    return dataclasses.replace(work, q=q, k=k, v=v, tile=tile)
+
+
+def _longer(x: torch.Tensor, more: int) -> torch.Tensor:
+    """States `(batch, heads, length, dim)` with zeros behind them, in the layout that models project to, in which the
+    strides of heads and tokens do not depend on the length.
+    """
+    return functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2) if more else x
+
+
+# --- torch's cuDNN, and runs of squares for it ---
+
+
+def _attend(work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of a tile that is no band."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *(work.q, work.k, work.v, None, True, 0.0, work.tile.kind == "causal"), scale=work.scale
+    )
+    return out, lse[..., 0]
+
+
+def _gradients(work: Work, merged: Merged) -> Tensors:
+    """Gradients of queries, keys and values of a tile that is no band."""
+    seed, lse = torch.zeros((), dtype=torch.int64, device=work.q.device), merged.lse[..., None].contiguous()
+    gradients: Tensors = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *(merged.grad, work.q, work.k, work.v, merged.out, lse, seed, seed, None, None, None),
+        *(work.q.shape[2], work.k.shape[2], 0.0, work.tile.kind == "causal"),
+        scale=work.scale,
+    )
+    return gradients
+
+
+def _in_square(square: Square, work: Work, row: int) -> Work:
+    """The work of a run of squares in a row of the batch, as a batch of its own."""
+    q = _turned(square, _queries(square, work.q[row]))
+    k, v = (_turned(square, _keys(square, x[row])) for x in (work.k, work.v))
+    kind: Literal["full", "causal"] = "full" if square.kind == "full" else "causal"
+    return Work(q, k, v, Tile(0, square.rows, 0, square.columns, kind), work.scale)
+
+
+def _turned(square: Square, x: torch.Tensor) -> torch.Tensor:
+    """Queries or keys from the last to the first, among which an upper triangle is a causal one; or back again."""
+    return x.flip(2) if square.kind == "upper" else x
+
+
+def _queries(square: Square, x: torch.Tensor) -> torch.Tensor:
+    """A view of the rows of a run of squares, `(count, heads, rows, ...)`, of `(heads, length, ...)`."""
+    return _run(square, x, square.q, square.rows)
+
+
+def _keys(square: Square, x: torch.Tensor) -> torch.Tensor:
+    """A view of the columns of a run of squares, `(count, kv_heads, columns, dim)`, of `(kv_heads, length, dim)`."""
+    return _run(square, x, square.k, square.columns)
+
+
+def _run(square: Square, x: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    places = x[:, start:].unfold(1, size, square.step)[:, : square.count].transpose(0, 1)
+    return places if places.ndim == 3 else places.transpose(2, 3)

@@ -1,0 +1,63 @@
+"""Which kernel scores tiles: the fastest that equals the definition on this device."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+from rope_patch.attention.cudnn_kernels import CuDNN, CuDNNWindows
+from rope_patch.attention.pieces import Tile
+from rope_patch.attention.tile_kernels import HALF, Dense, FlashCPU, FlashCUDA, Kernel, Merged, Work
+from rope_patch.attention.trials import Comparisons, Trial
+
+
+def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel:
+    """The fastest correct kernel for a `query` and a `value` of these shapes and dtypes; `masked` if tiles will have
+    masks.
+    """
+    half = query.dtype in HALF
+    if query.device.type == "cpu" and (half or query.dtype == torch.float32):
+        return FlashCPU(query.shape[0] * query.shape[1], torch.get_num_threads())
+    head_dim = query.shape[-1]
+    fits = half and not masked and head_dim == value.shape[-1] and head_dim % 8 == 0 and head_dim <= 256
+    if query.device.type == "cuda" and fits and not objection(FlashCUDA(), query.device, query.dtype, head_dim):
+        for kernel in _of_cudnn():
+            if not objection(kernel(least=0, narrowest=0), query.device, query.dtype, head_dim):
+                return kernel()
+        return FlashCUDA()
+    return Dense()
+
+
+@functools.cache
+def _of_cudnn() -> tuple[type[CuDNN], ...]:
+    """The kernels of cuDNN that may be tried, the fastest first; without the extra `gpu`, those that torch brings."""
+    return (CuDNNWindows, CuDNN) if importlib.util.find_spec("cudnn") else (CuDNN,)
+
+
+def _compared(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> Comparisons:
+    """A kernel and `Dense` on small tiles of every kind, forward and backward."""
+    random = torch.Generator().manual_seed(0)
+    q, grad = torch.randn(2, 1, 4, 24, head_dim, generator=random).to(device, dtype)
+    k, v = torch.randn(2, 1, 2, 24, head_dim, generator=random).to(device, dtype)
+    names = "output", "log-sum-exp", "gradient of queries", "gradient of keys", "gradient of values"
+    tiles = (
+        Tile(0, 24, 0, 24),
+        Tile(0, 24, 0, 24, "causal"),
+        Tile(8, 24, 1, 24, "band", 0, 8, distance=7),
+        Tile(0, 24, 0, 24, "band", 0, 8),  # one that begins before the first key, and one without a beginning
+        Tile(0, 16, 0, 24, "band", 0, 24, distance=8),
+    )
+    for tile in tiles:
+        queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+        work = Work(q[:, :, queries], k[:, :, keys], v[:, :, keys], tile, scale=0.1)
+        merged = Merged(*Dense().forward(work), grad[:, :, queries])
+        expected = (merged.out, merged.lse, *Dense().backward(work, merged))
+        actual = (*kernel.forward(work), *kernel.backward(work, merged))
+        for name, one, other in zip(names, actual, expected, strict=True):
+            yield f"{name} of a {tile.kind} tile", one, other
+
+
+objection = Trial("A kernel of tiles", _compared, tolerance=0.03)
+"""Why a kernel is not used for states on a device, of a dtype and a width; empty if it equals `Dense`."""
