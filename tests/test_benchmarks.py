@@ -271,6 +271,16 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path, monkeypatch, ca
     assert "second" in capsys.readouterr().out
 
 
+def test_a_row_within_which_a_run_was_cut_comes_last(tmp_path):
+    file = ResultFile(tmp_path / "cpu.json", FACTS)
+    file.begin("hangs")
+    file = ResultFile.continued(file.path, FACTS)
+    assert list(file.unfinished) == ["hangs"]
+    run.run(file, [comparison("hangs"), comparison("fine")], ONCE)
+    assert [row.name for row in file.rows] == ["fine", "hangs"]
+    assert not ResultFile.read(file.path).unfinished
+
+
 def test_a_quick_run_from_the_command_line(tmp_path, capsys):
     assert run.main(["--quick", "--only", "forward/rerope", "growth", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
