@@ -19,11 +19,11 @@
 # make wheel      set up, then build wheel and sdist into dist/, and try the wheel in an environment of its own
 # make check      set up, then lint, types, tests
 # make bench      set up, then measure speed and memory against plain attention (under twenty minutes on two cores)
-# make gpu        on a machine with a GPU: all of it in one command that resumes after a stop, into runs/gpu
-#                 OPTIONS="--model FOLDER --length 32768"; OPTIONS="--device cpu --quick" tries it without a GPU
-# make gpu-check  on a machine with a GPU: its tests, with the Python that is there (GPU_PYTHON), without set-up
-# make gpu-bench  on a machine with a GPU: measure there, likewise
-#                 OPTIONS="--only decode growth --resume" and others: python -m benchmarks.run --help
+# make gpu        on a machine with a GPU, with the Python that is there (GPU_PYTHON), without set-up: its tests and what
+#                 matters most in a quarter of an hour; goes on after a stop; into runs/gpu
+#                 OPTIONS="--minutes 60 --model FOLDER --length 32768"; OPTIONS="--device cpu --quick" tries it without a GPU
+# make gpu-check  likewise, its tests alone (an hour at most)
+# make gpu-bench  likewise, the tables and kernels alone; every row: OPTIONS="--only rest --minutes 60"
 # make gpu-finetune  on a machine with a GPU: pretrain 112 million parameters, then fine-tune at four times the length
 # make clean      remove what set-up and the demo made
 
@@ -152,17 +152,14 @@ bench: setup
 	$(BIN)/python -m benchmarks.run $(OPTIONS)
 	$(BIN)/python -m benchmarks.report --page docs/benchmarks.md
 
-gpu-check:
-	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.machine cuda
-	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m cuda tests/test_cuda.py
-	PYTHONPATH=. $(GPU_PYTHON) -m pytest tests/attention/test_fused.py
-
-gpu-bench:
-	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.machine cuda
-	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.run --device cuda $(OPTIONS)
-
 gpu:
 	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.gpu $(OPTIONS)
+
+gpu-check:
+	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.gpu --only tests --minutes 60 $(OPTIONS)
+
+gpu-bench:
+	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.gpu --only table parts $(OPTIONS)
 
 gpu-finetune:
 	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.machine cuda

@@ -1,21 +1,24 @@
-"""Other ways to score regions on a GPU, to be compared with those that run: the Triton kernel, FlexAttention, interval
-masks; and a near window by single kernels.
+"""Ways to score regions on a GPU: the Triton kernel and FlexAttention, to be compared with flash per region; single
+kernels; and how far kernels and executors are from the definition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from benchmarks import attention
+from benchmarks import attention, models
 from benchmarks.comparison import Shape, Side
-from rope_patch.attention.executors import fused, intervals
+from rope_patch.attention import engine
+from rope_patch.attention.cudnn_kernels import CuDNN, CuDNNWindows
+from rope_patch.attention.executors import fused
 from rope_patch.attention.pieces import Tile
 from rope_patch.attention.problem import Branch, Problem
-from rope_patch.attention.tile_kernels import Kernel, Merged, Work
+from rope_patch.attention.tile_kernels import Dense, FlashCPU, FlashCUDA, Kernel, Merged, Work
 from rope_patch.attention.turner import Fused
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 
@@ -68,20 +71,75 @@ def kernel(shape: Shape, scheme: str, backward: bool = False) -> Side:
     return attention.side(shape, lambda: fused.launched(inputs, call), leaves, backward)
 
 
-def by_intervals(shape: Shape, scheme: str, backward: bool = False) -> Side:
-    """A kernel of interval masks for each region, merged by log-sum-exp."""
-    inputs = attention.in_regions(shape, scheme, backward)
-    return attention.side(shape, lambda: intervals.attend(inputs)[0], attention.leaves(inputs), backward)
+# --- a kernel alone ---
+
+KERNELS: dict[str, Callable[[], Kernel]] = {
+    "flash": FlashCUDA,
+    "cudnn": partial(CuDNN, least=0, narrowest=0),
+    "windows": partial(CuDNNWindows, least=0),
+}
+"""Kernels of tiles by name. A row of the catalogue times each, and one compares its values."""
+REGIONS = ("near", "far")
+"""The two parts of ReRoPE: a band, and all that is farther."""
 
 
-def band(shape: Shape, kernel: Kernel, backward: bool = False) -> Side:
-    """A near window of an eighth of the length by one kernel: its forward, or its backward alone."""
-    queries = (1, shape.heads, shape.length, shape.head_dim)
-    q, grad = shape.random(*queries), shape.random(*queries)
-    k, v = (shape.random(1, shape.kv_heads, shape.length, shape.head_dim) for _ in range(2))
-    tile = Tile(0, shape.length, 0, shape.length, "band", 0, max(1, shape.length // 8))
-    work = Work(q, k, v, tile, shape.head_dim**-0.5)
+def part(shape: Shape, kernel: str, region: str, backward: bool = False) -> Side:
+    """One region of ReRoPE by one kernel, backward alone or forward alone; the window is an eighth of the length."""
+    made, work = _kernel(shape, kernel), _work(shape, region)
     if not backward:
-        return Side(lambda: kernel.forward(work))
-    merged = Merged(*kernel.forward(work), grad)
-    return Side(lambda: kernel.backward(work, merged))
+        return Side(lambda: made.forward(work))
+    out, lse = made.forward(work)
+    merged = Merged(out, lse, torch.randn_like(out))
+    return Side(lambda: made.backward(work, merged))
+
+
+def kernel_error(shape: Shape, kernel: str, region: str) -> tuple[float, None]:
+    """The largest error of output, log-sum-exp and gradients, relative to the norm of what plain products give."""
+    made, work, dense = _kernel(shape, kernel), _work(shape, region), Dense()
+    merged = Merged(*dense.forward(work), torch.randn_like(work.q))
+    expected = merged.out, merged.lse, *dense.backward(work, merged)
+    return _largest((*made.forward(work), *made.backward(work, merged)), expected), None
+
+
+def _kernel(shape: Shape, name: str) -> Kernel:
+    return KERNELS[name]() if shape.device == "cuda" else FlashCPU()  # a CPU has one kernel alone
+
+
+def _work(shape: Shape, region: str) -> Work:
+    length, window = shape.length, shape.length // 8
+    query, key, value = (
+        shape.random(1, heads, length, shape.head_dim) for heads in (shape.heads, *2 * [shape.kv_heads])
+    )
+    if region == "near":
+        return Work(query, key, value, Tile(0, length, 0, length, "band", 0, window), shape.head_dim**-0.5)
+    tile = Tile(window, length, 0, length - window, "causal")
+    key, value = key[:, :, : tile.k1], value[:, :, : tile.k1]
+    return Work(query[:, :, window:], key, value, tile, shape.head_dim**-0.5)
+
+
+# --- executors ---
+
+_NO_RIVALS = ("reference", "chunked", "joined", "graph", "decayed", "block", "products")
+"""Executors that are the definition, or compute no prefill with gradients on a GPU."""
+
+
+def executors() -> list[str]:
+    """The others of the table for a GPU, by name."""
+    return [name for name in dict.fromkeys(row.executor.name for row in engine.TABLE["cuda"]) if name not in _NO_RIVALS]
+
+
+def executor_error(shape: Shape, scheme: str, executor: str) -> tuple[float, None]:
+    """The same of an attention module under a scheme, computed by an executor: output, and gradient of its input."""
+
+    def found(executor: str) -> list[torch.Tensor]:
+        every = [
+            models.attention_module(shape, scheme, backward, executor=executor).run() for backward in (False, True)
+        ]
+        return [every[0], *every[1]]
+
+    return _largest(found(executor), found("reference")), None
+
+
+def _largest(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    pairs = [(one.double(), other.double()) for one, other in zip(found, expected, strict=True)]
+    return max(float((one - other).norm() / other.norm()) for one, other in pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,8 +15,6 @@ from benchmarks import attention, candidates, fine_tuning, launches, models, per
 from benchmarks.comparison import Comparison, Figure, Maker, Shape
 from benchmarks.machine import memory_bytes
 from benchmarks.measure import in_fresh_process
-from rope_patch.attention.cudnn_kernels import CuDNN, CuDNNWindows
-from rope_patch.attention.tile_kernels import FlashCUDA
 
 _LINEAR = 1.5
 """Peak extra memory of a segment scheme over that of plain attention: a small multiple, whatever the length."""
@@ -86,19 +84,90 @@ def _on_cpu() -> Iterator[Comparison | Figure]:
     yield _fine_tuning(Shape(8192, 4, 4, 64, "bfloat16"))
 
 
+TABLE = ("generate", "graphs", "breaks", "forward", "training", "token", "read", "mode")
+"""Groups of rows on a GPU that a user meets first: what `make gpu` measures before the others."""
+PARTS = ("part", "part-training", "value", "executor")
+"""Those of kernels and executors alone, and of their values."""
+_BY_REGIONS = ("rerope", "dca")
+_OF_ALL_KINDS = (*_BY_REGIONS, "yarn:factor=4", "self_extend", "logn", "alibi")
+
+
+def _table(whole: Shape, lengths: Sequence[Shape]) -> Iterator[Comparison | Figure]:
+    """In the order of its worth.
+
+    Args:
+        whole: of models.
+        lengths: of attention alone.
+    """
+    small = Shape(256, 4, 4, 32, "bfloat16", "cuda")
+    yield from (_generate("generate", scheme, whole) for scheme in _BY_REGIONS)
+    for scheme in _OF_ALL_KINDS:
+        name, work = f"{scheme.partition(':')[0]}/{small.dtype}", f"{scheme}, tokens after a static cache"
+        reads = {"graphs": (launches.graphs, 1), "breaks": (launches.breaks, 0)}
+        for unit, (read, target) in reads.items():
+            yield Figure(
+                f"{unit}/{name}", f"{work}: {unit}", "unpatched", unit, partial(read, scheme=scheme), small, target
+            )
+    for shape, scheme in itertools.product(lengths, _BY_REGIONS):
+        yield _alone(scheme, shape, 1.05)
+        yield _alone(scheme, shape, 1.12, backward=True)
+    for scheme in _OF_ALL_KINDS:
+        yield _after("token", scheme, whole, None, layers=4)
+    for scheme in _OF_ALL_KINDS:
+        ours, work = partial(models.forward, scheme=scheme), f"{scheme}, whole model, all tokens at once"
+        yield _row(f"read/{scheme.partition(':')[0]}", work, "unpatched", ours, models.forward, whole)
+    yield from (_generate("generate", scheme, whole) for scheme in _OF_ALL_KINDS[len(_BY_REGIONS) :])
+    yield from (_generate("mode", scheme, whole, mode="default") for scheme in _BY_REGIONS)
+
+
+def _generate(group: str, scheme: str, shape: Shape, mode: str = "reduce-overhead") -> Comparison:
+    """Tokens of a compiled model."""
+    ours, plain = partial(models.generated, scheme=scheme, mode=mode), partial(models.generated, mode=mode)
+    work = f"{scheme}, whole model, 64 tokens after a static cache, compiled ({mode})"
+    return _row(f"{group}/{scheme.partition(':')[0]}", work, "unpatched", ours, plain, shape, target=1.1)
+
+
+def _parts(lengths: Sequence[Shape]) -> Iterator[Comparison | Figure]:
+    """Kernels and executors by name: one that is new there has its rows."""
+    unit, tolerance = "of the norm", 0.03  # that of the trials
+    some = replace(lengths[0], length=2048)
+    kernels = list(itertools.product(candidates.KERNELS, candidates.REGIONS))
+    for kernel, region in kernels:
+        read = partial(candidates.kernel_error, kernel=kernel, region=region)
+        work = f"{region} region by {kernel}: error against plain products"
+        yield Figure(f"value/{kernel}/{region}", work, "", unit, read, some, tolerance)
+    for shape, (kernel, region), backward in itertools.product(lengths, kernels, (False, True)):
+        ours = partial(candidates.part, kernel=kernel, region=region, backward=backward)
+        work = f"{region} region by {kernel}, {'backward' if backward else 'forward'}"
+        plain = partial(attention.sdpa, backward=backward)
+        yield _row(
+            f"part{'-training' * backward}/{kernel}/{region}", work, f"plain, {_PASSES[backward]}", ours, plain, shape
+        )
+    every = list(itertools.product(candidates.executors(), ("rerope", "dca", "alibi")))
+    for executor, scheme in every:
+        read = partial(candidates.executor_error, scheme=scheme, executor=executor)
+        work = f"{scheme} by {executor}: error against the definition"
+        yield Figure(f"value/{executor}/{scheme}", work, "", unit, read, replace(some, length=1024), tolerance)
+    for executor, scheme in every:
+        ours = partial(models.attention_module, scheme=scheme, executor=executor)
+        work = f"{scheme} by {executor}, attention module, forward"
+        yield _row(f"executor/{executor}/{scheme}", work, "unpatched module", ours, models.attention_module, lengths[0])
+
+
 def _on_cuda() -> Iterator[Comparison | Figure]:
     long = Shape(32768, 32, 8, 128, "bfloat16", "cuda")
+    lengths = replace(long, length=8192), long
+    yield from _table(replace(lengths[0], head_dim=64), lengths)
+    yield from _parts(lengths)
     full = replace(long, kv_heads=32)
-    yield _static(replace(long, length=8192))
-    for shape in (replace(long, length=8192), long):
+    yield _static(lengths[0])
+    for shape in lengths:
         yield from _flash(shape)
-    for scheme in attention.SEGMENTS:
+    for scheme in (scheme for scheme in attention.SEGMENTS if scheme not in _BY_REGIONS):
         yield _alone(scheme, long, 1.05)
         yield _alone(scheme, long, 1.12, backward=True)
-    for scheme in ("rerope", "dca"):
+    for scheme in _BY_REGIONS:
         yield from _candidates(scheme, long)
-    for shape in (replace(long, length=8192), long):
-        yield from _bands(shape)
     yield from _dense(replace(long, length=4096))
     yield from _encoder(replace(full, length=8192, head_dim=64), replace(full, length=2048, heads=8, kv_heads=8))
     for scheme in ("rerope", "dca"):
@@ -154,23 +223,11 @@ def _candidates(scheme: str, shape: Shape) -> Iterator[Comparison]:
     others = {
         "kernel": ("the Triton kernel", candidates.kernel),
         "flex": ("FlexAttention", candidates.flex),
-        "intervals": ("interval masks of cuDNN", candidates.by_intervals),
     }
     for backward, (label, (name, other)) in itertools.product((False, True), others.items()):
         ours, theirs = (partial(side, scheme=scheme, backward=backward) for side in (attention.regions, other))
         place = f"{label}-training" if backward else label
         yield _row(f"{place}/{scheme}", f"{scheme}, {_PASSES[backward]}", name, ours, theirs, shape)
-
-
-def _bands(shape: Shape) -> Iterator[Comparison]:
-    """A near window by the kernels of cuDNN, over FlashAttention-2."""
-    kernels = {"windows": CuDNNWindows(least=0), "squares": CuDNN(least=0, narrowest=0)}
-    for backward, (label, kernel) in itertools.product((False, True), kernels.items()):
-        ours, theirs = (partial(candidates.band, kernel=one, backward=backward) for one in (kernel, FlashCUDA()))
-        place, work = ("band-backward", "backward") if backward else ("band", "forward")
-        yield _row(
-            f"{place}/{label}", f"near window by cuDNN's {label}, {work}", "FlashAttention-2", ours, theirs, shape
-        )
 
 
 def _dense(shape: Shape) -> Iterator[Comparison]:

@@ -83,8 +83,8 @@ def save_ratios(
 
 
 def save_losses(stages: Mapping[str, Any], path: Path) -> Path:
-    """Draw what `benchmarks.gpu` found of a checkpoint at the longest length: the loss of the last tokens, and that of
-    a passage that is repeated, under each scheme and after fine-tuning under it.
+    """Draw what `benchmarks.checkpoint` found at the longest length: the loss of the last tokens, and that of a passage
+    that is repeated, under each scheme and after fine-tuning under it.
 
     Args:
         stages: the parts in the file of results, by name.

@@ -1,284 +1,247 @@
-"""All that a machine with a GPU should measure, in one command that resumes after a stop: `make gpu`.
+"""All that a quarter of an hour with a GPU should tell, in one command that goes on after a stop: `make gpu`.
 
-python -m benchmarks.gpu [--model FOLDER] [--length 32768] [--out runs/gpu]
+python -m benchmarks.gpu [--minutes 15] [--model FOLDER] [--only table parts] [--out runs/gpu]
 
-It needs torch, transformers, accelerate and peft, and no network; `check` also needs pytest. Stages: `check` (tests on
-the GPU), `bench` (the catalogue), `finetune` (LoRA under YaRN and ReRoPE at --length, measured before and after), `far`
-(perplexity, a repeated passage, and what far text is worth), and `serve` (generated tokens a second). The text is
-Python's standard library; what is scored is never trained on. `--device cpu --quick` runs all stages at tiny sizes,
-which shows only that they run.
+Parts run in the order of their worth, each in a process of its own that is killed when its time is over. What a part
+has found is on disk at once, and the next run goes on behind it. Time that a part leaves goes to the later ones.
+
+- `tests`: the tests for a GPU, each failure with its whole text (tests.jsonl);
+- `table`: what a user meets, over plain attention: compiled and eager tokens, a prefill, attention alone (cuda.json);
+- `parts`: single kernels and executors, timed, and their values against the definition (cuda.json);
+- `model`: perplexity, a repeated passage and far text of the checkpoint in --model (checkpoint.json);
+- `rest`: all other rows of the catalogue, until the time is over (cuda.json);
+- `finetune` and `serve`: only by name, on the checkpoint in --model.
+
+It needs torch, transformers, accelerate and peft, and no network; `tests` also needs pytest, and takes pytest-xdist
+where it is there. `--device cpu --quick` tries all of it at tiny sizes, which shows only that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
-import sysconfig
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
-import torch
-from peft import LoraConfig, get_peft_model
-from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from benchmarks import machine
-from rope_patch import patch
-from rope_patch.evaluation.nll import chunked_nll
+from benchmarks import checkpoint, machine
+from benchmarks.catalogue import PARTS, TABLE
+from benchmarks.results import ResultFile
+from rope_patch.errors import RopePatchError
 from rope_patch.evaluation.row import provenance
-from rope_patch.training.chunked_loss import chunked_loss
+from rope_patch.json_files import read_object, read_rows
 
-TARGETS = 256
-"""Scored tokens at the end of a text."""
-WINDOWS = 8
-"""Texts that are scored: windows of the full length, one after the other."""
+ROOT = Path(__file__).parents[1]
+WORTH = {"tests": 5, "table": 4, "parts": 2, "model": 2, "rest": 2}
+"""Parts in their order, with their minutes of fifteen."""
+BY_NAME = {"finetune": 10, "serve": 5}
+"""Parts that run only if they are named, with their weights."""
+WORKERS = 12
+"""Processes of the tests at most: each holds a context on the GPU."""
+GRACE = 5.0
+"""Seconds that a part has to end by itself after it was asked to."""
 
 
-class Stages:
-    """The measurements, and the JSON file that has the results of those that are done.
+@dataclass(frozen=True)
+class Part:
+    """One part.
 
     Attributes:
-        options: the command line.
-        path: of the results; every finished part is written at once.
-        done: results by stage and part.
+        worth: its share of the time.
+        words: the module that runs it, and its arguments.
+        file: the name of the file with its rows.
+        missing: why it cannot run; empty if it can.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.path = options, options.out / "gpu.json"
-        self.dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-        settings = {name: str(value) for name, value in vars(options).items() if name != "only"}
-        facts = {**machine.facts(options.device), "commit": provenance()["commit"], "options": settings}
-        kept = json.loads(self.path.read_text()) if self.path.exists() else {}
-        self.facts, self.done = facts, {}
-        if kept.get("facts") == facts:
-            self.done = kept["done"]
-        else:  # nothing of another machine, commit or command line is continued
-            for state in options.out.glob("*.pt"):
-                state.unlink()
-            self._write()
+    worth: float
+    words: tuple[str, ...]
+    file: str
+    missing: str = ""
 
-    def part(self, name: str, measure: Callable[[], Any]) -> None:
-        """Measure a part, unless it is done; an error is a result that the next run tries again."""
-        if self.done.get(name, {"error": ""}).get("error") is None:
-            return
-        print(f"== {name}", flush=True)
-        start = time.perf_counter()
-        try:
-            found = {"result": measure(), "error": None}
-        except Exception as error:  # other parts still run
-            found = {"result": None, "error": f"{type(error).__name__}: {error}"}
-        self.done[name] = {**found, "seconds": round(time.perf_counter() - start, 1)}
-        self._write()
-        print(json.dumps(self.done[name]), flush=True)
 
-    def _write(self) -> None:
+def parts_of(options: argparse.Namespace) -> dict[str, Part]:
+    """All parts by name."""
+    device, out, sizes = options.device, ("--out", str(options.out)), []
+    for name in ("device", "length", "steps", "rows", "prompt", "new"):
+        sizes += [f"--{name}", str(getattr(options, name))]
+    bench: tuple[str, ...] = ("benchmarks.run", "--device", device, "--catalogue", "cuda", "--resume", *out)
+    bench += ("--seconds", "1")  # a GPU repeats most rows dozens of times in it
+    bench += ("--picture", str(options.out / "growth.png"), *(("--quick",) if options.quick else ()))
+    model = ("benchmarks.checkpoint", "--model", str(options.model), *sizes, *out, "--only")
+    none = "" if options.model else "no --model is given: it takes the folder of a checkpoint"
+    table = tuple(f"{group}/rerope" for group in TABLE) if options.quick else TABLE
+    rest = ("--only", "flash", "module/rerope") if options.quick else ()
+    return {
+        "tests": Part(WORTH["tests"], tests(options), "tests.jsonl", _not_installed("pytest")),
+        "table": Part(WORTH["table"], (*bench, "--only", *table), f"{device}.json"),
+        "parts": Part(WORTH["parts"], (*bench, "--only", *PARTS), f"{device}.json"),
+        "model": Part(WORTH["model"], (*model, "far"), "checkpoint.json", none),
+        "rest": Part(WORTH["rest"], (*bench, *rest), f"{device}.json"),
+        **{name: Part(worth, (*model, name), "checkpoint.json", none) for name, worth in BY_NAME.items()},
+    }
+
+
+def tests(options: argparse.Namespace) -> tuple[str, ...]:
+    """The command of the tests: of all files that have some for a GPU, by as many processes as help."""
+    outcomes = ("-p", "tests.outcomes", "--outcomes", str(options.out / "tests.jsonl"))
+    if options.quick:
+        return ("pytest", "-q", *outcomes, "-k", "two_devices", "tests/test_simulated_device.py")
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in path.read_text(encoding="utf-8")]
+    files += [ROOT / "tests" / "attention" / "test_fused.py"]
+    workers = min(WORKERS, max(1, (os.cpu_count() or 1) - 2))
+    split = () if _not_installed("xdist") else ("-n", str(workers), "--dist", "worksteal")
+    return ("pytest", "-q", *outcomes, *split, *(path.relative_to(ROOT).as_posix() for path in files))
+
+
+def _not_installed(module: str) -> str:
+    return "" if importlib.util.find_spec(module) else f"{module} is not installed"
+
+
+def limited(words: Sequence[str], seconds: float) -> str:
+    """Run a module in a process of its own, and end it with all that it started when its time is over.
+
+    Returns:
+        `done`, `failed` where it ended with a status, or `cut`.
+    """
+    process = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, start_new_session=True)
+    try:
+        return "failed" if process.wait(seconds) else "done"
+    except subprocess.TimeoutExpired:
+        return "cut"
+    finally:  # also where you interrupt
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+
+
+def found_in(path: Path) -> str:
+    """What a part has written so far, in a few words."""
+    try:
+        return _counted(path)
+    except FileNotFoundError:
+        return "nothing was written"
+    except (OSError, ValueError, KeyError, RopePatchError) as error:
+        return f"the file is damaged: {error}"
+
+
+def _counted(path: Path) -> str:
+    if path.suffix == ".jsonl":
+        rows, _ = read_rows(path, path.read_bytes(), json.loads)
+        last = {row["test"]: row["outcome"] for row in rows if "test" in row}
+        count = Counter(last.values())
+        return f"{len(last)} tests ran, {count['failed']} failed, {count['skipped']} skipped"
+    if path.stem == "checkpoint":
+        done = read_object(path.read_text(encoding="utf-8"))["done"]
+        return f"{len(done)} measurements, {sum(part['error'] is not None for part in done.values())} failed"
+    file = ResultFile.read(path)
+    cut = f"; cut within {', '.join(file.unfinished)}" if file.unfinished else ""
+    return f"{len(file.rows)} rows, {sum(row.error is not None for row in file.rows)} failed{cut}"
+
+
+class Record:
+    """What became of each part, in `gpu.json`.
+
+    Attributes:
+        path: of the file.
+        facts: the machine, the commit and the sizes. Results of others are not continued.
+        parts: by name, `state`, `seconds` and `limit`.
+    """
+
+    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+        self.path, self.facts, self.parts = path, facts, dict[str, dict[str, Any]]()
+        self.kept = checkpoint.kept_in(path)
+        if self.is_continued:
+            self.parts = self.kept["parts"]
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether the file is of the same machine, commit and sizes."""
+        return bool(self.kept.get("facts") == self.facts)
+
+    def put(self, name: str, **fields: Any) -> None:
+        """Write what became of a part."""
+        self.parts[name] = fields
         self.path.parent.mkdir(parents=True, exist_ok=True)
         aside = self.path.with_suffix(".tmp")
-        aside.write_text(json.dumps({"facts": self.facts, "done": self.done}, indent=1) + "\n")
+        aside.write_text(json.dumps({"facts": self.facts, "parts": self.parts}, indent=1) + "\n")
         aside.replace(self.path)
 
-    def check(self) -> None:
-        """The tests that need a GPU."""
-        if self.options.quick:
-            self.part("check", lambda: _command("pytest", "-q", "-k", "two_devices", "tests/test_simulated_device.py"))
-            return
-        self.part("check", lambda: _command("pytest", "-q", "-m", "cuda", "tests/test_cuda.py"))
-        self.part("check/fused", lambda: _command("pytest", "-q", "tests/attention/test_fused.py"))
 
-    def bench(self) -> None:
-        """The rows of the catalogue; it resumes by itself."""
-        quick = ["--quick", "--only", "training/alibi", "decode/rerope"] if self.options.quick else ["--resume"]
-        words = ["--device", self.options.device, "--out", str(self.options.out), *quick]
-        words += ["--picture", str(self.options.out / "growth.png")]
-        self.part("bench", lambda: _command("benchmarks.run", *words))
-
-    def finetune(self) -> None:
-        """LoRA at the full length; a cut run continues at its last saved step."""
-        for scheme in (f"yarn:target={self.options.length}", f"rerope:window={self.trained() // 2}"):
-            self.part(f"finetune/{scheme}", partial(self._finetuned, scheme))
-
-    def far(self) -> None:
-        """Perplexity of the same last tokens, in nats: after ever longer text, after a copy, and after a cut at L."""
-        for scheme in (None, f"yarn:target={self.options.length}", f"rerope:window={self.trained() // 2}+logn"):
-            self.part(f"far/{scheme or 'plain'}", partial(self._far, scheme))
-
-    def serve(self) -> None:
-        """Generated tokens a second of a batch of prompts. SDPA plans each new length for cuDNN, which is slow when one
-        token is decoded after the other, so that the plain model also runs without.
-        """
-        for scheme, cudnn in ((None, True), (None, False), (f"rerope:window={self.trained() // 2}", False)):
-            name = f"serve/{scheme or 'plain'}{'' if cudnn else ' without cuDNN'}"
-            self.part(name, partial(self._served, scheme, cudnn))
-
-    def _model(self, scheme: str | None) -> Any:
-        model = AutoModelForCausalLM.from_pretrained(self.options.model, dtype=self.dtype, local_files_only=True)
-        if scheme:
-            patch(model, scheme)
-        return model.to(self.options.device)
-
-    def trained(self) -> int:
-        """The training length of the checkpoint."""
-        config = json.loads((Path(self.options.model) / "config.json").read_text())
-        return int(config.get("original_max_position_embeddings") or config["max_position_embeddings"])
-
-    @functools.cached_property
-    def _text(self) -> torch.Tensor:
-        """Tokens of Python's standard library, as many as all parts need."""
-        tokenizer = AutoTokenizer.from_pretrained(self.options.model, local_files_only=True)
-        rows = (WINDOWS + 1 + self.options.steps) * self.options.length
-        needed, found = max(rows, self.options.rows * self.options.prompt), []
-        for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
-            found += tokenizer(path.read_text(encoding="utf-8", errors="replace"), verbose=False).input_ids
-            if len(found) > needed:
-                break
-        return torch.tensor(found, device=self.options.device)[None]
-
-    def _tokens(self, start: int, count: int) -> torch.Tensor:
-        """Tokens `(1, count)` from a place on.
-
-        Raises:
-            ValueError: the text ends before: going on at its start would train on what is scored.
-        """
-        if start + count > self._text.shape[1]:
-            raise ValueError(f"the text has {self._text.shape[1]} tokens, {start + count} are needed: lower --length")
-        return self._text[:, start : start + count]
-
-    def _finetuned(self, scheme: str) -> dict[str, Any]:
-        options, torch_state = self.options, self.options.out / f"{scheme.partition(':')[0]}.pt"
-        model = self._model(scheme)
-        before = self._measured(model.eval())
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
-        torch.manual_seed(0)
-        model = get_peft_model(model, LoraConfig(target_modules="all-linear", r=8)).train()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimiser, losses = torch.optim.AdamW(trained, lr=2e-4), []
-        if torch_state.exists():
-            state = torch.load(torch_state, weights_only=True)
-            set_peft_model_state_dict(model, state["adapters"])
-            optimiser.load_state_dict(state["optimiser"])
-            losses = state["losses"]
-        start, first = time.perf_counter(), len(losses)
-        for step in range(first, options.steps):
-            ids = self._tokens((WINDOWS + 1 + step) * options.length, options.length)
-            with chunked_loss(model):
-                loss = model(ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            optimiser.step()
-            optimiser.zero_grad()
-            losses.append(round(loss.item(), 4))
-            aside = torch_state.with_suffix(".tmp")  # a cut run keeps the step before
-            adapters = get_peft_model_state_dict(model)
-            torch.save({"adapters": adapters, "optimiser": optimiser.state_dict(), "losses": losses}, aside)
-            aside.replace(torch_state)
-        seconds = (time.perf_counter() - start) / max(1, options.steps - first)
-        found = {"losses": losses, "tokens_per_second": round(options.length / seconds), "resumed_at": first}
-        return found | {"before": before, "after": self._measured(model.eval())}
-
-    def _far(self, scheme: str | None) -> dict[str, list[float]]:
-        return self._measured(self._model(scheme).eval())
-
-    @torch.no_grad()
-    def _measured(self, model: Any) -> dict[str, list[float]]:
-        """Loss in nats of the last tokens of every window, and its standard error over windows."""
-        trained, longest = self.trained(), self.options.length
-        scored: dict[str, list[float]] = {}
-
-        def score(name: str, ids: torch.Tensor, targets: int = TARGETS) -> None:
-            scored.setdefault(name, []).append(float(chunked_nll(model, ids[:, :-1], ids[:, -targets:]).mean()))
-
-        for window in range(WINDOWS):
-            text, length = self._tokens(window * longest, longest + 1), trained
-            while length <= longest:
-                score(f"last {TARGETS} after {length}", text[:, -length - 1 :])
-                length *= 2
-            passage = text[:, 32 : 32 + min(TARGETS, trained // 4)]
-            copied = torch.cat([text[:, : longest - passage.shape[1]], passage], dim=1)
-            targets = passage.shape[1] - passage.shape[1] // 4
-            score("repeat", copied, targets)
-            score("repeat, cut at L", copied[:, -trained:], targets)
-        error = WINDOWS**-0.5
-        return {name: [round(mean(x), 4), round(error * stdev(x), 4)] for name, x in scored.items()}
-
-    @torch.no_grad()
-    def _served(self, scheme: str | None, cudnn: bool = True) -> dict[str, float]:
-        model, rows, new = self._model(scheme).eval(), self.options.rows, self.options.new
-        prompts = self._tokens(0, rows * self.options.prompt).view(rows, -1)
-        found, backends = {}, BACKENDS if cudnn else BACKENDS[1:]
-        for tokens in (1, new):  # the first call also warms up
-            start = time.perf_counter()
-            length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-            with sdpa_kernel(backends):
-                mask = torch.ones_like(prompts)
-                model.generate(prompts, attention_mask=mask, do_sample=False, pad_token_id=0, **length)
-            if self.options.device == "cuda":
-                torch.cuda.synchronize()
-            found[f"seconds for {tokens}"] = round(time.perf_counter() - start, 3)
-        return {**found, "tokens_per_second": round(rows * new / found[f"seconds for {new}"], 1)}
+def run(parts: dict[str, Part], names: Sequence[str], record: Record, minutes: float) -> None:
+    """Run parts, each for its share of the time that is left."""
+    waiting = [name for name in names if not parts[name].missing and record.parts.get(name, {}).get("state") != "done"]
+    end = time.perf_counter() + 60 * minutes
+    while waiting and (left := end - time.perf_counter()) > 0:
+        limit = left * parts[waiting[0]].worth / sum(parts[name].worth for name in waiting)
+        name = waiting.pop(0)
+        print(f"== {name}: at most {limit:.0f} s", flush=True)
+        record.put(name, state="cut", seconds=0.0, limit=round(limit, 1))  # if this process is killed too
+        start = time.perf_counter()
+        state = limited(parts[name].words, limit)
+        record.put(name, state=state, seconds=round(time.perf_counter() - start, 1), limit=round(limit, 1))
 
 
-def _command(module: str, *words: str) -> str:
-    """The last line of a module run with this Python.
-
-    Raises:
-        RuntimeError: it is not installed, or ended with another status.
-    """
-    if importlib.util.find_spec(module) is None:
-        raise RuntimeError(f"{module} is not installed")
-    done = subprocess.run([sys.executable, "-m", module, *words], stdout=subprocess.PIPE, text=True)
-    print(done.stdout)
-    if done.returncode:
-        raise RuntimeError(f"{module} ended with status {done.returncode}")
-    return (done.stdout.strip().splitlines() or [""])[-1]
-
-
-BACKENDS = [getattr(SDPBackend, f"{name}_ATTENTION") for name in ("CUDNN", "FLASH", "EFFICIENT")] + [SDPBackend.MATH]
-NAMES = ("check", "bench", "finetune", "far", "serve")
+def summary(parts: dict[str, Part], names: Sequence[str], record: Record) -> str:
+    """What ran, what was cut, and where the rows are."""
+    lines = []
+    for name in names:
+        part, now = parts[name], record.parts.get(name)
+        path = record.path.parent / part.file
+        if part.missing or now is None:
+            lines.append(f"{name:9} not run: {part.missing or 'no time was left'}")
+        else:
+            state = f"{now['state']} after {now['seconds']:.0f} s of {now['limit']:.0f}"
+            lines.append(f"{name:9} {state}: {found_in(path)} ({path})")
+    if any(record.parts.get(name, {}).get("state") != "done" for name in names if not parts[name].missing):
+        lines.append("the same command goes on where this one stopped")
+    return "\n".join([*lines, f"all of it: {record.path}"])
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command line.
 
     Returns:
-        2 without the device, 1 if a part failed, else 0.
+        2 without the device or beside results of another machine, 1 if a part failed, else 0: a cut part is no error.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Measure all on a GPU.")
-    parser.add_argument("--model", default="recipes/assets/tiny-llama", help="folder of a checkpoint (%(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--length", type=int, default=32768, help="longest text in tokens (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=30, help="steps of each fine-tune (default %(default)s)")
-    parser.add_argument("--rows", type=int, default=16, help="prompts served at once (default %(default)s)")
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt (default %(default)s)")
-    parser.add_argument("--new", type=int, default=256, help="tokens of an answer (default %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="stages (default all)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="for all parts together (default %(default)s)")
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint; without it the part `model` is left out")
+    checkpoint.add_options(parser)
+    parser.add_argument("--only", nargs="+", choices=[*WORTH, *BY_NAME], default=[*WORTH], help="parts")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that everything runs")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the results (%(default)s)")
+    parser.add_argument("--out", type=Path, help="folder of the results (default runs/gpu)")
     options = parser.parse_args(words)
     if reason := machine.missing(options.device):
         print(reason, file=sys.stderr)
         return 2
     if options.quick:
         options.length, options.steps, options.rows, options.prompt, options.new = 512, 2, 2, 32, 4
-    stages = Stages(options)
-    for name in options.only:
-        getattr(stages, name)()
-    beyond = stages.done.get("far/plain", {}).get("result") and options.length > stages.trained()
-    if beyond and importlib.util.find_spec("matplotlib"):
-        from benchmarks import chart
-
-        print(chart.save_losses(stages.done, options.out / "losses.png"))
-    failed = [name for name, part in stages.done.items() if part["error"] is not None]
-    print(f"{stages.path}; failed: {', '.join(failed) or 'nothing'}")
-    return 1 if failed else 0
+        options.model = options.model or ROOT / "recipes" / "assets" / "tiny-llama"
+    options.out = (options.out or Path("runs", "gpu-quick" if options.quick else "gpu")).resolve()
+    options.model = options.model and options.model.resolve()
+    settings = {name: str(value) for name, value in vars(options).items() if name not in ("only", "minutes", "out")}
+    facts = {**machine.facts(options.device), "commit": provenance()["commit"], "options": settings}
+    record = Record(options.out / "gpu.json", facts)
+    if record.kept and not record.is_continued and not options.quick:
+        print(f"{record.path} is of another machine, commit or size: give another --out", file=sys.stderr)
+        return 2
+    parts = parts_of(options)
+    try:
+        run(parts, options.only, record, options.minutes)
+    finally:
+        print(summary(parts, options.only, record))
+    return int(any(record.parts.get(name, {}).get("state") == "failed" for name in options.only))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""How many kernels a decoding step launches, and how often it waits for one: what a small model's time consists of."""
+"""How many kernels a decoding step launches, how often it waits for one, and how many graphs a compiler makes of it:
+what a small model's time consists of.
+"""
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 import time
@@ -14,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.comparison import Shape
-from benchmarks.models import decoding
+from benchmarks.models import decoding, generated
 
 _WAITS = {"_local_scalar_dense", "equal", "masked_select", "nonzero"}
 """Operators whose result the host reads, or needs for a shape."""
@@ -78,6 +81,28 @@ def waits(shape: Shape, scheme: str) -> tuple[float, float]:
         return sum(kernels[name] for name in _WAITS) + read
 
     return found(scheme) - found(None), found(None)
+
+
+def graphs(shape: Shape, scheme: str) -> tuple[float, float]:
+    """Graphs that Dynamo traces for tokens after a static cache: those under a scheme, and of the unpatched model."""
+    return _traced(shape, scheme)[0], _traced(shape, None)[0]
+
+
+def breaks(shape: Shape, scheme: str) -> tuple[float, float]:
+    """Its breaks, likewise."""
+    return _traced(shape, scheme)[1], _traced(shape, None)[1]
+
+
+@functools.lru_cache  # both are read from one run
+def _traced(shape: Shape, scheme: str | None) -> tuple[int, int]:
+    from torch._dynamo.utils import counters
+
+    side = generated(shape, scheme, new=4, layers=2, backend="eager")
+    side.reset()
+    torch.compiler.reset()
+    counters.clear()
+    side.run()
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 def _counted(shape: Shape, scheme: str | None, layers: int) -> tuple[Counter[str], int, int]:

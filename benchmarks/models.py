@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import time
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from benchmarks.attention import spec
 from benchmarks.comparison import Shape, Side
@@ -100,6 +110,46 @@ def decoding(
     return Side(step, reset=lambda: _shorten(cache, shape.length) if new > 1 else None)
 
 
+def generated(
+    shape: Shape,
+    scheme: str | None = None,
+    new: int = 64,
+    layers: int = _LAYERS,
+    mode: str = "reduce-overhead",
+    backend: str | None = None,
+) -> Side:
+    """New tokens by `generate`, with a static cache that holds `shape.length` others. Transformers compiles their steps
+    by itself on a GPU.
+
+    Args:
+        shape: of the model and the cache.
+        scheme: to patch it with.
+        new: tokens; the first is not compiled.
+        layers: of the model.
+        mode: of the compiler; `reduce-overhead`, which Transformers asks for, records CUDA graphs.
+        backend: of the compiler; default `inductor` on a GPU. A CPU, whose compiler takes minutes, traces alone.
+    """
+    model = llama(shape, layers)
+    if scheme:
+        patch(model, spec(scheme, shape.length))
+    backend = backend or ("inductor" if shape.device == "cuda" else "eager")
+    config = CompileConfig(backend=backend, mode=mode if backend == "inductor" else None)
+    config._compile_all_devices = True
+    tokens = torch.randint(1, 1024, (1, shape.length + 1), device=shape.device)
+    cache = StaticCache(config=model.config, max_cache_len=shape.length + 1 + new)
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+
+    @torch.no_grad()
+    def read() -> None:
+        cache.reset()
+        model(tokens[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def run() -> None:
+        model.generate(tokens, past_key_values=cache, compile_config=config, **options)
+
+    return Side(run, reset=read)
+
+
 def _shorten(cache: DynamicCache, length: int) -> None:
     if (extra := cache.get_seq_length() - length) > 0:
         cache.crop(-extra)  # by how much, not to what: the only form that all versions of Transformers know
@@ -152,13 +202,22 @@ def patch_seconds(shape: Shape, layers: int) -> float:
     return time.perf_counter() - start
 
 
-def attention_module(shape: Shape, scheme: str | None = None, backward: bool = False, skip: int = 0) -> Side:
+def _check_executor(asked: str, taken: str, _: Any) -> None:
+    if taken != asked:
+        raise RuntimeError(f"{taken} was taken in place of {asked}")
+
+
+def attention_module(
+    shape: Shape, scheme: str | None = None, backward: bool = False, skip: int = 0, executor: Any = "auto"
+) -> Side:
     """An attention module as a model calls it, rotation included, without its four projections. Positions skip
-    `skip` of them in the middle of the row, as in PoSE.
+    `skip` of them in the middle of the row, as in PoSE. Under a scheme the executor may be forced.
     """
     model = llama(shape, layers=1)
     if scheme:
-        patch(model, spec(scheme, shape.length))
+        handle = patch(model, spec(scheme, shape.length), attention=executor)
+        if executor != "auto":  # `fused` falls back in silence
+            handle.layer_states[0].watch = partial(_check_executor, executor)
     module = model.model.layers[0].self_attn
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         setattr(module, name, nn.Identity())

@@ -167,6 +167,7 @@ class ResultFile:
     Attributes:
         facts: see `machine.facts`.
         ceiling: TFLOP/s of one large matrix product, by dtype.
+        unfinished: names of rows that were begun and not ended: a run was cut within them.
     """
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
@@ -174,6 +175,7 @@ class ResultFile:
         self.facts = facts
         self.date = _now()
         self.ceiling: dict[str, float] = {}
+        self.unfinished: dict[str, None] = {}
         self._rows: dict[str, Row] = {}
         self._points: dict[tuple[str, int], Point] = {}
 
@@ -190,6 +192,7 @@ class ResultFile:
             raise ValueError(f"{path} is not a benchmark result of schema {SCHEMA}")
         file = cls(path, content["facts"])
         file.date, file.ceiling = content["date"], content["ceiling"]
+        file.unfinished = dict.fromkeys(content.get("unfinished", ()))
         file._rows = {fields["name"]: Row.from_json(fields) for fields in content["rows"]}
         file._points = {(fields["line"], fields["length"]): Point(**fields) for fields in content["growth"]}
         return file
@@ -222,6 +225,16 @@ class ResultFile:
             return (str(job.shape), provenance()["commit"]) in found
         return (str(job), provenance()["commit"]) in {(point.shape, point.commit) for point in self.points}
 
+    def begin(self, name: str) -> None:
+        """Note what is measured now, in case that the run is cut."""
+        self.unfinished[name] = None
+        self.write()
+
+    def end(self, name: str, *entries: Row | Point) -> None:
+        """Put what was measured under a name that was begun."""
+        del self.unfinished[name]
+        self.put(*entries)
+
     def put(self, *entries: Row | Point) -> None:
         """Add or replace, and write the whole file."""
         for entry in entries:
@@ -239,6 +252,7 @@ class ResultFile:
             "date": self.date,
             "facts": self.facts,
             "ceiling": self.ceiling,
+            "unfinished": list(self.unfinished),
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "growth": [dataclasses.asdict(point) for point in self.points],
         }

@@ -11,6 +11,7 @@ import importlib.util
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -69,29 +70,52 @@ def measured_points(shape: Shape, patience: Patience) -> list[Point]:
 
 
 def run(results: ResultFile, jobs: Sequence[Comparison | Figure | Shape], patience: Patience) -> None:
-    """Measure rows and points and write each as soon as it is there."""
+    """Measure rows and points and write each as soon as it is there; those within which a run was cut come last."""
+    jobs = sorted(jobs, key=lambda job: name_of(job) in results.unfinished)
     device = results.facts["machine"]["device"]
     for dtype in dict.fromkeys(job.dtype if isinstance(job, Shape) else job.shape.dtype for job in jobs):
         results.ceiling[dtype] = matmul_tflops(dtype, device)
     with tqdm(jobs, unit="row", file=sys.stderr, dynamic_ncols=True) as bar:
         for job in bar:
+            bar.set_description(name_of(job))
+            results.begin(name_of(job))
             if isinstance(job, Shape):
-                bar.set_description(f"growth at {job.length}")
-                results.put(*measured_points(job, patience))
+                results.end(name_of(job), *measured_points(job, patience))
                 continue
-            bar.set_description(job.name)
-            results.put(row := measured(job, patience))
+            results.end(job.name, row := measured(job, patience))
             if row.error:
                 tqdm.write(f"{row.name}: {row.error}", file=sys.stderr)
 
 
-def jobs_for(device: str, only: Sequence[str], quick: bool) -> list[Comparison | Figure | Shape]:
-    """What there is to measure: the rows and lengths whose names match any of the patterns, or all."""
-    jobs: list[Comparison | Figure | Shape] = [*rows(device), *growth_shapes(device)]
-    names = {id(job): f"growth/{job.length}" if isinstance(job, Shape) else job.name for job in jobs}
-    chosen = [job for job in jobs if not only or any(_matches(names[id(job)], pattern) for pattern in only)]
-    # the same work at a length that takes no time; lengths that are equal then are measured once
+def name_of(job: Comparison | Figure | Shape) -> str:
+    """What `--only` is compared with: the name of a row, or of a length of the curve."""
+    return f"growth/{job.length}" if isinstance(job, Shape) else job.name
+
+
+def jobs_for(
+    device: str, only: Sequence[str], quick: bool, catalogue: str | None = None
+) -> list[Comparison | Figure | Shape]:
+    """What there is to measure: the rows and lengths whose names match any of the patterns, or all.
+
+    Args:
+        device: that measures.
+        only: the patterns.
+        quick: the same work at a length that takes no time; lengths that are equal then are measured once.
+        catalogue: the device whose rows these are; default the one that measures.
+    """
+    catalogue = catalogue or device
+    jobs: list[Comparison | Figure | Shape] = [*rows(catalogue), *growth_shapes(catalogue)]
+    chosen = [job for job in jobs if not only or any(_matches(name_of(job), pattern) for pattern in only)]
+    if device != catalogue:
+        chosen = [_on(device, job) for job in chosen]
     return list(dict.fromkeys(job.small() for job in chosen)) if quick else chosen
+
+
+def _on(device: str, job: Comparison | Figure | Shape) -> Comparison | Figure | Shape:
+    """A job of another device; its memory is counted in another way there, and is left out."""
+    if isinstance(job, Shape):
+        return replace(job, device=device)
+    return replace(job, shape=replace(job.shape, device=device), memory_target=None)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -99,6 +123,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _release(device: str) -> None:
+    torch.compiler.reset()  # Dynamo keeps eight graphs of a function, whichever model they are of
     gc.collect()  # a patched model and its hooks know each other
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -112,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure what patching costs.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--catalogue", choices=("cpu", "cuda"), help="the rows of this device, measured on --device")
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="rows by name, such as 'decode' 'growth'")
     parser.add_argument("--resume", action="store_true", help="leave rows alone that this code has measured already")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that everything runs")
@@ -124,9 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason := machine.missing(options.device):
         print(reason, file=sys.stderr)
         return 2
-    jobs = jobs_for(options.device, options.only, options.quick)
+    jobs = jobs_for(options.device, options.only, options.quick, options.catalogue)
     if not jobs:
-        known = ", ".join(dict.fromkeys(job.name.split("/")[0] for job in rows(options.device)))
+        known = ", ".join(dict.fromkeys(job.name.split("/")[0] for job in rows(options.catalogue or options.device)))
         print(f"nothing is named {' or '.join(options.only)}; there are {known}, growth", file=sys.stderr)
         return 2
     path = (options.out or (QUICK if options.quick else report.RESULTS)) / f"{options.device}.json"

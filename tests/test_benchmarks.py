@@ -20,9 +20,7 @@ from benchmarks.measure import Patience, in_turn, peak_bytes
 from benchmarks.results import Point, ResultFile, Row
 from rope_patch.attention.executors import reference
 from rope_patch.attention.problem import Branch, Problem
-from rope_patch.attention.tile_kernels import Dense
 from rope_patch.schemes.registry import as_scheme
-from tests.attention.fake_cudnn import Flex
 
 ROOT = Path(__file__).parents[1]
 ONCE = Patience(0.0, least=1)
@@ -92,17 +90,6 @@ def test_flex_attention_by_region_is_the_oracle(scheme):
     masks = [candidates.block_mask(branch.region, shape) for branch in inputs.branches]
     found = candidates.by_flex(inputs, masks, flex_attention)
     torch.testing.assert_close(found, reference.attend(inputs)[0], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_candidates_of_a_gpu_run(backward, monkeypatch):
-    monkeypatch.setattr("rope_patch.attention.executors.intervals.objection", lambda *_: "")
-    flex = Flex().put(monkeypatch)
-    shape = Shape(80, 4, 2, 16)
-    assert len(candidates.by_intervals(shape, "dca", backward).run()) == (7 if backward else 1)
-    assert flex.calls == (6 if backward else 3)
-    found = candidates.band(shape, Dense(), backward).run()
-    assert [x.shape[2] for x in found] == [80] * (3 if backward else 2)
 
 
 def test_the_rows_of_a_device_have_names_of_their_own(monkeypatch):
@@ -282,6 +269,16 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path, monkeypatch, ca
     assert [row.name for row in ResultFile.read(tmp_path / "cpu.json").rows] == ["first", "second"]
     assert seen == ["first", "second", "second"]
     assert "second" in capsys.readouterr().out
+
+
+def test_a_row_within_which_a_run_was_cut_comes_last(tmp_path):
+    file = ResultFile(tmp_path / "cpu.json", FACTS)
+    file.begin("hangs")
+    file = ResultFile.continued(file.path, FACTS)
+    assert list(file.unfinished) == ["hangs"]
+    run.run(file, [comparison("hangs"), comparison("fine")], ONCE)
+    assert [row.name for row in file.rows] == ["fine", "hangs"]
+    assert not ResultFile.read(file.path).unfinished
 
 
 def test_a_quick_run_from_the_command_line(tmp_path, capsys):

@@ -152,6 +152,8 @@ def test_the_loss_in_chunks_is_that_of_all_logits(scheme, dtype):
 def test_fine_tuning(scheme, precision, tmp_path):
     import json
 
+    pytest.importorskip("datasets")  # the recipe reads its text with it
+
     from tests.evaluation.conftest import byte_tokenizer, documents, tiny_llama
     from tests.recipes import run_recipe
 
