@@ -17,6 +17,7 @@ from rope_patch.training.chunked_loss import chunked_loss
 from tests.cases import ALL
 from tests.families import build
 from tests.models import t5_families
+from tests.precision import TOLERANCES, assert_near, in_one
 from tests.runs import cached_logits, gradients, left_padded, logits, positions_of, tokens
 
 pytestmark = [
@@ -27,9 +28,6 @@ pytestmark = [
 
 DEVICE = "cuda"
 LENGTH = 640
-
-TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-"""Largest error relative to the norm. The definition scores in float32 whatever the dtype; what is faster does not."""
 
 dtypes = pytest.mark.parametrize("dtype", TOLERANCES)
 schemes = pytest.mark.parametrize(
@@ -48,18 +46,14 @@ def both(
     """Compare what a way to run a model gives under the fast paths and under the definition."""
     if "xpos" in scheme and dtype == "float16":
         pytest.skip("the small scale of the test case is beyond the range of float16, in the definition too")
-    found = []
-    for attention in ("auto", "oracle"):
+
+    def patched(attention: str) -> nn.Module:
         model = make(family).to(DEVICE, getattr(torch, dtype))
         patch(model, scheme, attention=attention)
-        found.append(way(model))
-    assert_near(*found, slack * TOLERANCES[dtype])
+        return model
 
-
-def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    assert found.isfinite().all()
-    error = (found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12)
-    assert error <= tolerance, f"relative error {error:g}, allowed {tolerance:g}"
+    found, defined = (way(patched(attention)) for attention in ("auto", "oracle"))
+    assert_near(found, defined, slack * TOLERANCES[dtype], lambda: way(patched("oracle").double()))
 
 
 def text(length: int = LENGTH, rows: int = 1) -> torch.Tensor:
@@ -71,12 +65,6 @@ def text(length: int = LENGTH, rows: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["llama", "llama_mha", "baichuan", "baichuan_alibi"])
 def test_forward(scheme, dtype, family):
     both(scheme, dtype, lambda model: logits(model, text(rows=2)), family)
-
-
-def in_one(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-    """All gradients as one vector, each of length one."""
-    every = [gradient.float().flatten() for gradient in gradients.values()]
-    return torch.cat([gradient / gradient.norm().clamp(min=1e-12) for gradient in every])
 
 
 @schemes

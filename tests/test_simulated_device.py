@@ -1,10 +1,9 @@
 """Every scheme on a simulated GPU: values are the CPU's, no operator meets two devices, and the host waits rarely.
 
 `operators.json` has what a prefill and a decoded step may cost each scheme in a model of two layers: operators,
-synchronisations (`waits`) and copies from the host, the last two in this package. A step waits where a bias by distance
-that is not linear is asked whether it hides a token from itself, and a table whether it has a row for the position; it
-copies slopes, and frequencies made anew for a length or a weight. `python -m tests.lists` adds a new scheme;
-`python -m tests.test_simulated_device` writes all anew after a change that you meant.
+synchronisations (`waits`) and copies from the host, the last two in this package. A step waits where a table is asked
+whether it has a row for the position; it copies frequencies made anew for a length or a weight. `python -m tests.lists`
+adds a new scheme; `python -m tests.test_simulated_device` writes all anew after a change that you meant.
 """
 
 import json

@@ -48,9 +48,11 @@ def _with_flash(problem: Problem) -> str:
 
 
 def _without_flash(problem: Problem) -> str:
-    """Why a plan of slots is not the fastest for a few tokens on a GPU: without flash, one kernel is."""
-    flash = problem.compiling or _is_flash(problem)
-    return "" if flash else "flash does not compute these states, so that one kernel for all regions starts faster"
+    """Why a plan of slots is not the fastest for a few tokens on a GPU: without flash, products hold all of their
+    scores. Those of one token are few, and the kernel would compile anew where slots are a multiple of 16.
+    """
+    suits = problem.q_length == 1 or problem.compiling or _is_flash(problem)
+    return "" if suits else "flash does not compute these states, and products of several tokens hold all scores"
 
 
 def _is_flash(problem: Problem) -> bool:

@@ -23,6 +23,28 @@ def wants_gradient(weights: Weights) -> bool:
     return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values())
 
 
+class BiasTables:
+    """Biases by distance that follow from a scheme's fields alone, kept from one forward to the next: a table grows to
+    twice its length where a text outgrows it, so that few of the tokens of a text compute one.
+    """
+
+    least = 64
+    """Distances of the shortest table."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Any, torch.Tensor] = {}
+
+    def values(self, key: Any, compute: Callable[[int, int], torch.Tensor], high: int) -> torch.Tensor:
+        """b(0) to b(high - 1), `(heads, high)`; `compute` has the values from one distance to below another, the same
+        at any time for the same `key`.
+        """
+        table = self._tables.get(key)
+        if table is None or table.shape[-1] < high:
+            with torch.inference_mode(False):  # another forward may be differentiated
+                table = self._tables[key] = compute(0, max(self.least, 1 << (high - 1).bit_length()))
+        return table[:, :high]
+
+
 class Forward:
     """One forward of the layers of a stack, which see the same mask and the same positions.
 
@@ -30,10 +52,12 @@ class Forward:
         counted: whether the stack itself counted the positions of the queries, from the number of cached tokens. Nobody
             has to read them then.
         steps: how a layer of each kind scored one query, see `mounting.step`.
+        tables: those that the forwards of a stack share; by default this forward has its own.
     """
 
-    def __init__(self, counted: bool = False) -> None:
+    def __init__(self, counted: bool = False, tables: BiasTables | None = None) -> None:
         self.counted = counted
+        self.tables = BiasTables() if tables is None else tables
         self.steps: dict[Any, Any] = {}
         self._functions: dict[Any, Any] = {}
         self._pasts: dict[torch.Size, torch.Tensor] = {}
@@ -101,6 +125,8 @@ def _distance_bias(
         return bias(torch.arange(low, high, device=device))
 
     def table(low: int, high: int) -> torch.Tensor:
+        if low >= 0 and not (weights or forward.traced):
+            return forward.tables.values((compute, heads, some, device), values, high)[:, low:]
         # each layer needs a graph of its own where weights learn, since backward may free it
         return values(low, high) if wants_gradient(weights) else forward.shared(values)(low, high)
 
@@ -112,14 +138,15 @@ class StackForwards(threading.local):
 
     def __init__(self) -> None:
         self._position_ids: torch.Tensor | None = None
-        self._forward = Forward()
+        self._tables = BiasTables()
+        self._forward = Forward(tables=self._tables)
         self._counted = False
 
     def forget(self, counted: bool) -> None:
         """Start a forward, whose positions the stack has `counted` itself."""
         if traced():
             return
-        self._position_ids, self._forward, self._counted = None, Forward(), counted
+        self._position_ids, self._forward, self._counted = None, Forward(tables=self._tables), counted
 
     @property
     def traced(self) -> bool:
@@ -132,7 +159,7 @@ class StackForwards(threading.local):
             return Forward()
         if self._position_ids is not position_ids:
             self._counted &= self._position_ids is None  # positions of another call
-            self._position_ids, self._forward = position_ids, Forward(self._counted)
+            self._position_ids, self._forward = position_ids, Forward(self._counted, self._tables)
         return self._forward
 
     def current(self, position_ids: Any) -> Forward | None:

@@ -18,6 +18,14 @@ def upcast(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x @ y, `(batch, heads, ..., ...)` each, in the dtype of scores; half precision on a GPU without a copy in it."""
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+        found = torch.bmm(x.flatten(0, 1), y.flatten(0, 1), out_dtype=torch.float32)
+        return found.unflatten(0, x.shape[:2])
+    return upcast(x) @ upcast(y)
+
+
 @dataclass(frozen=True)
 class DistanceBias:
     """b(m - n).

@@ -13,7 +13,7 @@ import torch
 from rope_patch.attention.bias import TileBias
 from rope_patch.attention.pieces import Tile, clipped, in_rows, tiles_of
 from rope_patch.attention.spans import Span
-from rope_patch.attention.terms import upcast
+from rope_patch.attention.terms import product, upcast
 from rope_patch.schemes.slots import Region
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -336,13 +336,13 @@ class Dense(Kernel):
         grad = upcast(merged.grad)
         weights = (self._scores(work) - merged.lse[..., None]).exp()
         delta = (grad * upcast(merged.out)).sum(dim=-1, keepdim=True)
-        products = (_folded(grad, work.v.shape[1]) @ upcast(work.v).mT).reshape(weights.shape)
+        products = product(_folded(merged.grad, work.v.shape[1]), work.v.mT).reshape(weights.shape)
         return weights, weights * (products - delta)
 
     def _scores(self, work: Work) -> torch.Tensor:
         """`(batch, heads, q_len, kv_len)`, float32."""
         tile = work.tile
-        products = _folded(upcast(work.q), work.k.shape[1]) @ upcast(work.k).mT
+        products = product(_folded(work.q, work.k.shape[1]), work.k.mT)
         scores = products.reshape(*work.q.shape[:3], -1) * work.scale
         if tile.kind == "causal":
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)

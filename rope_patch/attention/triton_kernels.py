@@ -405,7 +405,8 @@ def gradients(given, out, grad, lse, delta, into, of_v, of_table, of_sums, of_ke
     """Gradients of a block of rotated queries, or of keys and their values: `into` has a tensor for each region.
 
     Queries come first, since they write `delta`, which keys read. They add to the gradient of a table of biases, in no
-    fixed order of programs; keys write those of the running sums, with opposite sign.
+    fixed order of programs. Both write their share of the gradient of the running sums, keys with opposite sign: that
+    of a query is the rounding of its output, which all earlier tokens would inherit.
     """
     batch = tl.program_id(2)
     if of_keys:
@@ -422,6 +423,7 @@ def gradients(given, out, grad, lse, delta, into, of_v, of_table, of_sums, of_ke
         dots = tl.sum(of_x.to(tl.float32) * _states(out, own, how.value_dim).to(tl.float32), 1)
         tl.store(_places(delta, batch, own.head, own.token), dots, mask=own.inside)
         norms, dots = _norms(own, lse)[:, None], dots[:, None]
+        sums_total = tl.full((how.rows,), 0.0, tl.float32)
     down = _spread(own, 1)
     for r in tl.static_range(len(how.areas)):
         x = _states(mine[r], own, how.head_dim)
@@ -447,12 +449,18 @@ def gradients(given, out, grad, lse, delta, into, of_v, of_table, of_sums, of_ke
                 if of_keys:
                     values_total = tl.dot(weights.to(of_y.dtype), of_y, values_total, input_precision=how.products)
                 if of_sums is not None:
-                    of_head = ((other.head % how.group)[:, None] == heads).to(tl.float32)
-                    sums_total = tl.dot(of_scores, of_head, sums_total, input_precision=how.products)
+                    if of_keys:
+                        of_head = ((other.head % how.group)[:, None] == heads).to(tl.float32)
+                        sums_total = tl.dot(of_scores, of_head, sums_total, input_precision=how.products)
+                    else:
+                        sums_total += tl.sum(of_scores, 1)
                 total = tl.dot((of_scores * slope).to(y.dtype), y, total, input_precision=how.products)
         _store(into[r], total * given.scale, batch, own, how.head_dim)
     if of_keys:
         _store(of_v, values_total, batch, own, how.value_dim)
     if of_sums is not None:
-        places = _places(of_sums, batch, tl.program_id(1) * how.group + heads, own.slot[:, None])
-        tl.store(places, sums_total, mask=(heads < how.group) & own.inside[:, None])
+        if of_keys:
+            places = _places(of_sums, batch, tl.program_id(1) * how.group + heads, own.slot[:, None])
+            tl.store(places, sums_total, mask=(heads < how.group) & own.inside[:, None])
+        else:
+            tl.store(_places(of_sums, batch, own.head, own.token), sums_total, mask=own.inside)

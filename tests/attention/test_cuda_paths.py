@@ -110,7 +110,10 @@ DCA = tuple(get_scheme("dca:chunk_size=12,local_window=3").segments())
         pytest.param(DCA, 8, FlashCUDA(), {}, True, False, False, id="a few tokens under chunks, likewise"),
         pytest.param(REROPE, 1, FlashCUDA(), {}, False, False, True, id="a token of padded rows"),
         pytest.param(
-            PLAIN, 1, Dense(), {"bias": DistanceBias(torch.neg)}, True, False, True, id="a token under a bias"
+            PLAIN, 1, Dense(), {"bias": DistanceBias(torch.neg)}, True, False, False, id="a token under a bias"
+        ),
+        pytest.param(
+            PLAIN, 8, Dense(), {"bias": DistanceBias(torch.neg)}, True, False, True, id="a few tokens under a bias"
         ),
     ],
 )

@@ -1,14 +1,19 @@
 """Few queries after a long cache: equal to the definition, and never by way of it."""
 
+import math
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 from rope_patch import patch
-from rope_patch.attention.executors import joined
+from rope_patch.attention.executors import joined, reference
 from rope_patch.attention.executors.joined import SlotPlan, SlotRows, Term
 from rope_patch.attention.pieces import Piece, Tile
+from rope_patch.attention.problem import Problem
 from rope_patch.attention.rotation import EVERY
+from rope_patch.attention.terms import DistanceBias
+from tests.attention.problems import whole
 from tests.executors import executors_of
 from tests.families import TRAINING_LENGTH, build
 from tests.models import t5_families
@@ -152,3 +157,22 @@ def test_a_text_that_is_too_short_for_the_regions_after_each_token(length):
         ids = tokens(length)
         found.append(model(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits)
     assert_close(*found)
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", ["", "left pads"])
+def test_a_token_from_which_a_bias_hides_all_keys_gets_zeros(queries, dtype, rows):
+    hidden, length = DistanceBias(lambda distance: torch.where(distance > 4, -1.0, -math.inf)[None]), 6
+    positions = torch.arange(length).expand(2, -1)
+    query, key, value = (torch.randn(2, heads, n, 8).to(dtype) for heads, n in ((4, queries), (2, length), (2, length)))
+    groups = torch.tensor([[0] * length, [-1, *[0] * (length - 1)]]) if rows else None
+    problem = Problem((), value, positions[:, -queries:], positions, None, queries > 1, length - queries, 0.3, hidden)
+    problem = whole(problem, query, key, groups=groups)
+    assert not joined.supports(problem)
+    found = joined.attend(problem)[0]
+    torch.testing.assert_close(found, reference.attend(problem)[0], atol=1e-2, rtol=1e-2)
+    sees = [row for row in range(2) if not (row and rows)]
+    assert found[sees, :, -1].abs().amin() > 0  # the last query sees the first key, where it is no pad
+    found[sees, :, -1] = 0
+    assert not found.any()

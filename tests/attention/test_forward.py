@@ -53,6 +53,42 @@ def test_layers_share_equal_positions_of_cached_keys():
     assert forward.earlier(shorter) is shorter
 
 
+def test_a_bias_that_learns_nothing_is_computed_anew_only_where_a_text_outgrows_its_table():
+    computed, forwards = [], StackForwards()
+
+    class Scheme:
+        linear = False
+
+        def bias(self, distance, num_heads, weights):
+            computed.append(len(distance))
+            scale = weights["scale"] if weights else torch.ones(num_heads)
+            return scale[:, None] * distance.sqrt()
+
+    scheme, like = Scheme(), torch.zeros(1, 2, 1, 4)
+    for length in (3, 5, 60, 64, 65, 100, 129):
+        forwards.forget(counted=True)
+        forward = forwards.for_positions(torch.arange(length)[None])
+        with torch.inference_mode(length == 3):
+            values = forward.bias(scheme, like).values(1, length)
+        assert torch.equal(values, torch.arange(1, length).sqrt().expand(2, -1))
+        (values * torch.ones(1, requires_grad=True)).sum().backward()  # also after a table of inference mode
+    assert computed == [64, 128, 256]
+    one = forward.bias(scheme, like, num_heads=2, some=slice(1, 2))
+    assert one.values(0, 4).shape == (1, 4)
+
+    computed.clear()
+    weights = {"scale": torch.tensor([1.0, 2.0])}
+    for length in (3, 3):
+        forwards.forget(counted=True)
+        forward = forwards.for_positions(torch.arange(length)[None])
+        for _ in range(2):  # layers
+            values = forward.bias(scheme, like, weights).values(0, length)
+            assert torch.equal(values, weights["scale"][:, None] * torch.arange(3).sqrt())
+        weights["scale"].mul_(2)
+    assert computed == [3, 3]
+    assert forward.bias(scheme, like).values(-2, 1).shape == (2, 3)
+
+
 def test_positions_are_counted_by_the_stack_only_in_its_own_forward():
     forwards, own, others = StackForwards(), torch.arange(3)[None], torch.arange(3)[None]
     assert not forwards.for_positions(own).counted

@@ -38,6 +38,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
 """Largest error relative to the norm."""
 
+OF_A_SHIFT = "gradient of a number that is added to all sums"
+"""It is zero, since only differences count; relative to the gradients whose sum it is."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -84,11 +87,14 @@ USUAL = {
     "decoding, split, padded": Case(
         "rerope:window=20", length=1, kv_length=130, split=True, rows=(pads((-1, 40), (0, 90)),), start_in_memory=True
     ),
-    # the window of a block of queries begins with the last key of a block; without sinks, queries' sums get no gradient
+    # the window of a block of queries begins with the last key of a block; sinks leave a gradient to queries' sums
     "window, sums, sinks, after a cache": Case(window=7, length=24, kv_length=29, heads=1, bias="sums", sinks=True),
     "decoding, split in three, sinks": Case(length=1, kv_length=100, heads=1, split=True, sinks=True),
     "both directions, table": Case(length=20, kv_length=20, heads=1, causal=False, bias="table"),
     "learned slopes": Case(length=9, kv_length=9, bias="slopes"),
+    # in half precision the output is rounded, and with it the gradients of all scores of a query
+    "sums, float16": Case(bias="sums", dtype="float16", heads=4, kv_heads=2),
+    "sums, sinks, bfloat16": Case(bias="sums", dtype="bfloat16", sinks=True),
 }
 
 SPECS = {
@@ -245,6 +251,9 @@ def errors_of(case: Case) -> dict[str, float]:
     for name, expected in found[definition].items():
         assert found[kernel][name].dtype == (dtype if name == "output" else leaves[name].dtype)
         result[name] = float((found[kernel][name].double() - expected).norm() / expected.norm().clamp(min=1e-12))
+    if "sums" in leaves:
+        of_sums = found[kernel]["sums"]
+        result[OF_A_SHIFT] = float((of_sums.sum(dim=-1).abs() / of_sums.abs().sum(dim=-1)).max())
     return result
 
 
@@ -278,6 +287,7 @@ def run():
 
 def check(run, case: Case) -> None:
     errors = run(errors_of, case)
+    assert errors.pop(OF_A_SHIFT, 0.0) < TOLERANCES["float32"]
     assert max(errors.values()) < TOLERANCES[case.dtype], errors
 
 

@@ -112,7 +112,8 @@ def test_a_kernel_is_tried_once_and_not_at_every_call():
         RopePatchWarning, match=r"A kernel of tiles is not used \(FlashCUDA\(\), cpu, .*does not run here"
     ):
         reasons = {trial(tile_kernels.FlashCUDA(), torch.device("cpu"), torch.bfloat16, 16) for _ in range(3)}
-    assert len(reasons) == len(compared) == 1
+    assert len(reasons) == 1
+    assert len(compared) == 2  # an error is tried once more
 
 
 def test_a_lack_of_memory_is_no_verdict():
@@ -124,7 +125,8 @@ def test_a_lack_of_memory_is_no_verdict():
         yield "output", ones, ones
 
     trial = Trial("A kernel", compare, 0.03)
-    assert trial() == "there was no memory to try it: CUDA out of memory. Tried to allocate"
+    with pytest.warns(RopePatchWarning, match="Tried to allocate; the next call tries it again"):
+        assert trial() == "there was no memory to try it: CUDA out of memory. Tried to allocate"
     assert trial() == trial() == ""
 
 

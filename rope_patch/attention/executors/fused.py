@@ -254,7 +254,7 @@ class _Attention(torch.autograd.Function):
         (batch, kv_heads, kv_length, _), length = key.shape, query.shape[2]
         grad, delta, grad_v = _dense(grad), torch.empty_like(lse), torch.empty_like(value)
         grad_table = torch.zeros_like(values) if of_bias else None
-        at_keys = lse.new_empty(*lse.shape[:2], kv_length) if of_sums else None
+        at_queries, at_keys = (lse.new_empty(*lse.shape[:2], n) if of_sums else None for n in (length, kv_length))
         with torch.cuda.device_of(value):
             given, how = described(problem, call, by_query, tensors)
             strided = kernels.States.from_tensor
@@ -262,7 +262,7 @@ class _Attention(torch.autograd.Function):
             grads_q, grads_k = ([torch.empty_like(x) for _ in call.regions] for x in (query, key))
             into_q, into_k = (tuple(map(strided, grads)) for grads in (grads_q, grads_k))
             kernels.gradients[-(-length * how.group // by_query.rows), kv_heads, batch](
-                given, *shared, into_q, None, grad_table, None, False, how, **by_query.options
+                given, *shared, into_q, None, grad_table, strided(at_queries), False, how, **by_query.options
             )
             how = how._replace(rows=by_key.rows, keys=by_key.keys)
             kernels.gradients[-(-kv_length // by_key.keys), kv_heads, batch](
@@ -276,14 +276,12 @@ class _Attention(torch.autograd.Function):
             )
             grad_q = _rotated_back(grads_q, call.query_tables, call.partner)
             grad_k = _rotated_back(grads_k, call.key_tables, call.partner)
-        # the weights of a query sum to 1 without the sink's, so its running sum gains what the sink loses
-        to_sinks: Any = None if sinks is None else (sinks[:, None] - lse).exp() * delta
-        grad_sinks = -to_sinks.sum(dim=(0, 2)).to(sinks.dtype) if of_sinks else None
-        grad_sums = None if at_keys is None else -at_keys.to(sums.dtype)
-        if grad_sums is not None and to_sinks is not None:
+        grad_sinks = -((sinks[:, None] - lse).exp() * delta).sum(dim=(0, 2)).to(sinks.dtype) if of_sinks else None
+        grad_sums = None
+        if at_queries is not None and at_keys is not None:
             slots = torch.arange(length, device=lse.device) + problem.query_start
-            grad_sums.index_add_(-1, slots, to_sinks.to(sums.dtype))
-        grad_sums = None if grad_sums is None else grad_sums.sum_to_size(sums.shape)
+            grad_sums = (-at_keys.to(sums.dtype)).index_add_(-1, slots, at_queries.to(sums.dtype))
+            grad_sums = grad_sums.sum_to_size(sums.shape)
         return (None, None, None, grad_q, grad_k, grad_v, grad_table, grad_sinks, grad_sums)
 
 

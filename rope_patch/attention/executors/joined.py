@@ -56,20 +56,7 @@ def supports(problem: Problem) -> str:
         return "there are many queries, or they do not follow keys of a cache one by one"
     if decay is not None and (problem.compiling or problem.by_head):
         return "scores decay" + (" in a compiled model" if problem.compiling else ", and heads keep different keys")
-    if not problem.compiling and _may_see_nothing(problem, problem.turner.forward):
-        return "the bias hides a token from itself, so that a query may see no key"
     return ""
-
-
-def _may_see_nothing(problem: Problem, forward: Forward) -> bool:
-    """Whether a bias hides a token from itself, so that a query may see no key."""
-    if problem.bias is None or problem.bias.linear:
-        return False
-    return forward.shared(_hides_itself)(problem.bias, int(problem.query_start) + problem.q_length)
-
-
-def _hides_itself(bias: DistanceBias, length: int) -> bool:
-    return bool(bias.values(0, length)[:, 0].isneginf().any())  # values that `_added` reads too
 
 
 def _is_block(problem: Problem, forward: Forward) -> bool:
@@ -136,10 +123,13 @@ class Term:
 
 @dataclass(frozen=True)
 class SlotRows:
-    """Rows of the batch whose regions begin at the same slots, with their terms, oldest slots first."""
+    """Rows of the batch whose regions begin at the same slots, with their terms, oldest slots first; and which queries
+    see no key, because a bias hides all: `(rows * kv_heads or 1, group * q_len or 1, 1)`, None if it cannot.
+    """
 
     rows: slice
     terms: tuple[Term, ...]
+    blind: torch.Tensor | None = None
 
     @functools.cached_property
     def joined(self) -> tuple[slice, ...]:
@@ -171,12 +161,13 @@ class SlotPlan:
             if some.rows != EVERY:
                 place = slice(some.rows.start * kv_heads, some.rows.stop * kv_heads)
                 q, k, v = tuple(x[place] for x in rotated), keys[some.rows], value[some.rows]
-            if not _holds_scores(value):
-                outputs.append(_by_kernel(some, q, k, v.flatten(0, 1), self.scaling))
-                continue
-            if number not in self._rooms:
-                self._rooms[number] = Room.for_scores(some, q[0])
-            outputs.append(_by_one_softmax(some, self._rooms[number], q, k, v.flatten(0, 1), self.scaling))
+            if _holds_scores(value):
+                if number not in self._rooms:
+                    self._rooms[number] = Room.for_scores(some, q[0])
+                found = _by_one_softmax(some, self._rooms[number], q, k, v.flatten(0, 1), self.scaling)
+            else:
+                found = _by_kernel(some, q, k, v.flatten(0, 1), self.scaling)
+            outputs.append(found if some.blind is None else found.masked_fill(some.blind, 0))
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output.view(*queries.shape[:3], -1)
 
@@ -281,7 +272,7 @@ def _by_kernel(
         else:
             merge(out, lse, own, own_lse)
     assert out is not None  # for the type checker: the query itself is in some region
-    return out.to(value.dtype)
+    return out[:, 0].to(value.dtype)
 
 
 # --- how it is made ---
@@ -293,15 +284,27 @@ def _plan(problem: Problem) -> SlotPlan:
     Distance is a difference of slots: the positions of keys are counted from the queries.
     """
     turner, query = cast(Turner, problem.turner), cast(torch.Tensor, problem.query)
-    by_rows = tuple(
-        SlotRows(rows, tuple(_terms(problem, turner, rows, position)))
-        for rows, position in _rows_alike(problem, turner)
-    )
+    by_rows = tuple(_slot_rows(problem, turner, *alike) for alike in _rows_alike(problem, turner))
     value, scaling = problem.value, problem.scaling
     if not _holds_scores(value):  # nor the scaling
         return SlotPlan(turner.for_queries(query, value.shape[1])[0], by_rows, scaling)
     rotate, left = turner.for_queries(query, value.shape[1], scaling, beside=True)
     return SlotPlan(rotate, by_rows, left)
+
+
+def _slot_rows(problem: Problem, turner: Turner, rows: slice, position: int) -> SlotRows:
+    terms, bias = tuple(_terms(problem, turner, rows, position)), problem.bias
+    if bias is None or bias.linear:
+        return SlotRows(rows, terms)
+    return SlotRows(rows, terms, turner.forward.shared(_blind)(*(cast(torch.Tensor, term.added) for term in terms)))
+
+
+def _blind(*added: torch.Tensor) -> torch.Tensor:
+    """`SlotRows.blind` for these terms. Whether there is such a query is not read: the host would wait. Its softmax may
+    be of nothing but -inf.
+    """
+    largest = functools.reduce(torch.maximum, (x.amax(dim=-1, keepdim=True) for x in added))
+    return largest <= torch.finfo(largest.dtype).min / 2
 
 
 def _rows_alike(problem: Problem, turner: Turner) -> Iterator[tuple[slice, int]]:

@@ -9,7 +9,7 @@ import torch
 from rope_patch.attention.pieces import Tile
 from rope_patch.attention.problem import Problem
 from rope_patch.attention.rotation import EVERY
-from rope_patch.attention.terms import upcast
+from rope_patch.attention.terms import product, upcast
 from rope_patch.attention.tile_kernels import HALF, FlashCPU, Work
 from rope_patch.attention.turner import Turner
 from rope_patch.schemes.slots import Region
@@ -89,16 +89,8 @@ def _by_kernel(parts: list[Part], scaling: float) -> tuple[torch.Tensor, torch.T
 
 def _by_one_softmax(parts: list[Part], scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Output of all parts by products with one softmax, and the largest score, with 1 as the last axis."""
-    scores = [_product(part.queries, part.keys.mT) * scaling + part.added for part in parts]
+    scores = [product(part.queries, part.keys.mT) * scaling + part.added for part in parts]
     joined = torch.cat(scores, dim=-1)
     weights = joined.softmax(dim=-1).split([x.shape[-1] for x in scores], dim=-1)
-    outputs = (_product(w.to(part.values.dtype), part.values) for w, part in zip(weights, parts, strict=True))
+    outputs = (product(w.to(part.values.dtype), part.values) for w, part in zip(weights, parts, strict=True))
     return sum(outputs, start=joined.new_zeros(())), joined.amax(dim=-1, keepdim=True)
-
-
-def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x @ y of `(batch, kv_heads, ..., ...)` in the dtype of scores, on a GPU without a copy of states in it."""
-    if x.is_cuda and x.dtype in HALF:
-        product = torch.bmm(x.flatten(0, 1), y.flatten(0, 1), out_dtype=torch.float32)
-        return product.unflatten(0, x.shape[:2])
-    return upcast(x) @ upcast(y)
