@@ -23,7 +23,8 @@ from rope_patch.typing import PositionMap
 
 # fmt: off
 AttentionMode = Literal[
-    "auto", "oracle", "chunked", "segmented", "fused", "reference", "joined", "merged", "products", "block", "graph"
+    "auto", "oracle", "chunked", "segmented", "fused",
+    "flex", "reference", "joined", "merged", "products", "block", "graph"
 ]
 # fmt: on
 """How to score: `auto` takes the fastest exact executor. `oracle`, `chunked`, `segmented` and `fused` prefer one and
