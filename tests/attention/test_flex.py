@@ -83,6 +83,13 @@ def test_many_random_calls_have_gradients():
     assert any(problem.sinks is not None for problem in taken)
 
 
+def test_running_sums_keep_small_differences_of_large_numbers(by_dense):
+    """Float32 numbers near 1e6 are a sixteenth apart."""
+    sums = -1e6 - torch.rand(1, 4, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64).cumsum(dim=-1)
+    problem = call(running_bias=sums)
+    torch.testing.assert_close(flex.attend(problem)[0], reference.attend(problem)[0], atol=1e-5, rtol=1e-5)
+
+
 # --- which keys a query sees ---
 
 
@@ -123,6 +130,14 @@ def test_blocks_of_a_text_in_order_are_the_fewest(region):
     own = flex.block_mask(positions, positions, sees, region, 0, 1, 1)
     made = create_block_mask(own.mask_mod, 1, 1, 1000, 1000, device="cpu")
     assert torch.equal(_in_full(own), _in_full(made))
+
+
+def test_a_pad_sees_the_tokens_before_it(by_dense):
+    """As in the definition, though nobody reads what it computes."""
+    groups = torch.zeros(1, 30, dtype=torch.long)
+    groups[:, 20:] = -1
+    problem = call(groups=groups)
+    torch.testing.assert_close(flex.attend(problem)[0], reference.attend(problem)[0], atol=1e-5, rtol=1e-5)
 
 
 def test_all_pairs_need_no_mask():
