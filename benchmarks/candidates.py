@@ -15,11 +15,14 @@ from benchmarks import attention, models
 from benchmarks.comparison import Shape, Side
 from rope_patch.attention import engine
 from rope_patch.attention.cudnn_kernels import CuDNN, CuDNNWindows
+from rope_patch.attention.executors import flex as flex_executor
 from rope_patch.attention.executors import fused
+from rope_patch.attention.forward import Forward
 from rope_patch.attention.pieces import Tile
 from rope_patch.attention.problem import Branch, Problem
 from rope_patch.attention.tile_kernels import Dense, FlashCPU, FlashCUDA, Kernel, Merged, Work
-from rope_patch.attention.turner import Fused
+from rope_patch.attention.turner import Fused, Turner
+from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 
 
@@ -59,6 +62,31 @@ def block_mask(region: Region, shape: Shape) -> Any:
         return (m >= n) & (distance >= first) & (distance < end) & (n < below)
 
     return create_block_mask(seen, None, None, shape.length, shape.length, device=shape.device)
+
+
+def alibi(shape: Shape, executor: str, backward: bool = False) -> Side:
+    """ALiBi by the executor `flex` or `fused`, as in the second layer of a forward: its mask and slopes are there."""
+    query, key, value = states = [
+        shape.random(1, heads, shape.length, shape.head_dim).requires_grad_(backward)
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    ]
+    positions, forward = torch.arange(shape.length, device=shape.device)[None], Forward()
+    problem = Problem(
+        branches=(),
+        value=value,
+        query_positions=positions,
+        key_positions=positions,
+        mask=None,
+        causal=True,
+        query_start=0,
+        scaling=shape.head_dim**-0.5,
+        bias=forward.bias(ALiBi(), query),
+        query=query,
+        key=key,
+        turner=Turner(forward, positions, positions, (ALL_PAIRS,)),
+    )
+    attend = {"flex": flex_executor.attend, "fused": fused.attend}[executor]
+    return attention.side(shape, lambda: attend(problem)[0], states, backward)
 
 
 def kernel(shape: Shape, scheme: str, backward: bool = False) -> Side:

@@ -168,6 +168,8 @@ def _on_cuda() -> Iterator[Comparison | Figure]:
         yield _alone(scheme, long, 1.12, backward=True)
     for scheme in _BY_REGIONS:
         yield from _candidates(scheme, long)
+    for shape in (replace(long, length=8192), long):
+        yield from _under_a_bias(shape)
     yield from _dense(replace(long, length=4096))
     yield from _encoder(replace(full, length=8192, head_dim=64), replace(full, length=2048, heads=8, kv_heads=8))
     for scheme in ("rerope", "dca"):
@@ -228,6 +230,22 @@ def _candidates(scheme: str, shape: Shape) -> Iterator[Comparison]:
         ours, theirs = (partial(side, scheme=scheme, backward=backward) for side in (attention.regions, other))
         place = f"{label}-training" if backward else label
         yield _row(f"{place}/{scheme}", f"{scheme}, {_PASSES[backward]}", name, ours, theirs, shape)
+
+
+def _under_a_bias(shape: Shape) -> Iterator[Comparison]:
+    """FlexAttention over the Triton kernel, which goes first: for the record that decides which of them does."""
+    for backward in (False, True):
+        flex, fused = (partial(candidates.alibi, executor=name, backward=backward) for name in ("flex", "fused"))
+        place, rate = ("bias-training", attention.training_flops) if backward else ("bias", attention.flops)
+        yield _row(
+            f"{place}/alibi",
+            f"alibi by FlexAttention, {_PASSES[backward]}",
+            "the Triton kernel",
+            flex,
+            fused,
+            shape,
+            flops=rate,
+        )
 
 
 def _dense(shape: Shape) -> Iterator[Comparison]:

@@ -20,6 +20,8 @@ from benchmarks.measure import Patience, in_turn, peak_bytes
 from benchmarks.results import Point, ResultFile, Row
 from rope_patch.attention.executors import reference
 from rope_patch.attention.problem import Branch, Problem
+from rope_patch.attention.terms import DistanceBias
+from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.registry import as_scheme
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +91,18 @@ def test_flex_attention_by_region_is_the_oracle(scheme):
     inputs = attention.in_regions(shape, scheme, backward=False)
     masks = [candidates.block_mask(branch.region, shape) for branch in inputs.branches]
     found = candidates.by_flex(inputs, masks, flex_attention)
+    torch.testing.assert_close(found, reference.attend(inputs)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_alibi_by_flex_attention_is_the_oracle():
+    shape = Shape(200, 4, 2, 16)
+    numbers = torch.get_rng_state()
+    found = candidates.alibi(shape, "flex").run()
+    torch.set_rng_state(numbers)
+    query, key, value = (shape.random(1, heads, 200, 16) for heads in (4, 2, 2))
+    positions = torch.arange(200)[None]
+    bias = DistanceBias(lambda distance: ALiBi().bias(distance, 4))
+    inputs = Problem((Branch(None, query, key),), value, positions, positions, None, True, 0, 0.25, bias)
     torch.testing.assert_close(found, reference.attend(inputs)[0], atol=1e-5, rtol=1e-5)
 
 

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from rope_patch.attention import paths
-from rope_patch.attention.executors import decayed, fused, graph, intervals, joined
+from rope_patch.attention.executors import decayed, flex, fused, graph, intervals, joined
 from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.problem import Output, Problem
 from rope_patch.attention.table import Row, choose
@@ -55,6 +55,13 @@ def _without_flash(problem: Problem) -> str:
     return "" if suits else "flash does not compute these states, and products of several tokens hold all scores"
 
 
+def _without_terms(problem: Problem) -> str:
+    """Why FlexAttention is not the fastest on a GPU: it is for many queries whose scores are more than products."""
+    if not problem.biased and problem.softcap is None and problem.sinks is None:
+        return "scores are products alone, which others compute without a term"
+    return "" if problem.q_length > 1 else "there is one query, for which others start faster"
+
+
 def _is_flash(problem: Problem) -> bool:
     query, value = cast(torch.Tensor, problem.query), problem.value
     return problem.fits_kernels and isinstance(kernel_for(query, value, masked=problem.biased), FlashCUDA)
@@ -69,6 +76,7 @@ _AROUND = (
 )
 ROWS = (
     Row(fused.EXECUTOR, by_name=True),
+    Row(flex.EXECUTOR, by_name=True),
     Row(joined.EXECUTOR, modes=("segmented",)),
     *_AROUND,
     Row(intervals.EXECUTOR, by_name=True),
@@ -80,6 +88,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "cuda": (
         Row(joined.EXECUTOR, _without_flash),
         Row(fused.EXECUTOR, _with_flash),
+        # it serves what the kernel above refuses, until a GPU has said which of the two is faster under a term
+        Row(flex.EXECUTOR, _without_terms),
         Row(joined.EXECUTOR, modes=("segmented",)),
         *_AROUND,
         Row(intervals.EXECUTOR, intervals.in_few_tiles, pairs=(paths.FEW, math.inf)),

@@ -23,8 +23,8 @@ from rope_patch.typing import PositionMap
 
 # fmt: off
 AttentionMode = Literal[
-    "auto", "oracle", "chunked", "segmented", "fused", "reference", "joined", "merged", "products", "block", "graph",
-    "intervals",
+    "auto", "oracle", "chunked", "segmented", "fused",
+    "flex", "reference", "joined", "merged", "products", "block", "graph", "intervals"
 ]
 # fmt: on
 """How to score: `auto` takes the fastest exact executor. `oracle`, `chunked`, `segmented` and `fused` prefer one and
