@@ -163,7 +163,9 @@ def test_ends_the_process():
 def outcomes(folder, *words):
     """Run the tests with the plugin, and read its lines."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.outcomes", *words]
-    environment = {**os.environ, "PYTHONPATH": str(gpu.ROOT)}
+    # this run may itself be split
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {**outer, "PYTHONPATH": str(gpu.ROOT)}
     subprocess.run([*command, "--outcomes", "out/tests.jsonl"], cwd=folder, env=environment, capture_output=True)
     return [json.loads(line) for line in (folder / "out/tests.jsonl").read_text().splitlines()]
 
