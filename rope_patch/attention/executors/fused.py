@@ -137,7 +137,9 @@ PROGRAMS = 264
 """Programs that keep a GPU busy: with fewer, keys are split among more of them."""
 
 
-def blocks_for(dtype: torch.dtype, width: int, rows: int, regions: int, arch: str) -> tuple[Blocks, Blocks, Blocks]:
+def blocks_for(
+    dtype: torch.dtype, width: int, rows: int, regions: int, arch: str, sums: bool = False
+) -> tuple[Blocks, Blocks, Blocks]:
     """Blocks for forward and the gradients of queries and of keys, chosen by the registers and the shared memory that
     they need as compiled (`benchmarks.registers`), not by speed.
 
@@ -147,6 +149,7 @@ def blocks_for(dtype: torch.dtype, width: int, rows: int, regions: int, arch: st
         rows: of a key head: queries times the query heads that share it.
         regions: their number.
         arch: such as "sm_90".
+        sums: whether there are running sums, of which each stage holds a number in float64 for every pair.
     """
     half = dtype != torch.float32
     if width > 128:
@@ -155,7 +158,7 @@ def blocks_for(dtype: torch.dtype, width: int, rows: int, regions: int, arch: st
         chosen = [(64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)]
     elif arch in ("sm_90", "sm_100", "sm_103"):
         keys = 128 if regions <= 2 else 64
-        chosen = [(128, 64, 8, 3 if arch == "sm_90" else 2), (64, 32, 8, 2), (32, keys, 8, 2)]
+        chosen = [(128, 64, 8, 3 if arch == "sm_90" and not sums else 2), (64, 32, 8, 2), (32, keys, 8, 2)]
     else:
         chosen = [(64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 4, 2)]
     forward, of_queries, of_keys = (Blocks(*each) for each in chosen)
@@ -176,7 +179,8 @@ def launched(problem: Problem, call: Fused, blocks: tuple[Blocks, Blocks, Blocks
     if blocks is None:
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(query.device)) if query.is_cuda else ""
         rows, width = query.shape[1] // key.shape[1] * query.shape[2], max(query.shape[-1], value.shape[-1])
-        blocks = blocks_for(query.dtype, width, rows, len(call.regions), arch)
+        sums = problem.running_bias is not None
+        blocks = blocks_for(query.dtype, width, rows, len(call.regions), arch, sums)
     if problem.causal:
         call = call.past()
     bias, values = problem.bias, None
