@@ -157,7 +157,9 @@ def executors() -> list[str]:
 
 
 def executor_error(shape: Shape, scheme: str, executor: str) -> tuple[float, None]:
-    """The same of an attention module under a scheme, computed by an executor: output, and gradient of its input."""
+    """The largest error of an attention module under a scheme, computed by an executor: of its output and the gradient
+    of its input, relative to the norm of the definition's.
+    """
 
     def found(executor: str) -> list[torch.Tensor]:
         every = [

@@ -87,7 +87,7 @@ def _on_cpu() -> Iterator[Comparison | Figure]:
 TABLE = ("generate", "graphs", "breaks", "forward", "training", "token", "read", "mode")
 """Groups of rows on a GPU that a user meets first: what `make gpu` measures before the others."""
 PARTS = ("part", "part-training", "value", "executor")
-"""Those of kernels and executors alone, and of their values."""
+"""Groups whose rows time kernels and executors alone, or compare their values."""
 _BY_REGIONS = ("rerope", "dca")
 _OF_ALL_KINDS = (*_BY_REGIONS, "yarn:factor=4", "self_extend", "logn", "alibi")
 

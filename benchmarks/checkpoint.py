@@ -1,4 +1,4 @@
-"""What a real checkpoint gives and costs on a GPU: parts of `make gpu`, which resume after a stop.
+"""Losses, training and speed of a real checkpoint on a GPU: parts of `make gpu`, which resume after a stop.
 
 python -m benchmarks.checkpoint --model FOLDER [--length 32768] [--only far finetune serve] [--out runs/gpu]
 
@@ -210,7 +210,7 @@ class Stages:
 
 
 def kept_in(path: Path) -> dict[str, Any]:
-    """What an earlier run wrote; nothing where the file is missing or damaged."""
+    """The results of an earlier run; empty where the file is missing or damaged."""
     try:
         return read_object(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

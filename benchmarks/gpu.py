@@ -126,7 +126,7 @@ def limited(words: Sequence[str], seconds: float) -> str:
 
 
 def found_in(path: Path) -> str:
-    """What a part has written so far, in a few words."""
+    """The results that a part has written so far, in a few words."""
     try:
         return _counted(path)
     except FileNotFoundError:
@@ -150,7 +150,7 @@ def _counted(path: Path) -> str:
 
 
 class Record:
-    """What became of each part, in `gpu.json`.
+    """The state of each part, in `gpu.json`.
 
     Attributes:
         path: of the file.
@@ -193,7 +193,7 @@ def run(parts: dict[str, Part], names: Sequence[str], record: Record, minutes: f
 
 
 def summary(parts: dict[str, Part], names: Sequence[str], record: Record) -> str:
-    """What ran, what was cut, and where the rows are."""
+    """A summary: the parts that ran, those that were cut, and the files of their rows."""
     lines = []
     for name in names:
         part, now = parts[name], record.parts.get(name)

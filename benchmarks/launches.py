@@ -66,8 +66,8 @@ _STEPS = 100
 
 
 def _a_layer(scheme: str, count: Callable[[str | None, int], float]) -> tuple[float, float]:
-    """What four layers have beyond two, halved, so that work once a forward is apart: under a scheme beyond the
-    unpatched model, and of the unpatched model.
+    """The count of four layers minus that of two, halved, so that work once a forward is apart: under a scheme beyond
+    the unpatched model, and of the unpatched model.
     """
     ours, plain = ((count(name, 4) - count(name, 2)) / 2 for name in (scheme, None))
     return ours - plain, plain

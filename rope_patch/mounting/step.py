@@ -63,7 +63,7 @@ class Step:
         if hidden.shape != first.states.shape or hidden.dtype != first.states.dtype:
             return None
         layer = cast(Any, cache).layers[index]
-        # operators on keys with positions take five times as long: they get them back after the cache was updated
+        # operators on keys with positions also run Python: keys get their positions back after the cache was updated
         keys = layer.keys.plain() if isinstance(layer.keys, CachedKeys) else layer.keys
         if keys is None or keys.shape[2] != first.start:
             return None
