@@ -1,0 +1,284 @@
+"""Where two readings of positions part: from which position on, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from .entries import ALL, rotations_of
+from .errors import Unreadable
+from .reader import Reader
+from .readers import READERS
+from .rotation import Rotation
+from .sources import Source
+
+SEEN = 0.01
+"""Radians from which on an angle counts as another one: a cosine differs in the second decimal of a score's addend."""
+
+EXACT = 1e-5
+"""Relative difference up to which two frequencies or factors are equal: float32 arithmetic, which readers use."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two rotations of one layer type differ.
+
+    Attributes:
+        layer_type: empty if all layers are alike.
+        first: the first position at which logits differ.
+        angles: the largest difference of a pair's angle in radians, by the length of the text in tokens.
+        temperature: the factor on cos and sin that was found, over the one that is stated.
+        words: the difference as a sentence.
+    """
+
+    layer_type: str
+    first: int
+    angles: Mapping[int, float]
+    temperature: float
+    words: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one reader makes of a config, held to what the config says.
+
+    Attributes:
+        reader: its name; `version` and `known` as in `Reader`.
+        verdict: `agrees`, `partly`, `differs` or `refuses`.
+        rotations: what it computes, by layer type.
+        differences: from what the config says.
+        reasons: what it does, a sentence each.
+        cures: what to write or to start instead, a line each.
+        sources: where the reasons were read.
+        limit: the longest text that it takes, where that is less than the config's; else None.
+    """
+
+    reader: str
+    version: str
+    known: str
+    verdict: str
+    rotations: Mapping[str, Rotation]
+    differences: tuple[Difference, ...] = ()
+    reasons: tuple[str, ...] = ()
+    cures: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a config says, and what readers make of it.
+
+    Attributes:
+        path: the file that was read.
+        rotations: what the config says, by layer type, as the newest Transformers takes it.
+        notes: sentences about what programs may take otherwise.
+        readings: one for each reader that was asked for.
+    """
+
+    path: str
+    rotations: Mapping[str, Rotation]
+    notes: tuple[str, ...]
+    readings: tuple[Reading, ...] = field(default=())
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every reader computes the positions that the config says."""
+        return all(reading.verdict in ("agrees", "partly") for reading in self.readings)
+
+
+def diagnose(source: Source, asked: Iterable[str] = ()) -> Report:
+    """What readers make of a config.
+
+    Args:
+        asked: names of readers behind `--for`, each with a version or without, such as `vllm==0.10`; all by default.
+
+    Raises:
+        Unreadable: the config has no positions that can be read, or there is no such reader.
+    """
+    stated = rotations_of(source)
+    chosen = [_called(name) for name in asked] or [(reader, reader.version) for reader in READERS]
+    readings = tuple(_reading(reader, version, source, stated.rotations) for reader, version in chosen)
+    return Report(str(source.path), stated.rotations, stated.notes, readings)
+
+
+def _called(asked: str) -> tuple[Reader, str]:
+    name, _, version = asked.partition("==")
+    by_key = {reader.key: reader for reader in READERS}
+    if name not in by_key:
+        near = get_close_matches(name, by_key, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise Unreadable(f"there is no reader {name!r}{hint} Allowed are {', '.join(by_key)}")
+    return by_key[name], version or by_key[name].version
+
+
+def _reading(reader: Reader, version: str, source: Source, stated: Mapping[str, Rotation]) -> Reading:
+    understood = reader.understood(source, version)
+    reasons = [f"it {deviation.words}" for deviation in understood.deviations]
+    cures = [deviation.cure for deviation in understood.deviations if deviation.cure]
+    sources = [deviation.source for deviation in understood.deviations]
+    if understood.refusal:
+        verdict, differences, limit = "refuses", (), None
+        reasons = reasons or [understood.refusal]
+    else:
+        differences, limit = differences_of(stated, understood.rotations), None
+        partly = bool(understood.deviations) and all(each.partly for each in understood.deviations)
+        verdict = "agrees" if not differences else "partly" if partly else "differs"
+        for rotation in stated.values():
+            if rotation.rope_type in reader.cut and rotation.longest and rotation.longest < reach(rotation):
+                limit, verdict = rotation.longest, "differs"
+                reasons.append(
+                    f"it limits texts to max_position_embeddings={limit}; factor times L is {reach(rotation)}"
+                )
+                cures.append(f'write "max_position_embeddings": {reach(rotation)}')
+    if source.record is not None:
+        verdict = "differs"
+        reasons.append(f"it knows nothing of the scheme that config.rope_patch records{reader.record}")
+    if differences and not reasons:
+        reasons = [f"it reads {' or '.join(reader.spelling.keys)}, and theta where it is written for that"]
+        cures = cures or ["write the entry in both spellings: rope-patch export does"]
+    longest = max((reach(rotation) for rotation in stated.values()), default=0)
+    return Reading(
+        reader.name,
+        version,
+        reader.known,
+        verdict,
+        understood.rotations,
+        differences,
+        tuple(reasons),
+        tuple(dict.fromkeys(cure.format(length=longest) for cure in cures)),
+        tuple(dict.fromkeys(sources)),
+        limit,
+    )
+
+
+def reach(rotation: Rotation) -> int:
+    """The longest text in tokens that a config is meant for: its maximum, or the factor times L if that is more."""
+    if rotation.rope_type == "yarn":
+        return max(rotation.longest, round(rotation.factor * rotation.trained))
+    return max(rotation.longest, rotation.trained)
+
+
+def differences_of(stated: Mapping[str, Rotation], found: Mapping[str, Rotation]) -> tuple[Difference, ...]:
+    """Where two readings of a config differ, by layer type; one rotation stands for all types that it is read for."""
+    differences = []
+    for kind, rotation in stated.items():
+        other = found.get(kind, found.get(ALL, next(iter(found.values()), None)))
+        if other is not None and (difference := difference_of(rotation, other, kind)):
+            differences.append(difference)
+    if set(stated) == {ALL}:
+        for kind, other in found.items():
+            if kind != ALL and (difference := difference_of(stated[ALL], other, kind)):
+                differences.append(difference)
+    return tuple(dict.fromkeys(differences))
+
+
+def difference_of(stated: Rotation, found: Rotation, kind: str = ALL) -> Difference | None:
+    """How a rotation differs from the one that is stated; None if both turn every pair alike."""
+    trained = stated.trained or 1
+    lengths = sorted({trained, 2 * trained, max(trained, round(stated.factor * trained))})
+    temperature = found.temperature() / stated.temperature() if stated.temperature() else 1.0
+    if len(stated.frequencies()) != len(found.frequencies()):
+        words = f"turns {found.width} of {found.head_dim} dimensions instead of {stated.width} of {stated.head_dim}"
+        return Difference(kind, 1, {}, temperature, words)
+    angles = {length: _angle(stated, found, length) for length in lengths}
+    first = _first(stated, found)
+    said = []
+    if abs(temperature - 1) > EXACT:
+        said.append(f"multiplies cos and sin by {found.temperature():.4g} instead of {stated.temperature():.4g}")
+    if first is not None:
+        said.append(_described(stated, found))
+    if stated.axes() != found.axes():
+        said.append("gives the axes of an image to other pairs, so images differ")
+    if not said:
+        return None
+    return Difference(
+        kind, 0 if abs(temperature - 1) > EXACT else (first or 0), angles, temperature, " and ".join(said)
+    )
+
+
+def _described(stated: Rotation, found: Rotation) -> str:
+    changed = [
+        f"{name} = {getattr(found, name)} instead of {getattr(stated, name)}"
+        for name in ("rope_type", "theta", "factor", "trained", "beta_fast", "beta_slow", "truncate", "partial")
+        if getattr(stated, name) != getattr(found, name)
+    ]
+    return f"turns with {', '.join(changed[:3])}" if changed else "divides the frequencies by other lists"
+
+
+def _angle(one: Rotation, other: Rotation, length: int) -> float:
+    """The largest difference of a pair's angle at the end of a text, in radians."""
+    pairs = zip(one.frequencies(length), other.frequencies(length), strict=True)
+    return max((abs(a - b) for a, b in pairs if abs(a - b) > EXACT * max(abs(a), abs(b))), default=0.0) * length
+
+
+def _first(stated: Rotation, found: Rotation) -> int | None:
+    """The first length at which an angle differs by `SEEN`; None if none does up to 16 times the longest text."""
+    ends = sorted({stated.trained, found.trained, stated.longest, found.longest} - {0})
+    start = 1
+    for end in [*ends, 16 * max(reach(stated), reach(found), 1)]:  # within each stretch the difference only grows
+        if end >= start and _angle(stated, found, end) >= SEEN:
+            low, high = start, end
+            while low < high:
+                middle = (low + high) // 2
+                low, high = (low, middle) if _angle(stated, found, middle) >= SEEN else (middle + 1, high)
+            return low
+        start = max(start, end + 1)
+    return None
+
+
+def as_numbers(report: Report) -> dict[str, Any]:
+    """A report as JSON; `schema.json` describes it."""
+    return {
+        "schema": 1,
+        "config": report.path,
+        "positions": {kind: _as_entry(rotation) for kind, rotation in report.rotations.items()},
+        "notes": list(report.notes),
+        "agrees": report.agrees,
+        "readers": [
+            {
+                "reader": reading.reader,
+                "version": reading.version,
+                "known": reading.known,
+                "verdict": reading.verdict,
+                "positions": {kind: _as_entry(rotation) for kind, rotation in reading.rotations.items()},
+                "differences": [as_difference(each) for each in reading.differences],
+                "reasons": list(reading.reasons),
+                "cures": list(reading.cures),
+                "sources": list(reading.sources),
+                "limit": reading.limit,
+            }
+            for reading in report.readings
+        ],
+    }
+
+
+def as_difference(difference: Difference) -> dict[str, Any]:
+    return {
+        "layer_type": difference.layer_type,
+        "first_position": difference.first,
+        "angles": {str(length): angle for length, angle in difference.angles.items()},
+        "temperature": difference.temperature,
+        "words": difference.words,
+    }
+
+
+def _as_entry(rotation: Rotation) -> dict[str, Any]:
+    """The fields of a rotation that say something."""
+    shown = {
+        "rope_type": rotation.rope_type,
+        "theta": rotation.theta,
+        "head_dim": rotation.head_dim,
+        "rotated": rotation.width,
+        "max_position_embeddings": rotation.longest,
+        "temperature": rotation.temperature(),
+    }
+    if rotation.rope_type != "default":
+        shown["factor"] = rotation.factor
+    if rotation.original:
+        shown["original_max_position_embeddings"] = rotation.original
+    if rotation.sections:
+        shown |= {"mrope_section": list(rotation.sections), "mrope_interleaved": rotation.interleaved}
+    return shown

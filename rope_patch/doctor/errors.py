@@ -1,0 +1,7 @@
+"""The one error of this package."""
+
+
+class Unreadable(ValueError):
+    """A config from which no positions can be read; the message names the file, the field, its value and what is
+    allowed.
+    """
