@@ -213,7 +213,7 @@ def test_pages_have_the_figures_of_the_files(page, table):
 
 
 def test_the_readme_gives_the_figures_of_attention_alone_and_of_the_module():
-    file = ResultFile.read(report.RESULTS / "cpu-xeon.json")
+    file = ResultFile.read(report.RESULTS / "cpu.json")
     names = ("forward/rerope", "module/rerope", "module/rerope/training")
     alone, module, training = ({row.name: row.ratio for row in file.rows}[f"{name}/8192/float32"] for name in names)
     told = " ".join((ROOT / "README.md").read_text().split())

@@ -187,7 +187,9 @@ class Turner:
         def of(some: slice) -> Rotate:
             run = slice(some.start - slots.start, some.stop - slots.start)
             if beside:
-                return functools.partial(_beside, table=table.narrow(2, run.start, run.stop - run.start))
+                length = run.stop - run.start
+                into = like.new_empty(len(range(len(like))[rows]), like.shape[1], length, 2, like.shape[-1])
+                return functools.partial(_beside, table=table.narrow(2, run.start, length), into=into)
             return self._apply(narrowed(cos, run), narrowed(sin, run))
 
         return of
@@ -294,34 +296,37 @@ def _matrices(
     columns)`, with a batch axis if rows differ. Beside each of the `maps` stands whether the partners
     of its dimensions follow, for keys that are `_beside`.
     """
-    moved = [_remaining(positions, position_map, anchor) for position_map, _ in maps]
+    moved = [_remaining(positions, position_map, anchor) for position_map, both in maps for _ in range(1 + both)]
     by_pair = any(x.ndim == 3 for x in moved)
     if by_pair:
         pairs = len(layout.first)
         moved = [x if x.ndim == 3 else x[..., None].expand(*x.shape, pairs) for x in moved]
     tables = _computed(torch.stack(moved, dim=1), frequencies, dtype, by_pair)
     cos, sin = (layout.wide(table, width).transpose(1, 2) for table in tables)  # an axis of rotations before the last
-    eye, exchange = _basis(layout, width, dtype, positions.device, scaling)
-    each = (eye * cos).addcmul_(exchange, sin)
-    if any(both for _, both in maps):
-        partners = _partners(layout, width, positions.device)
-        parts = [
-            (one, one[..., partners]) if both else (one,) for one, (_, both) in zip(each.unbind(2), maps, strict=True)
-        ]
-        matrix = torch.cat([part for pair in parts for part in pair], dim=-1)
-    else:
-        matrix = each.flatten(2)
+    eye, exchange = _basis(layout, width, dtype, positions.device, scaling, tuple(both for _, both in maps))
+    matrix = (eye * cos).addcmul_(exchange, sin).flatten(2)
     return matrix if len(matrix) > 1 else matrix[0]
 
 
 @functools.lru_cache(maxsize=16)
 def _basis(
-    layout: RotaryLayout, width: int, dtype: torch.dtype, device: torch.device, scaling: float
+    layout: RotaryLayout,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scaling: float,
+    beside: tuple[bool, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`RotaryLayout.basis` with an axis of rotations, `(head_dim, 1, head_dim)`, made once."""
+    """`RotaryLayout.basis` with an axis of rotations, `(head_dim, rotations, head_dim)`, made once. Where partners
+    stand beside a rotation, it comes twice, with the two dimensions of each pair exchanged.
+    """
     with torch.inference_mode(False):  # another forward may be differentiated
-        eye, exchange = layout.basis(torch.empty(width, dtype=dtype, device=device), scaling)
-    return eye[:, None], exchange[:, None]
+        like, partners = torch.empty(width, dtype=dtype, device=device), layout.partners(width)
+        orders = [order for both in beside for order in (range(width), partners)[: 1 + both]]
+        eye, exchange = (
+            torch.stack([each[:, list(order)] for order in orders], dim=1) for each in layout.basis(like, scaling)
+        )
+    return eye, exchange
 
 
 def _remaining(positions: torch.Tensor, position_map: PositionMap, anchor: PositionMap | None) -> torch.Tensor:
@@ -366,11 +371,12 @@ def _side_by_side(cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout, he
     """What `_beside` multiplies keys with, `(batch or 1, heads or 1, length, 2, head_dim)`, from a `wide` cos and a sin
     by pair. The sine has the sign of the partner, because the query's dimensions change their places.
     """
-    return torch.stack([cos, -layout.signed(sin, head_dim)], dim=-2)
+    return torch.stack([cos, layout.signed(-sin, head_dim)], dim=-2)
 
 
-def _beside(keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _beside(keys: torch.Tensor, table: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """Keys `(rows, heads, length, head_dim)` times each half of the table of `_side_by_side`, `(rows * heads, length,
-    2 head_dim)`.
+    2 head_dim)`: written `into` memory `(rows, heads, length, 2, head_dim)`, because new pages cost more than the
+    product.
     """
-    return (keys.unsqueeze(3) * table).reshape(-1, keys.shape[2], 2 * keys.shape[3])
+    return torch.mul(keys.unsqueeze(3), table, out=into).view(-1, keys.shape[2], 2 * keys.shape[3])

@@ -105,6 +105,8 @@ class RotaryLayout:
 
     def signed(self, sin: torch.Tensor, head_dim: int) -> torch.Tensor:
         """sin per dimension, `(..., head_dim)`, such that R x = x cos + x[`partners`] sin."""
+        if self.in_halves and head_dim == 2 * len(self.first):  # in one operator
+            return torch.cat([-sin, sin], dim=-1)
         sines = sin.new_zeros(*sin.shape[:-1], head_dim)
         first, second = self.halves
         sines[..., first], sines[..., second] = -sin, sin
