@@ -23,7 +23,7 @@ ALL = ""
 ORIGINAL = "original_max_position_embeddings"
 
 _LARGEST_HEAD = 2**16
-_LARGEST_NUMBER = 1e300
+_LARGEST_NUMBER = 1e15
 
 _THETA = {
     "full_attention": ("global_rope_theta", "rope_theta", "rotary_emb_base"),
