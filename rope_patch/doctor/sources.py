@@ -67,7 +67,8 @@ class Source:
 def read_source(path: str | Path) -> Source:
     """The config of a folder, of a JSON file or of a GGUF file.
 
-    A folder of adapters is read by its base, if that is a folder here.
+    Args:
+        path: a folder of adapters is read by its base, if that is a folder here.
 
     Raises:
         Unreadable: there is no config, or it is not one.

@@ -34,6 +34,7 @@ class Found:
     """One file.
 
     Attributes:
+        path: as it was found, relative to the working directory unless a pattern was absolute.
         report: what readers make of it; None where it was not read.
         skipped: why it was not meant to be read; else empty.
         unreadable: why it could not be read; else empty.
