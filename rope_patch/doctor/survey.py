@@ -46,7 +46,7 @@ class Found:
     unreadable: str = ""
 
     def status(self, strict: bool) -> int:
-        """The exit status that this file alone would give."""
+        """The exit status that this file alone would give; `strict` as in the command."""
         if self.report is None:
             return 2 if self.unreadable else 0
         return int(not (is_clear(self.report) if strict else self.report.agrees))
