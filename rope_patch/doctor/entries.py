@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .errors import Unreadable
+from .errors import NoPositions, Unreadable
 from .rotation import NEED_L, TYPES, Rotation
-from .sources import Source
+from .sources import Aside, Source
 
 ALL = ""
 """The layer type of a config whose layers are alike."""
@@ -23,7 +23,7 @@ ALL = ""
 ORIGINAL = "original_max_position_embeddings"
 
 _LARGEST_HEAD = 2**16
-_LARGEST_NUMBER = 1e300
+_LARGEST_NUMBER = 1e15
 
 _THETA = {
     "full_attention": ("global_rope_theta", "rope_theta", "rotary_emb_base"),
@@ -108,11 +108,13 @@ class _Reader:
         if self.source.kind == "gguf" and (lists := self._gguf_lists()):
             return Stated({ALL: lists}, tuple(self.notes))
         if self.defaults.get("rotary") is False and not self._scaling() and self._top(ALL) is None:
-            raise Unreadable(f"{self.source.path}: {self.source.model_type} has no rotary positions")
+            raise NoPositions(f"{self.source.path}: {self.source.model_type} has no rotary positions")
         if not self.defaults and self.source.model_type and self.source.kind == "config":
             self.notes.append(
-                f"model_type={self.source.model_type} is not known here: defaults are those of Llama, and code of "
-                "its own may read other fields"
+                Aside(
+                    f"model_type={self.source.model_type} is not known here: defaults are those of Llama, and code of "
+                    "its own may read other fields"
+                )
             )
         entry = self._scaling()
         thetas = self.defaults.get("theta", 10000.0)
@@ -230,7 +232,9 @@ class _Reader:
             found = max(found) if isinstance(found, list) and found else found
             return 0 if found is None or isinstance(found, (dict, list)) else int(self._number(name, found, 0))
 
-        width = size("qk_rope_head_dim") or size("global_head_dim" if kind == "full_attention" else "") or size("head_dim")
+        width = (
+            size("qk_rope_head_dim") or size("global_head_dim" if kind == "full_attention" else "") or size("head_dim")
+        )
         width = width or int(self.defaults.get("head_dim", 0))
         if not width and size("num_attention_heads"):
             width = size("hidden_size") // size("num_attention_heads")
@@ -261,7 +265,9 @@ class _Reader:
         if "factor" not in numbers and original and rope_type in ("yarn", "longrope"):
             numbers["factor"] = longest / original if longest else 1.0
             if rope_type == "yarn":
-                self.notes.append(f"factor={entry.get('factor')!r}: it is taken as {numbers['factor']:g}, max_position_embeddings / {ORIGINAL}")
+                self.notes.append(
+                    f"factor={entry.get('factor')!r}: it is taken as {numbers['factor']:g}, max_position_embeddings / {ORIGINAL}"
+                )
         needs = rope_type in ("linear", "dynamic", "llama3")
         if needs and "factor" not in numbers:
             raise Unreadable(f"{self.source.path}: factor is missing, which {rope_type} needs; it must be a number")
@@ -288,7 +294,9 @@ class _Reader:
         if rotation.rope_type == "yarn" and (rotation.beta_fast <= 0 or rotation.beta_slow <= 0):
             raise Unreadable(f"{self.source.path}: beta_fast and beta_slow must be above 0")
         if rotation.rope_type == "dynamic" and rotation.width <= 2:
-            raise Unreadable(f"{self.source.path}: dynamic needs at least 4 rotated dimensions; there are {rotation.width}")
+            raise Unreadable(
+                f"{self.source.path}: dynamic needs at least 4 rotated dimensions; there are {rotation.width}"
+            )
 
     def _number(self, name: str, value: Any, least: float = -_LARGEST_NUMBER) -> float:
         read = value
