@@ -68,7 +68,7 @@ def _made(
 ) -> PreTrainedModel:
     text = {key: value for key, value in _TEXTS[family].items() if key != "model_type"} | (sizes or {})
     text["rope_parameters"] = {**text["rope_parameters"], **entry}
-    vision = {**_VISION, **{name: text["hidden_size"] for name in ("hidden_size", "out_hidden_size")}}
+    vision = {**_VISION, **dict.fromkeys(("hidden_size", "out_hidden_size"), text["hidden_size"])}
     # some classes of configs write into what they are given
     config = AutoConfig.for_model(family, text_config=copy.deepcopy(text), vision_config=vision, **tokens)
     return from_config(config, AutoModelForImageTextToText)
