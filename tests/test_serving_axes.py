@@ -110,7 +110,7 @@ async def answers(batches, requests):
 @torch.no_grad()
 def assert_answer(model, prompt, answer):
     ids = torch.tensor([prompt + [token.id for token in answer]])
-    assert torch.equal(generated(model, ids[:, : len(prompt)], NEW), ids)
+    assert torch.equal(generated(model, ids[:, : len(prompt)], NEW), ids[:, len(prompt) :])
     expected = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     found = torch.tensor([token.logprob for token in answer])
     assert_close(found, expected.gather(1, ids[0, len(prompt) :, None])[:, 0])
@@ -192,7 +192,7 @@ def test_a_folder_with_factors_is_served(tmp_path, family):
             prompt = tokens(length)[0].tolist()
             answer = complete(client, prompt, logprobs=0, max_tokens=NEW, extra_body=body)
             found = torch.tensor(answer.choices[0].logprobs.token_logprobs)
-            row = generated(alone[factor], torch.tensor([prompt]), NEW)
+            row = torch.cat([torch.tensor([prompt]), generated(alone[factor], torch.tensor([prompt]), NEW)], dim=1)
             with torch.no_grad():
                 scores = alone[factor](row, use_cache=False).logits[0, length - 1 : -1].log_softmax(-1)
             torch.testing.assert_close(found, scores.gather(1, row[0, length:, None])[:, 0], atol=1e-4, rtol=0)

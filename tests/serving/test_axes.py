@@ -98,12 +98,15 @@ def one_at_a_time():
     destroy_model_parallel()
 
 
-@pytest.mark.parametrize("spec", ["yarn:target=auto", "ntk:target=auto+logn", "self_extend:target=auto"])
-@pytest.mark.parametrize("family", OF_IMAGES)
-def test_texts_of_many_lengths_in_one_batch(tmp_path, family, spec):
-    """Prompts are read in pieces of 48 tokens."""
+CASES = [(family, spec, True) for family in OF_IMAGES for spec in ("yarn", "ntk+logn", "self_extend")]
+
+
+@pytest.mark.parametrize(("family", "name", "eager"), [*CASES, ("qwen3_vl", "ntk+logn", False)])
+def test_texts_of_many_lengths_in_one_batch(tmp_path, family, name, eager):
+    """Prompts are read in pieces of 48 tokens; once in compiled graphs."""
     model, texts = built(family), prompts()
-    found = list(by_vllm(engine(exported(tmp_path, model, spec)), texts))
+    spec = name.replace("+", ":target=auto+") if "+" in name else f"{name}:target=auto"
+    found = list(by_vllm(engine(exported(tmp_path, model, spec), enforce_eager=eager), texts))
     for ids, one in zip(texts, found, strict=True):
         with under(model, spec, LENGTHS[len(ids)]):
             assert_equal(by_this_library(model, [ids]), [one])
