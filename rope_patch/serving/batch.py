@@ -1,5 +1,7 @@
 """Requests with settings of their own in one continuous batch of Transformers: `rope-patch serve` answers from it.
 
+Models whose layers hold more than keys and values take turns instead (`serving.one_by_one`).
+
 A batch of Transformers ends when a step of it fails, with every request that it holds. Here it starts again. Each
 answer that was in it goes on alone for one token: the one that fails again is given up, the others join the batch.
 """
@@ -19,6 +21,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 
+from rope_patch.serving.one_by_one import OneByOne, needs_turns
 from rope_patch.serving.sampling import Sampler, Sampling, Token
 from rope_patch.serving.text import Text
 from rope_patch.serving.turns import Turns
@@ -238,6 +241,10 @@ class Batch:
             if self.manager.is_running():
                 raise TimeoutError(f"a step of the batch takes more than {ENDING} seconds")
         eos, pad = (getattr(self.model.generation_config, f"{name}_token_id") for name in ("eos", "pad"))
+        if needs_turns(self.model.config.get_text_config()):
+            self.manager = OneByOne(self.model, Sampler(self.default), eos, self._settings["max_batch_tokens"])
+            self.manager.start()
+            return
         greedy = GenerationConfig(do_sample=False, eos_token_id=eos, pad_token_id=pad)
         config = ContinuousBatchingConfig(**self._settings)
         self.manager = self.model.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)

@@ -26,6 +26,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
@@ -75,12 +76,15 @@ class Rotary(nn.Module):
     """A rotary module of vLLM that reads the scheme's tables, or does not rotate if the attention layers will.
 
     Attributes:
-        served: what the folder needs; None if vLLM's own tables suffice.
+        served: what the folder needs; None if vLLM's own tables suffice, or if it rotates the patches of images.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
+        self.served: Served | None = None
+        if config.model_config.uses_mrope and not isinstance(self, MRotaryEmbedding):
+            return  # of the tower, whose positions are its own
         self.served = served = served_of(config)
         if served is None:
             return
@@ -93,14 +97,18 @@ class Rotary(nn.Module):
     def _read(self, tables: Tables) -> None:
         """Read the scheme's tables, whose shapes are those of `Tables`."""
         own = cast(Any, self)
-        if not hasattr(own, "cos_sin_cache") or own.cos_sin_cache.shape[1] != tables.cos_sin.shape[1]:
+        with_order = isinstance(self, MRotaryEmbedding) and type(self).__name__ != MRotaryEmbedding.__name__
+        if with_order or not hasattr(own, "cos_sin_cache") or own.cos_sin_cache.shape[1] != tables.cos_sin.shape[1]:
             raise UnsupportedModel(f"a scheme in vLLM: {type(self).__name__} is not supported")
         self.register_buffer("cos_sin_cache", tables.cos_sin.to(own.cos_sin_cache), persistent=False)
         scale = None if tables.scale is None else tables.scale.to(own.cos_sin_cache)
         self.register_buffer("query_scale", scale, persistent=False)
+        # on a GPU, a kernel of vLLM for hybrid models reads the table by itself, without this module's forward, unless
+        # the table has another dtype than these
+        own.dtype = torch.float32
 
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, *more: Any) -> Any:
-        """Called by vLLM with `positions` `(tokens,)`, `query` and `key` `(tokens, heads * head_dim)`.
+        """Called by vLLM with `positions` `(tokens,)` or `(3, tokens)`, `query` and `key` `(tokens, heads * head_dim)`.
 
         Raises:
             UnsupportedModel: the attention layers have a backend that would ignore the scheme.
@@ -112,12 +120,15 @@ class Rotary(nn.Module):
             _check_backend(str(served.scheme))
         if served.tables is None:
             return query, key
+        counted = positions
         if served.rows is not None:
-            positions = positions + served.rows.by_token[: positions.shape[0]]
+            positions = counted = positions + served.rows.by_token[: positions.shape[-1]]
+            if served.rows.counted is not None:
+                counted = served.rows.counted[: positions.shape[-1]]
         query, key = super().forward(positions, query, key, *more)
         scale = cast(torch.Tensor | None, self.query_scale)
         if scale is not None:
-            by_token = scale.index_select(0, positions)[..., None]
+            by_token = scale.index_select(0, counted)[..., None]
             query = (query.unflatten(-1, (-1, cast(Any, self).head_size)) * by_token).flatten(-2)
         return query, key
 
@@ -183,15 +194,10 @@ class Scored:
     ) -> torch.Tensor:
         """Called by vLLM with query and output `(tokens, heads, head_dim)`, and the cache, which already contains the
         new keys, `(blocks, kv_heads, block_size, 2 head_dim)`.
-
-        Raises:
-            UnsupportedModel: queries and keys were not rotated by a rotary module of vLLM.
         """
         if self.served is None or attn_metadata is None:
             attend = cast(Any, super()).forward
             return attend(layer, query, key, value, kv_cache, attn_metadata, output, *more, **named)
-        if not self.served.has_rotary:
-            raise UnsupportedModel(f"{self.served.scheme} in vLLM: {layer.layer_name} has no rotary module of vLLM")
         if not self.states:
             index = extract_layer_index(layer.layer_name)
             self.states = [by_layer[index] for by_layer in self.served.states]
@@ -310,10 +316,16 @@ class Built:
     """A mixin of the builders of vLLM's metadata, which run before each step."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """Called by vLLM with the metadata that the backends have in common."""
+        """Called by vLLM with the metadata that the backends have in common.
+
+        Raises:
+            UnsupportedModel: no rotary module of vLLM would compute the scheme.
+        """
         served = served_of(cast(Any, self).vllm_config)
+        if served is not None and not served.has_rotary:
+            raise UnsupportedModel(f"{served.scheme} in vLLM: the model has no rotary module of vLLM that reads it")
         if served is not None and served.rows is not None:
-            served.rows.lay_out(common_attn_metadata.query_start_loc_cpu)
+            served.rows.lay_out(common_attn_metadata.query_start_loc_cpu, common_attn_metadata.seq_lens)
         return cast(Any, super()).build(common_prefix_len, common_attn_metadata, fast_build)
 
     @classmethod

@@ -24,7 +24,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, proces
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models.record import RECORD, Record
 from rope_patch.serving.factors import Reaches
-from rope_patch.serving.vllm_served import reaches_of, recorded_schemes, served_of
+from rope_patch.serving.vllm_served import hold, reaches_of, recorded_schemes, served_of
 
 _SALT = "rope_factor="
 _NAME = re.compile(r"Factors_([\d_]+)_of_([\d_]+)_within_(\d+)")
@@ -43,7 +43,8 @@ def _prepare(check: Callable[[VllmConfig], None], config: VllmConfig) -> None:
     """Set up the engine of a folder that records a scheme.
 
     Raises:
-        UnsupportedModel: it has factors, and the engine has another model runner; or a bias, and heads are divided.
+        UnsupportedModel: it has factors, and the engine has another model runner, drafts tokens, or hands keys to other
+            engines; or a bias, and heads are divided.
     """
     check(config)
     model = config.model_config
@@ -56,18 +57,26 @@ def _prepare(check: Callable[[VllmConfig], None], config: VllmConfig) -> None:
             raise UnsupportedModel(
                 f"{scheme} in vLLM: a bias with --tensor-parallel-size {processes} is not supported; 1 is allowed"
             )
-    hf_config, reaches = model.hf_config, reaches_of(model)
+    hold(model)
+    text, reaches = model.hf_text_config, reaches_of(model)
+    for each in (model.hf_config, text):  # vLLM reads a text model inside a model of images from its own config
+        record.write(each)
     if reaches is not None and "rope_parameters" in record.native:
-        hf_config.rope_parameters = record.native["rope_parameters"]  # tables replace what follows from them
-    if getattr(hf_config, "rope_parameters", None):
+        text.rope_parameters = record.native["rope_parameters"]  # tables replace what follows from them
+    if getattr(text, "rope_parameters", None):
         # vLLM shares rotary modules of equal parameters, also between the engines of a process
-        hf_config.rope_parameters = {**hf_config.rope_parameters, RECORD: model.model}
+        text.rope_parameters = {**text.rope_parameters, RECORD: model.model}
     if reaches is None:
         return
-    if config.use_v2_model_runner:
-        raise UnsupportedModel(
-            "a factor for each request in vLLM: its model runner V2 is not supported; set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
+    refused = {
+        "its model runner V2 is not supported; set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
+        "speculative decoding (MTP too) is not supported": config.speculative_config is not None,
+        "KV connectors are not supported, which may not tell keys of factors apart": config.kv_transfer_config
+        is not None,
+    }
+    for what, holds in refused.items():
+        if holds:
+            raise UnsupportedModel(f"a factor for each request in vLLM: {what}")
     factors, lengths = ("_".join(map(str, x)) for x in (reaches.by_factor, reaches.by_factor.values()))
     name = f"{__name__}:Factors_{factors}_of_{lengths}_within_{model.max_model_len}"
     others = [each for each in model.logits_processors or () if each != name]

@@ -2,8 +2,9 @@
 
 Static frequencies and scales of queries, as of YaRN and log-n, need no attention of their own: they are rows of a
 table, which vLLM's rotary modules read at each token's position. A folder with a scheme for each factor has the tables
-of all factors one after another, and each token reads that of its request. Whatever acts by distance is scored by the
-attention layers, from the state of each layer under the scheme.
+of all factors one after another, and each token reads that of its request; positions on three axes (mRoPE) read a row
+for each axis. Whatever acts by distance is scored by the attention layers, from the state of each layer under the
+scheme. Layers without rotation, as in hybrid models, have neither.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
@@ -32,7 +33,11 @@ from rope_patch.serving.paged_attention import Attention, anchor_of
 from rope_patch.typing import Frequencies
 
 _SERVED = "_rope_patch_served"
-"""Attribute of a model's config in vLLM: what this plugin serves from the folder."""
+"""Attribute of a model's config in vLLM: what this plugin serves from the folder, in a `Holder`."""
+
+AXES_ROWS = 4
+"""Rows of a table for each token of a text whose positions have three axes: a video's may run ahead of its tokens, and
+vLLM's own tables have as many."""
 
 States = Mapping[int, LayerState]
 """The state of each layer, by its index."""
@@ -106,19 +111,30 @@ class Rows:
     Attributes:
         by_request: index of the factor of each place in the batch, `(places,)`.
         by_token: first row of each token's factor, `(tokens of the longest step,)`; 0 beyond the step's tokens.
+        counted: the row of each token, counted in tokens, likewise; None if positions say it.
     """
 
-    def __init__(self, starts: torch.Tensor, places: int, tokens: int) -> None:
+    def __init__(self, starts: torch.Tensor, places: int, tokens: int, counts: bool) -> None:
         self._starts = starts
         self.by_request = torch.zeros(places, dtype=torch.long)
         self.by_token = torch.zeros(tokens, dtype=torch.long, device=current_platform.device_type)
+        self.counted = torch.zeros_like(self.by_token) if counts else None
 
-    def lay_out(self, query_starts: torch.Tensor) -> None:
-        """Set the rows of a step's tokens, whose first ones are `query_starts` `(requests + 1,)`, on the CPU."""
+    def lay_out(self, query_starts: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Set the rows of a step's tokens.
+
+        Args:
+            query_starts: their first ones, `(requests + 1,)`, on the CPU.
+            lengths: of the requests with these tokens, `(requests,)`.
+        """
         counts = query_starts.diff()
         rows = self._starts[self.by_request[: len(counts)]].repeat_interleave(counts)
         self.by_token[: len(rows)].copy_(rows)
         self.by_token[len(rows) :] = 0
+        if self.counted is not None:
+            before = (lengths[: len(counts)].cpu() - query_starts[1:]).repeat_interleave(counts)
+            self.counted[: len(rows)].copy_(rows + before + torch.arange(len(rows)))
+            self.counted[len(rows) :] = 0
 
 
 @dataclass
@@ -131,7 +147,7 @@ class Served:
         scores: whether the attention layers score.
         tables: None if rotary modules have nothing to do.
         anchored: whether the cache holds keys as `paged_attention` wants them; else they are unrotated.
-        rows: None without factors.
+        rows: None if each token's position is its row.
         reaches: of requests by factor; None without factors.
         has_rotary: whether vLLM's model has rotary modules, which then leave rotation to the attention layers.
         attention: of groups of layers, by what they share.
@@ -148,18 +164,36 @@ class Served:
     attention: dict[Any, Attention] = field(default_factory=dict)
 
 
+@dataclass
+class Holder:
+    """Holds what is served. For the text model inside a model of images, vLLM copies the config: copies share it."""
+
+    found: Served | None = None
+    is_known: bool = False
+
+    def __deepcopy__(self, memo: Any) -> Holder:
+        return self
+
+
+def hold(model: Any) -> Holder:
+    """The holder in a model's config of vLLM."""
+    return cast(Holder, vars(model).setdefault(_SERVED, Holder()))
+
+
 def served_of(config: VllmConfig) -> Served | None:
     """What this plugin serves under an engine's config; None if vLLM's own positions suffice.
 
     Raises:
-        UnsupportedModel: the scheme needs more than queries, keys and positions, or does not change all layers.
+        UnsupportedModel: the scheme needs more than queries, keys and positions, or does not change all layers; or it
+            reads positions on one axis, and the engine takes images.
     """
     model = config.model_config
-    if vars(model.hf_config).get(RECORD) is None:
+    if getattr(model.hf_config, RECORD, None) is None:
         return None  # models without a record must not be read again
-    if _SERVED not in vars(model):
-        vars(model)[_SERVED] = _served(config)
-    return cast(Served | None, vars(model)[_SERVED])
+    held = hold(model)
+    if not held.is_known:
+        held.found, held.is_known = _served(config), True
+    return held.found
 
 
 def _served(config: VllmConfig) -> Served | None:
@@ -171,15 +205,22 @@ def _served(config: VllmConfig) -> Served | None:
     reaches = reaches_of(model)
     lengths = list(reaches.by_factor.values()) if reaches else [0]
     lengths[-1] = max(lengths[-1], model.max_model_len)
-    tables, anchored = Tables.of(states, lengths), False
+    takes_images = model.uses_mrope and model.is_multimodal_model and not model.multimodal_config.language_model_only
+    rows_per_token = AXES_ROWS if takes_images else 1
+    tables, anchored = Tables.of(states, [rows_per_token * length for length in lengths]), False
+    if tables is None and takes_images:
+        raise UnsupportedModel(
+            f"{scheme} in vLLM: images are not supported, for the scheme reads positions on one axis; start it with "
+            "--language-model-only"
+        )
     if scores := tables is None:
         anchors = {anchor_of(state) for by_layer in states for state in by_layer.values()}
         tables = Tables.of_anchors(states, lengths) if current_platform.is_cpu() and anchors != {UNROTATED} else None
         anchored = current_platform.is_cpu() and (tables is not None or anchors == {UNROTATED})
-    rows = None
-    if reaches:
+    rows, counts = None, model.uses_mrope and tables is not None and tables.scale is not None
+    if reaches or counts:
         starts = tables.starts if tables else torch.zeros(len(states), dtype=torch.long)
-        rows = Rows(starts, places.max_num_seqs, places.max_num_batched_tokens)
+        rows = Rows(starts, places.max_num_seqs, places.max_num_batched_tokens, counts)
     return Served(scheme, states, scores, tables, anchored, rows, reaches)
 
 
@@ -189,8 +230,9 @@ def reaches_of(model: Any) -> Reaches | None:
     if record is None or not record.per_request:
         return None
     config = AutoConfig.from_pretrained(model.model, revision=model.revision, trust_remote_code=False)
-    record.restore(config)
-    trained = length_today(config)
+    text = config.get_text_config()
+    record.restore(text)
+    trained = length_today(text)
     limit = min(model.max_model_len, max(record.per_request) * trained)
     return Reaches(limit, {factor: min(limit, factor * trained) for factor in record.per_request})
 
@@ -208,13 +250,14 @@ def _states_of(path: str, revision: str | None) -> list[States]:
     if record is None:
         return []
     forget_record(config)
-    is_stated = record.is_stated(config)
-    record.restore(config)
+    text = config.get_text_config()
+    is_stated = record.is_stated(text)
+    record.restore(text)
     schemes = recorded_schemes(record)
     states: list[States] = []
     for factor, scheme in schemes.items():
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            model = AutoModel.from_config(text, attn_implementation="sdpa")
         if what := refused_by_vllm(scheme):
             raise UnsupportedModel(f"{scheme} in vLLM: {what} are not supported")
         with ignoring_idle(factor):

@@ -58,11 +58,19 @@ def _prototype(family: str) -> PreTrainedModel:
     return _made(family, {})
 
 
-def _made(family: str, entry: dict[str, Any]) -> PreTrainedModel:
-    text = {key: value for key, value in _TEXTS[family].items() if key != "model_type"}
+def sized(family: str, tokens: dict[str, int] | None = None, **sizes: Any) -> PreTrainedModel:
+    """A fresh model whose text has these sizes, and images these tokens."""
+    return _made(family, {}, sizes, tokens or _TOKENS)
+
+
+def _made(
+    family: str, entry: dict[str, Any], sizes: dict[str, Any] | None = None, tokens: dict[str, int] = _TOKENS
+) -> PreTrainedModel:
+    text = {key: value for key, value in _TEXTS[family].items() if key != "model_type"} | (sizes or {})
     text["rope_parameters"] = {**text["rope_parameters"], **entry}
+    vision = {**_VISION, **dict.fromkeys(("hidden_size", "out_hidden_size"), text["hidden_size"])}
     # some classes of configs write into what they are given
-    config = AutoConfig.for_model(family, text_config=copy.deepcopy(text), vision_config=dict(_VISION), **_TOKENS)
+    config = AutoConfig.for_model(family, text_config=copy.deepcopy(text), vision_config=vision, **tokens)
     return from_config(config, AutoModelForImageTextToText)
 
 

@@ -75,7 +75,7 @@ def by_vllm(engine, texts, **extra):
 def engine_of(folder, **settings):
     settings = {"max_num_batched_tokens": 640, "enable_prefix_caching": False, **settings}
     settings = {"enforce_eager": True, "max_model_len": LENGTHS[-1] + NEW, **settings}
-    return vllm.LLM(str(folder), dtype="float32", seed=0, **settings)
+    return vllm.LLM(str(folder), **{"dtype": "float32", "seed": 0, **settings})
 
 
 def assert_equal(expected, found):
