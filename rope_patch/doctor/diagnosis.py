@@ -9,16 +9,13 @@ from typing import Any
 
 from .entries import ALL, rotations_of
 from .errors import Unreadable
-from .reader import Reader
+from .reader import EXACT, Reader
 from .readers import READERS
 from .rotation import Rotation
 from .sources import Source
 
 SEEN = 0.01
 """Radians from which on an angle counts as another one: a cosine differs in the second decimal of a score's addend."""
-
-EXACT = 1e-5
-"""Relative difference up to which two frequencies or factors are equal: float32 arithmetic, which readers use."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +50,7 @@ class Reading:
         cures: what to write or to start instead, a line each.
         sources: where the reasons were read.
         limit: the longest text that it takes, where that is less than the config's; else None.
+        writes: of a trainer, see `Reader`.
     """
 
     reader: str
@@ -65,6 +63,7 @@ class Reading:
     cures: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     limit: int | None = None
+    writes: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,41 +115,47 @@ def _called(asked: str) -> tuple[Reader, str]:
 
 def _reading(reader: Reader, version: str, source: Source, stated: Mapping[str, Rotation]) -> Reading:
     understood = reader.understood(source, version)
-    reasons = [f"it {deviation.words}" for deviation in understood.deviations]
-    cures = [deviation.cure for deviation in understood.deviations if deviation.cure]
-    sources = [deviation.source for deviation in understood.deviations]
+    differences = differences_of(stated, understood.rotations)
+    found = understood.deviations if differences or understood.refusal else ()
+    reasons = [f"it {deviation.words}" for deviation in found]
+    cures = [deviation.cure for deviation in found if deviation.cure]
+    limit = None
     if understood.refusal:
-        verdict, differences, limit = "refuses", (), None
-        reasons = reasons or [understood.refusal]
+        verdict, reasons = "refuses", reasons or [understood.refusal]
     else:
-        differences, limit = differences_of(stated, understood.rotations), None
-        partly = bool(understood.deviations) and all(each.partly for each in understood.deviations)
+        partly = bool(found) and all(each.partly for each in found)
         verdict = "agrees" if not differences else "partly" if partly else "differs"
         for rotation in stated.values():
-            if rotation.rope_type in reader.cut and rotation.longest and rotation.longest < reach(rotation):
-                limit, verdict = rotation.longest, "differs"
-                reasons.append(
-                    f"it limits texts to max_position_embeddings={limit}; factor times L is {reach(rotation)}"
-                )
+            cut = reader.limit(source, rotation, version)
+            if cut is not None and cut < reach(rotation):
+                limit, verdict = cut, "differs"
+                reasons.append(f"it limits texts to max_position_embeddings={cut}; factor times L is {reach(rotation)}")
                 cures.append(f'write "max_position_embeddings": {reach(rotation)}')
     if source.record is not None:
         verdict = "differs"
         reasons.append(f"it knows nothing of the scheme that config.rope_patch records{reader.record}")
     if differences and not reasons:
-        reasons = [f"it reads {' or '.join(reader.spelling.keys)}, and theta where it is written for that"]
+        reasons = [f"it takes {reader.takes}"]
         cures = cures or ["write the entry in both spellings: rope-patch export does"]
+    reasons += [
+        f"{version} may be older than {each.ended or each.until} or not: before, it {each.words}"
+        if each.ended or each.until
+        else f"{version} may be older than {each.begun or each.since} or not: since then, it {each.words}"
+        for each in understood.possible
+    ]
     longest = max((reach(rotation) for rotation in stated.values()), default=0)
     return Reading(
         reader.name,
         version,
-        reader.known,
+        reader.known if version == reader.version else "read",
         verdict,
         understood.rotations,
         differences,
         tuple(reasons),
         tuple(dict.fromkeys(cure.format(length=longest) for cure in cures)),
-        tuple(dict.fromkeys(sources)),
+        tuple(dict.fromkeys(each.source for each in (*found, *understood.possible))),
         limit,
+        reader.writes,
     )
 
 
@@ -172,7 +177,7 @@ def differences_of(stated: Mapping[str, Rotation], found: Mapping[str, Rotation]
         for kind, other in found.items():
             if kind != ALL and (difference := difference_of(stated[ALL], other, kind)):
                 differences.append(difference)
-    return tuple(dict.fromkeys(differences))
+    return tuple(each for index, each in enumerate(differences) if each not in differences[:index])
 
 
 def difference_of(stated: Rotation, found: Rotation, kind: str = ALL) -> Difference | None:
@@ -256,6 +261,7 @@ def as_numbers(report: Report) -> dict[str, Any]:
 
 
 def as_difference(difference: Difference) -> dict[str, Any]:
+    """A difference as JSON."""
     return {
         "layer_type": difference.layer_type,
         "first_position": difference.first,

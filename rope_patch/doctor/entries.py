@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,11 @@ class Spelling:
         nested: whether it reads parameters by layer type.
         theta: the base where none is named; None is the architecture's own default.
         inner_theta: whether it reads a theta that stands beside the scaling.
+        type_first: whether `type` wins over `rope_type`.
+        top_partial_first: whether `partial_rotary_factor` at the top wins over the one beside the scaling.
+        inner_partial: whether it reads a `partial_rotary_factor` that stands beside the scaling.
+        original: where it looks for L, `top` of the config or `entry`, in this order; max_position_embeddings if it is
+            not there.
     """
 
     keys: tuple[str, ...] = ("rope_scaling", "rope_parameters")
@@ -67,6 +72,10 @@ class Spelling:
     nested: bool = True
     theta: float | None = None
     inner_theta: bool = True
+    type_first: bool = False
+    top_partial_first: bool = False
+    inner_partial: bool = True
+    original: tuple[str, ...] = ("top", "entry")
 
 
 TRANSFORMERS_5 = Spelling()
@@ -75,10 +84,15 @@ TRANSFORMERS_5 = Spelling()
 
 @dataclass(frozen=True)
 class Stated:
-    """The rotations of a config by layer type, with a sentence about each thing that programs may take otherwise."""
+    """The rotations of a config by layer type, with a sentence about each thing that programs may take otherwise.
+
+    Attributes:
+        entries: by layer type, the fields beside the scaling as they are written.
+    """
 
     rotations: Mapping[str, Rotation]
     notes: tuple[str, ...] = field(default=())
+    entries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @cache
@@ -93,7 +107,8 @@ def rotations_of(source: Source, spelling: Spelling = TRANSFORMERS_5) -> Stated:
     Raises:
         Unreadable: it has no rotary positions, an unknown rope type, or a number that is not allowed.
     """
-    return _Reader(source, spelling).stated()
+    reader = _Reader(source, spelling)
+    return replace(reader.stated(), entries=reader.entries)
 
 
 class _Reader:
@@ -103,6 +118,7 @@ class _Reader:
         self.source, self.spelling, self.notes = source, spelling, list(source.notes)
         self.fields = source.fields
         self.defaults = architectures().get(source.model_type, {})
+        self.entries: dict[str, Mapping[str, Any]] = {}
 
     def stated(self) -> Stated:
         if self.source.kind == "gguf" and (lists := self._gguf_lists()):
@@ -144,7 +160,9 @@ class _Reader:
         return None
 
     def _rotation(self, entry: Mapping[str, Any], kind: str) -> Rotation:
-        named = entry.get("rope_type", entry.get("type", self._default_type(kind)))
+        self.entries[kind] = entry
+        first, second = ("type", "rope_type") if self.spelling.type_first else ("rope_type", "type")
+        named = entry.get(first, entry.get(second, self._default_type(kind)))
         if not isinstance(named, str):
             raise Unreadable(f"{self.source.path}: rope_type={named!r:.80} must be a string, one of {', '.join(TYPES)}")
         rope_type = _ALIASES.get(named, named)
@@ -211,9 +229,10 @@ class _Reader:
     def _partial(self, entry: Mapping[str, Any], kind: str) -> float:
         own = self.defaults.get("partial", 1.0)
         default = own.get(kind, 1.0) if isinstance(own, dict) else own
-        found = entry.get(_PARTIAL[0])
-        for name in _PARTIAL:
-            found = self.fields.get(name) if found is None else found
+        inner = entry.get(_PARTIAL[0]) if self.spelling.inner_partial else None
+        top = next((self.fields[name] for name in _PARTIAL if self.fields.get(name) is not None), None)
+        order = (top, inner) if self.spelling.top_partial_first else (inner, top)
+        found = next((share for share in order if share is not None), None)
         if found is None and (rotated := self.fields.get("rotary_dim")):
             found = self._number("rotary_dim", rotated) / self._head_dim(kind)
         share = float(default) if found is None else self._number(_PARTIAL[0], found)
@@ -230,7 +249,9 @@ class _Reader:
             found = max(found) if isinstance(found, list) and found else found
             return 0 if found is None or isinstance(found, (dict, list)) else int(self._number(name, found, 0))
 
-        width = size("qk_rope_head_dim") or size("global_head_dim" if kind == "full_attention" else "") or size("head_dim")
+        width = (
+            size("qk_rope_head_dim") or size("global_head_dim" if kind == "full_attention" else "") or size("head_dim")
+        )
         width = width or int(self.defaults.get("head_dim", 0))
         if not width and size("num_attention_heads"):
             width = size("hidden_size") // size("num_attention_heads")
@@ -245,7 +266,8 @@ class _Reader:
         top, own = self.fields.get(ORIGINAL), entry.get(ORIGINAL)
         if top is not None and own is not None and top != own:
             self.notes.append(f"{ORIGINAL} is there twice: {own} beside the scaling, {top} at the top")
-        found = top if top is not None else own
+        places = {"top": top, "entry": own}
+        found = next((places[place] for place in self.spelling.original if places[place] is not None), None)
         if found is None:
             self.notes.append(f"{ORIGINAL} is missing: {rope_type} takes max_position_embeddings={longest} for L")
             found = longest
@@ -261,7 +283,10 @@ class _Reader:
         if "factor" not in numbers and original and rope_type in ("yarn", "longrope"):
             numbers["factor"] = longest / original if longest else 1.0
             if rope_type == "yarn":
-                self.notes.append(f"factor={entry.get('factor')!r}: it is taken as {numbers['factor']:g}, max_position_embeddings / {ORIGINAL}")
+                self.notes.append(
+                    f"factor={entry.get('factor')!r}: it is taken as {numbers['factor']:g}, "
+                    f"max_position_embeddings / {ORIGINAL}"
+                )
         needs = rope_type in ("linear", "dynamic", "llama3")
         if needs and "factor" not in numbers:
             raise Unreadable(f"{self.source.path}: factor is missing, which {rope_type} needs; it must be a number")
@@ -288,7 +313,9 @@ class _Reader:
         if rotation.rope_type == "yarn" and (rotation.beta_fast <= 0 or rotation.beta_slow <= 0):
             raise Unreadable(f"{self.source.path}: beta_fast and beta_slow must be above 0")
         if rotation.rope_type == "dynamic" and rotation.width <= 2:
-            raise Unreadable(f"{self.source.path}: dynamic needs at least 4 rotated dimensions; there are {rotation.width}")
+            raise Unreadable(
+                f"{self.source.path}: dynamic needs at least 4 rotated dimensions; there are {rotation.width}"
+            )
 
     def _number(self, name: str, value: Any, least: float = -_LARGEST_NUMBER) -> float:
         read = value

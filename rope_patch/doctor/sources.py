@@ -101,7 +101,7 @@ def _of_folder(folder: Path) -> Source:
 
 def _of_json(path: Path) -> Source:
     whole = _parsed(path)
-    fields, inside = whole, []
+    fields, inside = whole, list[str]()
     for _ in range(3):  # Qwen3-Omni has the text model two levels down
         name = next((name for name in INNER if isinstance(fields.get(name), dict) and fields[name]), None)
         if name is None:
