@@ -31,12 +31,12 @@ COMMANDS = {
     "finetune": _ROOT / "recipes" / "finetune.py",
     "compare": _ROOT / "recipes" / "compare_encodings.py",
     "export": _OWN / "export.py",
-    "doctor": _OWN / "doctor.py",
+    "doctor": _OWN.parent / "doctor" / "command.py",
     "serve": _ROOT / "recipes" / "serve.py",
     "checkpoint": _ROOT / "tools" / "fetch_checkpoint.py",
     "completion": _OWN / "completion.py",
 }
-"""What each runs: a module of this folder, a recipe to copy and change, or a tool, which only a checkout has."""
+"""What each runs: a module of the package, a recipe to copy and change, or a tool, which only a checkout has."""
 
 HELP = """\
 usage: rope-patch COMMAND [CONFIG.yaml] [OPTIONS]
@@ -67,6 +67,10 @@ def main(words: Sequence[str] | None = None) -> int:
         if command == "--version":
             print(f"rope-patch {__version__}")
             return 0
+        if command == "doctor":
+            from rope_patch.doctor.command import main as doctor
+
+            return doctor(rest, "rope-patch doctor")
         if command in available():
             from rope_patch.cli.options import run
 

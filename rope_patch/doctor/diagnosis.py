@@ -131,6 +131,9 @@ def _reading(reader: Reader, version: str, source: Source, stated: Mapping[str, 
                 limit, verdict = cut, "differs"
                 reasons.append(f"it limits texts to max_position_embeddings={cut}; factor times L is {reach(rotation)}")
                 cures.append(f'write "max_position_embeddings": {reach(rotation)}')
+    if verdict == "agrees" and set(stated) != {ALL} and not reader.knows_layers_of(source.model_type):
+        verdict = "partly"
+        reasons.append("its code for this model decides what parameters by layer type are, and was not checked")
     if source.record is not None:
         verdict = "differs"
         reasons.append(f"it knows nothing of the scheme that config.rope_patch records{reader.record}")

@@ -137,6 +137,7 @@ class Reader:
         spelling: the same for `rotations_of`.
         deviations: in the order in which they apply.
         limits: what it does to the length of texts.
+        by_layer: model types whose parameters by layer type were looked at, `*` for any; of others it is not known.
         writes: of a trainer: what it puts into the config of the checkpoint that it saves.
         start: the option that gives it the context, with `{length}`.
         record: what becomes of a scheme that rope_patch alone records, as the end of a sentence.
@@ -152,6 +153,7 @@ class Reader:
     spelling: Spelling = TRANSFORMERS_5
     deviations: tuple[Deviation, ...] = ()
     limits: tuple[Limit, ...] = ()
+    by_layer: tuple[str, ...] = ()
     writes: str = ""
     start: str = ""
     record: str = ""
@@ -165,6 +167,10 @@ class Reader:
             return self._with_deviations(source, stated.rotations, stated.entries, version)
         except Unreadable as error:
             return Understood({}, refusal=str(error))
+
+    def knows_layers_of(self, model_type: str) -> bool:
+        """Whether it is known what it makes of parameters by layer type in a model of this type."""
+        return any(model_type.startswith(name.removesuffix("*")) for name in self.by_layer)
 
     def limit(self, source: Source, rotation: Rotation, version: str = "") -> int | None:
         """The longest text that it takes, in tokens, where it cuts the type of this rotation; else None."""

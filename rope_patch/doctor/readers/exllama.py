@@ -72,6 +72,7 @@ EXLLAMA = Reader(
     "config.json itself: rope_scaling where it is not empty, else rope_parameters; theta and partial_rotary_factor at "
     "the top before those of the entry",
     spelling=Spelling(top_theta_first=True, top_partial_first=True, original=("entry", "top")),
+    by_layer=("gemma3*",),
     deviations=(
         Deviation(
             "reads rope_scaling and rope_theta at the top alone",

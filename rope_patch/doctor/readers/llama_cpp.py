@@ -68,6 +68,7 @@ LLAMA_CPP = Reader(
     f"llama-cpp-python 0.3.36; {_CONVERTER}; {_LOADER}",
     "the config as the installed Transformers reads it, else config.json itself, with rope_parameters before "
     "rope_scaling; theta of the entry before theta at the top",
+    by_layer=("*",),
     start="convert_hf_to_gguf.py writes it into the GGUF; start it with -c {length}",
     limits=(Limit(("yarn", "llama3", "longrope")),),
     deviations=(

@@ -10,6 +10,7 @@ from .cases import (
     any_of,
     class_in,
     is_type,
+    model_in,
     plain,
     ratio,
     to,
@@ -24,6 +25,7 @@ _LLAMA_BRIDGE = "NVIDIA-NeMo/Megatron-Bridge LlamaBridge"
 
 _llama = class_in("LlamaForCausalLM")
 _mistral = class_in("MistralForCausalLM")
+_gemma3_linear = all_of(model_in("gemma3*"), is_type("linear"))
 
 
 def _a_zero(layer: Layer) -> bool:
@@ -39,6 +41,7 @@ MEGATRON = Reader(
     "arguments, no config; the bridge fills them from rope_theta at the top, else from the entry, with type before "
     "rope_type: theta, and the scaling of yarn; of linear and llama3 in its bridge for Llama",
     spelling=Spelling(top_theta_first=True, type_first=True),
+    by_layer=("gemma3*",),
     deviations=(
         Deviation(
             "drops linear in its bridge for Llama",
@@ -56,7 +59,7 @@ MEGATRON = Reader(
         Deviation(
             "drops every scaling but yarn without a word, in its bridge for Llama all but yarn, llama3 and linear",
             any_of(
-                all_of(unless(_llama), unless(is_type("default", "yarn"))),
+                all_of(unless(_llama), unless(_gemma3_linear), unless(is_type("default", "yarn"))),
                 all_of(_llama, is_type("dynamic", "longrope", "proportional")),
             ),
             plain,

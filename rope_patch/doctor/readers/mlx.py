@@ -94,6 +94,7 @@ MLX = Reader(
     "at "
     "the top alone; 17 of them, such as Qwen3's, take rope_parameters where those are missing",
     spelling=_ENTRY,
+    by_layer=("gemma3*",),
     deviations=(
         Deviation(
             "stops in its class for Qwen3 without rope_theta at the top (TypeError)",

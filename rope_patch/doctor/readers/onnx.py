@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..entries import ORIGINAL, Spelling
+from ..entries import ORIGINAL
 from ..reader import Deviation, Layer, Reader
 from .cases import (
     BOTH_SPELLINGS,
@@ -61,7 +61,7 @@ ONNX = Reader(
     "read",
     f"{_BASE}; {_BUILDERS}/llama.py, phi.py",
     "the config as Transformers reads it; rope_type decides, in Llama's builder for llama3 alone",
-    spelling=Spelling(),
+    by_layer=("gemma4*",),
     deviations=(
         Deviation(
             "reads rope_theta and rope_scaling at the top alone",

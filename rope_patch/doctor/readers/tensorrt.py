@@ -53,6 +53,7 @@ TENSORRT = Reader(
     "every key of a flat rope_parameters before the same key at the top, with type before rope_type; 10000 for a theta "
     "that is nowhere",
     spelling=Spelling(type_first=True),
+    by_layer=("gemma4*",),
     deviations=(
         Deviation(
             "stops, because it has no such type (ValueError)",

@@ -28,6 +28,7 @@ TRL = Reader(
     "read",
     "trl 1.16.0, all of its Python: no file names a field of positions",
     _AS_TRANSFORMERS,
+    by_layer=("*",),
     writes="nothing: max_length cuts texts alone",
 )
 
@@ -39,6 +40,7 @@ UNSLOTH = Reader(
     f"{_UNSLOTH} FastLlamaModel.from_pretrained, _extended_rope_scaling; unsloth/import_fixes.py",
     f"{_AS_TRANSFORMERS}; rope_theta at the top before that of the entry",
     spelling=Spelling(top_theta_first=True),
+    by_layer=("*",),
     writes="where max_seq_length is beyond max_position_embeddings: linear with the factor max_seq_length / "
     "max_position_embeddings and the theta of before in place of the entry, also of a native yarn, longrope or "
     "dynamic; a "
@@ -80,6 +82,7 @@ AXOLOTL = Reader(
     "axolotl-ai-cloud/axolotl src/axolotl/loaders/utils.py load_model_config; axolotl 0.21.0, searched for "
     "rope_scaling",
     _AS_TRANSFORMERS,
+    by_layer=("*",),
     writes="each key of overrides_of_model_config as it is: a rope_scaling there replaces the entry whole, and "
     "max_position_embeddings does not change with it",
     unknown="Whether theta survives a rope_scaling without it on Transformers 5 (inferred: it does not).",
@@ -92,6 +95,7 @@ LLAMA_FACTORY = Reader(
     "read",
     "llamafactory 0.9.5 llamafactory/model/model_utils/rope.py configure_rope",
     _AS_TRANSFORMERS,
+    by_layer=("*",),
     writes="with the option rope_scaling, where cutoff_len is beyond L: rope_type, the factor cutoff_len / L rounded "
     "up (2 "
     "without training), L for dynamic, yarn and llama3, and 1 and 4 for llama3, in place of the whole entry; "
@@ -107,6 +111,7 @@ MS_SWIFT = Reader(
     "read",
     "ms-swift 4.6.0 swift/arguments/base_args/model_args.py _init_rope_scaling, swift/model/register.py",
     _AS_TRANSFORMERS,
+    by_layer=("*",),
     writes="with --rope_scaling: type, L and the factor max_model_len / L rounded up, or the JSON that is given, with "
     "theta "
     "and partial_rotary_factor of rope_parameters, in place of the entry; max_model_len becomes the maximum. 4.5.3 "
@@ -122,6 +127,7 @@ VERL = Reader(
     "read",
     "verl 0.9.1 verl/utils/model.py, verl/utils/megatron_utils.py; verl-project/verl#1522",
     _AS_TRANSFORMERS,
+    by_layer=("*",),
     writes="each key of actor_rollout_ref.model.override_config as it is; the rollout engine is not told and needs the "
     "same "
     "in its own options, such as hf_overrides",

@@ -49,6 +49,7 @@ TRANSFORMERS = Reader(
             silent=False,
         ),
     ),
+    by_layer=("*",),
     record=_LOAD,
     unknown="Since when 5.x leaves the sliding layers of OLMo 3 without yarn (huggingface/transformers#45945).",
 )
@@ -94,6 +95,7 @@ TRANSFORMERS_4 = Reader(
             until="4.56",
         ),
     ),
+    by_layer=("*",),
     record=_LOAD,
     unknown="From which 4.x on yarn's ramp was computed from L and mscale was read: code of early 4.4x did neither.",
 )

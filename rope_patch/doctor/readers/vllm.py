@@ -68,6 +68,7 @@ VLLM = Reader(
     "run",
     _GET_ROPE,
     "the config as Transformers 5 reads it",
+    by_layer=("gemma3*", "gemma4*"),
     start="start it with --max-model-len {length}",
     record=", unless rope_patch is installed with it, on a CPU",
     limits=(
