@@ -137,8 +137,9 @@ def _reading(reader: Reader, version: str, source: Source, stated: Mapping[str, 
     if source.record is not None:
         verdict = "differs"
         reasons.append(f"it knows nothing of the scheme that config.rope_patch records{reader.record}")
+    sources = [each.source for each in (*found, *understood.possible)]
     if differences and not reasons:
-        reasons = [f"it takes {reader.takes}"]
+        reasons, sources = [f"it takes {reader.takes}"], [reader.source]
         cures = cures or ["write the entry in both spellings: rope-patch export does"]
     reasons += [
         f"{version} may be older than {each.ended or each.until} or not: before, it {each.words}"
@@ -156,7 +157,7 @@ def _reading(reader: Reader, version: str, source: Source, stated: Mapping[str, 
         differences,
         tuple(reasons),
         tuple(dict.fromkeys(cure.format(length=longest) for cure in cures)),
-        tuple(dict.fromkeys(each.source for each in (*found, *understood.possible))),
+        tuple(dict.fromkeys(sources)),
         limit,
         reader.writes,
     )

@@ -215,8 +215,11 @@ def as_yarn(change: Change) -> Change:
     """Any type as yarn, with its ramp rounded and the temperature of another change."""
 
     def changed(layer: Layer) -> Rotation | None:
-        rotation = replace(layer.rotation, rope_type="yarn", truncate=True, original=layer.rotation.trained or None)
-        return change(replace(layer, rotation=rotation)) if rotation.original else None
+        original = _value(layer.entry, ORIGINAL, layer.rotation.trained) or None
+        if original is None:
+            return None
+        rotation = replace(layer.rotation, rope_type="yarn", truncate=True, original=int(original))
+        return change(replace(layer, rotation=rotation))
 
     return changed
 

@@ -67,7 +67,7 @@ EXLLAMA = Reader(
     "exllamav3",
     "exllamav3",
     "1.6.5",
-    "read",
+    "run",
     f"{_CONFIG}; {_ROPE}",
     "config.json itself: rope_scaling where it is not empty, else rope_parameters; theta and partial_rotary_factor at "
     "the top before those of the entry",

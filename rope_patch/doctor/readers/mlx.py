@@ -195,7 +195,7 @@ MLX_VLM = Reader(
     "mlx-vlm",
     "mlx-vlm",
     "0.7.10",
-    "read",
+    "run",
     f"{_VLM} initialize_rope, MRoPERotaryEmbedding",
     "config.json itself, with type before rope_type; which of the two spellings depends on the model's class",
     spelling=Spelling(type_first=True, original=("entry",)),

@@ -7,11 +7,28 @@ from dataclasses import replace
 from ..entries import ORIGINAL
 from ..reader import Deviation, Layer, Reader
 from ..rotation import Rotation
-from .cases import OLD, all_of, factor_of_lengths, is_nested, is_type, is_yarn, lacks, of_lengths, refuse, to, wrote
+from .cases import (
+    OLD,
+    all_of,
+    factor_of_lengths,
+    is_nested,
+    is_type,
+    is_yarn,
+    lacks,
+    of_lengths,
+    refuse,
+    to,
+    unless,
+    wrote,
+)
 
 _LOAD = ": load it with rope_patch.from_pretrained"
 _ROPE_UTILS = "huggingface/transformers src/transformers/modeling_rope_utils.py"
 _LATEST_4 = "transformers 4.57.3 transformers/modeling_rope_utils.py"
+
+
+def _has_l_at_top(layer: Layer) -> bool:
+    return layer.source.fields.get(ORIGINAL) is not None
 
 
 def _l_at_top(layer: Layer) -> Rotation:
@@ -57,8 +74,8 @@ TRANSFORMERS = Reader(
 TRANSFORMERS_4 = Reader(
     "Transformers 4",
     "transformers4",
-    "4.57",
-    "read",
+    "4.57.3",
+    "run",
     _LATEST_4,
     "rope_scaling, with rope_type before type; rope_theta and partial_rotary_factor at the top; never rope_parameters, "
     "without a word (Open-Athena/MarinFold#184)",
@@ -77,6 +94,14 @@ TRANSFORMERS_4 = Reader(
             refuse,
             f"{_LATEST_4} _compute_llama3_parameters",
             f'write "{ORIGINAL}" into rope_scaling',
+            silent=False,
+        ),
+        Deviation(
+            f"stops, because neither factor, attention_factor nor {ORIGINAL} at the top is there (TypeError)",
+            all_of(is_type("longrope"), lacks("factor"), lacks("attention_factor"), unless(_has_l_at_top)),
+            refuse,
+            f"{_LATEST_4} _compute_longrope_parameters",
+            f'write "{ORIGINAL}" at the top of the config, too',
             silent=False,
         ),
         Deviation(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..entries import ORIGINAL
 from ..reader import Deviation, Layer, Limit, Reader
-from ..rotation import Rotation
+from ..rotation import NEED_L, Rotation
 from .cases import (
     DEEPSEEK_CLASSES,
     EXPORT_BASE,
@@ -97,6 +98,13 @@ VLLM = Reader(
             wrote("rope_dim"),
             _own_width,
             _GET_ROPE,
+        ),
+        Deviation(
+            f"does not start in its code for DeepSeek without {ORIGINAL} (KeyError)",
+            all_of(_deepseek, unless(is_type("default", *NEED_L)), lacks(ORIGINAL)),
+            refuse,
+            f"{_PACKAGE}/models/deepseek_v2.py; {_GET_ROPE}",
+            silent=False,
         ),
         Deviation(
             "takes every type for yarn in its code for DeepSeek, without attention_factor and truncate",
