@@ -87,6 +87,8 @@ class Stated:
     """The rotations of a config by layer type, with a sentence about each thing that programs may take otherwise.
 
     Attributes:
+        rotations: by layer type.
+        notes: the sentences.
         entries: by layer type, the fields beside the scaling as they are written.
     """
 

@@ -169,7 +169,7 @@ class Reader:
             return Understood({}, refusal=str(error))
 
     def knows_layers_of(self, model_type: str) -> bool:
-        """Whether it is known what it makes of parameters by layer type in a model of this type."""
+        """Whether it is known what it makes of parameters by layer type in a model of this `model_type`."""
         return any(model_type.startswith(name.removesuffix("*")) for name in self.by_layer)
 
     def limit(self, source: Source, rotation: Rotation, version: str = "") -> int | None:
