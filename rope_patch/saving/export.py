@@ -275,7 +275,7 @@ def _parameters(
         growth = "l / L" if factor == 1 else f"{factor:g} l / L - {factor - 1:g}"
         raise NotExpressible(
             f"{spelled} cannot be written into a config, because its readers disagree: Transformers keeps the largest "
-            "base that any text needed, SGLang uses one base for the longest text, vLLM and llama.cpp the checkpoint's. "
+            "base that any text needed, SGLang uses one base for the longest text, vLLM and llama.cpp its own. "
             f"Export ntk:factor=k with k = {growth} instead, the base for l tokens. {servers_of(scheme, spelled)}"
         )
     return parameters
