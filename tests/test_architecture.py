@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from tests.floors import floor_of
 
 PACKAGE = Path(rope_patch.__file__).parent
 ROOT = PACKAGE.parent
+DOCTOR = PACKAGE / "doctor"
+"""Published alone under another name, so its imports of itself are relative."""
+
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -36,10 +40,12 @@ def imports_of(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import"
+            assert node.level == 0 or path.is_relative_to(DOCTOR), f"{path}: a relative import"
+            package = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
+            module = ".".join([*package, *filter(None, [node.module])])
             # `from package import module` imports the module, `from module import name` does not
-            inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (inner & MODULES.keys()) or {node.module}
+            inner = {f"{module}.{alias.name}" for alias in node.names}
+            found |= (inner & MODULES.keys()) or {module}
     return found
 
 
@@ -75,6 +81,18 @@ def test_only_the_upper_floors_import_transformers():
         if any(imported.split(".")[0] == "transformers" for imported in imports_of(path))
     }
     assert not {module for module in using if module.split(".")[1] not in TRANSFORMERS}
+
+
+def test_the_doctor_needs_the_standard_library_alone():
+    files = sorted(DOCTOR.rglob("*.py"))
+    assert len(files) > 10
+    for path in files:
+        outside = {name for name in imports_of(path) if not name.startswith("rope_patch.doctor")}
+        assert {name.partition(".")[0] for name in outside} <= sys.stdlib_module_names, path
+        absolute = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
+        assert "rope_patch" not in " ".join(ast.unparse(node) for node in absolute), f"{path} imports itself by name"
 
 
 def test_a_scheme_imports_no_other_scheme():

@@ -1,4 +1,4 @@
-"""What is at a path is told alike wherever it is asked: by loading, by the commands, by export and doctor."""
+"""What is at a path is told alike wherever it is asked: by loading, by the commands, by export."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import rope_patch
 from rope_patch.errors import EvaluationError, NoCheckpoint
 from rope_patch.saving.checkpoint_kind import kind_of_checkpoint
-from rope_patch.saving.doctor import diagnose
 from rope_patch.saving.export import describe_serving
 from rope_patch.saving.loading import (
     default_checkpoint,
@@ -27,7 +26,6 @@ ASKED = [
     load_tokenizer,
     load_config,
     trained_length,
-    diagnose,
     describe_serving,
 ]
 

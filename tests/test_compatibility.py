@@ -32,6 +32,14 @@ def test_every_kind_and_every_cell_is_known():
     assert {cell.rstrip(" ¹²³") for row in MATRIX.values() for cell in list(row.values())[2:]} <= CELLS
 
 
+@pytest.mark.parametrize("name", ["mscale", "mscale_all_dim"])
+def test_a_temperature_is_seen_under_each_of_its_names(name):
+    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
+    (plain,) = supported(parameters, ["LlamaForCausalLM"], 1024, [LLAMA_CPP])
+    (scaled,) = supported(parameters | {name: 0.7}, ["LlamaForCausalLM"], 1024, [LLAMA_CPP])
+    assert (plain.reads, scaled.reads) == ("yes", "no")
+
+
 def exported(spec: str, reader) -> bool:
     """Whether a program computes the scheme from the config of a Llama."""
     config = LlamaConfig(max_position_embeddings=256)

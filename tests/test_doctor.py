@@ -1,4 +1,4 @@
-"""`rope-patch doctor`: what readers understand of a folder, and what they drop."""
+"""What `doctor` says of folders that this library writes: what readers compute, and what they drop."""
 
 import json
 from pathlib import Path
@@ -9,17 +9,26 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.cli import main
-from rope_patch.saving.doctor import READERS, diagnose
+from rope_patch.doctor import READERS, diagnose, read_source
 from rope_patch.saving.export import export_checkpoint
 from rope_patch.saving.loading import default_checkpoint
 
 ROOT = Path(__file__).parents[1]
 DEVIATIONS = [json.loads(row) for row in (ROOT / "docs/results/serving/deviations.jsonl").read_text().splitlines()]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 256},
+}
 
 
-def losses(folder):
-    return {reading.reader: "; ".join(reading.lost) for reading in diagnose(folder)}
+def readings(folder):
+    return {reading.reader: reading for reading in diagnose(read_source(folder)).readings}
+
+
+def differing(folder):
+    """Why each reader that does not agree differs."""
+    return {name: "; ".join(found.reasons) for name, found in readings(folder).items() if found.verdict != "agrees"}
 
 
 @pytest.fixture
@@ -35,21 +44,25 @@ def folder(tmp_path):
     return write
 
 
-def test_nothing_is_lost_of_a_plain_checkpoint(capsys):
-    assert set(losses(default_checkpoint()).values()) == {""}
+def test_all_readers_agree_on_a_plain_checkpoint(capsys):
+    assert not differing(default_checkpoint())
     assert main(["doctor", default_checkpoint()]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "Transformers 5      default, rope_theta = 10000.0 (run, 5.23)"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "  default, theta = 10000; texts up to 256 tokens"
+    assert lines[-len(READERS) :] == [line for line in lines if " agrees (r" in line]
 
 
 def test_a_scheme_in_the_record_alone_is_lost_everywhere(tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(default_checkpoint(), dtype=torch.float32)
     rope_patch.patch(model, "rerope:window=64+logn")
     model.save_pretrained(tmp_path)
-    found = losses(tmp_path)
-    assert all("rerope:window=64+logn" in found[reader] for reader in READERS)
+    found = differing(tmp_path)
+    assert found.keys() == {reader.name for reader in READERS}
+    assert all("config.rope_patch records" in reasons for reasons in found.values())
     assert "unless rope_patch is installed with it" in found["vLLM"]
     assert main(["doctor", str(tmp_path), "--json"]) == 1
-    assert [reading["reader"] for reading in json.loads(capsys.readouterr().out)] == list(READERS)
+    told = json.loads(capsys.readouterr().out)["readers"]
+    assert [reading["reader"] for reading in told] == [reader.name for reader in READERS]
 
 
 def test_a_scheme_that_its_config_describes_too_is_not_lost(tmp_path):
@@ -57,69 +70,75 @@ def test_a_scheme_that_its_config_describes_too_is_not_lost(tmp_path):
     rope_patch.patch(model, "yarn:factor=4")
     model.save_pretrained(tmp_path)
     assert "rope_patch" in json.loads((tmp_path / "config.json").read_text())
-    found = losses(tmp_path)
-    assert not any("config.rope_patch" in lost for lost in found.values())
-    assert found["Transformers 5"] == ""
+    found = differing(tmp_path)
+    assert not any("config.rope_patch" in reasons for reasons in found.values())
+    assert "Transformers 5" not in found
 
 
 @pytest.mark.parametrize("scheme", ["pi:factor=4", "ntk:factor=4", "yarn:factor=4", "rope"])
 def test_nothing_is_lost_of_an_export(tmp_path, scheme):
     export_checkpoint(default_checkpoint(), tmp_path / "out", scheme)
-    found = losses(tmp_path / "out")
-    assert bool(found.pop("ONNX Runtime GenAI")) == (scheme in ("pi:factor=4", "yarn:factor=4"))
-    assert set(found.values()) == {""}
+    found = differing(tmp_path / "out")
+    dropped = scheme in ("pi:factor=4", "yarn:factor=4")
+    assert found.keys() & {"ONNX Runtime GenAI"} == ({"ONNX Runtime GenAI"} if dropped else set())
+    assert not found.keys() & {"Transformers 5", "Transformers 4", "vLLM", "SGLang", "llama.cpp", "mlx-lm"}
 
 
-@pytest.mark.parametrize(
-    ("scheme", "lost"),
-    [
-        ("yarn:factor=4,attention_factor=1.0", "computes the temperature"),
-        ("yarn:factor=4,truncate=false", "rounds the ends"),
-    ],
-)
-def test_llama_cpp_loses_what_its_export_says(tmp_path, scheme, lost):
+@pytest.mark.parametrize("scheme", ["yarn:factor=4,attention_factor=1.0", "yarn:factor=4,truncate=false"])
+def test_llama_cpp_loses_what_its_export_says(tmp_path, scheme):
     export_checkpoint(default_checkpoint(), tmp_path / "out", scheme)
-    found = losses(tmp_path / "out")
-    assert lost in found.pop("llama.cpp")
-    assert found["Transformers 5"] == found["Transformers 4"] == found["vLLM"] == ""
+    found = differing(tmp_path / "out")
+    assert "llama.cpp" in found
+    assert not found.keys() & {"Transformers 5", "Transformers 4", "vLLM"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "reader", "lost"),
+    ("changes", "reader", "computed"),
     [
+        ({"rope_parameters": {**YARN, "rope_theta": 1e4}}, "Transformers 4", {"rope_type": "default"}),
         (
-            {"rope_parameters": {**YARN, "rope_theta": 10000.0}},
-            "Transformers 4",
-            "it reads only rope_scaling and rope_theta",
-        ),
-        ({"rope_parameters": {**YARN, "rope_theta": 10000.0}}, "llama.cpp", "beyond max_position_embeddings=256"),
-        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "mscale": 0.7}}, "llama.cpp", "computes the temperature"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "Transformers 4", "rope_theta = 500000.0"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4}}, "vLLM", "must be a float"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "llama.cpp", "it keeps the"),
-        (
-            {
-                "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
-                "max_position_embeddings": 1024,
-            },
-            "Transformers 5",
-            "original_max_position_embeddings is missing; max_position_embeddings=1024",
-        ),
-        (
-            {
-                "rope_parameters": {
-                    **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0},
-                    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 256},
-                },
-                "max_position_embeddings": 1024,
-            },
+            {"rope_parameters": {**YARN, "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 1.0}},
             "llama.cpp",
-            "8192 is used instead",
+            {"mscale": None, "attention_factor": None},
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "Transformers 4", {"theta": 1e4}),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4}}, "vLLM", None),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "llama.cpp",
+            {"rope_type": "default"},
+        ),
+        ({"rope_parameters": LLAMA3, "max_position_embeddings": 1024}, "llama.cpp", {"original": 8192}),
+        (
+            {
+                **{"rope_parameters": {**YARN, "rope_theta": 1e4}, "rope_scaling": None},
+                "max_position_embeddings": 1024,
+            },
+            "mlx-lm",
+            {"rope_type": "default"},
         ),
     ],
 )
-def test_what_a_config_loses(folder, changes, reader, lost):
-    assert lost in losses(folder(**changes))[reader]
+def test_what_a_reader_makes_of_a_config(folder, changes, reader, computed):
+    found = readings(folder(**changes))[reader]
+    if computed is None:
+        assert found.verdict == "refuses"
+        return
+    assert found.verdict == "differs"
+    (rotation,) = found.rotations.values()
+    assert {name: getattr(rotation, name) for name in computed} == computed
+    assert found.reasons
+
+
+def test_a_context_that_a_reader_cuts_is_told(folder):
+    found = readings(folder(rope_parameters={**YARN, "rope_theta": 1e4}))["llama.cpp"]
+    assert (found.verdict, found.limit) == ("differs", 256)
+
+
+def test_an_l_that_is_missing_is_noted(folder):
+    entry = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    notes = diagnose(read_source(folder(rope_parameters=entry, max_position_embeddings=1024))).notes
+    assert any("original_max_position_embeddings is missing" in note and "=1024" in note for note in notes)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "."])
@@ -129,16 +148,12 @@ def test_what_is_no_checkpoint_ends_in_one_line(name, tmp_path, capsys):
 
 
 def test_readers_are_chosen_and_marked(capsys):
-    assert main(["doctor", default_checkpoint(), "--for", "mlx,onnx"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["mlx-lm", "ONNX Runtime GenAI"]
-    assert ("(run, 0.32.2)" in lines[0], "(read, 0.18.0)" in lines[1]) == (True, True)
+    assert main(["doctor", default_checkpoint(), "--for", "mlx,onnx", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["readers"]
+    assert [reading["reader"] for reading in told] == ["mlx-lm", "ONNX Runtime GenAI"]
+    assert [reading["known"] for reading in told] == ["run", "read"]
     assert main(["doctor", default_checkpoint(), "--for", "mxl"]) == 2
-
-
-def test_mlx_lm_does_not_read_the_words_of_transformers_5(folder):
-    place = folder(rope_parameters=YARN | {"rope_theta": 10000.0}, max_position_embeddings=1024, rope_scaling=None)
-    assert "it reads only rope_scaling and rope_theta" in losses(place)["mlx-lm"]
+    assert "did you mean 'mlx'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -153,5 +168,4 @@ def test_what_a_reader_was_seen_to_misread_is_told(tmp_path, row):
     if row["reader"].startswith("mlx") and entry.get("rope_type", "default") != "default":
         config |= {"rope_scaling": entry, "rope_theta": entry["rope_theta"]}  # the words that it reads
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
-    (reading,) = [each for each in diagnose(tmp_path) if each.reader == row["reader"].rpartition(" ")[0]]
-    assert reading.lost or reading.partly
+    assert row["reader"].rpartition(" ")[0] in differing(tmp_path)

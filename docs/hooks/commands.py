@@ -58,7 +58,7 @@ def as_markdown(text: str) -> str:
 def _kind(line: str) -> str:
     if line[:1] in ("", "╭", "╰"):
         return "none"
-    if line.startswith("│") or re.match(r"  \S+  ", line):
+    if line.startswith("│") or re.match(r"  \S.*?\S  ", line):
         return "row"
     return "code" if line.startswith(("  ", "usage: ")) else "text"
 

@@ -1,6 +1,7 @@
 """The command line: `rope-patch COMMAND` runs a recipe or a tool, or looks at a checkpoint.
 
-A command is a module with `Options`, a dataclass, and `main(options)`; its docstring is the help.
+A command is a module with `Options`, a dataclass, and `main(options)`; its docstring is the help. `doctor` alone reads
+its words itself, because it runs without the packages that this one requires.
 """
 
 from __future__ import annotations

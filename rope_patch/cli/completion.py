@@ -8,7 +8,7 @@ Open a new shell then.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from typing import Annotated, Any, Literal, Union
 
 import tyro
@@ -25,11 +25,28 @@ def main(options: Options) -> None:
     """Print the script that tyro writes for all commands together."""
     from rope_patch.cli import available, load
 
+    def options_of(name: str) -> type:
+        return _of_doctor() if name == "doctor" else load(name).Options
+
     commands: Any = Union[  # noqa: UP007  the members are computed
-        tuple(Annotated[load(name).Options, tyro.conf.subcommand(name=name)] for name in available())
+        tuple(Annotated[options_of(name), tyro.conf.subcommand(name=name)] for name in available())
     ]
     try:
         tyro.cli(commands, prog="rope-patch", args=["--tyro-print-completion", options.shell])
     except SystemExit as end:
         if end.code:
             raise
+
+
+def _of_doctor() -> type:
+    """The options of `doctor`, which argparse reads, as a dataclass that tyro can complete."""
+    from rope_patch.doctor.command import OPTIONS
+
+    fields: list[Any] = [("checkpoints", Positional[tuple[str, ...]], ())]
+    for index, (word, settings) in enumerate(OPTIONS.items()):
+        if word.startswith("--"):
+            flag = settings["action"] == "store_true"
+            named = tyro.conf.arg(name=word.removeprefix("--"), help=settings["help"])
+            kind: Any = Annotated[bool if flag else str, named]
+            fields.append((f"option{index}", kind, field(default=False if flag else "")))
+    return make_dataclass("Doctor", fields)

@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import yaml
-
 from rope_patch.errors import EvaluationError, RopePatchError, RopePatchWarning, did_you_mean, require
 from rope_patch.json_files import is_text
 
 require("tyro", "the command line", extra="cli")
 import tyro  # noqa: E402  what is missing was named
+import yaml  # noqa: E402
 from tyro.conf import Positional as Positional  # noqa: E402  a word without the name of an option
 
 T = TypeVar("T")

@@ -5,17 +5,20 @@ The standard library is all that this package needs: it is also published alone,
 
 from .diagnosis import Difference, Reading, Report, as_numbers, diagnose, difference_of
 from .entries import TRANSFORMERS_5, Spelling, Stated, rotations_of
-from .errors import Unreadable
+from .errors import NoPositions, Unreadable
 from .reader import Deviation, Reader
 from .readers import READERS
 from .rotation import Rotation
 from .sources import Source, read_source
+from .survey import Found, survey
 
 __all__ = [
     "READERS",
     "TRANSFORMERS_5",
     "Deviation",
     "Difference",
+    "Found",
+    "NoPositions",
     "Reader",
     "Reading",
     "Report",
@@ -29,4 +32,5 @@ __all__ = [
     "difference_of",
     "read_source",
     "rotations_of",
+    "survey",
 ]

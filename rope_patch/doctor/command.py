@@ -4,66 +4,124 @@
     rope-patch doctor FOLDER --for vllm --for llama.cpp==0c1e570 --strict
     rope-patch doctor TRAINED SERVED
     rope-patch doctor model.gguf --json
+    rope-patch doctor --all
 
 A checkpoint is a folder, a config.json or a GGUF file. Exit status: 0 if all agree, 1 if something is computed
-otherwise, 2 if nothing could be read.
+otherwise, 2 if something could not be read.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from .comparing import as_numbers_of_pair, compare, words_of_pair
-from .diagnosis import Report, as_numbers, diagnose
+from .diagnosis import as_numbers, diagnose
 from .errors import Unreadable
 from .readers import READERS
 from .sources import read_source
+from .survey import CONFIGS, as_numbers_of_survey, is_clear, survey, words_of_survey
 from .words import words_of
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "checkpoints": {
+        "nargs": "*",
+        "metavar": "CHECKPOINT",
+        "help": "folder, config.json or GGUF file; of two: do both say the same positions?",
+    },
+    "--for": {
+        "dest": "readers",
+        "action": "append",
+        "default": [],
+        "metavar": "READER[==VERSION]",
+        "help": f"only these readers, also joined by commas: {', '.join(reader.key for reader in READERS)}",
+    },
+    "--all": {
+        "action": "store_true",
+        "help": f"check all configs of a repository: those of the folders, files or patterns that are named, or {CONFIGS}",
+    },
+    "--strict": {
+        "action": "store_true",
+        "help": "also fail where a reader computes some texts otherwise, or a config is ambiguous",
+    },
+    "--json": {"action": "store_true", "help": "print one JSON document, which schema.json describes"},
+}
+"""Words of the command line, with the settings of each in argparse."""
+
+AGREED, OTHERWISE, UNREADABLE, NO_STDOUT = 0, 1, 2, 141
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Refuse in one line what argparse would explain in several."""
+        raise Unreadable(f"{message}; {self.prog} --help explains all options")
 
 
 def parser(program: str = "rope-doctor") -> argparse.ArgumentParser:
-    """The options."""
-    made = argparse.ArgumentParser(program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("checkpoint", help="folder, config.json or GGUF file")
-    made.add_argument("served", nargs="?", help="a second one: do both say the same positions?")
-    made.add_argument(
-        "--for",
-        dest="readers",
-        action="append",
-        default=[],
-        metavar="READER[==VERSION]",
-        help=f"only these readers, also joined by commas: {', '.join(reader.key for reader in READERS)}",
+    """The parser, with the name under which the command was called."""
+    made = _Parser(
+        program,
+        description=(__doc__ or "").replace("rope-patch doctor", program),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32),
+        allow_abbrev=False,
     )
-    made.add_argument("--json", action="store_true", help="print one JSON document, see schema.json")
-    made.add_argument(
-        "--strict",
-        action="store_true",
-        help="also fail where a reader computes only some texts, or a config is ambiguous",
-    )
+    for word, settings in OPTIONS.items():
+        made.add_argument(word, **settings)
     return made
 
 
 def main(words: Sequence[str] | None = None, program: str = "rope-doctor") -> int:
-    """Run the command; returns the exit status."""
-    options = parser(program).parse_args(words)
-    asked = [name for each in options.readers for name in each.split(",") if name]
+    """Run the command.
+
+    Args:
+        words: of the command line; by default those of this process.
+        program: the name under which it was called.
+
+    Returns:
+        exit status, see the top of this file; 141 if whoever read stdout went away.
+    """
+    words = sys.argv[1:] if words is None else words
     try:
-        first = read_source(options.checkpoint)
-        if options.served is not None:
-            pair = compare(first, read_source(options.served), asked)
-            print(json.dumps(as_numbers_of_pair(pair), indent=2) if options.json else words_of_pair(pair))
-            return int(not pair.agrees)
-        report = diagnose(first, asked)
-    except Unreadable as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(as_numbers(report), indent=2) if options.json else words_of(report))
-    return int(not (is_clear(report) if options.strict else report.agrees))
+        document, text, status = _answered(parser(program).parse_intermixed_args(_checked(words)))
+        print(text if document is None else json.dumps(document, indent=2, allow_nan=False))
+        sys.stdout.flush()  # now, while a reader that went away can still be met
+    except SystemExit as end:  # after --help
+        return int(end.code or 0)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would complain at its end
+        return NO_STDOUT
+    except (Unreadable, OSError) as error:
+        print(f"{program.replace(' ', ': ')}: {' '.join(str(error).split())}", file=sys.stderr)
+        return UNREADABLE
+    return status
 
 
-def is_clear(report: Report) -> bool:
-    """Whether every reader computes all texts as the config says, and the config says it once."""
-    return not report.notes and all(reading.verdict == "agrees" for reading in report.readings)
+def _answered(options: argparse.Namespace) -> tuple[dict[str, Any] | None, str, int]:
+    """The answer as JSON, if that was asked for, else in words; and the exit status."""
+    asked = [name for each in options.readers for name in each.split(",") if name]
+    if options.all:
+        found = survey(options.checkpoints or [CONFIGS], asked)
+        status = max(each.status(options.strict) for each in found)
+        return (as_numbers_of_survey(found), "", status) if options.json else (None, words_of_survey(found), status)
+    if len(options.checkpoints) not in (1, 2):
+        raise Unreadable(f"{len(options.checkpoints)} checkpoints are given; give one, or two to compare, or --all")
+    first, *second = map(read_source, options.checkpoints)
+    if second:
+        pair = compare(first, second[0], asked)
+        status = AGREED if pair.agrees else OTHERWISE
+        return (as_numbers_of_pair(pair), "", status) if options.json else (None, words_of_pair(pair), status)
+    report = diagnose(first, asked)
+    status = AGREED if (is_clear(report) if options.strict else report.agrees) else OTHERWISE
+    return (as_numbers(report), "", status) if options.json else (None, words_of(report), status)
+
+
+def _checked(words: Sequence[str]) -> Sequence[str]:
+    """The words, if they can be those of paths."""
+    for word in words:
+        if "\0" in word or any("\ud800" <= sign <= "\udfff" for sign in word):
+            raise Unreadable(f"{word!r:.200} contains a NUL character or a byte that is not UTF-8; leave it out")
+    return words

@@ -9,6 +9,7 @@ from typing import Any
 
 from .entries import ALL, rotations_of
 from .errors import Unreadable
+from .odd_values import notes_on_odd_values
 from .reader import EXACT, Reader
 from .readers import READERS
 from .rotation import Rotation
@@ -98,18 +99,24 @@ def diagnose(source: Source, asked: Iterable[str] = ()) -> Report:
         Unreadable: the config has no positions that can be read, or there is no such reader.
     """
     stated = rotations_of(source)
-    chosen = [_called(name) for name in asked] or [(reader, reader.version) for reader in READERS]
+    chosen = [called(name) for name in asked] or [(reader, reader.version) for reader in READERS]
     readings = tuple(_reading(reader, version, source, stated.rotations) for reader, version in chosen)
-    return Report(str(source.path), stated.rotations, stated.notes, readings)
+    notes = (*stated.notes, *notes_on_odd_values(source, stated.rotations))
+    return Report(str(source.path), stated.rotations, notes, readings)
 
 
-def _called(asked: str) -> tuple[Reader, str]:
+def called(asked: str) -> tuple[Reader, str]:
+    """The reader behind a word such as `vllm==0.10`, and the version.
+
+    Raises:
+        Unreadable: there is no such reader.
+    """
     name, _, version = asked.partition("==")
     by_key = {reader.key: reader for reader in READERS}
     if name not in by_key:
         near = get_close_matches(name, by_key, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise Unreadable(f"there is no reader {name!r}{hint} Allowed are {', '.join(by_key)}")
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise Unreadable(f"there is no reader {name!r}; {hint}allowed: {', '.join(by_key)}")
     return by_key[name], version or by_key[name].version
 
 

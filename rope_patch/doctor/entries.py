@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .errors import Unreadable
+from .errors import NoPositions, Unreadable
 from .rotation import NEED_L, TYPES, Rotation
-from .sources import Source
+from .sources import Aside, Source
 
 ALL = ""
 """The layer type of a config whose layers are alike."""
@@ -23,7 +23,7 @@ ALL = ""
 ORIGINAL = "original_max_position_embeddings"
 
 _LARGEST_HEAD = 2**16
-_LARGEST_NUMBER = 1e300
+_LARGEST_NUMBER = 1e15
 
 _THETA = {
     "full_attention": ("global_rope_theta", "rope_theta", "rotary_emb_base"),
@@ -126,11 +126,13 @@ class _Reader:
         if self.source.kind == "gguf" and (lists := self._gguf_lists()):
             return Stated({ALL: lists}, tuple(self.notes))
         if self.defaults.get("rotary") is False and not self._scaling() and self._top(ALL) is None:
-            raise Unreadable(f"{self.source.path}: {self.source.model_type} has no rotary positions")
+            raise NoPositions(f"{self.source.path}: {self.source.model_type} has no rotary positions")
         if not self.defaults and self.source.model_type and self.source.kind == "config":
             self.notes.append(
-                f"model_type={self.source.model_type} is not known here: defaults are those of Llama, and code of "
-                "its own may read other fields"
+                Aside(
+                    f"model_type={self.source.model_type} is not known here: defaults are those of Llama, and code of "
+                    "its own may read other fields"
+                )
             )
         entry = self._scaling()
         thetas = self.defaults.get("theta", 10000.0)

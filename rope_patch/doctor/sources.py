@@ -20,6 +20,10 @@ RECORD = "rope_patch"
 """The key under which rope_patch records a scheme that is not among the rope types."""
 
 
+class Aside(str):
+    """A note that leaves no doubt about the positions, such as where they were found."""
+
+
 @dataclass(frozen=True)
 class Source:
     """The config of one checkpoint.
@@ -63,7 +67,8 @@ class Source:
 def read_source(path: str | Path) -> Source:
     """The config of a folder, of a JSON file or of a GGUF file.
 
-    A folder of adapters is read by its base, if that is a folder here.
+    Args:
+        path: a folder of adapters is read by its base, if that is a folder here.
 
     Raises:
         Unreadable: there is no config, or it is not one.
@@ -89,7 +94,7 @@ def _of_folder(folder: Path) -> Source:
             if (place / "config.json").is_file():
                 source = _of_json(place / "config.json")
                 return Source(
-                    source.path, source.fields, source.kind, source.whole, (f"{folder} has adapters of {base}",)
+                    source.path, source.fields, source.kind, source.whole, (Aside(f"{folder} has adapters of {base}"),)
                 )
         raise Unreadable(f"{folder} has adapters of {base!r}, which is no folder here; pass the folder of the base")
     files = sorted(folder.glob("*.gguf"))
@@ -107,7 +112,7 @@ def _of_json(path: Path) -> Source:
         if name is None:
             break
         fields, inside = fields[name], [*inside, name]
-    notes = (f"the text model's fields are in {'.'.join(inside)}",) if inside else ()
+    notes = (Aside(f"the text model's fields are in {'.'.join(inside)}"),) if inside else ()
     return Source(path, fields, "config", whole, notes)
 
 

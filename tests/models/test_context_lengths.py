@@ -24,11 +24,11 @@ from rope_patch import (
     unpatch,
 )
 from rope_patch.cli import main
+from rope_patch.doctor import diagnose, read_source
 from rope_patch.evaluation.measured_model import MeasuredModel
 from rope_patch.evaluation.scheme_specs import schemes_at_lengths
 from rope_patch.models.config import context_lengths
 from rope_patch.models.find_stacks import read_stack
-from rope_patch.saving.doctor import diagnose
 from rope_patch.saving.export import describe_serving
 from rope_patch.saving.loading import default_checkpoint, trained_length
 from rope_patch.schemes.reach import spelled
@@ -365,7 +365,11 @@ COMPUTED = {
     "proportional below 1": {"rope_type": "proportional", "factor": 0.5, "partial_rotary_factor": 0.5},
 }
 NOTED = {
-    **{"L as a float": "256.0 is a float", "factor null": "= 4", "mscale_all_dim 0": "mscale_all_dim=0.0 counts as"},
+    **{
+        "L as a float": "256.0 is a float",
+        "factor null": "taken as 4",
+        "mscale_all_dim 0": "mscale_all_dim=0.0 counts as",
+    },
     **{"mscale 0": "mscale=0 counts as", "attention_factor 0": "cos and sin 0", "ramp backwards": "runs backwards"},
     **{"linear below 1": "factor=0.5 is below 1", "factor below 1": "factor=0.5 is below 1"},
 }
@@ -394,8 +398,7 @@ def test_odd_values_are_taken_as_transformers_takes_them(name):
 @pytest.mark.parametrize("name", NOTED)
 def test_doctor_says_what_transformers_makes_of_odd_values(tmp_path, name, capsys):
     computed_config(name).save_pretrained(tmp_path)
-    (reading,) = diagnose(tmp_path, ["transformers"])
-    assert any(NOTED[name] in note for note in reading.notes)
+    assert any(NOTED[name] in note for note in diagnose(read_source(tmp_path), ["transformers"]).notes)
     main(["doctor", str(tmp_path), "--for", "transformers"])
     assert "note: " in capsys.readouterr().out
 

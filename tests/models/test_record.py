@@ -51,6 +51,15 @@ def test_the_fields_are_what_was_written():
     assert Record.read({"model_type": "llama"}) is None
 
 
+def test_a_scheme_is_stated_where_the_config_says_other_positions_than_the_native_ones():
+    record = Record.read({RECORD: OLD["static"]})
+    config = config_of("llama")
+    config.rope_parameters = {**NATIVE, "rope_type": "yarn", "factor": 4.0}
+    assert record.is_stated(config)
+    config.rope_parameters = dict(NATIVE)
+    assert not record.is_stated(config)
+
+
 def test_the_record_of_a_text_model_is_found_in_the_config_around_it():
     config = Gemma3Config(text_config={"num_hidden_layers": 1}, vision_config={"num_hidden_layers": 1})
     assert Record.read(config) is Record.read(config.to_dict()) is None
