@@ -24,8 +24,8 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from rope_patch.doctor.architecture import LOCAL_THETA, PARTIAL, THETA, Architecture
-from rope_patch.doctor.entries import ALL, KNOWN, ORIGINAL
+from rope_patch.doctor.architecture import LOCAL_THETA, PARTIAL, THETA, WIDTHS, Architecture
+from rope_patch.doctor.entries import ALL, ENTRY, ORIGINAL
 
 FILE = Path(__file__).parents[1] / "rope_patch/doctor/architectures.json"
 
@@ -45,7 +45,6 @@ OWN = {
     "efficientloftr": PLANES,
     "esm": "it rotates by code of its own where position_embedding_type is rotary, with theta = 10000",
     "esmfold2": "it rotates by code of its own, with theta = 10000",
-    "musicflamingo": "it rotates audio by time, by code of its own",
     "seamless_m4t": "it rotates audio by code of its own",
     "seamless_m4t_v2": "it rotates audio by code of its own",
     "wav2vec2-bert": "it rotates audio by code of its own",
@@ -55,10 +54,24 @@ OWN = {
 }
 """Types whose rotary code is their own, and types of remote code that is known, with the reason."""
 
-FIXED = {"codegen": {"reads_partial": ["rotary_dim"]}, "gptj": {"reads_partial": ["rotary_dim"]}, "roformer": {}}
+_PARTS = {"heeds_partial": True, "reads_partial": ["rotary_dim"]}
+FIXED: dict[str, dict[str, Any]] = {"codegen": _PARTS, "gptj": _PARTS, "roformer": {}}
 """Types without words for theta and scaling, which rotate with 10,000."""
 
-SWITCHES = {"granitemoehybrid": {"position_embedding_type": "rope"}, "zamba2": {"use_mem_rope": True}}
+OVERRIDDEN: dict[str, dict[str, Any]] = {
+    "mistral4": {
+        "head_dim": 128,
+        "reads_head_dim": ["qk_nope_head_dim+qk_rope_head_dim"],
+        "partial": 0.5,
+        "reads_partial": ["qk_rope_head_dim"],
+    }
+}
+"""Values that no trial of one field shows: this type adds up the two parts of a head."""
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"position_embedding_type": "rope"},
+    "zamba2": {"use_mem_rope": True},
+}
 """Types that rotate only where a field has this value."""
 
 _TRIAL = 12345.0
@@ -75,8 +88,8 @@ def main() -> None:
 def table() -> Iterator[tuple[str, Any]]:
     """The value of each model type."""
     warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    for name in sorted({*CONFIG_MAPPING.keys(), *OWN}):
+    logging.disable(logging.ERROR)
+    for name in sorted({*CONFIG_MAPPING._mapping, *OWN}):
         yield name, OWN.get(name) or described(name)
 
 
@@ -89,15 +102,15 @@ def described(name: str) -> Any:
     if type(text) is not type(plain) and text.model_type in CONFIG_MAPPING:
         return {"text": text.model_type}
     if name in FIXED:
-        width = {"partial": text.rotary_dim / (text.n_embd // text.n_head)} if hasattr(text, "rotary_dim") else {}
-        return {**sizes(text), **width, **FIXED[name], "fixed": True}
+        heads = {"partial": text.rotary_dim / (text.n_embd // text.n_head)} if hasattr(text, "rotary_dim") else {}
+        return {**sizes(text), **heads, **FIXED[name], "fixed": True}
     if not getattr(text, "rope_parameters", None):
         return False
     if text.rope_parameters.get("rope_type") == "axial":
         return PLANES
     if turned(text) is None:
         return "it rotates by code of its own"
-    return Type(type(text)).described()
+    return {**Type(type(text)).described(), **OVERRIDDEN.get(name, {})}
 
 
 def attempt(cls: type[PreTrainedConfig], **fields: Any) -> PreTrainedConfig | None:
@@ -128,7 +141,9 @@ def rotary_classes(config: PreTrainedConfig) -> list[type]:
         module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     except ImportError:  # a type that another one's model serves
         model = getattr(transformers, str(MODEL_MAPPING_NAMES.get(config.model_type)), None)
-        module = importlib.import_module(model.__module__) if model else None
+        if model is None:
+            return []
+        module = importlib.import_module(model.__module__)
     found = [
         each
         for name, each in inspect.getmembers(module, inspect.isclass)
@@ -171,7 +186,7 @@ def sizes(text: PreTrainedConfig) -> dict[str, Any]:
         if isinstance(value, int) and value != getattr(_LLAMA, name):
             found[name] = value
     aliases = {**{value: key for key, value in reversed(text.attribute_map.items())}, **text.attribute_map}
-    if names := {name: aliases[name] for name in (*_SIZES, "head_dim") if name in aliases}:
+    if names := {name: aliases[name] for name in _SIZES if name in aliases}:
         found["names"] = names
     return found
 
@@ -181,25 +196,27 @@ class Type:
 
     def __init__(self, cls: type[PreTrainedConfig]) -> None:
         self.cls = cls
-        self.plain = cls()
+        self.plain = cls(**SWITCHES.get(cls.model_type, {}))
         self.kinds = sorted(k for k, each in self.plain.rope_parameters.items() if isinstance(each, dict)) or [ALL]
 
     def described(self) -> dict[str, Any]:
-        found = sizes(self.plain)
-        if (width := self.head_dim(found)) is not None:
-            found["head_dim"] = width
+        """The values that are not Llama's."""
+        found = {**sizes(self.plain), **self.head_dim()}
         if (original := self.plain.__dict__.get(ORIGINAL)) is not None:
             found["original"] = original
         found |= self.thetas()
         found |= self.partials()
         found |= self.defaults()
-        if self.kinds != [ALL]:
+        if self.kinds == [ALL]:
+            beside = self.parameters(self.made(rope_scaling={**_LINEAR}))
+            found |= {"reads_scaling": False} if beside and beside[ALL].get("factor") != 7.0 else {}
+        else:
             found |= {"scaled": self.scaled("rope_scaling"), "flat": self.scaled("rope_parameters")}
         found |= self.axes()
         found["only_if"] = SWITCHES.get(self.cls.model_type, {})
         if "hunyuan" in self.cls.model_type:
             found["alpha"] = True
-        return {name: value for name, value in found.items() if value is not None and value != {}}
+        return {name: value for name, value in found.items() if value is not None and (value or name != "only_if")}
 
     def parameters(self, config: PreTrainedConfig | None) -> dict[str, dict[str, Any]] | None:
         """The parameters by layer type of a config whose module can be made; None of another."""
@@ -207,33 +224,55 @@ class Type:
             return None
         return {kind: config.rope_parameters[kind] if kind else config.rope_parameters for kind in self.kinds}
 
-    def head_dim(self, found: dict[str, Any]) -> Any:
-        """The width of a head where it does not follow from the two sizes; a name for it goes into `found`."""
-        if self.kinds != [ALL] and (layers := getattr(self.plain, "per_layer_config", None)) is not None:
+    def head_dim(self) -> dict[str, Any]:
+        """The width of a head where it does not follow from the two sizes, and the fields that say it."""
+        found: dict[str, Any] = {}
+        names = dict.fromkeys(("qk_rope_head_dim", *self.aliases("head_dim"), "head_dim"))
+        read = [name for name in names if self.reads_width(name)]
+        if tuple(read) != _LLAMA.reads_head_dim:
+            found["reads_head_dim"] = read
+        if self.kinds != [ALL] and (layers := setting(self.plain, "per_layer_config")) is not None:
             with contextlib.suppress(Exception):
                 by_kind = {kind: layers[kind].head_dim for kind in self.kinds}
                 if len(set(by_kind.values())) > 1:
-                    return by_kind
+                    return {**found, "head_dim": by_kind}
         if (width := setting(self.plain, "head_dim")) is None:
-            return None
-        rope = setting(self.plain, "qk_rope_head_dim")
-        changed = attempt(self.cls, qk_rope_head_dim=2 * rope) if rope else None
-        if changed is not None and changed.head_dim == 2 * rope:
-            found["names"] = {**found.get("names", {}), "head_dim": "qk_rope_head_dim"}
-            return width
+            return found
         heads = self.plain.num_attention_heads
-        wider = attempt(self.cls, **{self.plain.attribute_map.get("hidden_size", "hidden_size"): 2 * width * heads})
-        return None if wider is not None and wider.head_dim == 2 * width else width
+        wider = self.made(**{self.plain.attribute_map.get("hidden_size", "hidden_size"): 2 * width * heads})
+        return found if wider is not None and wider.head_dim == 2 * width else {**found, "head_dim": width}
+
+    def reads_width(self, name: str) -> bool:
+        """Whether this field says the width of what is rotated."""
+        config = self.made(**{name: 48}, rope_parameters=None)
+        made = None if config is None else turned(config)
+        if made is None:  # Gemma 4 has heads of several widths, and an odd width may not load
+            return name == "head_dim"
+        plain = turned(self.plain) or {}
+        pairs = {len(made[kind][0]) for kind in made.keys() & plain.keys() if len(made[kind][0]) != len(plain[kind][0])}
+        return pairs == {24} or (bool(pairs) and name != "qk_rope_head_dim")
+
+    def aliases(self, name: str) -> list[str]:
+        """Other names of a field."""
+        aliases = self.plain.attribute_map
+        return [aliases[name]] if name in aliases else [key for key, value in aliases.items() if value == name][:1]
+
+    def made(self, **fields: Any) -> PreTrainedConfig | None:
+        """A config that rotates, with these fields; None if the class refuses them."""
+        return attempt(self.cls, **SWITCHES.get(self.cls.model_type, {}), **fields)
 
     def trial(self, **fields: Any) -> dict[str, dict[str, Any]] | None:
         """The parameters with some fields, beside a scaling, which makes room for them; without it if need be."""
-        beside = self.parameters(attempt(self.cls, rope_scaling=dict(_LINEAR), **fields))
-        return beside or self.parameters(attempt(self.cls, **fields))
+        beside = self.parameters(self.made(rope_scaling=dict(_LINEAR), **fields))
+        return beside or self.parameters(self.made(**fields))
 
     def thetas(self) -> dict[str, Any]:
         """The bases, and the names under which the top of a config has them."""
-        plain = self.trial() or {}
-        bases = {kind: float(each["rope_theta"]) for kind, each in plain.items()}
+        unsaid = self.parameters(self.made(rope_parameters={kind: {"rope_type": "default"} for kind in self.kinds}))
+        plain = self.trial() if self.kinds == [ALL] else unsaid
+        bases = {kind: each["rope_theta"] for kind, each in (plain or self.parameters(self.plain) or {}).items()}
+        if None in bases.values():
+            bases = {kind: each["rope_theta"] for kind, each in (self.parameters(self.plain) or {}).items()}
         read: dict[str, list[str]] = {kind: [] for kind in self.kinds}
         for name in (*THETA, *LOCAL_THETA):
             for kind, each in (self.trial(**{name: _TRIAL}) or {}).items():
@@ -245,22 +284,26 @@ class Type:
         return found if tuple(read[ALL]) == _LLAMA.reads_theta else {**found, "reads_theta": read[ALL]}
 
     def partials(self) -> dict[str, Any]:
-        """The share that `default` rotates, if the module has one, and its names at the top of a config."""
+        """The share that is rotated, its names at the top of a config, and whether `default` heeds it."""
         whole, half, unsaid = (self.widths(**fields) for fields in ({PARTIAL[0]: 1.0}, {PARTIAL[0]: 0.5}, {}))
-        if whole is None or half is None or unsaid is None or whole == half:
-            return {}
-        taken = self.parameters(self.with_default())
+        heeds = whole is not None and half is not None and whole != half
+        taken = self.parameters(self.with_default()) or {}
         shares = {
-            kind: taken[kind].get(PARTIAL[0], 1.0 if unsaid == whole else self.share_in_code())
-            for kind in self.kinds
+            kind: each.get(PARTIAL[0], self.share_in_code() if heeds and unsaid != whole else 1.0)
+            for kind, each in taken.items()
         }
-        read = [name for name in (*PARTIAL, "rotary_dim") if self.reads_share(name)]
-        found: dict[str, Any] = {"partial": shares if len(set(shares.values())) > 1 else shares[self.kinds[0]]}
-        return found if tuple(read) == _LLAMA.reads_partial else {**found, "reads_partial": read}
+        share = next(iter(shares.values()), 1.0) if len(set(shares.values())) < 2 else shares
+        read = [name for name in (*PARTIAL, *WIDTHS) if self.reads_share(name)]
+        return {
+            **({"partial": share} if share != _LLAMA.partial else {}),
+            **({"heeds_partial": True} if heeds else {}),
+            **({"reads_partial": read} if tuple(read) != _LLAMA.reads_partial else {}),
+        }
 
     def with_default(self, **fields: Any) -> PreTrainedConfig | None:
+        """A config with one entry of `default` for each layer type."""
         each = {"rope_type": "default", "rope_theta": 10000.0, **fields}
-        return attempt(self.cls, rope_parameters=each if self.kinds == [ALL] else {kind: {**each} for kind in self.kinds})
+        return self.made(rope_parameters=each if self.kinds == [ALL] else {kind: {**each} for kind in self.kinds})
 
     def widths(self, **fields: Any) -> dict[str, int] | None:
         """The pairs that turn under `default` with some fields."""
@@ -269,31 +312,39 @@ class Type:
         return None if made is None else {kind: len(found) for kind, (found, _) in made.items()}
 
     def share_in_code(self) -> float:
+        """The share that the module has by default."""
         source = inspect.getsource(rotary_classes(self.plain)[0])
         return float(re.findall(r'get\("partial_rotary_factor", ([\d.]+)\)', source)[0])
 
     def reads_share(self, name: str) -> bool:
+        """Whether this field says the share."""
         share = 0.75
         width = setting(self.plain, "head_dim")
-        found = self.trial(**{name: int(share * width) if name == "rotary_dim" and width else share})
-        return bool(found) and all(each.get(PARTIAL[0]) == share for each in found.values())
+        found = self.trial(**{name: int(share * width) if name in WIDTHS and width else share})
+        return any(each.get(PARTIAL[0]) == share for each in (found or {}).values())
 
     def defaults(self) -> dict[str, Any]:
-        """The parameters of a config that has none, where they scale or rotate a part."""
-        plain, beside = self.parameters(self.plain) or {}, self.parameters(self.with_default()) or {}
-        said = {kind: {name: each[name] for name in each if name in KNOWN} for kind, each in plain.items()}
-        scaled = any(each["rope_type"] != "default" for each in plain.values())
-        parted = any(each.get(PARTIAL[0]) != beside.get(kind, {}).get(PARTIAL[0]) for kind, each in plain.items())
-        if not scaled and not parted:
+        """The parameters of a config that has none, where they are not those of a config that has some."""
+        plain = self.parameters(self.plain) or {}
+        said = {kind: {name: each[name] for name in each if name in ENTRY} for kind, each in plain.items()}
+        own = self.thetas().get("theta", _LLAMA.theta)
+        beside = self.parameters(self.with_default()) or {}
+        changed = any(
+            each["rope_type"] != "default"
+            or each["rope_theta"] != (own[kind] if kind else own)
+            or each.get(PARTIAL[0]) != beside.get(kind, {}).get(PARTIAL[0])
+            for kind, each in plain.items()
+        )
+        if not changed:
             return {}
-        for each in said.values():
-            for name in ("type", "max_position_embeddings", "llama_4_scaling_beta"):
-                each.pop(name, None)
+        for kind, each in (self.parameters(self.made(rope_theta=_TRIAL)) or {}).items():
+            if each["rope_theta"] == _TRIAL:
+                said[kind].pop("rope_theta", None)
         return {"rope_parameters": said if self.kinds != [ALL] else said[ALL]}
 
     def scaled(self, name: str) -> list[str] | None:
         """The layer types to which parameters apply that name none; None if they do not load."""
-        found = self.parameters(attempt(self.cls, **{name: {**_LINEAR}}))
+        found = self.parameters(self.made(**{name: {**_LINEAR}}))
         return None if found is None else [kind for kind, each in found.items() if each.get("factor") == 7.0]
 
     def axes(self) -> dict[str, Any]:

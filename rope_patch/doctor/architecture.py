@@ -18,6 +18,9 @@ LOCAL_THETA = ("rope_local_base_freq", "local_rope_theta", "swa_rope_theta")
 PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 """Names of the share of a head that is rotated, at the top of a config."""
 
+WIDTHS = ("rotary_dim", "qk_rope_head_dim")
+"""Names of the dimensions of a head that are rotated, at the top of a config."""
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -28,14 +31,17 @@ class Architecture:
         unread: why its positions cannot be read here; empty if they can.
         hidden_size, num_attention_heads, max_position_embeddings: where the config does not say.
         head_dim: where the config does not say, also by layer type; None follows from the two sizes.
-        names: what the config calls them, by their usual name.
+        reads_head_dim: the fields that say it, in their order, and sums of fields; null is not the default, it follows
+            from the two sizes.
+        names: what the config calls a size, by its usual name.
         original: L where the top of the config does not say; it wins over the one beside the scaling.
         theta: the base by layer type; one number if all layers are alike.
         reads_theta: the names of theta at the top of the config, by layer type.
-        partial: the share of a head that `default` rotates where the config does not say, also by layer type; None if
-            `default` rotates all of it, whatever the config says.
+        partial: the share of a head that is rotated where the config does not say, also by layer type.
+        heeds_partial: whether `default` rotates that share; else all of the head, whatever the config says.
         reads_partial: the names of that share at the top of the config.
         rope_parameters: taken where the config has none.
+        reads_scaling: whether `rope_scaling` counts, where all layers are alike.
         scaled: the layer types to which one `rope_scaling` applies; None if such a config does not load.
         flat: the layer types to which `rope_parameters` apply that do not name any.
         fixed: whether no word of the config changes the base or scales it.
@@ -50,13 +56,16 @@ class Architecture:
     num_attention_heads: int = 32
     max_position_embeddings: int = 2048
     head_dim: int | Mapping[str, int] | None = None
+    reads_head_dim: tuple[str, ...] = ("head_dim",)
     names: Mapping[str, str] = field(default_factory=dict)
     original: int | None = None
     theta: float | Mapping[str, float] = 10000.0
     reads_theta: tuple[str, ...] | Mapping[str, tuple[str, ...]] = ("rope_theta",)
-    partial: float | Mapping[str, float] | None = None
+    partial: float | Mapping[str, float] = 1.0
+    heeds_partial: bool = False
     reads_partial: tuple[str, ...] = ("partial_rotary_factor",)
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
+    reads_scaling: bool = True
     scaled: tuple[str, ...] | None = None
     flat: tuple[str, ...] | None = None
     fixed: bool = False
@@ -93,8 +102,9 @@ def unknown_architecture(fields: Mapping[str, Any]) -> Architecture:
         num_attention_heads=0,
         theta=dict.fromkeys(kinds, 10000.0) if has_two else 10000.0,
         reads_theta=dict(zip(kinds, (THETA, LOCAL_THETA), strict=True)) if has_two else THETA,
-        partial=1.0,
-        reads_partial=PARTIAL,
+        reads_head_dim=("qk_rope_head_dim", "head_dim"),
+        heeds_partial=True,
+        reads_partial=(*PARTIAL, "rotary_dim"),
         scaled=kinds[:1],
         flat=kinds[:1],
     )

@@ -1,4 +1,7 @@
-"""Values of a config, each checked where it is read: an error names the file, the field, its value and what is allowed."""
+"""Values of a config, each checked where it is read.
+
+An error names the file, the field, its value and what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ MOST_TOKENS = 2**40
 class Checked:
     """Reads the values of one file; `notes` has a sentence about each that programs may read otherwise."""
 
-    def __init__(self, path: Path, notes: tuple[str, ...] = ()) -> None:
-        self.path, self.notes = path, list(notes)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.notes: list[str] = []
 
     def refuse(self, reason: str) -> NoReturn:
         """Stop with one line."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .architecture import LOCAL_THETA, PARTIAL, THETA, Architecture, architecture_of, unknown_architecture
+from .architecture import LOCAL_THETA, PARTIAL, THETA, WIDTHS, Architecture, architecture_of, unknown_architecture
 from .checked import Checked
 from .rotation import NEED_L, TYPES, Rotation
 from .sources import Source
@@ -40,7 +40,7 @@ _NEEDED = {
 """Fields without which a rope type means nothing; that of `yarn` may be null."""
 
 _NUMBERS = {
-    "factor": tuple(_NEEDED) + ("proportional",),
+    "factor": (*_NEEDED, "proportional"),
     "attention_factor": ("yarn", "longrope"),
     **dict.fromkeys(("mscale", "mscale_all_dim", "beta_fast", "beta_slow"), ("yarn",)),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
@@ -52,10 +52,13 @@ _MAY_BE_ZERO = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
 
 _LISTS = ("short_factor", "long_factor")
 
+ENTRY = ("rope_type", "rope_theta", "partial_rotary_factor", "truncate", ORIGINAL, *_NUMBERS, *_LISTS)
+"""Keys of an entry that Transformers takes for positions of text."""
+
 KNOWN = frozenset(
     {
-        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "truncate", ORIGINAL, *_NUMBERS, *_LISTS),
-        *("mrope_section", "mrope_interleaved", "interleaved", "xdrope_section", "alpha"),
+        *ENTRY,
+        *("type", "mrope_section", "mrope_interleaved", "interleaved", "xdrope_section", "alpha"),
         *("finetuned", "short_mscale", "long_mscale", "max_position_embeddings", "llama_4_scaling_beta"),
     }
 )
@@ -107,7 +110,7 @@ class _Reader:
 
     def __init__(self, source: Source, spelling: Spelling) -> None:
         self.source, self.spelling, self.fields = source, spelling, source.fields
-        self.checked = Checked(source.path, source.notes)
+        self.checked = Checked(source.path)
         self.own = self._architecture()
 
     def stated(self) -> Stated:
@@ -136,9 +139,13 @@ class _Reader:
 
     def _entries(self) -> dict[str, Mapping[str, Any]]:
         """The parameters by layer type, each as one entry."""
-        given = {name: self.checked.object(name, self.fields[name]) for name in self.spelling.keys if self.fields.get(name)}
+        given = {
+            name: self.checked.object(name, self.fields[name]) for name in self.spelling.keys if self.fields.get(name)
+        }
         if self.own.fixed:
             return {ALL: {}}
+        if not self.own.reads_scaling and given.pop("rope_scaling", {}):
+            self.checked.notes.append(f"{self.source.model_type} does not read rope_scaling in Transformers")
         if self.own.kinds:
             return self._entries_of_kinds(given)
         entry = next(iter(given.values()), self.own.rope_parameters)
@@ -167,7 +174,12 @@ class _Reader:
                 self.checked.refuse(f"{name} must have an object for each of {', '.join(self.own.kinds)}")
             if not kinds:
                 self.checked.notes.append(f"{name} names no layer type, so {self.source.model_type} ignores it")
-            entries |= {kind: {**(entries[kind] or {}), **given[name]} for kind in kinds}
+            if kinds and "type" in given[name] and "rope_type" not in given[name]:
+                self.checked.notes.append(
+                    f"{name} has type={given[name]['type']!r:.40} without rope_type: Transformers 5 drops the scaling of "
+                    f"{self.source.model_type}"
+                )
+            entries |= {kind: {"rope_type": "default", **(entries[kind] or {}), **given[name]} for kind in kinds}
         return {kind: entry for kind, entry in entries.items() if entry is not None}
 
     def _by_type(self, entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | None]:
@@ -247,27 +259,33 @@ class _Reader:
         return None
 
     def _head_dim(self, kind: str) -> int:
-        by_layer = self._of_layer(kind)
-        width = self._size("head_dim", by_layer) or self._size("head_dim", self.fields)
-        if not self.own.known:
-            width = self._size("qk_rope_head_dim", self.fields) or width
-        if isinstance(self.own.head_dim, Mapping) and kind == "full_attention" and "head_dim" not in by_layer:
-            width = self._size("global_head_dim", self.fields)
-        width = width or int(self._of_kind(self.own.head_dim, kind, 0) or 0)
+        width, fields = 0, {**self.fields, **self._of_layer(kind)}
+        if (
+            kind == "full_attention"
+            and isinstance(self.own.head_dim, Mapping)
+            and "head_dim" not in self._of_layer(kind)
+        ):
+            fields["head_dim"] = self.fields.get("global_head_dim", self.own.head_dim[kind])
+        for parts in (name.split("+") for name in self.own.reads_head_dim):
+            if not width and all(fields.get(part) is not None for part in parts):
+                width = sum(self.checked.size(part, fields[part]) for part in parts)
+        names = [name for name in self.own.reads_head_dim if name in fields]
+        if not width and not names:  # null does not count as unsaid
+            width = int(self._of_kind(self.own.head_dim, kind, 0) or 0)
         if not width:
-            heads = self._size("num_attention_heads", self.fields) or self.own.num_attention_heads
-            width = (self._size("hidden_size", self.fields) or self.own.hidden_size) // max(heads, 1)
+            heads = self._size("num_attention_heads") or self.own.num_attention_heads
+            width = (self._size("hidden_size") or self.own.hidden_size) // max(heads, 1)
         if not 2 <= width <= _LARGEST_HEAD:
             self.checked.refuse(
                 f"head_dim, or hidden_size / num_attention_heads, is {width}; it must be from 2 to {_LARGEST_HEAD}"
             )
         return width
 
-    def _size(self, name: str, fields: Mapping[str, Any]) -> int:
+    def _size(self, name: str) -> int:
         """A size under the name that the architecture has for it; 0 if it is not there."""
         for each in (self.own.names.get(name, name), name):
-            if fields.get(each) is not None:
-                return self.checked.size(each, fields[each])
+            if self.fields.get(each) is not None:
+                return self.checked.size(each, self.fields[each])
         return 0
 
     def _of_layer(self, kind: str) -> Mapping[str, Any]:
@@ -279,20 +297,26 @@ class _Reader:
         return found if isinstance(found, dict) else {}
 
     def _longest(self) -> int:
-        for name in (self.own.names.get("max_position_embeddings", "max_position_embeddings"), "max_position_embeddings"):
+        for name in (
+            self.own.names.get("max_position_embeddings", "max_position_embeddings"),
+            "max_position_embeddings",
+        ):
             if self.fields.get(name) is not None:
                 return self.checked.tokens(name, self.fields[name], 1)
         return self.own.max_position_embeddings
 
     def _partial(self, entry: Mapping[str, Any], kind: str, rope_type: str, head_dim: int) -> float:
-        if rope_type == "default" and self.own.partial is None:
+        if rope_type == "default" and not self.own.heeds_partial:
             return 1.0
         for name, fields in [(PARTIAL[0], entry), *((name, self.fields) for name in self.own.reads_partial)]:
-            if name == "rotary_dim" and fields.get(name):
+            if fields.get(name) is None:
+                continue
+            if name in WIDTHS:
                 return min(self.checked.number(name, fields[name]) / head_dim, 1.0)
-            if fields.get(name) is not None:
-                return self.checked.number(name, fields[name], most=1.0)
-        return float(self._of_kind(self.own.partial, kind, 1.0) or 1.0)
+            return self.checked.number(name, fields[name], most=1.0)
+        if self.own.kinds and rope_type != "default":
+            return 1.0
+        return float(self._of_kind(self.own.partial, kind, 1.0))
 
     def _of_kind(self, default: Any, kind: str, otherwise: Any) -> Any:
         return default.get(kind, otherwise) if isinstance(default, Mapping) else default
@@ -311,10 +335,14 @@ class _Reader:
     def _original(self, entry: Mapping[str, Any], rope_type: str, longest: int) -> int:
         own, top = entry.get(ORIGINAL), self.fields.get(ORIGINAL, self.own.original)
         if top is not None and own is not None and top != own:
-            self.checked.notes.append(f"{ORIGINAL} is there twice: {own!r:.40} beside the scaling, {top!r:.40} at the top")
+            self.checked.notes.append(
+                f"{ORIGINAL} is there twice: {own!r:.40} beside the scaling, {top!r:.40} at the top"
+            )
         found = own if top is None or self.own.kinds else top
         if found is None:
-            self.checked.notes.append(f"{ORIGINAL} is missing: {rope_type} takes max_position_embeddings={longest} for L")
+            self.checked.notes.append(
+                f"{ORIGINAL} is missing: {rope_type} takes max_position_embeddings={longest} for L"
+            )
             found = longest
         return self.checked.tokens(ORIGINAL, found)
 
@@ -377,4 +405,4 @@ class _Reader:
             "attention_factor": own.get("rope.scaling.attn_factor", 1.0),
             ORIGINAL: scaling.get(ORIGINAL) or self.fields.get("max_position_embeddings"),
         }
-        return dict.fromkeys(self.own.kinds, {}) | {"full_attention": entry} if self.own.kinds else {ALL: entry}
+        return {kind: {} for kind in self.own.kinds} | {"full_attention" if self.own.kinds else ALL: entry}
